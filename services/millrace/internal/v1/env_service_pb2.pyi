@@ -1,0 +1,170 @@
+from millrace.internal.v1 import rollout_pb2 as _rollout_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EnvState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENV_STATE_UNSPECIFIED: _ClassVar[EnvState]
+    ENV_STATE_LOADING: _ClassVar[EnvState]
+    ENV_STATE_READY: _ClassVar[EnvState]
+    ENV_STATE_FAILED: _ClassVar[EnvState]
+ENV_STATE_UNSPECIFIED: EnvState
+ENV_STATE_LOADING: EnvState
+ENV_STATE_READY: EnvState
+ENV_STATE_FAILED: EnvState
+
+class EnvSpec(_message.Message):
+    __slots__ = ("name", "id", "args_json")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    id: str
+    args_json: str
+    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., args_json: _Optional[str] = ...) -> None: ...
+
+class TaskSet(_message.Message):
+    __slots__ = ("num_tasks", "digest")
+    NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    num_tasks: int
+    digest: str
+    def __init__(self, num_tasks: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class OpenEnvRequest(_message.Message):
+    __slots__ = ("env",)
+    ENV_FIELD_NUMBER: _ClassVar[int]
+    env: EnvSpec
+    def __init__(self, env: _Optional[_Union[EnvSpec, _Mapping]] = ...) -> None: ...
+
+class OpenEnvResponse(_message.Message):
+    __slots__ = ("state", "train", "eval", "api", "requires_group", "error_type", "error_message")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_FIELD_NUMBER: _ClassVar[int]
+    EVAL_FIELD_NUMBER: _ClassVar[int]
+    API_FIELD_NUMBER: _ClassVar[int]
+    REQUIRES_GROUP_FIELD_NUMBER: _ClassVar[int]
+    ERROR_TYPE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    state: EnvState
+    train: TaskSet
+    eval: TaskSet
+    api: str
+    requires_group: bool
+    error_type: str
+    error_message: str
+    def __init__(self, state: _Optional[_Union[EnvState, str]] = ..., train: _Optional[_Union[TaskSet, _Mapping]] = ..., eval: _Optional[_Union[TaskSet, _Mapping]] = ..., api: _Optional[str] = ..., requires_group: bool = ..., error_type: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "max_tokens", "top_p", "extra_body_json")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_BODY_JSON_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    max_tokens: int
+    top_p: float
+    extra_body_json: str
+    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., extra_body_json: _Optional[str] = ...) -> None: ...
+
+class PlayGroupRequest(_message.Message):
+    __slots__ = ("run_uid", "purpose", "eval_id", "ordinal", "attempt", "members", "group_size", "env", "use_train_tasks", "task_index", "base_url", "model", "sampling", "rollout_timeout_seconds", "epoch", "generation", "planned_step", "tokenizer_manifest_key")
+    RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    EVAL_ID_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENV_FIELD_NUMBER: _ClassVar[int]
+    USE_TRAIN_TASKS_FIELD_NUMBER: _ClassVar[int]
+    TASK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BASE_URL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_MANIFEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    run_uid: str
+    purpose: _rollout_pb2.Purpose
+    eval_id: str
+    ordinal: int
+    attempt: int
+    members: _containers.RepeatedScalarFieldContainer[int]
+    group_size: int
+    env: EnvSpec
+    use_train_tasks: bool
+    task_index: int
+    base_url: str
+    model: str
+    sampling: Sampling
+    rollout_timeout_seconds: float
+    epoch: int
+    generation: int
+    planned_step: int
+    tokenizer_manifest_key: str
+    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[_rollout_pb2.Purpose, str]] = ..., eval_id: _Optional[str] = ..., ordinal: _Optional[int] = ..., attempt: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., group_size: _Optional[int] = ..., env: _Optional[_Union[EnvSpec, _Mapping]] = ..., use_train_tasks: bool = ..., task_index: _Optional[int] = ..., base_url: _Optional[str] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., rollout_timeout_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., generation: _Optional[int] = ..., planned_step: _Optional[int] = ..., tokenizer_manifest_key: _Optional[str] = ...) -> None: ...
+
+class PlayGroupResponse(_message.Message):
+    __slots__ = ("already_playing",)
+    ALREADY_PLAYING_FIELD_NUMBER: _ClassVar[int]
+    already_playing: bool
+    def __init__(self, already_playing: bool = ...) -> None: ...
+
+class PlayingGroup(_message.Message):
+    __slots__ = ("purpose", "eval_id", "ordinal", "attempt", "members", "age_seconds", "planned_step", "base_url")
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    EVAL_ID_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_STEP_FIELD_NUMBER: _ClassVar[int]
+    BASE_URL_FIELD_NUMBER: _ClassVar[int]
+    purpose: _rollout_pb2.Purpose
+    eval_id: str
+    ordinal: int
+    attempt: int
+    members: _containers.RepeatedScalarFieldContainer[int]
+    age_seconds: float
+    planned_step: int
+    base_url: str
+    def __init__(self, purpose: _Optional[_Union[_rollout_pb2.Purpose, str]] = ..., eval_id: _Optional[str] = ..., ordinal: _Optional[int] = ..., attempt: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., age_seconds: _Optional[float] = ..., planned_step: _Optional[int] = ..., base_url: _Optional[str] = ...) -> None: ...
+
+class ListPlayingRequest(_message.Message):
+    __slots__ = ("run_uid", "epoch")
+    RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    run_uid: str
+    epoch: int
+    def __init__(self, run_uid: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ListPlayingResponse(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[PlayingGroup]
+    def __init__(self, groups: _Optional[_Iterable[_Union[PlayingGroup, _Mapping]]] = ...) -> None: ...
+
+class CancelGroupsRequest(_message.Message):
+    __slots__ = ("run_uid", "groups", "epoch")
+    RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    run_uid: str
+    groups: _containers.RepeatedCompositeFieldContainer[PlayingGroup]
+    epoch: int
+    def __init__(self, run_uid: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[PlayingGroup, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class CancelGroupsResponse(_message.Message):
+    __slots__ = ("num_cancelled",)
+    NUM_CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    num_cancelled: int
+    def __init__(self, num_cancelled: _Optional[int] = ...) -> None: ...

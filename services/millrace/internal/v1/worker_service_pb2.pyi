@@ -1,0 +1,101 @@
+from millrace.internal.v1 import policy_service_pb2 as _policy_service_pb2
+from millrace.v1 import event_pb2 as _event_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_KIND_UNSPECIFIED: _ClassVar[WorkerKind]
+    WORKER_KIND_ENV_SERVER: _ClassVar[WorkerKind]
+    WORKER_KIND_INFERENCE: _ClassVar[WorkerKind]
+    WORKER_KIND_TRAINER: _ClassVar[WorkerKind]
+WORKER_KIND_UNSPECIFIED: WorkerKind
+WORKER_KIND_ENV_SERVER: WorkerKind
+WORKER_KIND_INFERENCE: WorkerKind
+WORKER_KIND_TRAINER: WorkerKind
+
+class Worker(_message.Message):
+    __slots__ = ("worker_id", "kind", "address", "http_url", "version", "min_log_format", "max_log_format", "capacity")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_URL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MIN_LOG_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOG_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    kind: WorkerKind
+    address: str
+    http_url: str
+    version: str
+    min_log_format: int
+    max_log_format: int
+    capacity: int
+    def __init__(self, worker_id: _Optional[str] = ..., kind: _Optional[_Union[WorkerKind, str]] = ..., address: _Optional[str] = ..., http_url: _Optional[str] = ..., version: _Optional[str] = ..., min_log_format: _Optional[int] = ..., max_log_format: _Optional[int] = ..., capacity: _Optional[int] = ...) -> None: ...
+
+class TrainerStatus(_message.Message):
+    __slots__ = ("run_uid", "epoch", "step", "is_finished", "error_reason", "error_message")
+    RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    IS_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    run_uid: str
+    epoch: int
+    step: int
+    is_finished: bool
+    error_reason: str
+    error_message: str
+    def __init__(self, run_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., is_finished: bool = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+
+class RegisterWorkerRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: Worker
+    def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ...) -> None: ...
+
+class RegisterWorkerResponse(_message.Message):
+    __slots__ = ("heartbeat_seconds", "lease_seconds")
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_seconds: float
+    lease_seconds: float
+    def __init__(self, heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("worker_id", "waits", "policy", "trainer", "num_playing")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLAYING_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    waits: _containers.RepeatedCompositeFieldContainer[_event_pb2.Wait]
+    policy: _policy_service_pb2.PolicyStatus
+    trainer: TrainerStatus
+    num_playing: int
+    def __init__(self, worker_id: _Optional[str] = ..., waits: _Optional[_Iterable[_Union[_event_pb2.Wait, _Mapping]]] = ..., policy: _Optional[_Union[_policy_service_pb2.PolicyStatus, _Mapping]] = ..., trainer: _Optional[_Union[TrainerStatus, _Mapping]] = ..., num_playing: _Optional[int] = ...) -> None: ...
+
+class Assignment(_message.Message):
+    __slots__ = ("run_uid", "resolved_below")
+    RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    RESOLVED_BELOW_FIELD_NUMBER: _ClassVar[int]
+    run_uid: str
+    resolved_below: int
+    def __init__(self, run_uid: _Optional[str] = ..., resolved_below: _Optional[int] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("register_again", "assignments")
+    REGISTER_AGAIN_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
+    register_again: bool
+    assignments: _containers.RepeatedCompositeFieldContainer[Assignment]
+    def __init__(self, register_again: bool = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ...) -> None: ...

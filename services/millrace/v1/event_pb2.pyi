@@ -1,0 +1,206 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from millrace.v1 import run_pb2 as _run_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Event(_message.Message):
+    __slots__ = ("cursor", "time", "writer", "writer_sequence", "state_changed", "step_completed", "eval_completed", "policy_published", "checkpoint_saved", "warning", "wait_reported", "score_completed", "batch_committed", "policy_served")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    WRITER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    STATE_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    STEP_COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    EVAL_COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    POLICY_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_SAVED_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FIELD_NUMBER: _ClassVar[int]
+    WAIT_REPORTED_FIELD_NUMBER: _ClassVar[int]
+    SCORE_COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    POLICY_SERVED_FIELD_NUMBER: _ClassVar[int]
+    cursor: str
+    time: _timestamp_pb2.Timestamp
+    writer: str
+    writer_sequence: int
+    state_changed: StateChanged
+    step_completed: StepCompleted
+    eval_completed: EvalCompleted
+    policy_published: PolicyPublished
+    checkpoint_saved: CheckpointSaved
+    warning: Warning
+    wait_reported: WaitReported
+    score_completed: ScoreCompleted
+    batch_committed: BatchCommitted
+    policy_served: PolicyServed
+    def __init__(self, cursor: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., writer: _Optional[str] = ..., writer_sequence: _Optional[int] = ..., state_changed: _Optional[_Union[StateChanged, _Mapping]] = ..., step_completed: _Optional[_Union[StepCompleted, _Mapping]] = ..., eval_completed: _Optional[_Union[EvalCompleted, _Mapping]] = ..., policy_published: _Optional[_Union[PolicyPublished, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., wait_reported: _Optional[_Union[WaitReported, _Mapping]] = ..., score_completed: _Optional[_Union[ScoreCompleted, _Mapping]] = ..., batch_committed: _Optional[_Union[BatchCommitted, _Mapping]] = ..., policy_served: _Optional[_Union[PolicyServed, _Mapping]] = ...) -> None: ...
+
+class StateChanged(_message.Message):
+    __slots__ = ("old_state", "new_state", "reason", "error")
+    OLD_STATE_FIELD_NUMBER: _ClassVar[int]
+    NEW_STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    old_state: _run_pb2.RunState
+    new_state: _run_pb2.RunState
+    reason: str
+    error: _run_pb2.RunError
+    def __init__(self, old_state: _Optional[_Union[_run_pb2.RunState, str]] = ..., new_state: _Optional[_Union[_run_pb2.RunState, str]] = ..., reason: _Optional[str] = ..., error: _Optional[_Union[_run_pb2.RunError, _Mapping]] = ...) -> None: ...
+
+class StepCompleted(_message.Message):
+    __slots__ = ("step", "reward_mean", "staleness_mean", "staleness_max", "num_tokens", "num_rollouts", "step_seconds", "wait_seconds", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    reward_mean: float
+    staleness_mean: float
+    staleness_max: int
+    num_tokens: int
+    num_rollouts: int
+    step_seconds: float
+    wait_seconds: float
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., step_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class EvalCompleted(_message.Message):
+    __slots__ = ("env", "policy_version", "step", "reward_mean", "num_rollouts", "num_failed", "metrics", "seconds")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    ENV_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    env: str
+    policy_version: int
+    step: int
+    reward_mean: float
+    num_rollouts: int
+    num_failed: int
+    metrics: _containers.ScalarMap[str, float]
+    seconds: float
+    def __init__(self, env: _Optional[str] = ..., policy_version: _Optional[int] = ..., step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., num_rollouts: _Optional[int] = ..., num_failed: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class PolicyPublished(_message.Message):
+    __slots__ = ("lineage", "version", "size_bytes", "seconds", "uri")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    version: int
+    size_bytes: int
+    seconds: float
+    uri: str
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., uri: _Optional[str] = ...) -> None: ...
+
+class PolicyServed(_message.Message):
+    __slots__ = ("replica", "lineage", "version", "pause_seconds")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    lineage: int
+    version: int
+    pause_seconds: float
+    def __init__(self, replica: _Optional[str] = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+
+class CheckpointSaved(_message.Message):
+    __slots__ = ("step", "uri", "size_bytes")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    uri: str
+    size_bytes: int
+    def __init__(self, step: _Optional[int] = ..., uri: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class BatchCommitted(_message.Message):
+    __slots__ = ("step", "num_trained", "dropped", "num_tokens")
+    class DroppedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    num_trained: int
+    dropped: _containers.ScalarMap[str, int]
+    num_tokens: int
+    def __init__(self, step: _Optional[int] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class Warning(_message.Message):
+    __slots__ = ("reason", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class WaitReported(_message.Message):
+    __slots__ = ("wait",)
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    wait: Wait
+    def __init__(self, wait: _Optional[_Union[Wait, _Mapping]] = ...) -> None: ...
+
+class ScoreCompleted(_message.Message):
+    __slots__ = ("version", "num_tokens", "mismatch_kl", "max_abs_logprob_diff")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISMATCH_KL_FIELD_NUMBER: _ClassVar[int]
+    MAX_ABS_LOGPROB_DIFF_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    num_tokens: int
+    mismatch_kl: float
+    max_abs_logprob_diff: float
+    def __init__(self, version: _Optional[int] = ..., num_tokens: _Optional[int] = ..., mismatch_kl: _Optional[float] = ..., max_abs_logprob_diff: _Optional[float] = ...) -> None: ...
+
+class Wait(_message.Message):
+    __slots__ = ("owner", "reason", "waits_on", "age_seconds", "deadline_seconds")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WAITS_ON_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    reason: str
+    waits_on: str
+    age_seconds: float
+    deadline_seconds: float
+    def __init__(self, owner: _Optional[str] = ..., reason: _Optional[str] = ..., waits_on: _Optional[str] = ..., age_seconds: _Optional[float] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
