@@ -1,0 +1,161 @@
+"""Tensors as bytes, and the safetensors file layout, without torch.
+
+numpy has no bfloat16, so a tensor travels here as raw little-endian bytes with a dtype tag; the engine and the trainer
+map the tag to their own types. The layout (an 8-byte header length, a JSON header, the data) is that of
+https://huggingface.co/docs/safetensors, written here because the manifest needs each tensor's place in the file.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.errors import CorruptObjectError
+
+_ALIGNMENT_BYTES = 64
+_MAX_HEADER_BYTES = 100 * 1024 * 1024
+
+# dtype tag (torch's name) -> (safetensors' name, unsigned numpy type of one element's bits, numpy type or None)
+_DTYPES: dict[str, tuple[str, str, str | None]] = {
+    "float64": ("F64", "<u8", "<f8"),
+    "float32": ("F32", "<u4", "<f4"),
+    "float16": ("F16", "<u2", "<f2"),
+    "bfloat16": ("BF16", "<u2", None),
+    "int64": ("I64", "<u8", "<i8"),
+    "int32": ("I32", "<u4", "<i4"),
+    "int16": ("I16", "<u2", "<i2"),
+    "int8": ("I8", "u1", "i1"),
+    "uint8": ("U8", "u1", "u1"),
+    "bool": ("BOOL", "u1", "?"),
+}
+_FROM_SAFETENSORS = {entry[0]: tag for tag, entry in _DTYPES.items()}
+_FROM_NUMPY = {np.dtype(entry[2]): tag for tag, entry in _DTYPES.items() if entry[2] is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBytes:
+    """One dense row-major tensor: a dtype tag (torch's name, such as `bfloat16`), a shape and little-endian bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def __post_init__(self) -> None:
+        expected = math.prod(self.shape) * element_bytes(self.dtype)
+        if self.data.nbytes != expected:
+            raise CorruptObjectError(
+                f"a {self.dtype} tensor of shape {list(self.shape)} needs {expected} bytes and has {self.data.nbytes}",
+                reason="TENSOR_SIZE_MISMATCH",
+                remedy="write the tensor again; its source is damaged",
+            )
+
+    @classmethod
+    def from_numpy(cls, array: np.ndarray, *, dtype: str | None = None) -> "TensorBytes":
+        """Wraps an array without a copy where it is contiguous; pass `dtype="bfloat16"` with a uint16 array of bits."""
+        tag = dtype or _FROM_NUMPY.get(array.dtype.newbyteorder("<"))
+        if tag is None or element_bytes(tag) != array.dtype.itemsize:
+            raise CorruptObjectError(
+                f"an array of {array.dtype} cannot carry a {tag or 'known dtype'} tensor",
+                reason="TENSOR_DTYPE_MISMATCH",
+                remedy=f"convert it first; known dtypes: {', '.join(_DTYPES)}",
+            )
+        bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return cls(dtype=tag, shape=tuple(array.shape), data=memoryview(bits))
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the data in bytes."""
+        return self.data.nbytes
+
+    def bits(self) -> np.ndarray:
+        """The elements' bits as a flat unsigned array over the same memory."""
+        return np.frombuffer(self.data, dtype=_DTYPES[self.dtype][1])
+
+    def numpy(self) -> np.ndarray:
+        """The tensor as an array over the same memory; bfloat16 comes as uint16 bits."""
+        _, bits, native = _DTYPES[self.dtype]
+        return np.frombuffer(self.data, dtype=native or bits).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """Where a tensor lies in a safetensors file: `offset` counts from the first byte of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length_bytes: int
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of a dtype tag; raises CorruptObjectError for a tag that we do not carry."""
+    if dtype not in _DTYPES:
+        raise CorruptObjectError(
+            f"tensor dtype {dtype!r} is not supported (known: {', '.join(_DTYPES)})",
+            reason="TENSOR_DTYPE_UNKNOWN",
+            remedy="publish the policy in one of the known dtypes",
+        )
+    return np.dtype(_DTYPES[dtype][1]).itemsize
+
+
+def pack_safetensors(tensors: Iterable[tuple[str, TensorBytes]]) -> tuple[bytes, list[TensorPlace]]:
+    """Serialises tensors, in the given order, into one safetensors file; returns its bytes and each tensor's place."""
+    items = list(tensors)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, tensor in items:
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype][0],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.size_bytes],
+        }
+        position += tensor.size_bytes
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-(8 + len(head)) % _ALIGNMENT_BYTES)  # engines map the file; aligned data maps without a copy
+    start = 8 + len(head)
+    places: list[TensorPlace] = []
+    offset = start
+    for name, tensor in items:
+        places.append(
+            TensorPlace(
+                name=name, dtype=tensor.dtype, shape=tensor.shape, offset=offset, length_bytes=tensor.size_bytes
+            )
+        )
+        offset += tensor.size_bytes
+    return b"".join([len(head).to_bytes(8, "little"), head, *(tensor.data for _, tensor in items)]), places
+
+
+def read_places(data: bytes | memoryview, *, source: str) -> list[TensorPlace]:
+    """Reads the header of a safetensors file; raises CorruptObjectError naming `source` if it is not one."""
+    view = memoryview(data)
+    try:
+        length = int.from_bytes(view[:8], "little")
+        if view.nbytes < 8 or length > min(view.nbytes - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"the header claims {length} bytes")
+        header = json.loads(bytes(view[8 : 8 + length]))
+        places: list[TensorPlace] = []
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= view.nbytes - 8 - length:
+                raise ValueError(f"tensor {name} lies outside the file")
+            places.append(
+                TensorPlace(
+                    name=name,
+                    dtype=_FROM_SAFETENSORS[entry["dtype"]],
+                    shape=tuple(entry["shape"]),
+                    offset=8 + length + begin,
+                    length_bytes=end - begin,
+                )
+            )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptObjectError(
+            f"{source} is not a readable safetensors file: {error}",
+            reason="SAFETENSORS_INVALID",
+            remedy="the object is damaged; publish the policy again",
+        ) from error
+    return places

@@ -1,0 +1,136 @@
+"""Publish, pull, republish, damage: the manifest commits a version and every byte is proven."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
+from millrace.policies.manifest import PolicyManifest, Probe
+from millrace.policies.publish import PublishedPolicy, publish_policy
+from millrace.policies.pull import download_hf, pull_files, pull_tensors, read_manifest
+from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
+from millrace.storage.local import LocalStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def _tensors(seed: int = 0) -> list[tuple[str, TensorBytes]]:
+    rng = np.random.default_rng(seed)
+    bf16 = rng.integers(0, 2**16, size=(5, 3)).astype(np.uint16)
+    return [
+        ("model.embed", TensorBytes.from_numpy(rng.standard_normal((7, 4)).astype(np.float32))),
+        ("model.layer", TensorBytes.from_numpy(bf16, dtype="bfloat16")),
+        ("scalar", TensorBytes.from_numpy(np.array(3.0, dtype=np.float32))),
+    ]
+
+
+def _publish(store: LocalStore, *, seed: int = 0, epoch: int = 1, shard_bytes: int = 1 << 30) -> PublishedPolicy:
+    return publish_policy(
+        store,
+        prefix="p",
+        uid="u",
+        lineage=0,
+        version=3,
+        epoch=epoch,
+        tensors=_tensors(seed),
+        files={"config.json": b"{}"},
+        probe=Probe(token_ids=(1, 2, 3), logprobs=(-0.5, -1.25)),
+        shard_bytes=shard_bytes,
+    )
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 1])
+def test_pull_gives_back_what_was_published(store: LocalStore, tmp_path: Path, shard_bytes: int) -> None:
+    published = _publish(store, shard_bytes=shard_bytes)
+    assert published.manifest_key == "p/runs/u/policies/0000-00000003/manifest.json"
+    manifest = read_manifest(store, published.manifest_key, published.manifest_sha256)
+    assert manifest == published.manifest
+    assert manifest.probe == Probe(token_ids=(1, 2, 3), logprobs=(-0.5, -1.25))
+    pulled = pull_tensors(store, manifest)
+    assert {n: (t.dtype, t.shape, bytes(t.data)) for n, t in pulled.items()} == {
+        n: (t.dtype, t.shape, bytes(t.data)) for n, t in _tensors()
+    }
+    assert pull_files(store, manifest) == {"config.json": b"{}"}
+    directory = download_hf(store, manifest, tmp_path / "hf")
+    names = sorted(path.name for path in directory.glob("model*"))
+    if shard_bytes == 1:
+        assert len(manifest.objects) == 3
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"]) == {"model.embed", "model.layer", "scalar"}
+        assert set(index["weight_map"].values()) < set(names)
+    else:
+        assert names == ["model.safetensors"]
+
+
+def test_places_are_byte_ranges_of_the_object(store: LocalStore) -> None:
+    manifest = _publish(store).manifest
+    for entry, (_, tensor) in zip(manifest.tensors, _tensors(), strict=True):
+        assert store.get(entry.object)[entry.offset : entry.offset + entry.length_bytes] == bytes(tensor.data)
+
+
+def test_the_file_is_what_the_safetensors_library_reads() -> None:
+    numpy_io = pytest.importorskip("safetensors")
+    data, places = pack_safetensors(_tensors())
+    read = dict(numpy_io.deserialize(data))
+    assert {name: bytes(entry["data"]) for name, entry in read.items()} == {n: bytes(t.data) for n, t in _tensors()}
+    assert read["model.layer"]["dtype"] == "BF16"
+    assert sorted(read_places(data, source="x"), key=lambda p: p.offset) == places
+
+
+def test_publishing_equal_weights_again_uploads_nothing(store: LocalStore) -> None:
+    first = _publish(store)
+    before = {info.key for info in store.list("p/")}
+    again = _publish(store, epoch=2)
+    assert again.already_existed and not first.already_existed
+    assert again.manifest_sha256 == first.manifest_sha256
+    assert {info.key for info in store.list("p/")} == before
+
+
+def test_publishing_other_weights_names_both_digests(store: LocalStore) -> None:
+    first = _publish(store)
+    with pytest.raises(ConflictError) as raised:
+        _publish(store, seed=1, epoch=2)
+    assert first.manifest.digest in str(raised.value)
+    assert raised.value.metadata["computed_digest"] in str(raised.value)
+    assert raised.value.metadata["computed_digest"] != first.manifest.digest
+
+
+def test_a_flipped_bit_is_caught(store: LocalStore) -> None:
+    manifest = _publish(store).manifest
+    entry = manifest.tensors[1]
+    data = bytearray(store.get(entry.object))
+    data[entry.offset] ^= 1
+    store.put(entry.object, bytes(data))
+    with pytest.raises(CorruptObjectError, match="sha256"):
+        pull_tensors(store, manifest)
+    with pytest.raises(CorruptObjectError, match="sha256"):
+        download_hf(store, manifest, "unused-because-it-fails")
+
+
+def test_a_replaced_manifest_is_caught(store: LocalStore) -> None:
+    published = _publish(store)
+    with pytest.raises(CorruptObjectError, match="announced"):
+        read_manifest(store, published.manifest_key, b"\0" * 32)
+    with pytest.raises(NotFoundError):
+        read_manifest(store, "p/runs/u/policies/0000-00000009/manifest.json")
+
+
+def test_a_manifest_with_contradictions_is_refused(store: LocalStore) -> None:
+    raw = json.loads(_publish(store).manifest.to_bytes())
+    raw["tensors"][0]["digest"] = "0" * 32
+    with pytest.raises(CorruptObjectError, match="does not follow"):
+        PolicyManifest.from_bytes(json.dumps(raw).encode(), source="x")
+    raw = json.loads(_publish(store, epoch=3).manifest.to_bytes())
+    raw["files"][0]["name"] = "../escape"
+    with pytest.raises(CorruptObjectError, match="plain name"):
+        PolicyManifest.from_bytes(json.dumps(raw).encode(), source="x")
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 20, (10).to_bytes(8, "little") + b"{" * 10])
+def test_garbage_is_not_a_safetensors_file(data: bytes) -> None:
+    with pytest.raises(CorruptObjectError, match=r"obj\.st"):
+        read_places(data, source="obj.st")
