@@ -1,0 +1,1 @@
+"""gRPC between the services: one server lifecycle, one way to call, one mapping of errors."""

@@ -1,0 +1,1 @@
+"""What every process says about itself: settings, logs, and what it waits for. Imports neither grpc nor pydantic."""

@@ -1,0 +1,158 @@
+"""Logs: one line per event, the same fields everywhere, no secrets.
+
+    logging.setup("trainer")
+    log = logging.getLogger(__name__)
+    with bind(run="reverse-text-7f3a", step=12):
+        log.info("step completed", extra={"reward": 0.31})
+
+    plain:  2025-01-31T12:00:00.123Z INFO trainer step completed run=reverse-text-7f3a step=12 reward=0.31
+    JSON:   {"ts": "…", "level": "INFO", "service": "trainer", "msg": "step completed", "logger": "…", "run": "…", …}
+
+It is the standard library's logging, because grpc, torch and vLLM use it too. Secrets are masked in the finished line, so
+neither a traceback nor an `extra` can carry one out.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+from millrace.telemetry.redact import redact, secrets_of
+
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+_QUIET = ("asyncio", "boto3", "botocore", "urllib3", "s3transfer", "filelock", "aiohttp.access", "httpx", "httpcore")
+_FIELDS: ContextVar[Mapping[str, Any]] = ContextVar("millrace_log_fields", default={})  # noqa: B039 - never mutated
+_BOOLEANS = frozenset({"1", "true", "yes", "on"})
+
+
+def getLogger(name: str) -> logging.Logger:  # noqa: N802 - same name as in the standard library
+    """The standard library's logger of that name, so that one import is enough."""
+    return logging.getLogger(name)
+
+
+@contextlib.contextmanager
+def bind(**fields: Any) -> Iterator[None]:
+    """Add fields to every line that this task logs inside the block; nested blocks add up."""
+    token = _FIELDS.set({**_FIELDS.get(), **fields})
+    try:
+        yield
+    finally:
+        _FIELDS.reset(token)
+
+
+def bound(name: str) -> Any:
+    """The bound field of that name, or None."""
+    return _FIELDS.get().get(name)
+
+
+def setup(
+    service: str,
+    *,
+    level: str | None = None,
+    json_lines: bool | None = None,
+    stream: TextIO | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """Configure the root logger of this process; a second call replaces the first.
+
+    Level and format come from `MILLRACE_LOG_LEVEL` and `MILLRACE_LOG_JSON` unless given; lines go to stderr.
+    """
+    environ = os.environ if environ is None else environ
+    level = (level or environ.get("MILLRACE_LOG_LEVEL") or "INFO").upper()
+    if json_lines is None:
+        json_lines = environ.get("MILLRACE_LOG_JSON", "").lower() in _BOOLEANS
+    secrets = secrets_of(environ)
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(service, secrets) if json_lines else PlainFormatter(service, secrets))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    logging.captureWarnings(True)
+
+
+class _Formatter(logging.Formatter):
+    """Collects the fields of a record; secrets are masked in the finished line."""
+
+    def __init__(self, service: str, secrets: tuple[str, ...]) -> None:
+        super().__init__()
+        self.service = service
+        self._secrets = secrets
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, with a traceback behind it in plain mode."""
+        return self.mask(self.line(record))
+
+    def line(self, record: logging.LogRecord) -> str:
+        """The line before secrets are masked."""
+        raise NotImplementedError
+
+    def mask(self, text: str) -> str:
+        """The text without secrets."""
+        return redact(text, secrets=self._secrets)
+
+    def time(self, record: logging.LogRecord) -> str:
+        """UTC with milliseconds, RFC 3339."""
+        return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+
+    def fields(self, record: logging.LogRecord) -> dict[str, Any]:
+        """Bound fields, then the record's own, which win."""
+        own = {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
+        return {**_FIELDS.get(), **own}
+
+    def traceback(self, record: logging.LogRecord) -> str:
+        """The traceback as text, or nothing."""
+        parts = []
+        if record.exc_info:
+            parts.append(self.formatException(record.exc_info))
+        if record.stack_info:
+            parts.append(self.formatStack(record.stack_info))
+        return "\n".join(parts)
+
+
+class PlainFormatter(_Formatter):
+    """`time level service message key=value …` for people."""
+
+    def line(self, record: logging.LogRecord) -> str:
+        """One line, then the traceback."""
+        message = record.getMessage().replace("\n", "\\n")  # one event stays one line
+        pairs = "".join(f" {key}={_plain(value)}" for key, value in self.fields(record).items())
+        text = f"{self.time(record)} {record.levelname} {self.service} {message}{pairs}"
+        traceback = self.traceback(record)
+        return f"{text}\n{traceback}" if traceback else text
+
+
+class JsonFormatter(_Formatter):
+    """One JSON object per line for log collectors."""
+
+    def line(self, record: logging.LogRecord) -> str:
+        """The object; own keys never overwrite the standard ones."""
+        entry: dict[str, Any] = {
+            "ts": self.time(record),
+            "level": record.levelname,
+            "service": self.service,
+            "msg": self.mask(record.getMessage()),
+            "logger": record.name,
+        }
+        for key, value in self.fields(record).items():
+            # Masked before it is encoded too: JSON escapes would hide a secret with quotes in it.
+            shown = self.mask(value) if isinstance(value, str) else value
+            entry[f"field_{key}" if key in entry else key] = shown
+        if traceback := self.traceback(record):
+            entry["exc"] = self.mask(traceback)
+        return json.dumps(entry, default=str, ensure_ascii=False)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if not text or any(char in text for char in ' "\n\t=') else text

@@ -1,0 +1,39 @@
+"""Secrets do not reach a log: URL passwords, bearer tokens, `password=…` pairs, and values of secret variables."""
+
+import os
+import re
+from collections.abc import Mapping
+from urllib.parse import unquote
+
+MASK = "***"
+_MIN_SECRET_CHARS = 8  # shorter values ("1", "true") would blot out ordinary text
+
+# redis://user:password@host: everything from the colon up to the last @ before a slash or blank.
+_URL_PASSWORD = re.compile(r"(?P<head>\b[A-Za-z][A-Za-z0-9+.-]*://[^\s/:@'\"]*:)(?P<secret>[^\s/]+)@")
+_BEARER = re.compile(r"(?P<head>\b[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}")
+_PAIR = re.compile(
+    r"(?P<head>\b(?:password|passwd|api[_-]?key|(?:aws_)?secret_access_key|(?:aws_)?session_token|x-amz-signature"
+    r"|x-amz-security-token)[\"']?\s*[=:]\s*[\"']?)[^\s&\"',;]+",
+    re.IGNORECASE,
+)
+_SECRET_NAME = re.compile(r"(SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?|(^|_)TOKEN)$")
+
+
+def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Values that must not be shown: those of variables with secret names, and passwords inside URLs; longest first."""
+    found: set[str] = set()
+    for name, value in environ.items():
+        if _SECRET_NAME.search(name.upper()):
+            found.add(value)
+        for match in _URL_PASSWORD.finditer(value):
+            found.update((match["secret"], unquote(match["secret"])))
+    return tuple(sorted((value for value in found if len(value) >= _MIN_SECRET_CHARS), key=lambda value: -len(value)))
+
+
+def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
+    """The text with every secret masked; `secrets` are known values, by default those of this process's environment."""
+    for secret in secrets_of(os.environ) if secrets is None else secrets:
+        text = text.replace(secret, MASK)
+    text = _URL_PASSWORD.sub(rf"\g<head>{MASK}@", text)
+    text = _BEARER.sub(rf"\g<head>{MASK}", text)
+    return _PAIR.sub(rf"\g<head>{MASK}", text)

@@ -1,0 +1,168 @@
+"""The one table of placement variables: where a process listens, and where its neighbours are.
+
+What a run does comes from its config; where processes live comes from `MILLRACE_*` environment variables, and there is
+no third source. Credentials of the object store are not here: they are the usual `AWS_*` variables.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from millrace.errors import InvalidSpecError, Violation
+from millrace.telemetry.redact import redact
+
+# Kubernetes adds MILLRACE_ORCHESTRATOR_SERVICE_HOST, MILLRACE_REDIS_PORT_6379_TCP, ... for services named millrace-*.
+_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)$")
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+_PREFIX = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Split `host:port` (`[::1]:port` for IPv6); ValueError says what is wrong."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError("must be host:port, such as 127.0.0.1:50051")
+    return match["host"], int(match["port"])
+
+
+def _address(text: str) -> str:
+    parse_address(text)
+    return text
+
+
+def _url(*schemes: str) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        parts = urlsplit(text)
+        if parts.scheme not in schemes or not (parts.netloc or parts.path):
+            raise ValueError(f"must be a URL that starts with {' or '.join(f'{scheme}://' for scheme in schemes)}")
+        return text
+
+    return check
+
+
+def _prefix(text: str) -> str:
+    if not _PREFIX.fullmatch(text):
+        raise ValueError("must be 1 to 63 of a-z, 0-9, '.', '_', '-', and start with a letter or digit")
+    return text
+
+
+def _level(text: str) -> str:
+    if text.upper() not in _LEVELS:
+        raise ValueError(f"must be one of {', '.join(_LEVELS)}")
+    return text.upper()
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in _BOOLEANS:
+        raise ValueError("must be 1 or 0")
+    return _BOOLEANS[text.lower()]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 3600:
+        raise ValueError("must be seconds from 0 to 3600")
+    return seconds
+
+
+def _variable(parse: Callable[[str], Any], default: Any = None, *, is_secret: bool = False) -> Any:
+    return field(default=default, repr=not is_secret, metadata={"parse": parse})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The placement of one process. Field `redis_url` is the variable `MILLRACE_REDIS_URL`, and so on."""
+
+    redis_url: str | None = _variable(_url("redis", "rediss", "unix"), is_secret=True)
+    """Where the fast copy of the log is: `redis://host:6379/0`."""
+    store_url: str | None = _variable(_url("file", "s3"), is_secret=True)
+    """Where the log is: `file:///abs/dir` or `s3://bucket/prefix?endpoint=http://…&region=…`."""
+    prefix: str = _variable(_prefix, "millrace")
+    """Deployment or tenant; begins every key and object."""
+    orchestrator: str | None = _variable(_address)
+    """Workers: host:port of the orchestrator's gRPC server."""
+    server: str | None = _variable(_address)
+    """Clients: host:port of the RunService."""
+    listen: str | None = _variable(_address)
+    """host:port of this process's own gRPC server; port 0 takes a free one."""
+    http_listen: str | None = _variable(_address)
+    """Inference: host:port of its HTTP API."""
+    advertise: str | None = _variable(_address)
+    """host:port under which others reach this process's gRPC server, if it is not `listen`."""
+    log_level: str = _variable(_level, "INFO")
+    """DEBUG, INFO, WARNING or ERROR."""
+    log_json: bool = _variable(_boolean, False)
+    """Whether logs are JSON, one object per line."""
+    drain_s: float = _variable(_seconds, 3.0)
+    """Seconds from "not ready" to the end of accepting calls, for load balancers; 0 on one machine."""
+    grace_s: float = _variable(_seconds, 10.0)
+    """Seconds that calls under way have to finish at shutdown."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], *, required: Iterable[str] = ()) -> Self:
+        """Read the variables; InvalidSpecError lists everything that is malformed, missing or misspelled at once.
+
+        `required` names fields (`redis_url`) or variables (`MILLRACE_REDIS_URL`). An empty variable counts as absent.
+        """
+        known = {variable_name(part.name): part for part in fields(cls)}
+        needed = {name if name.startswith("MILLRACE_") else variable_name(name) for name in required}
+        if unknown := needed - known.keys():
+            raise ValueError(f"required names no setting: {', '.join(sorted(unknown))}")
+        values: dict[str, Any] = {}
+        violations = list(_misspelled(environ, known.keys()))
+        for name, part in known.items():
+            text = environ.get(name, "")
+            if not text:
+                if name in needed:
+                    violations.append(Violation(field=name, message="is not set", source="environment"))
+                continue
+            try:
+                values[part.name] = part.metadata["parse"](text)
+            except ValueError as error:
+                shown = redact(text)
+                violations.append(Violation(field=name, value=shown, message=str(error), source="environment"))
+        if violations:
+            raise InvalidSpecError(
+                violations, reason="SETTINGS_INVALID", remedy="set these environment variables and start again"
+            )
+        return cls(**values)
+
+    def require(self, name: str) -> str:
+        """The value of an optional field, or InvalidSpecError naming its variable."""
+        value = getattr(self, name)
+        if value is None:
+            missing = Violation(field=variable_name(name), message="is not set", source="environment")
+            raise InvalidSpecError([missing], reason="SETTINGS_INVALID", remedy="set it and start again")
+        return str(value)
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables that give these settings to a child process."""
+        environ: dict[str, str] = {}
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if value is not None:
+                environ[variable_name(part.name)] = str(int(value)) if isinstance(value, bool) else str(value)
+        return environ
+
+
+def variable_name(field_name: str) -> str:
+    """The environment variable of a field of Settings."""
+    return f"MILLRACE_{field_name.upper()}"
+
+
+def _misspelled(environ: Mapping[str, str], known: Iterable[str]) -> Iterable[Violation]:
+    # Only near misses are errors: other MILLRACE_* names belong to tests, tools, or Kubernetes.
+    names = sorted(known)
+    for name in sorted(environ):
+        if not name.startswith("MILLRACE_") or name in names or _SERVICE_LINK.search(name):
+            continue
+        if close := difflib.get_close_matches(name, names, n=1, cutoff=0.9):
+            yield Violation(field=name, message=f"is unknown; did you mean {close[0]}?", source="environment")
