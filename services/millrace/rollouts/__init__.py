@@ -1,0 +1,1 @@
+"""Data types of the field (rollout, sample, batch) and their wire form."""

@@ -1,0 +1,207 @@
+"""Plain types of the data plane: what a rollout is, and what of it the trainer sees.
+
+Columns are numpy arrays over the T tokens of a sample, prompts included; nothing here knows protobuf
+(`wire.py` and `batch_wire.py` do) or torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array: TypeAlias = NDArray[np.int32]
+Uint8Array: TypeAlias = NDArray[np.uint8]
+Float32Array: TypeAlias = NDArray[np.float32]
+
+MAX_ERROR_MESSAGE_CHARS = 2000  # bound of `RolloutError.message`, stated in rollout.proto
+MAX_MESSAGES_JSON_BYTES = 64 * 1024  # bound of `Rollout.messages_json`, stated in rollout.proto
+
+
+class Purpose(StrEnum):
+    """Why a rollout was played."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class RolloutStatus(StrEnum):
+    """How a rollout ended; only `OK` is ever trained on."""
+
+    OK = "ok"
+    ENV_ERROR = "env_error"
+    MODEL_ERROR = "model_error"
+    TIMEOUT = "timeout"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    MISSING_TOKENS = "missing_tokens"
+    CANCELLED = "cancelled"
+    WORKER_DIED = "worker_died"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpan:
+    """Tokens `[start, end)` of a sample came from policy (`lineage`, `version`)."""
+
+    lineage: int
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutError:
+    """Why a rollout did not end OK: class name and message of the error."""
+
+    type: str
+    message: str
+
+
+def _equal_fields(left: object, right: object) -> bool:
+    """Field-wise equality of two dataclass instances of one class, with arrays compared by dtype and content."""
+    for item in fields(left):  # pyright: ignore[reportArgumentType] - both are dataclass instances
+        a, b = getattr(left, item.name), getattr(right, item.name)
+        if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+            if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+                return False
+            if a.dtype != b.dtype or not np.array_equal(a, b):
+                return False
+        elif a != b:
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One token sequence for the loss, cut from a rollout. All columns have the length T.
+
+    `token_ids` int32 [T]; `loss_mask` uint8 [T], 1 where the policy sampled the token; `inference_logprobs` float32 [T]
+    under the behaviour policy, 0 where the mask is 0. `policy_spans` cover every sampled token, in order.
+    """
+
+    token_ids: Int32Array
+    loss_mask: Uint8Array
+    inference_logprobs: Float32Array
+    policy_spans: tuple[PolicySpan, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return _equal_fields(self, other) if isinstance(other, Sample) else NotImplemented
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - arrays are not hashable
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the sample, prompts included."""
+        return len(self.token_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest policy version among the sampled tokens; None when no span is known."""
+        return min((span.version for span in self.policy_spans), default=None)
+
+    @property
+    def max_version(self) -> int | None:
+        """Newest policy version among the sampled tokens; None when no span is known."""
+        return max((span.version for span in self.policy_spans), default=None)
+
+    @property
+    def lineage(self) -> int | None:
+        """Lineage of the oldest version; None when no span is known."""
+        oldest = min(self.policy_spans, key=lambda span: span.version, default=None)
+        return None if oldest is None else oldest.lineage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One complete play of a task; the fields are those of `millrace.internal.v1.Rollout`."""
+
+    run_uid: str
+    purpose: Purpose
+    ordinal: int
+    member: int
+    attempt: int
+    group_size: int
+    env: str
+    task_index: int
+    task_id: str
+    status: RolloutStatus
+    error: RolloutError | None = None
+    samples: tuple[Sample, ...] = ()
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    stop_condition: str = ""
+    is_truncated: bool = False
+    num_turns: int = 0
+    seconds: float = 0.0
+    model_seconds: float = 0.0
+    temperature: float = 1.0
+    env_server: str = ""
+    planned_step: int = 0
+    eval_id: str = ""
+    messages_json: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples, prompts included."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Sampled tokens of all samples."""
+        return sum(sample.num_loss_tokens for sample in self.samples)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest policy version among all sampled tokens; None when nothing was sampled."""
+        return min((v for s in self.samples if (v := s.min_version) is not None), default=None)
+
+    @property
+    def max_version(self) -> int | None:
+        """Newest policy version among all sampled tokens; None when nothing was sampled."""
+        return max((v for s in self.samples if (v := s.max_version) is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainSample:
+    """A sample with its per-token advantages and the facts of its rollout: one row of a batch.
+
+    `rl_weights` None means 1 where the mask is 1; `ce_weights` None means 0 everywhere (float32 [T] otherwise).
+    """
+
+    token_ids: Int32Array
+    loss_mask: Uint8Array
+    inference_logprobs: Float32Array
+    advantages: Float32Array
+    ordinal: int
+    member: int
+    attempt: int
+    env: str
+    reward: float
+    temperature: float
+    min_version: int
+    max_version: int
+    lineage: int
+    rl_weights: Float32Array | None = None
+    ce_weights: Float32Array | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return _equal_fields(self, other) if isinstance(other, TrainSample) else NotImplemented
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - arrays are not hashable
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the sample, prompts included."""
+        return len(self.token_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(np.count_nonzero(self.loss_mask))

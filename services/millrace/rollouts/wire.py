@@ -1,0 +1,278 @@
+"""Rollouts on the wire: the only file that knows the protobuf of rollouts (rollout.proto).
+
+Both directions validate: what is not a well-formed rollout neither leaves a process nor enters one.
+Bytes that do not decode raise `CorruptObjectError`, never yield wrong arrays.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import zstandard
+from google.protobuf.message import DecodeError
+
+from millrace.errors import CorruptObjectError
+from millrace.internal.v1 import rollout_pb2
+from millrace.rollouts.types import (
+    MAX_ERROR_MESSAGE_CHARS,
+    MAX_MESSAGES_JSON_BYTES,
+    PolicySpan,
+    Purpose,
+    Rollout,
+    RolloutError,
+    RolloutStatus,
+    Sample,
+)
+
+_PURPOSE_TO_WIRE = {
+    Purpose.TRAIN: rollout_pb2.PURPOSE_TRAIN,
+    Purpose.EVAL: rollout_pb2.PURPOSE_EVAL,
+}
+_PURPOSE_FROM_WIRE = {wire: purpose for purpose, wire in _PURPOSE_TO_WIRE.items()}
+_STATUS_FROM_WIRE = {
+    rollout_pb2.RolloutStatus.Value(f"ROLLOUT_STATUS_{status.name}"): status for status in RolloutStatus
+}
+
+MAX_ARCHIVE_BYTES = 4 << 30  # decompressed; above it the frame lies about its size
+
+
+def purpose_to_wire(purpose: Purpose) -> rollout_pb2.Purpose:
+    """The protobuf value of a purpose."""
+    return _PURPOSE_TO_WIRE[purpose]
+
+
+def purpose_from_wire(value: int) -> Purpose:
+    """The purpose of a protobuf value; `CorruptObjectError` when it is unknown or not set."""
+    if value not in _PURPOSE_FROM_WIRE:
+        raise _corrupt("purpose", value, "is not a known Purpose")
+    return _PURPOSE_FROM_WIRE[value]  # pyright: ignore[reportArgumentType] - checked above
+
+
+def encode_rollout(rollout: Rollout) -> bytes:
+    """Serialize a rollout after validating it; these bytes are what the log stores and hashes."""
+    return rollout_to_proto(rollout).SerializeToString(deterministic=True)
+
+
+def decode_rollout(data: bytes) -> Rollout:
+    """Parse and validate what `encode_rollout` made; array columns are read-only views of `data`'s parts."""
+    message = rollout_pb2.Rollout()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise CorruptObjectError(
+            f"a rollout of {len(data)} bytes is not a millrace.internal.v1.Rollout: {error}",
+            reason="ROLLOUT_CORRUPT",
+            remedy="read the entry again; if it stays, drop the attempt",
+        ) from error
+    return rollout_from_proto(message)
+
+
+def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
+    """`RolloutArchive` in order of ordinal, attempt, member, zstd-compressed (level 3)."""
+    ordered = sorted(rollouts, key=lambda r: (r.ordinal, r.attempt, r.member))
+    archive = rollout_pb2.RolloutArchive(rollouts=[rollout_to_proto(rollout) for rollout in ordered])
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(
+        archive.SerializeToString(deterministic=True)
+    )
+
+
+def decode_archive(data: bytes) -> list[Rollout]:
+    """The rollouts of an archive object; `CorruptObjectError` when the bytes are damaged."""
+    archive = rollout_pb2.RolloutArchive()
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= MAX_ARCHIVE_BYTES:
+            raise _corrupt("archive size", size, f"is not between 0 and {MAX_ARCHIVE_BYTES}")
+        archive.ParseFromString(zstandard.ZstdDecompressor().decompress(data, max_output_size=size))
+    except (zstandard.ZstdError, DecodeError) as error:
+        raise CorruptObjectError(
+            f"a rollout archive of {len(data)} bytes does not decode: {error}",
+            reason="ROLLOUT_ARCHIVE_CORRUPT",
+            remedy="restore the object from a replica of the bucket",
+        ) from error
+    return [rollout_from_proto(message) for message in archive.rollouts]
+
+
+def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
+    """The protobuf form of a valid rollout; `CorruptObjectError` names the field that is not."""
+    validate_rollout(rollout)
+    error = rollout.error and rollout_pb2.RolloutError(type=rollout.error.type, message=rollout.error.message)
+    return rollout_pb2.Rollout(
+        run_uid=rollout.run_uid,
+        purpose=_PURPOSE_TO_WIRE[rollout.purpose],
+        ordinal=rollout.ordinal,
+        member=rollout.member,
+        attempt=rollout.attempt,
+        group_size=rollout.group_size,
+        env=rollout.env,
+        task_index=rollout.task_index,
+        task_id=rollout.task_id,
+        status=f"ROLLOUT_STATUS_{rollout.status.name}",
+        error=error,
+        samples=[_sample_to_proto(sample) for sample in rollout.samples],
+        reward=rollout.reward,
+        metrics=rollout.metrics,
+        stop_condition=rollout.stop_condition,
+        is_truncated=rollout.is_truncated,
+        num_turns=rollout.num_turns,
+        seconds=rollout.seconds,
+        model_seconds=rollout.model_seconds,
+        temperature=rollout.temperature,
+        env_server=rollout.env_server,
+        planned_step=rollout.planned_step,
+        eval_id=rollout.eval_id,
+        messages_json=rollout.messages_json,
+    )
+
+
+def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
+    """The rollout of a protobuf message, validated."""
+    if message.status not in _STATUS_FROM_WIRE:
+        raise _corrupt("status", message.status, "is not a known RolloutStatus")
+    error = RolloutError(type=message.error.type, message=message.error.message) if message.HasField("error") else None
+    rollout = Rollout(
+        run_uid=message.run_uid,
+        purpose=purpose_from_wire(message.purpose),
+        ordinal=message.ordinal,
+        member=message.member,
+        attempt=message.attempt,
+        group_size=message.group_size,
+        env=message.env,
+        task_index=message.task_index,
+        task_id=message.task_id,
+        status=_STATUS_FROM_WIRE[message.status],
+        error=error,
+        samples=tuple(_sample_from_proto(sample) for sample in message.samples),
+        reward=message.reward,
+        metrics=dict(message.metrics),
+        stop_condition=message.stop_condition,
+        is_truncated=message.is_truncated,
+        num_turns=message.num_turns,
+        seconds=message.seconds,
+        model_seconds=message.model_seconds,
+        temperature=message.temperature,
+        env_server=message.env_server,
+        planned_step=message.planned_step,
+        eval_id=message.eval_id,
+        messages_json=message.messages_json,
+    )
+    validate_rollout(rollout)
+    return rollout
+
+
+def validate_rollout(rollout: Rollout) -> None:
+    """Raise `CorruptObjectError` unless the rollout keeps every rule of rollout.proto."""
+    if not rollout.run_uid:
+        raise _corrupt("run_uid", rollout.run_uid, "is empty")
+    if rollout.group_size < 1 or not 0 <= rollout.member < rollout.group_size:
+        raise _corrupt("member", rollout.member, f"is not in a group of {rollout.group_size}")
+    numbers = {"reward": rollout.reward, "temperature": rollout.temperature, "seconds": rollout.seconds}
+    numbers |= {"model_seconds": rollout.model_seconds} | {f"metrics[{k}]": v for k, v in rollout.metrics.items()}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise _corrupt(name, value, "is not finite")
+    if rollout.status is RolloutStatus.OK:
+        if rollout.error is not None:
+            raise _corrupt("error", rollout.error.type, "is set although the status is OK")
+    elif rollout.samples:
+        raise _corrupt("samples", len(rollout.samples), f"must be empty when the status is {rollout.status}")
+    elif rollout.error is None:
+        raise _corrupt("error", None, f"must be set when the status is {rollout.status}")
+    if rollout.error is not None and len(rollout.error.message) > MAX_ERROR_MESSAGE_CHARS:
+        raise _corrupt("error.message", len(rollout.error.message), f"has more than {MAX_ERROR_MESSAGE_CHARS} chars")
+    if len(rollout.messages_json.encode()) > MAX_MESSAGES_JSON_BYTES:
+        raise _corrupt("messages_json", len(rollout.messages_json), f"is above {MAX_MESSAGES_JSON_BYTES} bytes")
+    for index, sample in enumerate(rollout.samples):
+        validate_sample(sample, where=f"samples[{index}]", needs_spans=rollout.purpose is Purpose.TRAIN)
+
+
+def validate_sample(sample: Sample, *, where: str, needs_spans: bool) -> None:
+    """Check columns and spans of one sample.
+
+    Spans must cover every sampled token when there are any, and must be there for training samples: staleness is
+    counted by them. (An evaluation against an external endpoint cannot know the version.)
+    """
+    length = sample.num_tokens
+    if length < 1:
+        raise _corrupt(f"{where}.token_ids", length, "has no token")
+    check_column(sample.token_ids, np.int32, length, f"{where}.token_ids")
+    check_column(sample.loss_mask, np.uint8, length, f"{where}.loss_mask")
+    check_column(sample.inference_logprobs, np.float32, length, f"{where}.inference_logprobs")
+    check_masked(sample.loss_mask, sample.inference_logprobs, where=where)
+    if int(sample.token_ids.min()) < 0:
+        raise _corrupt(f"{where}.token_ids", int(sample.token_ids.min()), "is negative")
+    end = 0
+    covered = np.zeros(length, dtype=bool)
+    for number, span in enumerate(sample.policy_spans):
+        if not end <= span.start < span.end <= length:
+            raise _corrupt(f"{where}.policy_spans[{number}]", span, f"is not ascending inside {length} tokens")
+        covered[span.start : span.end] = True
+        end = span.end
+    has_to_cover = needs_spans or bool(sample.policy_spans)
+    if has_to_cover and bool(np.any((sample.loss_mask != 0) & ~covered)):
+        first = int(np.flatnonzero((sample.loss_mask != 0) & ~covered)[0])
+        raise _corrupt(f"{where}.policy_spans", first, "a sampled token that no span covers")
+
+
+def check_column(column: np.ndarray, dtype: type[np.generic], length: int, where: str) -> None:
+    """Raise unless `column` is one-dimensional, of `dtype`, with `length` items."""
+    if column.dtype != np.dtype(dtype) or column.shape != (length,):
+        raise _corrupt(where, f"{column.dtype}{list(column.shape)}", f"is not {np.dtype(dtype)}[{length}]")
+
+
+def check_masked(loss_mask: np.ndarray, inference_logprobs: np.ndarray, *, where: str) -> None:
+    """Raise unless the mask is 0/1 and log-probs are finite, and 0 where the mask is 0."""
+    if loss_mask.size and int(loss_mask.max()) > 1:
+        raise _corrupt(f"{where}.loss_mask", int(loss_mask.max()), "is neither 0 nor 1")
+    if not bool(np.isfinite(inference_logprobs).all()):
+        raise _corrupt(f"{where}.inference_logprobs", "nan or inf", "is not finite")
+    if bool(np.any(inference_logprobs[loss_mask == 0] != 0)):
+        raise _corrupt(f"{where}.inference_logprobs", "non-zero", "must be 0 where loss_mask is 0")
+
+
+def column_from_bytes(data: bytes, dtype: str, where: str) -> np.ndarray:
+    """A read-only view of little-endian column bytes; `dtype` is `<i4`, `u1` or `<f4`."""
+    item_size = np.dtype(dtype).itemsize
+    if len(data) % item_size:
+        raise _corrupt(where, f"{len(data)} bytes", f"is no multiple of {item_size}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def column_to_bytes(column: np.ndarray, dtype: str) -> bytes:
+    """Little-endian bytes of a column."""
+    return np.ascontiguousarray(column, dtype=dtype).tobytes()
+
+
+def _sample_to_proto(sample: Sample) -> rollout_pb2.Sample:
+    return rollout_pb2.Sample(
+        token_ids=column_to_bytes(sample.token_ids, "<i4"),
+        loss_mask=column_to_bytes(sample.loss_mask, "u1"),
+        inference_logprobs=column_to_bytes(sample.inference_logprobs, "<f4"),
+        policy_spans=spans_to_proto(sample.policy_spans),
+    )
+
+
+def _sample_from_proto(message: rollout_pb2.Sample) -> Sample:
+    return Sample(
+        token_ids=column_from_bytes(message.token_ids, "<i4", "token_ids"),
+        loss_mask=column_from_bytes(message.loss_mask, "u1", "loss_mask"),
+        inference_logprobs=column_from_bytes(message.inference_logprobs, "<f4", "inference_logprobs"),
+        policy_spans=tuple(
+            PolicySpan(lineage=span.lineage, version=span.version, start=span.start, end=span.end)
+            for span in message.policy_spans
+        ),
+    )
+
+
+def spans_to_proto(spans: Sequence[PolicySpan]) -> list[rollout_pb2.PolicySpan]:
+    """The protobuf form of policy spans."""
+    return [rollout_pb2.PolicySpan(lineage=s.lineage, version=s.version, start=s.start, end=s.end) for s in spans]
+
+
+def _corrupt(where: str, value: object, problem: str) -> CorruptObjectError:
+    return CorruptObjectError(
+        f"rollout field {where} = {value} {problem}",
+        reason="ROLLOUT_INVALID",
+        remedy="drop the attempt and play it again; if it repeats, the env-server or engine that made it has a bug",
+        metadata={"field": where},
+    )

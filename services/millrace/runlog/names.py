@@ -1,0 +1,195 @@
+"""Every name of a run: Redis keys and object keys, in one place.
+
+Keys are `{prefix}:{uid}:…` with a Redis Cluster hash tag around the uid only, so that one run lives in one slot.
+Objects are `{prefix}/runs/{uid}/…`. These names are the stored format of a deployment: never change one.
+"""
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+
+from millrace.errors import InvalidSpecError, Violation
+
+_PREFIX = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_UID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_RUN_NAME = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9._-]{0,61}[a-zA-Z0-9])?")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class Stream(StrEnum):
+    """The four streams of a run."""
+
+    ROLLOUTS = "rollouts"
+    BATCHES = "batches"
+    POLICIES = "policies"
+    EVENTS = "events"
+
+
+def new_uid() -> str:
+    """A run uid that is never reused: 48 bits of milliseconds, then 64 random bits, hex; sorts by creation."""
+    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(8)}"
+
+
+def check_run_name(name: str) -> str:
+    """Return a legal run name (letters, digits, '.', '_', '-', at most 63), else raise `InvalidSpecError`."""
+    return _check(_RUN_NAME, name, "run.name", "letters, digits, '.', '_', '-', at most 63, ends alphanumeric")
+
+
+def check_request_id(request_id: str) -> str:
+    """Return a legal request id (at most 128 of letters, digits, '.', '_', '-'), else raise `InvalidSpecError`."""
+    return _check(_REQUEST_ID, request_id, "request_id", "1 to 128 letters, digits, '.', '_', '-'")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Names that belong to a deployment or tenant rather than to one run."""
+
+    prefix: str
+
+    def __post_init__(self) -> None:
+        _check(
+            _PREFIX,
+            self.prefix,
+            "MILLRACE_PREFIX",
+            "1 to 63 of a-z, 0-9, '.', '_', '-', and start with a letter or digit",
+        )
+
+    @property
+    def runs_key(self) -> str:
+        """Redis hash run name → uid; in another slot than the runs, never in one script with their keys."""
+        return f"{self.prefix}:runs"
+
+    @property
+    def runs_prefix(self) -> str:
+        """Prefix of the objects of all runs."""
+        return f"{self.prefix}/runs/"
+
+    @property
+    def names_prefix(self) -> str:
+        """Prefix of the create-only objects that make run names unique."""
+        return f"{self.prefix}/names/"
+
+    def name_object(self, name: str) -> str:
+        """Create-only object that holds the uid of the run called `name`."""
+        return f"{self.names_prefix}{check_run_name(name)}"
+
+    def request_object(self, request_id: str) -> str:
+        """Create-only object that holds the uid that a request created."""
+        return f"{self.prefix}/requests/{check_request_id(request_id)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Redis keys and object keys of the run `uid` in the deployment `prefix`."""
+
+    prefix: str
+    uid: str
+
+    def __post_init__(self) -> None:
+        Deployment(self.prefix)
+        _check(_UID, self.uid, "uid", "lower-case letters, digits and '-', at most 63")
+
+    # Redis keys.
+
+    def stream(self, stream: Stream) -> str:
+        """Key of a stream."""
+        return f"{self._key}:{stream.value}"
+
+    @property
+    def meta(self) -> str:
+        """Hash: generation, format, run_hash, epoch:{role}, seq:{writer}, base:{stream}."""
+        return f"{self._key}:meta"
+
+    def lease(self, role: str) -> str:
+        """String with the holder of a role; expires."""
+        return f"{self._key}:lease:{role}"
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """Every Redis key of the run but the leases, which expire by themselves."""
+        return (*(self.stream(stream) for stream in Stream), self.meta)
+
+    # Objects.
+
+    @property
+    def root(self) -> str:
+        """Prefix of every object of the run."""
+        return f"{self.prefix}/runs/{self.uid}/"
+
+    @property
+    def run_json(self) -> str:
+        """Create-only: what the run is (resolved config, hash, kind, request id, ...)."""
+        return f"{self.root}run.json"
+
+    @property
+    def tombstone(self) -> str:
+        """Its existence says that the run is being deleted; removed last."""
+        return f"{self.root}tombstone.json"
+
+    def epochs(self, role: str) -> str:
+        """Prefix of a role's epochs."""
+        return f"{self.root}epochs/{role}/"
+
+    def epoch(self, role: str, number: int) -> str:
+        """Create-only: who holds this epoch of the role."""
+        return f"{self.epochs(role)}{number:08d}"
+
+    @property
+    def intents(self) -> str:
+        """Prefix of the intents."""
+        return f"{self.root}intents/"
+
+    def intent(self, sequence: int) -> str:
+        """Create-only: one acknowledged wish (pause, resume, cancel, config update)."""
+        return f"{self.intents}{sequence:08d}.json"
+
+    @property
+    def batches(self) -> str:
+        """Prefix of headers and batch data."""
+        return f"{self.root}batches/"
+
+    def batch_header(self, step: int) -> str:
+        """Create-only commit point of a step."""
+        return f"{self.batches}{step:08d}.pb"
+
+    def batch_data(self, step: int, epoch: int, nonce: str) -> str:
+        """Prefix of the chunks that one writer uploads for a step."""
+        return f"{self.batches}{step:08d}/e{epoch:08d}-{nonce}/"
+
+    def rollout_data(self, step: int, epoch: int, nonce: str) -> str:
+        """Prefix of the archive of the rollouts that a step resolves; kept longer than batch data."""
+        return f"{self.root}rollouts/{step:08d}/e{epoch:08d}-{nonce}/"
+
+    @property
+    def policies(self) -> str:
+        """Prefix of the published policies."""
+        return f"{self.root}policies/"
+
+    def policy(self, lineage: int, version: int) -> str:
+        """Prefix of one policy version."""
+        return f"{self.policies}{lineage:04d}-{version:08d}/"
+
+    def policy_manifest(self, lineage: int, version: int) -> str:
+        """Create-only commit point of a policy version."""
+        return f"{self.policy(lineage, version)}manifest.json"
+
+    @property
+    def checkpoints(self) -> str:
+        """Prefix of the checkpoints."""
+        return f"{self.root}checkpoints/"
+
+    def checkpoint(self, step: int) -> str:
+        """Prefix of the checkpoint that is version `step`."""
+        return f"{self.checkpoints}{step:08d}/"
+
+    @property
+    def _key(self) -> str:
+        return f"{self.prefix}:{{{self.uid}}}"
+
+
+def _check(pattern: re.Pattern[str], value: str, field: str, rule: str) -> str:
+    if not pattern.fullmatch(value):
+        raise InvalidSpecError([Violation(field=field, value=value[:200], message=f"must be {rule}", source="request")])
+    return value

@@ -1,0 +1,152 @@
+"""What Millrace asks of an object store, and the URL that names one.
+
+The only atomic primitive is `create` (create-only PUT): it holds on every S3-compatible server that we know and on a
+filesystem, while compare-and-swap does not. Everything that must be unique or committed is one such call.
+All methods are synchronous and thread-safe; async code calls them through `asyncio.to_thread`.
+"""
+
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from millrace.errors import InvalidSpecError, Violation
+
+MAX_KEY_BYTES = 900  # S3 allows 1024; the rest is for the bucket prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One stored object: its key, size, and when it was written (seconds since the epoch, the store's clock)."""
+
+    key: str
+    size_bytes: int
+    modified: float
+
+
+class ObjectStore(Protocol):
+    """Bytes by key. Every method retries a bounded time, visibly, then raises `UnavailableError`."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object atomically, replacing what is there. Only for names that nobody else writes."""
+        ...
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object only if the key is free; False if it exists. Exactly one of many racing callers gets True.
+
+        A create whose answer was lost and that is found to be stored with equal bytes counts as ours: callers that
+        need *one* winner put something unique (a nonce) into the bytes.
+        """
+        ...
+
+    def get(self, key: str) -> bytes:
+        """The whole object; `NotFoundError` if there is none."""
+        ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Exactly `length` bytes from `start`; `CorruptObjectError` if the object is shorter than that."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Size and time of an object, or None."""
+        ...
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix` and sorts after `start_after`, in order of UTF-8 bytes."""
+        ...
+
+    def list_prefixes(self, prefix: str) -> Iterator[str]:
+        """The distinct `prefix + name + "/"` directly under `prefix` ("" or ending in "/"), sorted."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; no error if there is none."""
+        ...
+
+    def put_file(self, key: str, path: Path) -> None:
+        """Like `put`, streaming from a file."""
+        ...
+
+    def get_file(self, key: str, path: Path) -> None:
+        """Like `get`, streaming into a file that appears whole or not at all."""
+        ...
+
+    def uri(self, key: str) -> str:
+        """Where the object lies, for people and logs."""
+        ...
+
+    def describe(self) -> str:
+        """The store itself, for messages (endpoint and bucket, or directory)."""
+        ...
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it is a legal object key, else raise.
+
+    Legal: relative, segments that are neither empty nor "." nor "..", no NUL, at most 900 bytes. A key must not be a
+    directory of another one ("a" and "a/b"): a filesystem cannot hold both.
+    """
+    segments = key.split("/")
+    if (
+        not key
+        or any(segment in ("", ".", "..") for segment in segments)
+        or "\0" in key
+        or segments[0] == ".tmp"
+        or len(key.encode()) > MAX_KEY_BYTES
+    ):
+        raise InvalidSpecError(
+            [
+                Violation(
+                    field="key",
+                    value=key[:200],
+                    message=f"is no object key: relative, no empty, '.' or '..' segment, at most {MAX_KEY_BYTES} bytes",
+                    source="object store",
+                )
+            ]
+        )
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if it may be listed: empty, or the beginning of a legal key."""
+    if prefix:
+        check_key(prefix + "x" if prefix.endswith("/") else prefix)
+    return prefix
+
+
+def open_store(url: str) -> ObjectStore:
+    """Open the store that a URL names; touches nothing yet but creates a local directory.
+
+    `file:///absolute/directory` or `s3://bucket[/prefix]?endpoint=http://host:port&region=us-east-1`. Credentials come
+    from the `AWS_*` environment only, never from the URL.
+    """
+    parts = urllib.parse.urlsplit(url)
+    query = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
+    match parts.scheme:
+        case "file":
+            if parts.netloc or not parts.path.startswith("/") or query:
+                raise _bad_url(url, "must be file:///absolute/directory")
+            from millrace.storage.local import LocalStore
+
+            return LocalStore(Path(urllib.parse.unquote(parts.path)))
+        case "s3":
+            unknown = set(query) - {"endpoint", "region"}
+            if not parts.hostname or parts.username or unknown:
+                raise _bad_url(url, "must be s3://bucket[/prefix][?endpoint=http://host:port&region=name]")
+            from millrace.storage.s3 import S3Store
+
+            return S3Store(
+                bucket=parts.netloc,
+                prefix=urllib.parse.unquote(parts.path).strip("/"),
+                endpoint=query.get("endpoint", [""])[0] or None,
+                region=query.get("region", [""])[0] or None,
+            )
+        case _:
+            raise _bad_url(url, "must begin with file:// or s3://")
+
+
+def _bad_url(url: str, problem: str) -> InvalidSpecError:
+    shown = urllib.parse.urlsplit(url)
+    safe = shown._replace(netloc=shown.netloc.rpartition("@")[2]).geturl()  # a password in a URL must not reach a log
+    return InvalidSpecError([Violation(field="MILLRACE_STORE_URL", value=safe, message=problem, source="environment")])
