@@ -1,0 +1,56 @@
+"""Sections that stand at the top of a config file and are the same for RL and SFT."""
+
+from typing import Literal
+
+from millrace.config.section import RUN_NAME_PATTERN, Section, option, table
+
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    name: str = option(
+        DEFAULT_MODEL,
+        "Directory with a Hugging Face model (config, safetensors, tokenizer), or a Hub id.",
+        min_length=1,
+    )
+
+
+class RunConfig(Section):
+    """What the run is called."""
+
+    name: str | None = option(
+        None,
+        "Name of the run: lower-case letters, digits and dashes, at most 63 characters, beginning with a letter. "
+        "Made up from the environments and a short random id if left out.",
+        pattern=RUN_NAME_PATTERN,
+    )
+
+
+class LogConfig(Section):
+    """Logs of the processes that `millrace rl` starts on this machine. Services elsewhere read MILLRACE_LOG_*."""
+
+    level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe level that is written.")
+    json_logging: bool = option(False, "One JSON object per line instead of plain text.")
+
+
+class WandbConfig(Section):
+    """Weights & Biases. Accepted and checked; the export itself is not there yet, and submitting a run says so."""
+
+    project: str = option("millrace", "Project that the run is filed under.", min_length=1)
+    name: str | None = option(None, "Display name; the run's name if left out.", min_length=1)
+    entity: str | None = option(None, "User or team that owns the project.", min_length=1)
+    group: str | None = option(None, "Group of runs that belong together.", min_length=1)
+    tags: list[str] = table(list, "Labels of the run.")
+    offline: bool = option(False, "Write to disk only.")
+
+
+class CheckpointConfig(Section):
+    """When resumable checkpoints are written and which are kept. The last step always writes one."""
+
+    interval: int | None = option(None, "Steps between checkpoints, at least 1; only the last step if left out.", ge=1)
+    keep_last: int | None = option(None, "Keep this many newest checkpoints, at least 1; all if left out.", ge=1)
+    keep_interval: int | None = option(
+        None, "Also keep every checkpoint whose step is a multiple of this, at least 1.", ge=1
+    )

@@ -1,0 +1,136 @@
+"""`[trainer]`: model precision, optimizer, schedule, loss, checkpoints."""
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from millrace.config.section import Section, option, table
+from millrace.config.shared import DEFAULT_MODEL, CheckpointConfig
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+DEFAULT_MICRO_BATCH_TOKENS = 8192
+DEFAULT_RAMP_STEPS = 10
+DEFAULT_SEQ_LEN = 2048
+
+
+class TrainerModelConfig(Section):
+    """The trainer's copy of the model."""
+
+    name: str = option(DEFAULT_MODEL, "Directory or Hub id. Shared: `model.name`.", min_length=1)
+    seq_len: int = option(
+        DEFAULT_SEQ_LEN,
+        "Longest sample in tokens that the trainer accepts, at least 2 and at least `orchestrator.seq_len`. "
+        "Shared: `seq_len`.",
+        ge=2,
+    )
+    dtype: Dtype = option(
+        "auto",
+        "Number format of forward and backward; master weights and optimizer state are float32 always. "
+        "auto: float32 on a CPU, bfloat16 on a GPU.",
+    )
+    publish_dtype: Dtype = option(
+        "auto", "Number format of published policies. auto: the format that the trainer computes in."
+    )
+
+
+class OptimConfig(Section):
+    """The optimizer."""
+
+    type: Literal["adamw"] = option("adamw", "Which optimizer.")
+    lr: float = option(1e-6, "Peak learning rate, at least 0; 0 trains nothing.", ge=0)
+    weight_decay: float = option(0.01, "Decoupled weight decay, at least 0.", ge=0)
+    max_norm: float = option(1.0, "Gradients are scaled down to this global norm, above 0.", gt=0)
+    betas1: float = option(0.9, "Decay of the first moment, at least 0 and below 1.", ge=0, lt=1)
+    betas2: float = option(0.999, "Decay of the second moment, at least 0 and below 1.", ge=0, lt=1)
+
+
+class SchedulerConfig(Section):
+    """Learning rate over the steps.
+
+    ``warmup_steps`` and ``decay_steps`` that are left out become what the type means by them: a constant schedule has
+    neither, a cosine decays over all that follows the warm-up.
+    """
+
+    type: Literal["constant", "linear", "cosine"] = option(
+        "constant",
+        "constant: warm-up, then flat. linear: warm-up, flat, then down to `min_lr` in a straight line over the last "
+        "`decay_steps`. cosine: warm-up, then half a cosine down to `min_lr`. linear and cosine need `max_steps`.",
+    )
+    warmup_steps: int = option(
+        DEFAULT_RAMP_STEPS,
+        "Steps from 0 up to the peak, at least 0.",
+        default_text="10 for linear and cosine, 0 for constant",
+        ge=0,
+    )
+    decay_steps: int = option(
+        DEFAULT_RAMP_STEPS,
+        "linear only: steps of decay at the end, at least 1.",
+        default_text="10 for linear, 0 for the others",
+        ge=0,
+    )
+    min_lr: float = option(0.0, "Learning rate at the end of the decay, at least 0 and at most the peak.", ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ramps_of_the_type(cls, data: Any) -> Any:
+        """Fill the ramp lengths that depend on the type."""
+        if not isinstance(data, dict):
+            return data
+        kind = data.get("type", "constant")
+        ramps = {
+            "warmup_steps": 0 if kind == "constant" else DEFAULT_RAMP_STEPS,
+            "decay_steps": DEFAULT_RAMP_STEPS if kind == "linear" else 0,
+        }
+        return {**ramps, **data}
+
+
+class LossConfig(Section):
+    """The policy loss. `default` masks tokens whose probability moved too far and adds a squared log-ratio penalty."""
+
+    type: Literal["default"] = option("default", "Which loss.")
+    dppo_mask_low: float = option(
+        0.2, "A token with advantage <= 0 is dropped when its probability fell by more than this, 0 to 1.", ge=0, le=1
+    )
+    dppo_mask_high: float = option(
+        0.2, "A token with advantage > 0 is dropped when its probability rose by more than this, 0 to 1.", ge=0, le=1
+    )
+    adv_tau: float = option(1.0, "Factor of the policy-gradient term, at least 0.", ge=0)
+    kl_tau: float = option(1e-3, "Factor of the squared log-ratio term, at least 0.", ge=0)
+
+
+class TrainerConfig(Section):
+    """The trainer of an RL run."""
+
+    model: TrainerModelConfig = table(TrainerModelConfig, "The model.")
+    optim: OptimConfig = table(OptimConfig, "The optimizer.")
+    scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
+    loss: LossConfig = table(LossConfig, "The loss.")
+    ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out. Shared: `ckpt`.")
+    max_steps: int | None = option(
+        None, "Optimizer steps, at least 1; unlimited if left out. Shared: `max_steps`.", ge=1
+    )
+    determinism: Literal["auto", "strict", "best_effort"] = option(
+        "auto",
+        "strict: a step that is replayed has to give the same policy bit for bit, or the run stops. best_effort: a "
+        "replayed policy may differ and starts a new lineage. auto: strict on a CPU, best_effort on a GPU.",
+    )
+    micro_batch_tokens: int = option(
+        DEFAULT_MICRO_BATCH_TOKENS,
+        "Tokens with padding that go through the model at once, at least `trainer.model.seq_len`.",
+        default_text="8192, or `trainer.model.seq_len` if that is more",
+        ge=1,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _room_for_one_sample(cls, data: Any) -> Any:
+        """Raise the default of ``micro_batch_tokens`` to one whole sample."""
+        return (
+            {"micro_batch_tokens": micro_batch_default(data.get("model")), **data} if isinstance(data, dict) else data
+        )
+
+
+def micro_batch_default(section: Any) -> int:
+    """The default of ``micro_batch_tokens`` for a raw or built section that holds ``seq_len``."""
+    seq_len = section.get("seq_len") if isinstance(section, dict) else getattr(section, "seq_len", None)
+    return max(DEFAULT_MICRO_BATCH_TOKENS, seq_len) if isinstance(seq_len, int) else DEFAULT_MICRO_BATCH_TOKENS
