@@ -1,0 +1,126 @@
+"""Cutting a batch: which finished groups become step n, and the header that resolves their ordinals."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millrace.algorithms import Algorithm, Credit
+from millrace.internal.v1 import batch_pb2
+from millrace.orchestrator.groups import Group
+from millrace.rollouts.types import Rollout, Sample, TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """How one ordinal ends in the next header."""
+
+    ordinal: int
+    env: str
+    task_id: str
+    reason: str = ""
+    """Empty: trained."""
+    attempts: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """One step's samples and everything that its header says about them."""
+
+    step: int
+    samples: list[TrainSample]
+    rewards: list[float]
+    resolved: list[Resolved] = field(default_factory=list)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Sampled tokens, the loss denominator."""
+        return sum(int(sample.loss_mask.sum()) for sample in self.samples)
+
+
+def credit_group(group: Group, algorithm: Algorithm, *, filter_zero_advantages: bool) -> list[TrainSample]:
+    """Turn a whole group into training samples; samples whose every advantage is 0 are left out if filtered."""
+    rollouts = group.rollouts()
+    samples: list[TrainSample] = []
+    for rollout, credits in zip(rollouts, algorithm.credit(rollouts), strict=True):
+        for sample, credit in zip(rollout.samples, credits, strict=True):
+            if filter_zero_advantages and not credit.advantages.any():
+                continue
+            samples.append(train_sample(rollout, sample, credit))
+    return samples
+
+
+def train_sample(rollout: Rollout, sample: Sample, credit: Credit) -> TrainSample:
+    """One row of a batch: a sample, its credit, and the facts of its rollout."""
+    return TrainSample(
+        token_ids=sample.token_ids,
+        loss_mask=sample.loss_mask,
+        inference_logprobs=sample.inference_logprobs,
+        advantages=credit.advantages,
+        ordinal=rollout.ordinal,
+        member=rollout.member,
+        attempt=rollout.attempt,
+        env=rollout.env,
+        reward=rollout.reward,
+        temperature=rollout.temperature,
+        min_version=sample.min_version or 0,
+        max_version=sample.max_version or 0,
+        lineage=sample.lineage or 0,
+        rl_weights=credit.rl_weights,
+        ce_weights=credit.ce_weights,
+    )
+
+
+def cut(groups: Sequence[Group], algorithm: Algorithm, *, step: int, filter_zero_advantages: bool) -> Batch:
+    """Make a batch of whole groups. Groups without any advantage are resolved as dropped, and not replaced."""
+    batch = Batch(step=step, samples=[], rewards=[])
+    for group in groups:
+        samples = credit_group(group, algorithm, filter_zero_advantages=filter_zero_advantages)
+        batch.samples += samples
+        batch.rewards += [rollout.reward for rollout in group.rollouts()]
+        batch.resolved.append(resolve(group, reason="" if samples else "zero_advantage"))
+    return batch
+
+
+def resolve(group: Group, *, reason: str) -> Resolved:
+    """How `group` ends: trained if `reason` is empty, else dropped for it."""
+    task_id = next((rollout.task_id for rollout in group.members.values()), f"{group.task.task_index}")
+    return Resolved(
+        ordinal=group.ordinal, env=group.task.env, task_id=task_id, reason=reason, attempts=group.attempt + 1
+    )
+
+
+def count_dropped(resolved: Sequence[Resolved]) -> Counter[str]:
+    """Dropped ordinals by reason."""
+    return Counter(item.reason for item in resolved if item.reason)
+
+
+def resolutions(resolved: Sequence[Resolved]) -> list[batch_pb2.Resolution]:
+    """The wire form of resolved ordinals, ascending."""
+    return [
+        batch_pb2.Resolution(
+            ordinal=item.ordinal,
+            env=item.env,
+            task_id=item.task_id,
+            outcome=batch_pb2.ORDINAL_OUTCOME_DROPPED if item.reason else batch_pb2.ORDINAL_OUTCOME_TRAINED,
+            reason=item.reason,
+            attempts=item.attempts,
+        )
+        for item in sorted(resolved, key=lambda item: item.ordinal)
+    ]
+
+
+def score_samples(rollouts: Sequence[Rollout]) -> list[TrainSample]:
+    """The samples of an evaluation for the closing header: no advantage, scored but never trained on."""
+    return [
+        train_sample(rollout, sample, Credit(advantages=np.zeros_like(sample.inference_logprobs)))
+        for rollout in rollouts
+        for sample in rollout.samples
+    ]
+
+
+def encode_state(next_ordinal: int) -> bytes:
+    """The bounded orchestrator state of a header."""
+    return json.dumps({"next_ordinal": next_ordinal}, sort_keys=True).encode()

@@ -1,0 +1,115 @@
+"""Sending groups out: choose an env-server and a replica, ask for the play, and notice when a play is lost."""
+
+import json
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from millrace.config import OrchestratorConfig
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.orchestrator.env_pool import EnvPool
+from millrace.orchestrator.groups import Group, GroupTable
+from millrace.orchestrator.policy_driver import PolicyDriver, Replica
+
+log = logging.getLogger(__name__)
+
+PLAY_SLACK_S = 30.0
+"""Beyond the rollout deadline that the env-server enforces itself, before a play counts as lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIdentity:
+    """What every request of a run's driver carries."""
+
+    uid: str
+    epoch: int
+    generation: int
+
+
+def sampling_message(
+    *, temperature: float, max_tokens: int | None, top_p: float, extra_body: dict[str, object]
+) -> env_service_pb2.Sampling:
+    """The wire form of sampling parameters."""
+    return env_service_pb2.Sampling(
+        temperature=temperature,
+        max_tokens=max_tokens or 0,
+        top_p=top_p,
+        extra_body_json=json.dumps(extra_body, sort_keys=True) if extra_body else "",
+    )
+
+
+class Dispatcher:
+    """Places groups on env-servers and replicas."""
+
+    def __init__(self, *, run: RunIdentity, config: OrchestratorConfig, envs: EnvPool, policies: PolicyDriver) -> None:
+        self._run = run
+        self._config = config
+        self._envs = envs
+        self._policies = policies
+        self.timeout_s = config.rollout_timeout_s + PLAY_SLACK_S
+        """Seconds after which a play counts as lost."""
+        self._sampling = sampling_message(
+            temperature=config.sampling.temperature,
+            max_tokens=config.sampling.max_tokens,
+            top_p=config.sampling.top_p,
+            extra_body=config.sampling.extra_body,
+        )
+
+    async def dispatch(self, group: Group, table: GroupTable, *, min_version: int) -> bool:
+        """Play the missing members of a group; False if no env-server or replica can take it now.
+
+        Only replicas at `min_version` or newer are asked. Environments that score groups get all members anew.
+        """
+        if self._envs.envs[group.task.env].requires_group:
+            group.members.clear()
+        replica = self._pick_replica(table, min_version=min_version)
+        if replica is None:
+            return False
+        request = self._request(group, replica)
+        for worker_id in self._servers(group.task.env, table):
+            if await self._envs.play(worker_id, request):
+                group.env_server, group.replica = worker_id, replica.worker_id
+                group.deadline = time.monotonic() + self.timeout_s
+                return True
+        return False
+
+    def lost(self, table: GroupTable) -> list[Group]:
+        """Open groups whose env-server lost its lease or whose deadline passed."""
+        alive, now = set(self._envs.alive()), time.monotonic()
+        return [
+            group
+            for group in table.open.values()
+            if group.env_server and (group.env_server not in alive or now > group.deadline)
+        ]
+
+    def _pick_replica(self, table: GroupTable, *, min_version: int) -> Replica | None:
+        load = Counter(group.replica for group in table.open.values())
+        fit = [replica for replica in self._policies.ready() if replica.version >= min_version]
+        return min(fit, key=lambda replica: (load[replica.worker_id], replica.worker_id), default=None)
+
+    def _servers(self, env: str, table: GroupTable) -> list[str]:
+        load = Counter(group.env_server for group in table.open.values())
+        return sorted(self._envs.servers_with(env), key=lambda worker_id: (load[worker_id], worker_id))
+
+    def _request(self, group: Group, replica: Replica) -> env_service_pb2.PlayGroupRequest:
+        policy = self._policies.desired
+        return env_service_pb2.PlayGroupRequest(
+            run_uid=self._run.uid,
+            purpose=rollout_pb2.PURPOSE_TRAIN,
+            ordinal=group.ordinal,
+            attempt=group.attempt,
+            members=group.missing,
+            group_size=group.group_size,
+            env=self._envs.envs[group.task.env].spec,
+            use_train_tasks=True,
+            task_index=group.task.task_index,
+            base_url=replica.http_url,
+            model=replica.model,
+            sampling=self._sampling,
+            rollout_timeout_seconds=self._config.rollout_timeout_s,
+            epoch=self._run.epoch,
+            generation=self._run.generation,
+            planned_step=group.planned_step,
+            tokenizer_manifest_key=policy.manifest_key if policy is not None else "",
+        )

@@ -1,0 +1,162 @@
+"""The run's environments on the registered env-servers: opening them, and playing groups there."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from millrace.errors import CapacityError, InvalidStateError, MillraceError, UnavailableError
+from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2
+from millrace.orchestrator.workers import WorkerRegistry
+from millrace.rpc.channel import call, open_channel
+from millrace.telemetry import waits
+
+log = logging.getLogger(__name__)
+
+RPC_TIMEOUT_S = 10.0
+OPEN_POLL_S = 0.25
+OPEN_TIMEOUT_S = 300.0
+"""Longest time for an environment to load: imports of `verifiers` alone cost 7 CPU-seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedEnv:
+    """An environment that is ready on at least one env-server."""
+
+    spec: env_service_pb2.EnvSpec
+    num_train: int
+    train_digest: str
+    num_eval: int
+    requires_group: bool
+
+
+class EnvPool:
+    """Connections to every env-server; knows which of them has which environment ready."""
+
+    def __init__(self, *, run_uid: str, epoch: int, registry: WorkerRegistry) -> None:
+        self._run_uid = run_uid
+        self._epoch = epoch
+        self._registry = registry
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._ready: dict[str, set[str]] = {}
+        self.envs: dict[str, OpenedEnv] = {}
+
+    def alive(self) -> list[str]:
+        """Worker ids of the env-servers whose lease holds."""
+        return [record.worker_id for record in self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)]
+
+    def servers_with(self, env: str) -> list[str]:
+        """Living env-servers on which `env` is ready, least busy first."""
+        ready = self._ready.get(env, set())
+        records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        return [r.worker_id for r in sorted(records, key=lambda r: r.num_playing) if r.worker_id in ready]
+
+    async def open_all(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:
+        """Open every environment on at least one env-server.
+
+        Raises InvalidStateError naming the environment if it cannot be loaded, UnavailableError after the deadline.
+        """
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            for spec in specs:
+                with waits.waiting(
+                    f"environment {spec.name} to load", waits_on="env-server", deadline_s=OPEN_TIMEOUT_S
+                ):
+                    while not await self._open_somewhere(spec):
+                        await asyncio.sleep(OPEN_POLL_S)
+
+    async def refresh(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:
+        """Open the environments on env-servers that joined since; failures there are left to a later call."""
+        for spec in specs:
+            await self._open_somewhere(spec)
+
+    async def _open_somewhere(self, spec: env_service_pb2.EnvSpec) -> bool:
+        for worker_id in self.alive():
+            if worker_id in self._ready.get(spec.name, set()):
+                continue
+            try:
+                stub = self._stub(worker_id)
+                answer = await call(stub.OpenEnv, env_service_pb2.OpenEnvRequest(env=spec), timeout_s=RPC_TIMEOUT_S)
+            except UnavailableError as error:
+                log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
+                continue
+            if answer.state == env_service_pb2.ENV_STATE_FAILED:
+                raise InvalidStateError(
+                    f"environment {spec.name!r} (id {spec.id!r}) could not be loaded on {worker_id}: "
+                    f"{answer.error_type}: {answer.error_message}",
+                    reason="ENV_LOAD_FAILED",
+                    metadata={"env": spec.name, "error_type": answer.error_type},
+                )
+            if answer.state == env_service_pb2.ENV_STATE_READY:
+                self._admit(spec, worker_id, answer)
+        return bool(self.servers_with(spec.name))
+
+    def _admit(self, spec: env_service_pb2.EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> None:
+        known = self.envs.get(spec.name)
+        if known is not None and known.train_digest != answer.train.digest:
+            raise InvalidStateError(
+                f"environment {spec.name!r} has other tasks on {worker_id} (digest {answer.train.digest[:12]}) than on "
+                f"the first env-server (digest {known.train_digest[:12]})",
+                reason="TASK_SET_DIFFERS",
+                remedy="install the same environment version on every env-server",
+            )
+        self.envs[spec.name] = OpenedEnv(
+            spec=spec,
+            num_train=answer.train.num_tasks,
+            train_digest=answer.train.digest,
+            num_eval=answer.eval.num_tasks,
+            requires_group=answer.requires_group,
+        )
+        self._ready.setdefault(spec.name, set()).add(worker_id)
+
+    async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
+        """Ask an env-server to play a group; False if it cannot take it now (full, gone, or draining)."""
+        try:
+            await call(self._stub(worker_id).PlayGroup, request, timeout_s=RPC_TIMEOUT_S)
+        except (CapacityError, UnavailableError) as error:
+            log.info("group not taken", extra={"worker": worker_id, "ordinal": request.ordinal, "error": str(error)})
+            return False
+        return True
+
+    async def playing(self) -> dict[str, list[env_service_pb2.PlayingGroup]]:
+        """What each living env-server plays for the run; silent ones are left out."""
+        answers: dict[str, list[env_service_pb2.PlayingGroup]] = {}
+        request = env_service_pb2.ListPlayingRequest(run_uid=self._run_uid, epoch=self._epoch)
+        for worker_id in self.alive():
+            try:
+                answer = await call(self._stub(worker_id).ListPlaying, request, timeout_s=RPC_TIMEOUT_S)
+            except UnavailableError as error:
+                log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
+            else:
+                answers[worker_id] = list(answer.groups)
+        return answers
+
+    async def cancel(self, groups: Sequence[env_service_pb2.PlayingGroup]) -> None:
+        """Stop groups on every env-server (none named: all of the run); best effort, late rollouts are discarded."""
+        request = env_service_pb2.CancelGroupsRequest(run_uid=self._run_uid, groups=groups, epoch=self._epoch)
+        for worker_id in self.alive():
+            try:
+                await call(self._stub(worker_id).CancelGroups, request, timeout_s=RPC_TIMEOUT_S)
+            except MillraceError as error:
+                log.warning("could not cancel groups", extra={"worker": worker_id, "error": str(error)})
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _stub(self, worker_id: str) -> env_service_pb2_grpc.EnvServiceStub:
+        if worker_id not in self._channels:
+            records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+            address = next((r.worker.address for r in records if r.worker_id == worker_id), None)
+            if address is None:
+                raise UnavailableError(f"env-server {worker_id} has no lease any more", reason="WORKER_LOST")
+            self._channels[worker_id] = open_channel(address)
+        return env_service_pb2_grpc.EnvServiceStub(self._channels[worker_id])
+
+
+def env_spec(name: str, env_id: str, args: dict[str, object]) -> env_service_pb2.EnvSpec:
+    """The wire form of an environment of the run config."""
+    return env_service_pb2.EnvSpec(name=name, id=env_id, args_json=json.dumps(args, sort_keys=True))

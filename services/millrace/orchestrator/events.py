@@ -1,0 +1,50 @@
+"""The events that the orchestrator writes into a run's log, one method each."""
+
+from collections.abc import Mapping
+
+from millrace.runlog import EventWriter
+from millrace.v1 import event_pb2, run_pb2
+
+
+class RunEvents:
+    """Typed front of an `EventWriter`."""
+
+    def __init__(self, writer: EventWriter) -> None:
+        self._writer = writer
+        self.state = run_pb2.RUN_STATE_QUEUED
+
+    async def state_changed(
+        self, state: run_pb2.RunState, reason: str, *, error: run_pb2.RunError | None = None
+    ) -> None:
+        """Record a transition from the state recorded last."""
+        body = event_pb2.StateChanged(old_state=self.state, new_state=state, reason=reason, error=error)
+        self.state = state
+        await self._writer.write(event_pb2.Event(state_changed=body))
+
+    async def batch_committed(
+        self, *, step: int, num_trained: int, dropped: Mapping[str, int], num_tokens: int
+    ) -> None:
+        """Record a committed batch."""
+        body = event_pb2.BatchCommitted(step=step, num_trained=num_trained, dropped=dropped, num_tokens=num_tokens)
+        await self._writer.write(event_pb2.Event(batch_committed=body))
+
+    async def policy_served(self, *, replica: str, lineage: int, version: int, pause_s: float) -> None:
+        """Record that a replica began to serve a version."""
+        body = event_pb2.PolicyServed(replica=replica, lineage=lineage, version=version, pause_seconds=pause_s)
+        await self._writer.write(event_pb2.Event(policy_served=body))
+
+    async def eval_completed(self, body: event_pb2.EvalCompleted) -> None:
+        """Record a finished evaluation."""
+        await self._writer.write(event_pb2.Event(eval_completed=body))
+
+    async def warning(self, reason: str, message: str) -> None:
+        """Record something that needs a person's attention."""
+        await self._writer.write(event_pb2.Event(warning=event_pb2.Warning(reason=reason, message=message)))
+
+    async def waiting(self, wait: event_pb2.Wait) -> None:
+        """Record a wait that has grown long."""
+        await self._writer.write(event_pb2.Event(wait_reported=event_pb2.WaitReported(wait=wait)))
+
+    async def close(self) -> None:
+        """Write what is queued."""
+        await self._writer.close()

@@ -1,0 +1,152 @@
+"""The table of groups that are open or finished: from single rollouts to whole groups, each member once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from millrace.orchestrator.tasks import TaskRef
+from millrace.rollouts.types import Rollout, RolloutStatus
+
+MAX_FAILED_ATTEMPTS = 2
+"""Attempts of a group that may end with failed members before its ordinal is dropped as `error`."""
+
+HOPELESS = frozenset({RolloutStatus.PROMPT_TOO_LONG, RolloutStatus.QUARANTINED})
+"""Outcomes that another attempt cannot change: the ordinal is dropped at once."""
+
+
+class Arrival(StrEnum):
+    """What one rollout did to the table."""
+
+    DUPLICATE = "duplicate"
+    """The member was there already, or its ordinal is resolved: discarded and counted."""
+    OPEN = "open"
+    """Its group still waits for members."""
+    FINISHED = "finished"
+    """Its group is whole."""
+    RETRY = "retry"
+    """Every member answered, some failed: the failed ones shall be played again."""
+    HOPELESS = "hopeless"
+    """Its group cannot become whole: drop it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """One ordinal on its way from dispatch to batch."""
+
+    task: TaskRef
+    group_size: int
+    planned_step: int
+    attempt: int = 0
+    num_failed_attempts: int = 0
+    env_server: str = ""
+    replica: str = ""
+    deadline: float = 0.0
+    """Monotonic time after which the attempt counts as lost."""
+    members: dict[int, Rollout] = field(default_factory=dict)
+    """OK rollouts by member."""
+    failures: dict[int, Rollout] = field(default_factory=dict)
+    """Failed rollouts of the current attempt by member."""
+    first_entry: str = ""
+    """Stream id of its first rollout; nothing from there on may be trimmed while the group is unresolved."""
+
+    @property
+    def ordinal(self) -> int:
+        """Ordinal of its task."""
+        return self.task.ordinal
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every member is there."""
+        return len(self.members) == self.group_size
+
+    @property
+    def missing(self) -> list[int]:
+        """Members that have no OK rollout yet."""
+        return [member for member in range(self.group_size) if member not in self.members]
+
+    @property
+    def min_policy_version(self) -> int | None:
+        """Oldest version among the tokens of its members so far; None before the first sampled token."""
+        versions = [rollout.min_version for rollout in self.members.values() if rollout.min_version is not None]
+        return min(versions) if versions else None
+
+    def rollouts(self) -> list[Rollout]:
+        """The OK rollouts in order of member."""
+        return [self.members[member] for member in sorted(self.members)]
+
+    def failure_reason(self) -> str:
+        """Why the group cannot be whole: the first failure's status, in the words of a resolution."""
+        for failure in self.failures.values():
+            if failure.status in HOPELESS:
+                return str(failure.status.value)
+        return "error"
+
+
+class GroupTable:
+    """Open and finished groups by ordinal; every rollout of the stream passes through `add` once."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, Group] = {}
+        self.finished: dict[int, Group] = {}
+        self.num_duplicates = 0
+        self.archive: dict[int, list[Rollout]] = {}
+        """Every rollout, failed ones included, of ordinals that no header resolves yet."""
+
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal in self.open or ordinal in self.finished
+
+    def __len__(self) -> int:
+        return len(self.open) + len(self.finished)
+
+    def __iter__(self) -> Iterator[Group]:
+        yield from self.open.values()
+        yield from self.finished.values()
+
+    def add(self, rollout: Rollout, *, entry_id: str) -> Arrival:
+        """Put a rollout into its group.
+
+        A late rollout of an older attempt still counts if its member is missing: rollouts are scored one by one, so
+        members of several attempts may be combined (environments that score groups are played whole, see the
+        dispatcher).
+        """
+        group = self.open.get(rollout.ordinal)
+        if group is None or rollout.member in group.members or rollout.group_size != group.group_size:
+            self.num_duplicates += 1
+            return Arrival.DUPLICATE
+        self.archive.setdefault(rollout.ordinal, []).append(rollout)
+        if not group.first_entry:
+            group.first_entry = entry_id
+        if rollout.status == RolloutStatus.OK:
+            group.members[rollout.member] = rollout
+            group.failures.pop(rollout.member, None)
+        elif rollout.attempt >= group.attempt:
+            group.failures[rollout.member] = rollout
+        return self._settle(group)
+
+    def remove(self, ordinal: int) -> list[Rollout]:
+        """Forget a resolved ordinal and return what the archive shall keep of it."""
+        self.open.pop(ordinal, None)
+        self.finished.pop(ordinal, None)
+        return self.archive.pop(ordinal, [])
+
+    def oldest_entry(self) -> str | None:
+        """Smallest stream id that an unresolved group still needs after a takeover; None if there is none."""
+        entries = [group.first_entry for group in self if group.first_entry]
+        return min(entries, key=_entry_key) if entries else None
+
+    def _settle(self, group: Group) -> Arrival:
+        if group.is_whole:
+            del self.open[group.ordinal]
+            self.finished[group.ordinal] = group
+            return Arrival.FINISHED
+        if any(failure.status in HOPELESS for failure in group.failures.values()):
+            return Arrival.HOPELESS
+        if any(member not in group.failures for member in group.missing):
+            return Arrival.OPEN
+        group.num_failed_attempts += 1
+        return Arrival.HOPELESS if group.num_failed_attempts >= MAX_FAILED_ATTEMPTS else Arrival.RETRY
+
+
+def _entry_key(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence or 0)

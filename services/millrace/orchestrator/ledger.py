@@ -1,0 +1,180 @@
+"""The run's ledger: the next step, what every ordinal came to, and the commit of each header.
+
+Everything here can be rebuilt from the committed headers; nothing counts before its header object exists in the store.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from millrace.errors import InternalError
+from millrace.internal.v1 import batch_pb2, env_service_pb2, rollout_pb2
+from millrace.orchestrator.batcher import (
+    Batch,
+    Resolved,
+    count_dropped,
+    encode_state,
+    resolutions,
+    resolve,
+    score_samples,
+)
+from millrace.orchestrator.env_pool import EnvPool
+from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.groups import Group, GroupTable
+from millrace.rollouts.batch_wire import pack_batch
+from millrace.rollouts.types import Rollout, TrainSample
+from millrace.rollouts.wire import encode_archive
+from millrace.runlog import Epoch, Frontier, RunLog, chain_hash, commit_batch
+from millrace.v1 import run_pb2
+
+log = logging.getLogger(__name__)
+
+MAX_EMPTY_BATCHES = 10
+"""Batches in a row without any advantage before the run fails instead of burning tokens for nothing (as prime-rl)."""
+
+
+class Ledger:
+    """Step counter, frontier and chain hash of a run, and the only writer of its batch stream."""
+
+    def __init__(
+        self,
+        *,
+        run_log: RunLog,
+        epoch: Epoch,
+        run_hash: str,
+        envs: EnvPool,
+        events: RunEvents,
+        generation_lineage: int = 0,
+    ) -> None:
+        self._log = run_log
+        self._epoch = epoch
+        self._run_hash = run_hash
+        self._envs = envs
+        self._events = events
+        self.lineage = generation_lineage
+        self.step = 0
+        self.frontier = Frontier()
+        self.chain = bytes(32)
+        self._pending: list[Resolved] = []
+        self._archive: list[Rollout] = []
+        self._num_empty = 0
+        self._cursor = 0
+
+    def restore(self, last: batch_pb2.BatchHeader | None, chain: bytes) -> None:
+        """Continue behind the last committed header."""
+        if last is not None:
+            self.step = last.step + 1
+            self.frontier = Frontier.from_header(last)
+            self.chain = chain
+            self._cursor = self.frontier.resolved_below
+
+    def next_ordinal(self, table: GroupTable) -> int:
+        """Smallest ordinal that is neither resolved nor in the table."""
+        dropped = {item.ordinal for item in self._pending}
+        while self.frontier.is_resolved(self._cursor) or self._cursor in table or self._cursor in dropped:
+            self._cursor += 1
+        return self._cursor
+
+    def drop(self, group: Group, table: GroupTable, *, reason: str) -> None:
+        """Resolve a group's ordinal as dropped; the next header says so."""
+        self._pending.append(resolve(group, reason=reason))
+        self._archive += table.remove(group.ordinal)
+
+    async def drop_all(self, groups: Sequence[Group], table: GroupTable, *, reason: str) -> None:
+        """Drop groups and stop those that are still being played."""
+        playing = [
+            env_service_pb2.PlayingGroup(purpose=rollout_pb2.PURPOSE_TRAIN, ordinal=group.ordinal)
+            for group in groups
+            if group.ordinal in table.open
+        ]
+        for group in groups:
+            self.drop(group, table, reason=reason)
+        if playing:
+            await self._envs.cancel(playing)
+
+    async def commit(self, batch: Batch, table: GroupTable) -> None:
+        """Commit batch n: its ordinals are resolved with it, and those dropped since batch n-1."""
+        rollouts = [rollout for item in batch.resolved for rollout in table.remove(item.ordinal)]
+        if not batch.samples:
+            self._count_empty(batch, rollouts)
+            return
+        self._num_empty = 0
+        resolved = [*self._pending, *batch.resolved]
+        header = self._header(batch_pb2.BATCH_KIND_TRAIN, resolved)
+        header.num_rollouts = len(batch.rewards)
+        header.num_loss_tokens = batch.num_loss_tokens
+        header.reward_mean = sum(batch.rewards) / len(batch.rewards)
+        await self._write(header, batch.samples, resolved, rollouts)
+        dropped = count_dropped(resolved)
+        num_trained = len(resolved) - dropped.total()
+        await self._events.batch_committed(
+            step=batch.step, num_trained=num_trained, dropped=dropped, num_tokens=header.num_tokens
+        )
+        oldest = table.oldest_entry()
+        if oldest is not None:
+            await self._log.trim_rollouts(oldest)
+
+    async def close(
+        self,
+        table: GroupTable,
+        *,
+        outcome: batch_pb2.RunOutcome,
+        reason: str,
+        final_version: int,
+        evaluation: Sequence[Rollout] = (),
+        error: run_pb2.RunError | None = None,
+    ) -> None:
+        """Write the closing header: every open ordinal ends, and the final evaluation's samples go to the trainer."""
+        for group in list(table):
+            self.drop(group, table, reason=reason)
+        resolved = list(self._pending)
+        header = self._header(batch_pb2.BATCH_KIND_CLOSE, resolved)
+        header.outcome = outcome
+        header.final_version = final_version
+        if error is not None:
+            header.error_reason, header.error_message = error.reason, error.message
+            header.error_component = error.component
+        await self._write(header, score_samples(evaluation), resolved, [])
+
+    def _count_empty(self, batch: Batch, rollouts: list[Rollout]) -> None:
+        self._pending += batch.resolved
+        self._archive += rollouts
+        self._num_empty += 1
+        log.warning("every group of the batch had zero advantage", extra={"step": self.step, "count": self._num_empty})
+        if self._num_empty >= MAX_EMPTY_BATCHES:
+            raise InternalError(
+                f"{MAX_EMPTY_BATCHES} batches in a row at step {self.step} had no advantage: in every group all rewards "
+                "are equal, so there is nothing to learn from",
+                reason="NO_ADVANTAGE",
+                remedy="check the reward function, or raise orchestrator.rollouts_per_example or the temperature",
+            )
+
+    def _header(self, kind: batch_pb2.BatchKind, resolved: Sequence[Resolved]) -> batch_pb2.BatchHeader:
+        frontier = self.frontier.resolve(item.ordinal for item in resolved)
+        return batch_pb2.BatchHeader(
+            run_uid=self._log.uid,
+            kind=kind,
+            step=self.step,
+            resolutions=resolutions(resolved),
+            resolved_below=frontier.resolved_below,
+            resolved_above=sorted(frontier.resolved_above),
+            previous_chain_hash=self.chain,
+            writer_epoch=self._epoch.number,
+            lineage=self.lineage,
+            run_hash=self._run_hash,
+            orchestrator_state=encode_state(self._cursor),
+        )
+
+    async def _write(
+        self,
+        header: batch_pb2.BatchHeader,
+        samples: Sequence[TrainSample],
+        resolved: Sequence[Resolved],
+        rollouts: Sequence[Rollout],
+    ) -> None:
+        # Taken before the first await: what is dropped while the commit is under way belongs to the next header.
+        archived, self._pending, self._archive = [*self._archive, *rollouts], [], []
+        chunks = pack_batch(header, samples)
+        header_bytes = await commit_batch(self._log, self._epoch, header, chunks, encode_archive(archived))
+        self.chain = chain_hash(self.chain, header_bytes)
+        self.frontier = self.frontier.resolve(item.ordinal for item in resolved)
+        self.step += 1

@@ -1,0 +1,146 @@
+"""The loop that drives one claimed run.
+
+    tasks ──(admitted?)──▶ dispatcher ──PlayGroup──▶ env-server ──HTTP──▶ inference
+                               ▲                         │ rollout stream        ▲
+       open + finished < (v + L + 1 - c)·G·f             ▼                       │ UpdatePolicy(newest)
+                               │            collect: members → whole groups   policies ◀── policy stream ◀── trainer
+                               │                         ▼                                                      ▲
+                               └──────── c += 1 ◀── cut: G eligible groups → advantages → commit ──▶ batch stream
+
+| part       | waits for                                  | unblocked by                          |
+|------------|--------------------------------------------|---------------------------------------|
+| admission  | room under the formula above               | a cut step, a newly served version    |
+| collect    | the rollout stream                         | env-servers                           |
+| cut        | G finished groups that are fresh enough    | collect                               |
+| policies   | the policy stream, then each replica       | the trainer, then the replica         |
+| finish     | version `max_steps`, the last evaluation   | the trainer                           |
+
+Components do not know the loop; the loop holds them and moves groups between them. The admission formula and its proof
+stand in `admission.py`, the rules for whole groups in `groups.py`, the commit of a step in `ledger.py`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millrace.algorithms import Algorithm
+from millrace.orchestrator.admission import AdmissionRule
+from millrace.orchestrator.batcher import cut
+from millrace.orchestrator.dispatcher import Dispatcher
+from millrace.orchestrator.groups import Arrival, Group, GroupTable
+from millrace.orchestrator.ledger import Ledger
+from millrace.orchestrator.policy_driver import PolicyDriver
+from millrace.orchestrator.tasks import TaskOrder
+from millrace.rollouts.types import Rollout
+from millrace.telemetry import waits
+
+TICK_S = 1.0
+"""Longest pause between two looks at lost groups and cancellation if nothing else wakes the loop."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutLoop:
+    """Admission, collection and cutting for the steps of one run."""
+
+    max_steps: float
+    rule: AdmissionRule
+    group_size: int
+    tasks: TaskOrder
+    table: GroupTable
+    dispatcher: Dispatcher
+    policies: PolicyDriver
+    ledger: Ledger
+    algorithm: Algorithm
+    filter_zero_advantages: bool
+    changed: asyncio.Event
+    is_cancelled: Callable[[], bool]
+
+    async def run(self) -> None:
+        """Cut and commit batches until `max_steps` or cancellation."""
+        while self.ledger.step < self.max_steps and not self.is_cancelled():
+            self.changed.clear()
+            await self.drop_stale()
+            await self.replay_lost()
+            await self.admit()
+            if groups := self.take():
+                await self.commit(groups)
+            else:
+                await self.wait_for_change()
+
+    async def admit(self) -> None:
+        """Start new groups while there is room and somebody to play them."""
+        while (served := self.policies.served_version()) is not None:
+            room = self.rule.num_allowed(step=self.ledger.step, served_version=served)
+            if len(self.table) >= room:
+                return
+            ordinal = self.ledger.next_ordinal(self.table)
+            planned = self.rule.planned_step(step=self.ledger.step, num_ahead=len(self.table))
+            group = Group(task=self.tasks.task(ordinal), group_size=self.group_size, planned_step=planned)
+            self.table.open[ordinal] = group
+            if not await self.play(group):
+                del self.table.open[ordinal]
+                return
+
+    async def play(self, group: Group) -> bool:
+        """Dispatch a group's missing members to a replica that is new enough for its planned step."""
+        min_version = self.rule.min_version(planned_step=group.planned_step)
+        return await self.dispatcher.dispatch(group, self.table, min_version=min_version)
+
+    async def replay_lost(self) -> None:
+        """Play again, as the next attempt, what a dead or silent env-server held."""
+        for group in self.dispatcher.lost(self.table):
+            group.attempt += 1
+            await self.play(group)
+
+    async def add(self, rollout: Rollout, *, entry_id: str) -> None:
+        """Take one rollout of the stream: collect calls this for every entry, once."""
+        arrival = self.table.add(rollout, entry_id=entry_id)
+        group = self.table.open.get(rollout.ordinal)
+        if group is not None and arrival is Arrival.HOPELESS:
+            self.ledger.drop(group, self.table, reason=group.failure_reason())
+        elif group is not None and arrival is Arrival.RETRY:
+            group.attempt += 1
+            group.failures.clear()
+            group.deadline = 0.0  # counts as lost: the loop plays it again when somebody can take it
+        if arrival is not Arrival.OPEN:
+            self.changed.set()
+
+    async def drop_stale(self) -> None:
+        """Drop every group that can no longer be trained, so that it never holds a slot."""
+        step = self.ledger.step
+        stale = [
+            group
+            for group in self.table
+            if (oldest := group.min_policy_version) is not None
+            and not self.rule.is_eligible(step=step, min_policy_version=oldest)
+        ]
+        await self.ledger.drop_all(stale, self.table, reason="stale")
+
+    def take(self) -> list[Group]:
+        """The groups of the next batch in order of arrival, or nothing if there are not enough."""
+        finished = list(self.table.finished.values())
+        return finished[: self.rule.groups_per_step] if len(finished) >= self.rule.groups_per_step else []
+
+    async def commit(self, groups: list[Group]) -> None:
+        """Turn groups into batch n and commit it; at async level 0 what is left over is dropped."""
+        batch = cut(groups, self.algorithm, step=self.ledger.step, filter_zero_advantages=self.filter_zero_advantages)
+        if self.rule.async_level == 0:
+            surplus = [group for group in self.table if group not in groups]
+            await self.ledger.drop_all(surplus, self.table, reason="surplus")
+        await self.ledger.commit(batch, self.table)
+
+    async def wait_for_change(self) -> None:
+        """Sleep until a group finishes, a version is served or a worker changes; the wait has a name."""
+        have, need = len(self.table.finished), self.rule.groups_per_step
+        if self.policies.served_version() is None:
+            reason, on = "a replica that serves this run's policy", "inference"
+        elif self.table.open:
+            reason, on = f"{need - have} of {need} groups for batch {self.ledger.step}", "env-server"
+        else:
+            reason, on = f"policy {self.ledger.step - self.rule.async_level} to be served", "trainer"
+        with waits.waiting(reason, waits_on=on):
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await self.changed.wait()
+            except TimeoutError:
+                return

@@ -1,0 +1,195 @@
+"""Moves policy versions into the run's inference replicas, level-triggered: desired against reported, until equal.
+
+A lost message delays, it never diverges: each replica has one task that repeats `UpdatePolicy` with the newest version
+until the replica says that it serves it. Replicas join when they register and leave when their lease ends.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millrace.errors import MillraceError
+from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_pb2_grpc, worker_service_pb2
+from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
+from millrace.rpc.channel import call, open_channel
+from millrace.telemetry import waits
+
+log = logging.getLogger(__name__)
+
+UPDATE_WAIT_S = 10.0
+"""How long one UpdatePolicy call waits inside the replica."""
+UPDATE_TIMEOUT_S = UPDATE_WAIT_S + 10.0
+RETRY_S = 1.0
+RESCAN_S = 1.0
+"""How often the registry is looked at for replicas that joined or left, if nothing wakes us."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """A replica that serves a version of this run's policy."""
+
+    worker_id: str
+    http_url: str
+    model: str
+    version: int
+    num_requests: int
+
+
+class PolicyDriver:
+    """Drives all replicas of one run to the newest published version."""
+
+    def __init__(
+        self, *, run_uid: str, epoch: int, registry: WorkerRegistry, events: RunEvents, on_change: Callable[[], None]
+    ) -> None:
+        self._run_uid = run_uid
+        self._epoch = epoch
+        self._registry = registry
+        self._events = events
+        self._on_change = on_change
+        self._served: dict[str, policy_service_pb2.PolicyStatus] = {}
+        self._published = asyncio.Event()
+        self.desired: policy_pb2.PolicyEntry | None = None
+
+    def publish(self, entry: policy_pb2.PolicyEntry) -> None:
+        """Take a newly published version as the desired one; older ones are ignored."""
+        current = self.desired
+        if current is not None and (entry.lineage, entry.version) <= (current.lineage, current.version):
+            return
+        self.desired = entry
+        self._published.set()
+        self._published = asyncio.Event()
+
+    def ready(self) -> list[Replica]:
+        """Replicas that serve some version of this run's policy, in order of id."""
+        replicas = []
+        for record in self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid):
+            status = self._served.get(record.worker_id)
+            if status is not None and status.has_version and status.state != policy_service_pb2.POLICY_STATE_BROKEN:
+                replicas.append(
+                    Replica(
+                        worker_id=record.worker_id,
+                        http_url=record.worker.http_url,
+                        model=status.model_name,
+                        version=status.version,
+                        num_requests=status.num_requests,
+                    )
+                )
+        return replicas
+
+    def served_version(self) -> int | None:
+        """Newest version that at least one ready replica serves."""
+        return max((replica.version for replica in self.ready()), default=None)
+
+    async def run(self) -> None:
+        """Keep one task per replica of the run; ends by cancellation."""
+        tasks: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._registry.claim(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)
+                owned = {
+                    record.worker_id: record
+                    for record in self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)
+                }
+                for worker_id in tasks.keys() - owned.keys():
+                    tasks.pop(worker_id).cancel()
+                    self._served.pop(worker_id, None)
+                    self._on_change()
+                for worker_id in owned.keys() - tasks.keys():
+                    tasks[worker_id] = group.create_task(self._drive(owned[worker_id]))
+                await asyncio.sleep(RESCAN_S)
+
+    async def _drive(self, record: WorkerRecord) -> None:
+        async with open_channel(record.worker.address) as channel:
+            stub = policy_service_pb2_grpc.PolicyServiceStub(channel)
+            while True:
+                published = self._published
+                desired = self.desired
+                if desired is None or self._serves(record.worker_id, desired):
+                    # A replica may also lose its policy by itself, so look again now and then.
+                    await _wait(published, timeout_s=5.0)
+                    if desired is not None and not published.is_set():
+                        await self._refresh(stub, record)
+                    continue
+                with waits.waiting(
+                    f"replica {record.worker_id} to serve policy {desired.version}", waits_on="inference"
+                ):
+                    await self._update(stub, record, desired)
+
+    async def _update(
+        self,
+        stub: policy_service_pb2_grpc.PolicyServiceStub,
+        record: WorkerRecord,
+        desired: policy_pb2.PolicyEntry,
+    ) -> None:
+        request = policy_service_pb2.UpdatePolicyRequest(
+            run_uid=self._run_uid,
+            policy=desired,
+            inflight_mode=policy_service_pb2.INFLIGHT_MODE_KEEP,
+            epoch=self._epoch,
+            wait_seconds=UPDATE_WAIT_S,
+        )
+        try:
+            response = await call(stub.UpdatePolicy, request, timeout_s=UPDATE_TIMEOUT_S)
+        except MillraceError as error:
+            self._served.pop(record.worker_id, None)
+            log.warning(
+                "policy update failed, retrying",
+                extra={"worker": record.worker_id, "version": desired.version, "error": str(error)},
+            )
+            await asyncio.sleep(RETRY_S)
+            return
+        status = response.status
+        before = self._served.get(record.worker_id)
+        self._take(record, status)
+        if self._serves(record.worker_id, desired):
+            if before is None or before.version != status.version:
+                await self._events.policy_served(
+                    replica=record.worker_id,
+                    lineage=status.lineage,
+                    version=status.version,
+                    pause_s=status.pause_seconds,
+                )
+        elif status.error:
+            await self._events.warning(
+                "POLICY_UPDATE_FAILED",
+                f"replica {record.worker_id} could not take policy {desired.version}: {status.error}; trying again",
+            )
+            await asyncio.sleep(RETRY_S)
+
+    async def _refresh(self, stub: policy_service_pb2_grpc.PolicyServiceStub, record: WorkerRecord) -> None:
+        try:
+            response = await call(
+                stub.GetPolicyStatus, policy_service_pb2.GetPolicyStatusRequest(), timeout_s=UPDATE_WAIT_S
+            )
+        except MillraceError as error:
+            log.warning("replica does not answer", extra={"worker": record.worker_id, "error": str(error)})
+            self._served.pop(record.worker_id, None)
+            self._on_change()
+        else:
+            self._take(record, response.status)
+
+    def _take(self, record: WorkerRecord, status: policy_service_pb2.PolicyStatus) -> None:
+        if status.run_uid == self._run_uid:
+            self._served[record.worker_id] = status
+        else:
+            self._served.pop(record.worker_id, None)
+        self._on_change()
+
+    def _serves(self, worker_id: str, desired: policy_pb2.PolicyEntry) -> bool:
+        status = self._served.get(worker_id)
+        return (
+            status is not None
+            and status.has_version
+            and status.state == policy_service_pb2.POLICY_STATE_SERVING
+            and (status.lineage, status.version) == (desired.lineage, desired.version)
+        )
+
+
+async def _wait(event: asyncio.Event, *, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

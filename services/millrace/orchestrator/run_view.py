@@ -1,0 +1,107 @@
+"""What a run looks like from outside: its record in the store, folded with the events of its log.
+
+Nothing here is stored: any orchestrator replica computes the same view from `run.json` and the event stream.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Self
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from millrace.v1 import event_pb2, run_pb2
+
+TERMINAL = frozenset({run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """The immutable part of a run, as `run.json` has it."""
+
+    uid: str
+    name: str
+    kind: str
+    config: dict[str, object]
+    run_hash: str
+    request_id: str
+    create_time: str
+    code_version: str
+    labels: dict[str, str]
+
+    def encode(self) -> bytes:
+        """Canonical JSON."""
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}, sort_keys=True, indent=1).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Parse `run.json`; fields of a newer release are ignored."""
+        document = json.loads(data)
+        return cls(**{name: document[name] for name in cls.__slots__})
+
+    @property
+    def config_json(self) -> str:
+        """The resolved config as canonical JSON."""
+        return json.dumps(self.config, sort_keys=True)
+
+
+class RunView:
+    """A `Run` resource that events are folded into."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+        self.cursor = ""
+        self.run = run_pb2.Run(
+            name=f"runs/{record.name}",
+            uid=record.uid,
+            kind=run_pb2.RunKind.Value(f"RUN_KIND_{record.kind}"),
+            state=run_pb2.RUN_STATE_QUEUED,
+            config_json=record.config_json,
+            run_hash=record.run_hash,
+            create_time=_timestamp(record.create_time),
+            labels=record.labels,
+        )
+        max_steps = record.config.get("max_steps")
+        self.run.progress.max_steps = max_steps if isinstance(max_steps, int) else 0
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the run has ended."""
+        return self.run.state in TERMINAL
+
+    def apply(self, event: event_pb2.Event) -> None:
+        """Fold one event in; events come in the order of their cursors."""
+        self.cursor = event.cursor
+        progress = self.run.progress
+        match event.WhichOneof("body"):
+            case "state_changed":
+                self._apply_state(event)
+            case "step_completed":
+                step = event.step_completed
+                # A trainer that resumed reports steps again; progress never goes back.
+                if step.step + 1 > progress.step:
+                    progress.step = step.step + 1
+                    progress.num_rollouts += step.num_rollouts
+                    progress.num_tokens += step.num_tokens
+                    progress.reward = step.reward_mean
+            case "policy_published":
+                progress.policy_version = max(progress.policy_version, event.policy_published.version)
+            case "policy_served":
+                progress.min_inference_version = event.policy_served.version
+            case _:
+                pass
+
+    def _apply_state(self, event: event_pb2.Event) -> None:
+        change = event.state_changed
+        self.run.state = change.new_state
+        if change.new_state == run_pb2.RUN_STATE_STARTING and not self.run.HasField("start_time"):
+            self.run.start_time.CopyFrom(event.time)
+        if change.new_state in TERMINAL:
+            self.run.end_time.CopyFrom(event.time)
+        if change.HasField("error"):
+            self.run.error.CopyFrom(change.error)
+
+
+def _timestamp(text: str) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromJsonString(text)
+    return stamp

@@ -1,0 +1,83 @@
+"""Wiring of the orchestrator process: Redis, store, registry, manager and the gRPC server."""
+
+import asyncio
+import logging
+
+import grpc.aio
+
+from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
+from millrace.orchestrator.catalog import RunCatalog
+from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.service import RunServicer
+from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
+from millrace.rpc.health import PROCESS, HealthBoard
+from millrace.rpc.serve import serve
+from millrace.rpc.worker import new_worker_id
+from millrace.runlog import open_redis
+from millrace.storage import open_store
+from millrace.telemetry.settings import Settings
+from millrace.v1 import run_service_pb2, run_service_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+STALL_S = 60.0
+"""Silence of the manager's scan after which the process counts as hung."""
+
+
+async def serve_orchestrator(settings: Settings) -> None:
+    """Serve RunService and WorkerService until a signal; raises what ends the manager."""
+    owner = new_worker_id("orchestrator")
+    redis = await open_redis(settings.require("redis_url"))
+    store = open_store(settings.require("store_url"))
+    registry = WorkerRegistry()
+    catalog = RunCatalog(redis=redis, store=store, prefix=settings.prefix)
+    board = HealthBoard()
+    manager = RunManager(
+        owner=owner,
+        redis=redis,
+        store=store,
+        prefix=settings.prefix,
+        catalog=catalog,
+        registry=registry,
+        on_scan=lambda: board.touch(PROCESS),
+    )
+    run_service = run_service_pb2.DESCRIPTOR.services_by_name["RunService"].full_name
+    worker_service = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+    def register(server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:
+        servicer = RunServicer(
+            redis=redis,
+            store=store,
+            prefix=settings.prefix,
+            catalog=catalog,
+            manager=manager,
+            registry=registry,
+            owner=owner,
+            draining=draining,
+        )
+        run_service_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(registry), server)
+        return [run_service, worker_service]
+
+    stopping = asyncio.Event()
+
+    def on_started(port: int) -> None:
+        board.set_ready(run_service)
+        board.set_ready(worker_service)
+        board.expect_progress(PROCESS, within_s=STALL_S)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            managing = tasks.create_task(manager.run(), name="run manager")
+            await serve(
+                settings.require("listen"),
+                register,
+                drain_s=settings.drain_s,
+                grace_s=settings.grace_s,
+                on_started=on_started,
+                stopping=stopping,
+                health_board=board,
+            )
+            managing.cancel()
+    finally:
+        await redis.aclose()

@@ -1,0 +1,261 @@
+"""RunService: the public API over the runs of a deployment."""
+
+import asyncio
+import base64
+import datetime
+import hashlib
+import json
+import re
+import time
+import uuid
+
+import grpc
+import redis.asyncio
+
+import millrace
+from millrace.config import RLConfig, validate_document
+from millrace.errors import (
+    AlreadyExistsError,
+    InvalidSpecError,
+    InvalidStateError,
+    UnavailableError,
+    Violation,
+)
+from millrace.orchestrator.catalog import RunCatalog
+from millrace.orchestrator.explain import explain
+from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.run_view import RunRecord, RunView
+from millrace.orchestrator.workers import WorkerRegistry
+from millrace.runlog import EventReader, RunLog
+from millrace.runlog.index import create_run, find_request
+from millrace.runlog.names import new_uid
+from millrace.storage import ObjectStore
+from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
+
+RUN_ID = re.compile(r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")
+HEARTBEAT_S = 15.0
+"""Silence after which a watch stream sends an empty message, so that a dead path is seen."""
+READ_BLOCK_S = 1.0
+"""Longest block of one read in a watch: how late a drain or a cancelled client is noticed."""
+PAGE_DEFAULT, PAGE_MAX = 50, 1000
+
+
+class RunServicer(run_service_pb2_grpc.RunServiceServicer):
+    """The public API. Every method raises `millrace.errors`; the interceptor maps them."""
+
+    def __init__(
+        self,
+        *,
+        redis: redis.asyncio.Redis,
+        store: ObjectStore,
+        prefix: str,
+        catalog: RunCatalog,
+        manager: RunManager,
+        registry: WorkerRegistry,
+        owner: str,
+        draining: asyncio.Event,
+    ) -> None:
+        self._redis = redis
+        self._store = store
+        self._prefix = prefix
+        self._catalog = catalog
+        self._manager = manager
+        self._registry = registry
+        self._owner = owner
+        self._draining = draining
+
+    async def CreateRun(
+        self, request: run_service_pb2.CreateRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.CreateRunResponse:
+        """Validate and queue a run."""
+        config = _validate(request)
+        record = _record(request, config)
+        if request.validate_only:
+            return run_service_pb2.CreateRunResponse(run=RunView(record).run)
+        if request.request_id:
+            earlier = await find_request(self._store, self._prefix, request.request_id)
+            if earlier is not None:
+                return run_service_pb2.CreateRunResponse(run=await self._earlier(earlier, record))
+        uid = await create_run(
+            self._redis,
+            self._store,
+            self._prefix,
+            uid=record.uid,
+            name=record.name,
+            request_id=request.request_id,
+            run_json=record.encode(),
+        )
+        self._manager.wake()
+        if uid != record.uid:
+            return run_service_pb2.CreateRunResponse(run=await self._earlier(uid, record))
+        return run_service_pb2.CreateRunResponse(run=(await self._catalog.find(record.uid)).run)
+
+    async def GetRun(
+        self, request: run_service_pb2.GetRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.GetRunResponse:
+        """Show one run."""
+        return run_service_pb2.GetRunResponse(run=(await self._catalog.find(request.name)).run)
+
+    async def ListRuns(
+        self, request: run_service_pb2.ListRunsRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListRunsResponse:
+        """List runs, newest first."""
+        size, start = _page(request.page_size, request.page_token)
+        views = reversed(await self._catalog.refresh())
+        runs = [view.run for view in views if not request.states or view.run.state in request.states]
+        return run_service_pb2.ListRunsResponse(
+            runs=runs[start : start + size], next_page_token=_next_token(start + size, len(runs))
+        )
+
+    async def CancelRun(
+        self, request: run_service_pb2.CancelRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.CancelRunResponse:
+        """Write the intent, then tell the driver. Cancelling a run that ended is an error; twice is not."""
+        view = await self._catalog.find(request.name)
+        if view.is_terminal and view.run.state != run_pb2.RUN_STATE_CANCELLED:
+            state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
+            raise InvalidStateError(
+                f"run {view.record.name!r} has already ended as {state}", reason="RUN_ENDED", metadata={"state": state}
+            )
+        if not view.is_terminal:
+            run_log = await self._catalog.open_log(view.record.uid)
+            await run_log.write_intent("cancel", {"reason": request.reason, "request_id": request.request_id})
+            self._manager.cancel(view.record.uid)
+        return run_service_pb2.CancelRunResponse(run=view.run)
+
+    async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):
+        """Replay, then follow; ends behind the terminal state."""
+        record = (await self._catalog.find(request.name)).record
+        view = RunView(record)
+        reader = EventReader(await self._catalog.open_log(record.uid))
+        cursor, last_sent = request.after, time.monotonic()
+        if (
+            cursor
+            and (await self._catalog.find(record.uid)).is_terminal
+            and not await reader.read(after=cursor, block_s=0.0)
+        ):
+            return
+        while not view.is_terminal:
+            if self._draining.is_set():
+                raise UnavailableError(
+                    "this orchestrator is draining", reason="DRAINING", remedy=f"watch again with after={cursor!r}"
+                )
+            for event in await reader.read(after=cursor, block_s=READ_BLOCK_S):
+                cursor, last_sent = event.cursor, time.monotonic()
+                view.apply(event)
+                yield run_service_pb2.WatchRunResponse(event=event)
+            if time.monotonic() - last_sent > HEARTBEAT_S:
+                last_sent = time.monotonic()
+                yield run_service_pb2.WatchRunResponse()
+
+    async def ListCheckpoints(
+        self, request: run_service_pb2.ListCheckpointsRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListCheckpointsResponse:
+        """List the checkpoints whose manifest is in the store, oldest first."""
+        size, start = _page(request.page_size, request.page_token)
+        record = (await self._catalog.find(request.parent)).record
+        found = await asyncio.to_thread(self._checkpoints, record)
+        return run_service_pb2.ListCheckpointsResponse(
+            checkpoints=found[start : start + size], next_page_token=_next_token(start + size, len(found))
+        )
+
+    async def ExplainRun(
+        self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ExplainRunResponse:
+        """What every service waits for."""
+        view = await self._catalog.find(request.name)
+        return explain(view, self._registry, owner=self._owner)
+
+    async def _earlier(self, uid: str, record: RunRecord) -> run_pb2.Run:
+        view = await self._catalog.find(uid)
+        if view.record.run_hash != record.run_hash:
+            raise AlreadyExistsError(
+                f"request_id {record.request_id!r} was used for run {view.record.name!r} with another config "
+                f"(hash {view.record.run_hash[:12]}, now {record.run_hash[:12]})",
+                reason="REQUEST_ID_REUSED",
+                remedy="use a new request_id for a new run",
+                metadata={"request_id": record.request_id, "run": view.record.name},
+            )
+        return view.run
+
+    def _checkpoints(self, record: RunRecord) -> list[checkpoint_pb2.Checkpoint]:
+        names = RunLog.names(self._prefix, record.uid)
+        found = []
+        for info in self._store.list(names.checkpoints):
+            if not info.key.endswith("/manifest.json"):
+                continue
+            manifest = json.loads(self._store.get(info.key))
+            checkpoint = checkpoint_pb2.Checkpoint(
+                name=f"runs/{record.name}/checkpoints/{manifest['step']:08d}",
+                step=manifest["step"],
+                uri=self._store.uri(info.key),
+                size_bytes=sum(item["size_bytes"] for item in manifest["objects"]),
+            )
+            checkpoint.create_time.FromNanoseconds(int(info.modified * 1e9))
+            found.append(checkpoint)
+        return found
+
+
+def _validate(request: run_service_pb2.CreateRunRequest) -> RLConfig:
+    """Every violation of the request at once."""
+    violations: list[Violation] = []
+    if request.run_id and not RUN_ID.match(request.run_id):
+        violations.append(Violation(field="run_id", value=request.run_id, message=f"must match {RUN_ID.pattern}"))
+    if request.kind != run_pb2.RUN_KIND_RL:
+        kind = run_pb2.RunKind.Name(request.kind)
+        violations.append(
+            Violation(
+                field="kind", value=kind, message="only RUN_KIND_RL runs as a service; run `millrace sft` for SFT"
+            )
+        )
+    try:
+        document = json.loads(request.config_json)
+    except ValueError as error:
+        violations.append(Violation(field="config_json", message=f"is not JSON: {error}"))
+        raise InvalidSpecError(violations) from error
+    try:
+        config = validate_document(document)
+    except InvalidSpecError as error:
+        raise InvalidSpecError([*violations, *error.violations]) from error
+    if violations:
+        raise InvalidSpecError(violations)
+    return config
+
+
+def _record(request: run_service_pb2.CreateRunRequest, config: RLConfig) -> RunRecord:
+    document = json.loads(config.resolved_json())
+    uid = new_uid()
+    return RunRecord(
+        uid=uid,
+        name=request.run_id or config.run.name or _auto_name(config, uid),
+        kind="RL",
+        config=document,
+        run_hash=hashlib.sha256(config.resolved_json().encode()).hexdigest(),
+        request_id=request.request_id or str(uuid.uuid4()),
+        create_time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        code_version=millrace.__version__,
+        labels=dict(request.labels),
+    )
+
+
+def _auto_name(config: RLConfig, uid: str) -> str:
+    """`{first env}-{last hex digits of the uid}`, as a legal run id."""
+    first = config.orchestrator.env[0]
+    stem = re.sub(r"[^a-z0-9]+", "-", (first.name or first.id).lower()).strip("-") or "run"
+    stem = stem if stem[0].isalpha() else f"run-{stem}"
+    return f"{stem[:50]}-{uid[-6:]}"
+
+
+def _page(size: int, token: str) -> tuple[int, int]:
+    if size < 0:
+        raise InvalidSpecError([Violation(field="page_size", value=str(size), message="must not be negative")])
+    try:
+        start = int(base64.urlsafe_b64decode(token.encode())) if token else 0
+    except ValueError as error:
+        problem = Violation(field="page_token", value=token, message="is not a token of this API")
+        raise InvalidSpecError([problem]) from error
+    return min(size or PAGE_DEFAULT, PAGE_MAX), start
+
+
+def _next_token(start: int, total: int) -> str:
+    return base64.urlsafe_b64encode(str(start).encode()).decode() if start < total else ""

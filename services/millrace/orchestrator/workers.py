@@ -1,0 +1,169 @@
+"""Who works for this deployment: the registry of env-servers, inference replicas and trainers, and its gRPC service.
+
+The registry is soft state: every worker repeats what it is and does with each heartbeat, so an orchestrator that starts
+with an empty registry knows all of them within one heartbeat interval.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from millrace.internal.v1 import policy_service_pb2, worker_service_pb2, worker_service_pb2_grpc
+from millrace.v1 import event_pb2
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+"""Interval that workers are told."""
+LEASE_S = 10.0
+"""Silence after which a worker counts as lost; ten missed heartbeats, so that a busy laptop does not lose anyone."""
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """One registered worker and its last report."""
+
+    worker: worker_service_pb2.Worker
+    last_seen: float
+    waits: list[event_pb2.Wait] = field(default_factory=list)
+    policy: policy_service_pb2.PolicyStatus | None = None
+    trainer: worker_service_pb2.TrainerStatus | None = None
+    num_playing: int = 0
+    run_uid: str = ""
+    """Run that this trainer or replica is given to; empty when free. Env-servers serve every run."""
+
+    @property
+    def worker_id(self) -> str:
+        """Unique id of the process."""
+        return self.worker.worker_id
+
+
+class WorkerRegistry:
+    """Registered workers by id; `changed` wakes whoever waits for a worker or its report."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, WorkerRecord] = {}
+        self._resolved_below: dict[str, int] = {}
+        self.changed = asyncio.Event()
+
+    def register(self, worker: worker_service_pb2.Worker) -> None:
+        """Add a worker, or take its new description."""
+        known = self._records.get(worker.worker_id)
+        if known is None:
+            self._records[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
+            log.info("worker registered", extra={"worker": worker.worker_id, "address": worker.address})
+        else:
+            known.worker, known.last_seen = worker, time.monotonic()
+        self.notify()
+
+    def heartbeat(self, request: worker_service_pb2.HeartbeatRequest) -> WorkerRecord | None:
+        """Take a worker's report; None if it is not known and shall register again."""
+        record = self._records.get(request.worker_id)
+        if record is None:
+            return None
+        record.last_seen = time.monotonic()
+        record.waits = list(request.waits)
+        record.num_playing = request.num_playing
+        if request.HasField("policy"):
+            record.policy = request.policy
+        if request.HasField("trainer"):
+            record.trainer = request.trainer
+        self.notify()
+        return record
+
+    def alive(self, kind: worker_service_pb2.WorkerKind) -> list[WorkerRecord]:
+        """Workers of a kind whose lease holds, in order of id."""
+        self._expire()
+        return sorted(
+            (record for record in self._records.values() if record.worker.kind == kind),
+            key=lambda record: record.worker_id,
+        )
+
+    def owned(self, kind: worker_service_pb2.WorkerKind, run_uid: str) -> list[WorkerRecord]:
+        """Workers of a kind that are given to a run."""
+        return [record for record in self.alive(kind) if record.run_uid == run_uid]
+
+    def claim(self, kind: worker_service_pb2.WorkerKind, run_uid: str, *, limit: int | None = None) -> int:
+        """Give free workers of a kind to a run, `limit` at most; returns how many it has then."""
+        mine = self.owned(kind, run_uid)
+        for record in self.alive(kind):
+            if limit is not None and len(mine) >= limit:
+                break
+            if record.run_uid == "":
+                record.run_uid = run_uid
+                mine.append(record)
+        return len(mine)
+
+    def release(self, run_uid: str) -> None:
+        """Take every worker from a run that ended."""
+        for record in self._records.values():
+            if record.run_uid == run_uid:
+                record.run_uid = ""
+        self._resolved_below.pop(run_uid, None)
+        self.notify()
+
+    def set_watermark(self, run_uid: str, resolved_below: int) -> None:
+        """Tell workers by heartbeat below which ordinal a run is resolved."""
+        self._resolved_below[run_uid] = resolved_below
+
+    def assignments(self, record: WorkerRecord) -> Iterator[worker_service_pb2.Assignment]:
+        """Runs that a worker shall work on: its own, or for an env-server all."""
+        env_server = record.worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER
+        for run_uid in list(self._resolved_below) if env_server else filter(None, [record.run_uid]):
+            yield worker_service_pb2.Assignment(run_uid=run_uid, resolved_below=self._resolved_below.get(run_uid, 0))
+
+    def waits_of(self, run_uid: str) -> list[event_pb2.Wait]:
+        """What the run's workers reported to wait for, aged by the time since the report."""
+        now = time.monotonic()
+        waits = []
+        for record in self._records.values():
+            env_server = record.worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER
+            if env_server or record.run_uid == run_uid:
+                for wait in record.waits:
+                    aged = event_pb2.Wait()
+                    aged.CopyFrom(wait)
+                    aged.age_seconds += now - record.last_seen
+                    waits.append(aged)
+        return waits
+
+    def notify(self) -> None:
+        """Wake everyone who waits on `changed`."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for worker_id, record in list(self._records.items()):
+            if now - record.last_seen > LEASE_S:
+                log.warning(
+                    "worker lost: no heartbeat",
+                    extra={"worker": worker_id, "seconds": round(now - record.last_seen, 1), "run": record.run_uid},
+                )
+                del self._records[worker_id]
+
+
+class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
+    """WorkerService over a registry."""
+
+    def __init__(self, registry: WorkerRegistry) -> None:
+        self._registry = registry
+
+    async def RegisterWorker(
+        self, request: worker_service_pb2.RegisterWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> worker_service_pb2.RegisterWorkerResponse:
+        """Add a worker to the registry."""
+        self._registry.register(request.worker)
+        return worker_service_pb2.RegisterWorkerResponse(heartbeat_seconds=HEARTBEAT_S, lease_seconds=LEASE_S)
+
+    async def Heartbeat(
+        self, request: worker_service_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
+    ) -> worker_service_pb2.HeartbeatResponse:
+        """Renew a worker's lease and answer its assignments."""
+        record = self._registry.heartbeat(request)
+        if record is None:
+            return worker_service_pb2.HeartbeatResponse(register_again=True)
+        return worker_service_pb2.HeartbeatResponse(assignments=list(self._registry.assignments(record)))
