@@ -1,7 +1,8 @@
 """The errors of Millrace: one tree, one table of gRPC codes and exit codes.
 
-Every service raises these, `millrace.rpc.status` carries them over the wire without loss, and the command line turns them
-into a message and an exit code. A message says what went wrong and where (field, file, value); `remedy` says what to do.
+Every service raises these, `millrace.rpc.status` carries them over the wire without loss, and the command line turns
+them into a message and an exit code. A message says what went wrong and where (field, file, value); `remedy` says what
+to do.
 
     MillraceError
     ├── InvalidSpecError          INVALID_ARGUMENT     exit 2   carries every violation at once
@@ -69,7 +70,7 @@ class MillraceError(Exception):
         metadata: Mapping[str, str] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """Make an error; `reason` is UPPER_SNAKE and stable for programs, `metadata` holds the message's dynamic parts."""
+        """Make an error; `reason` is UPPER_SNAKE and stable, `metadata` holds the message's dynamic parts."""
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason
@@ -82,7 +83,7 @@ class MillraceError(Exception):
         return f"{self.message}; {self.remedy}" if self.remedy else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions with keyword-only arguments do not survive the default reduce, and executors send them between processes.
+        # Executors send exceptions between processes, and keyword-only arguments do not survive the default reduce.
         return _rebuild, (type(self), self.message, self.__dict__.copy())
 
 

@@ -8,8 +8,8 @@
     plain:  2025-01-31T12:00:00.123Z INFO trainer step completed run=reverse-text-7f3a step=12 reward=0.31
     JSON:   {"ts": "…", "level": "INFO", "service": "trainer", "msg": "step completed", "logger": "…", "run": "…", …}
 
-It is the standard library's logging, because grpc, torch and vLLM use it too. Secrets are masked in the finished line, so
-neither a traceback nor an `extra` can carry one out.
+It is the standard library's logging, because grpc, torch and vLLM use it too. Secrets are masked in the finished line,
+so neither a traceback nor an `extra` can carry one out.
 """
 
 import contextlib
@@ -22,15 +22,17 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, TextIO
 
+from millrace.errors import InvalidSpecError, Violation
 from millrace.telemetry.redact import redact, secrets_of
 
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 _QUIET = ("asyncio", "boto3", "botocore", "urllib3", "s3transfer", "filelock", "aiohttp.access", "httpx", "httpcore")
 _FIELDS: ContextVar[Mapping[str, Any]] = ContextVar("millrace_log_fields", default={})  # noqa: B039 - never mutated
 _BOOLEANS = frozenset({"1", "true", "yes", "on"})
 
 
-def getLogger(name: str) -> logging.Logger:  # noqa: N802 - same name as in the standard library
+def getLogger(name: str) -> logging.Logger:
     """The standard library's logger of that name, so that one import is enough."""
     return logging.getLogger(name)
 
@@ -64,6 +66,9 @@ def setup(
     """
     environ = os.environ if environ is None else environ
     level = (level or environ.get("MILLRACE_LOG_LEVEL") or "INFO").upper()
+    if level not in LEVELS:
+        wrong = Violation(field="MILLRACE_LOG_LEVEL", value=level, message=f"must be one of {', '.join(LEVELS)}")
+        raise InvalidSpecError([wrong], reason="SETTINGS_INVALID")
     if json_lines is None:
         json_lines = environ.get("MILLRACE_LOG_JSON", "").lower() in _BOOLEANS
     secrets = secrets_of(environ)

@@ -12,13 +12,13 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from millrace.errors import InvalidSpecError, Violation
+from millrace.telemetry.logging import LEVELS
 from millrace.telemetry.redact import redact
 
 # Kubernetes adds MILLRACE_ORCHESTRATOR_SERVICE_HOST, MILLRACE_REDIS_PORT_6379_TCP, ... for services named millrace-*.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)$")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _PREFIX = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -52,8 +52,8 @@ def _prefix(text: str) -> str:
 
 
 def _level(text: str) -> str:
-    if text.upper() not in _LEVELS:
-        raise ValueError(f"must be one of {', '.join(_LEVELS)}")
+    if text.upper() not in LEVELS:
+        raise ValueError(f"must be one of {', '.join(LEVELS)}")
     return text.upper()
 
 

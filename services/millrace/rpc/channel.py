@@ -1,0 +1,116 @@
+"""How a service calls another: `open_channel`, then `call` or `stream` with a stub's method.
+
+    async with open_channel("127.0.0.1:50051") as channel:
+        stub = RunServiceStub(channel)
+        run = (await call(stub.GetRun, GetRunRequest(name="runs/x"), timeout_s=10, to="the orchestrator")).run
+
+What is raised is always a class of `millrace.errors`. A call that never reached a server, or that a server refused
+with UNAVAILABLE, is tried up to five times within two seconds and its deadline; nothing else is tried again here. That
+is safe because every RPC of ours is idempotent.
+"""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+import millrace
+from millrace.errors import InvalidSpecError, Violation
+from millrace.rpc.interceptors import REQUEST_ID_KEY, DefaultDeadline, new_request_id
+from millrace.rpc.status import MAX_METADATA_BYTES, from_rpc_error
+from millrace.telemetry import logging
+from millrace.telemetry.settings import parse_address
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest gRPC message, both directions: a page of 1000 runs with their configs fits, bulk data travels elsewhere."""
+DEFAULT_TIMEOUT_S = 10.0
+
+_SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{}],  # every method
+                "retryPolicy": {
+                    "maxAttempts": 5,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "1s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
+
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.primary_user_agent", f"millrace/{millrace.__version__}"),
+    ("grpc.service_config", _SERVICE_CONFIG),
+    ("grpc.enable_retries", 1),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    # A dead path is seen within 40 s, also between calls; servers allow pings every 10 s.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # The default grows to 120 s, which is how long a restarted server would look dead.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # Services talk directly; an HTTP proxy of the environment is for the internet.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def open_channel(address: str, *, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> grpc.aio.Channel:
+    """A channel to `host:port`; it connects at the first call. InvalidSpecError if the address is malformed.
+
+    Unary calls without a deadline get `default_timeout_s`. Close it, or use it as an asynchronous context manager.
+    """
+    try:
+        parse_address(address)
+    except ValueError as error:
+        raise InvalidSpecError([Violation(field="address", value=address, message=str(error))]) from None
+    return grpc.aio.insecure_channel(
+        address, options=CHANNEL_OPTIONS, interceptors=[DefaultDeadline(default_timeout_s)]
+    )
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    # A call made while another is handled carries the same id, so that one id finds both in the logs.
+    return ((REQUEST_ID_KEY, logging.bound("request_id") or new_request_id()),)
+
+
+async def call(
+    method: Callable[..., Any], request: object, *, timeout_s: float = DEFAULT_TIMEOUT_S, to: str = ""
+) -> Any:
+    """Call a unary method of a stub; raises classes of `millrace.errors`.
+
+    `to` says in words who is called ("the orchestrator at host:port"), for messages when it cannot be reached.
+    """
+    try:
+        return await method(request, timeout=timeout_s, metadata=_metadata())
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, to=to, timeout_s=timeout_s) from error
+
+
+async def stream(
+    method: Callable[..., Any], request: object, *, timeout_s: float | None = None, to: str = ""
+) -> AsyncIterator[Any]:
+    """Iterate over the responses of a server-streaming method; raises classes of `millrace.errors`.
+
+    Without `timeout_s` it lives as long as the server talks: the server must send heartbeats. Close it with
+    `contextlib.aclosing` when leaving early, which cancels the call.
+    """
+    responses = method(request, timeout=timeout_s, metadata=_metadata())
+    try:
+        async for response in responses:
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, to=to, timeout_s=timeout_s) from error
+    finally:
+        responses.cancel()

@@ -1,0 +1,142 @@
+"""What happens around every call: a request id, one log line, and errors that arrive as what they are.
+
+A handler raises `millrace.errors.*`; the caller gets the same class. Anything else that a handler raises is a defect:
+the caller gets INTERNAL with the request id and nothing about our insides, the log gets the traceback.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from millrace.errors import InternalError, MillraceError
+from millrace.rpc import status
+from millrace.telemetry import logging
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID_KEY = "x-request-id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")  # what a client sends ends up in our log, so it is checked
+
+
+def new_request_id() -> str:
+    """A fresh request id."""
+    return uuid.uuid4().hex
+
+
+def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """The caller's request id if it sent a well-formed one, else a fresh one."""
+    for key, value in metadata:
+        if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
+            return value
+    return new_request_id()
+
+
+@contextlib.asynccontextmanager
+async def _guarded(method: str, request_id: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Log the call, and turn what its handler raises into a status."""
+    began = time.monotonic()
+
+    def fields(code: str, **more: Any) -> dict[str, Any]:
+        return {"method": method, "code": code, "seconds": round(time.monotonic() - began, 6), **more}
+
+    with logging.bind(request_id=request_id):
+        try:
+            yield
+        except grpc.aio.AbortError:
+            log.info("call aborted", extra=fields(_code_of(context), peer=context.peer()))
+            raise
+        except asyncio.CancelledError:
+            log.debug("call cancelled", extra=fields("CANCELLED", peer=context.peer()))
+            raise
+        except MillraceError as error:
+            defect = isinstance(error, InternalError)
+            more = {"reason": error.reason, "error": str(error), "peer": context.peer()}
+            tell = log.error if defect else log.info
+            tell("call failed", exc_info=defect, extra=fields(error.code, **more))
+            await status.abort(context, error, request_id=request_id)
+        except Exception:
+            log.exception("call failed by a defect", extra=fields("INTERNAL", peer=context.peer()))
+            hidden = InternalError(
+                f"internal error in {method}",
+                remedy=f"look for request id {request_id} in the server's log",
+                metadata={"request_id": request_id},
+            )
+            await status.abort(context, hidden, request_id=request_id)
+        else:
+            log.debug("call done", extra=fields("OK"))
+
+
+def _code_of(context: grpc.aio.ServicerContext) -> str:
+    code = context.code()  # the enum, or its number, depending on how it was set
+    return code.name if isinstance(code, grpc.StatusCode) else str(code)
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every asynchronous handler; see the module's docstring."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the handler of one call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler  # unknown method: gRPC answers UNIMPLEMENTED
+        arity = {False: "unary", True: "stream"}
+        kind = f"{arity[handler.request_streaming]}_{arity[handler.response_streaming]}"
+        behaviour = getattr(handler, kind)
+        request_id = request_id_of(handler_call_details.invocation_metadata or ())
+        method: str = handler_call_details.method
+        if inspect.isasyncgenfunction(behaviour):
+            wrapped = _wrap_generator(behaviour, method, request_id)
+        elif inspect.iscoroutinefunction(behaviour):
+            wrapped = _wrap_coroutine(behaviour, method, request_id)
+        else:
+            return handler  # a generated method that nobody overrode: it answers UNIMPLEMENTED
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(
+            wrapped,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _wrap_coroutine(behaviour: Callable[..., Awaitable[Any]], method: str, request_id: str) -> Callable[..., Any]:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async with _guarded(method, request_id, context):
+            return await behaviour(request, context)
+
+    return handle
+
+
+def _wrap_generator(behaviour: Callable[..., Any], method: str, request_id: str) -> Callable[..., Any]:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async with _guarded(method, request_id, context), contextlib.aclosing(behaviour(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return handle
+
+
+class DefaultDeadline(grpc.aio.UnaryUnaryClientInterceptor):
+    """Gives unary calls a deadline where the caller set none, so that no call waits without end."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    async def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        """Set the deadline if there is none."""
+        if client_call_details.timeout is None:
+            client_call_details = client_call_details._replace(timeout=self._timeout_s)
+        return await continuation(client_call_details, request)

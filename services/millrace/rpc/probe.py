@@ -1,0 +1,57 @@
+"""Ask a server for its health: `python -m millrace.rpc.probe ADDRESS [SERVICE] [--timeout SECONDS]`.
+
+For health checks of containers. Without SERVICE it asks for the process (liveness), with a full service name for that
+service (readiness). Exit codes: 0 serving, 1 not serving, 2 usage, 3 no such service, 5 no answer.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace.errors import MillraceError, NotFoundError
+from millrace.rpc.channel import CHANNEL_OPTIONS
+from millrace.rpc.status import from_rpc_error
+from millrace.telemetry.settings import parse_address
+
+
+def probe(address: str, service: str = "", *, timeout_s: float = 3.0) -> bool:
+    """Whether the service serves; UnavailableError if nobody answers, NotFoundError if the server does not know it."""
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            response = stub.Check(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error, to=address, timeout_s=timeout_s)
+            if isinstance(failure, NotFoundError):
+                raise NotFoundError(f"{address} has no service {service!r}", reason="SERVICE_NOT_FOUND") from error
+            raise failure from error
+    return response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m millrace.rpc.probe", description="Ask a server for its health.")
+    parser.add_argument("address", help="host:port")
+    parser.add_argument("service", nargs="?", default="", help="full service name; the process itself if absent")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default 3")
+    options = parser.parse_args(argv)
+    try:
+        parse_address(options.address)
+    except ValueError as error:
+        parser.error(f"ADDRESS {options.address!r} {error}")
+    try:
+        is_serving = probe(options.address, options.service, timeout_s=options.timeout)
+    except MillraceError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return error.exit_code
+    print("SERVING" if is_serving else "NOT_SERVING")
+    return 0 if is_serving else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The life of every gRPC server: start, report, serve, drain, stop.
+
+    stop asked (SIGTERM, SIGINT, or `stopping`)
+      -> health NOT_SERVING for every name        load balancers look away
+      -> drain_s                                  until they have
+      -> `draining` is set                        watch handlers end their streams themselves, with UNAVAILABLE
+      -> server.stop(grace_s)                     what is under way finishes, the rest is cancelled
+
+An open stream that does not look at `draining` holds the end up for the whole of `grace_s`. A second signal exits at
+once.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from millrace.errors import InvalidSpecError, UnavailableError, Violation
+from millrace.rpc import health
+from millrace.rpc.channel import MAX_MESSAGE_BYTES
+from millrace.rpc.health import HealthBoard, HealthServicer
+from millrace.rpc.interceptors import CallInterceptor
+from millrace.rpc.status import MAX_METADATA_BYTES
+from millrace.telemetry import logging
+from millrace.telemetry.settings import parse_address
+
+log = logging.getLogger(__name__)
+
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.so_reuseport", 0),  # else a second server shares the port silently and gets half of the calls
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    # Clients ping every 30 s while a call is silent; the default allows one ping in 300 s and then hangs up.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+Register = Callable[[grpc.aio.Server, asyncio.Event], Sequence[str]]
+"""Adds servicers to the server and returns their full names; the event says that the server drains."""
+
+
+async def serve(
+    address: str,
+    register: Register,
+    *,
+    drain_s: float = 3.0,
+    grace_s: float = 10.0,
+    on_started: Callable[[int], None] | None = None,
+    stopping: asyncio.Event | None = None,
+    health_board: HealthBoard | None = None,
+    handle_signals: bool = True,
+) -> None:
+    """Serve until SIGTERM, SIGINT or `stopping`, then drain and return.
+
+    `on_started` gets the port, which matters where `address` says port 0. With a `health_board` each name is
+    NOT_SERVING until the board says that it is ready; without one all are ready at once. Signals set `stopping`, so
+    what else the process runs can wait on it too; they are handled only on the main thread, and not if
+    `handle_signals` is off.
+    UnavailableError if the address cannot be bound.
+    """
+    stopping = stopping or asyncio.Event()
+    draining = asyncio.Event()
+    board = health_board or HealthBoard()
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=SERVER_OPTIONS)
+    names = register(server, draining)
+    for name in names:
+        board.add(name)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(board, draining), server)
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    port = _bind(server, address)
+    handled = _install_signals(stopping) if handle_signals else []
+    try:
+        await server.start()
+        if health_board is None:
+            for name in names:
+                board.set_ready(name)
+        log.info("listening", extra={"address": address, "port": port, "services": ",".join(names)})
+        if on_started is not None:
+            on_started(port)
+        await stopping.wait()
+        log.info("draining", extra={"drain_s": drain_s, "grace_s": grace_s})
+        board.drain()
+        await asyncio.sleep(drain_s)
+        draining.set()
+        await server.stop(grace_s)
+        log.info("stopped", extra={"port": port})
+    finally:
+        draining.set()
+        await server.stop(0)  # no effect after an orderly stop; frees the port when something above raised
+        for signum in handled:
+            asyncio.get_running_loop().remove_signal_handler(signum)
+
+
+def _bind(server: grpc.aio.Server, address: str) -> int:
+    """Bind and return the port; the error says who is to blame and what helps."""
+    try:
+        host, port = parse_address(address)
+    except ValueError as error:
+        wrong = Violation(field="MILLRACE_LISTEN", value=address, message=str(error))
+        raise InvalidSpecError([wrong], reason="ADDRESS_INVALID") from None
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        cause = _why_not(host, port) or str(error)
+        raise UnavailableError(
+            f"cannot listen on {address}: {cause}",
+            reason="ADDRESS_UNAVAILABLE",
+            remedy="stop what listens there, or choose another address (MILLRACE_LISTEN; port 0 takes a free one)",
+            metadata={"address": address},
+        ) from error
+
+
+def _why_not(host: str, port: int) -> str | None:
+    """What the system says when one binds the address; gRPC tells it only to its own log."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, where = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _install_signals(stopping: asyncio.Event) -> list[signal.Signals]:
+    """Make SIGTERM and SIGINT set `stopping`, and the next one exit at once; returns the signals taken."""
+    if threading.current_thread() is not threading.main_thread():
+        return []  # only the main thread can take signals; its owner stops us by the event
+
+    def handle(signum: signal.Signals) -> None:
+        if not stopping.is_set():
+            log.info("stopping on signal; another one exits at once", extra={"signal": signum.name})
+            stopping.set()
+            return
+        log.warning("exiting at once on a second signal", extra={"signal": signum.name})
+        sys.stderr.flush()
+        os._exit(128 + signum)
+
+    signals = [signal.SIGTERM, signal.SIGINT]
+    for signum in signals:
+        asyncio.get_running_loop().add_signal_handler(signum, handle, signum)
+    return signals

@@ -1,0 +1,202 @@
+"""Errors of Millrace on the wire, in both directions: the only file that knows how.
+
+A server turns an error into a `google.rpc.Status` with ErrorInfo (reason, domain `millrace`, metadata), BadRequest for
+violations, RetryInfo where a retry helps, and RequestInfo; a client turns that back into the same class with the same
+message, reason, remedy and violations. Every detail travels in one header, so its size is bounded (`MAX_VIOLATIONS`,
+`MAX_TEXT_CHARS`), and what is cut says so.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from millrace import errors
+from millrace.errors import InvalidSpecError, MillraceError, Violation
+
+DOMAIN = "millrace"
+# Bounds on what one error carries: 100 violations of at most ~2.5 kB stay below MAX_METADATA_BYTES.
+MAX_VIOLATIONS = 100
+MAX_TEXT_CHARS = 2000
+MAX_VALUE_CHARS = 200
+MAX_METADATA_BYTES = 1 << 20  # for `grpc.max_metadata_size` on both sides; the default is 8 KiB
+
+# Metadata keys of ErrorInfo that belong to this file.
+_CLASS, _REMEDY, _DERIVED = "millrace-class", "millrace-remedy", "millrace-message-derived"
+
+_GRPC_CODES = {code.name: code for code in grpc.StatusCode}
+_NUMBERS = {code.value[0]: code.name for code in grpc.StatusCode}
+_CLASSES: dict[str, type[MillraceError]] = {cls.__name__: cls for cls in errors.error_classes()}
+# The most general class of each code; parents come first in error_classes().
+_BY_CODE: dict[str, type[MillraceError]] = {}
+for _cls in errors.error_classes():
+    _BY_CODE.setdefault(_cls.code, _cls)
+
+
+@runtime_checkable
+class CallStatus(Protocol):
+    """How a call ended: what `AioRpcError` and the synchronous `RpcError` have in common."""
+
+    def code(self) -> grpc.StatusCode:
+        """The status code."""
+        ...
+
+    def details(self) -> str | None:
+        """The status message."""
+        ...
+
+
+def to_status(error: MillraceError, *, request_id: str = "") -> status_pb2.Status:
+    """The error as a `google.rpc.Status`."""
+    metadata = {key: _cut(value, MAX_TEXT_CHARS) for key, value in error.metadata.items()}
+    metadata[_CLASS] = type(error).__name__ if type(error).__name__ in _CLASSES else _BY_CODE[error.code].__name__
+    if error.remedy:
+        metadata[_REMEDY] = _cut(error.remedy, MAX_TEXT_CHARS)
+    status = status_pb2.Status(code=_GRPC_CODES[error.code].value[0], message=_cut(error.message, MAX_TEXT_CHARS))
+    bad_request = None
+    if isinstance(error, InvalidSpecError):
+        bad_request = _bad_request(error, metadata)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
+    status.details.add().Pack(info)
+    if bad_request is not None:
+        status.details.add().Pack(bad_request)
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.add().Pack(retry)
+    if request_id:
+        status.details.add().Pack(error_details_pb2.RequestInfo(request_id=request_id))
+    return status
+
+
+def _bad_request(error: InvalidSpecError, metadata: dict[str, str]) -> error_details_pb2.BadRequest:
+    violations = list(error.violations)
+    if len(violations) > MAX_VIOLATIONS:
+        more = len(violations) - MAX_VIOLATIONS + 1
+        violations = [*violations[: MAX_VIOLATIONS - 1], Violation(field="…", message=f"and {more} more violations")]
+    if error.message == InvalidSpecError(error.violations).message:
+        metadata[_DERIVED] = "1"  # the client writes the message itself, so that none of it is cut
+    bad_request = error_details_pb2.BadRequest()
+    for index, violation in enumerate(violations):
+        bad_request.field_violations.add(
+            field=_cut(violation.field, MAX_VALUE_CHARS), description=_cut(violation.message, MAX_TEXT_CHARS)
+        )
+        if violation.value is not None:
+            metadata[f"violation-{index}-value"] = _cut(violation.value, MAX_VALUE_CHARS)
+        if violation.source is not None:
+            metadata[f"violation-{index}-source"] = _cut(violation.source, MAX_VALUE_CHARS)
+    return bad_request
+
+
+def from_status(status: status_pb2.Status) -> MillraceError:
+    """The error that a server sent; a foreign status becomes the class of its code."""
+    info = error_details_pb2.ErrorInfo()
+    bad_request = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    request_info = error_details_pb2.RequestInfo()
+    for detail in status.details:
+        for message in (info, bad_request, retry, request_info):
+            detail.Unpack(message)  # False, and nothing done, where the type is another
+    if info.domain != DOMAIN:
+        error = _foreign(_NUMBERS.get(status.code, "UNKNOWN"), status.message)
+    else:
+        error = _ours(status, info, bad_request)
+    if retry.HasField("retry_delay"):
+        error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    error.request_id = request_info.request_id or None
+    return error
+
+
+def _ours(
+    status: status_pb2.Status, info: error_details_pb2.ErrorInfo, bad_request: error_details_pb2.BadRequest
+) -> MillraceError:
+    metadata = dict(info.metadata)
+    code = _NUMBERS.get(status.code, "UNKNOWN")
+    cls = _CLASSES.get(metadata.pop(_CLASS, ""))
+    if cls is None or cls.code != code:  # a newer server has a class that this client does not know
+        cls = _BY_CODE.get(code, errors.InternalError)
+    remedy = metadata.pop(_REMEDY, None)
+    is_derived = metadata.pop(_DERIVED, "") == "1"
+    violations = [
+        Violation(
+            field=violation.field,
+            message=violation.description,
+            value=metadata.pop(f"violation-{index}-value", None),
+            source=metadata.pop(f"violation-{index}-source", None),
+        )
+        for index, violation in enumerate(bad_request.field_violations)
+    ]
+    if issubclass(cls, InvalidSpecError):
+        return cls(
+            violations or [Violation(field="request", message=status.message)],
+            message=None if is_derived else status.message,
+            reason=info.reason,
+            remedy=remedy,
+            metadata=metadata,
+        )
+    return cls(status.message, reason=info.reason, remedy=remedy, metadata=metadata)
+
+
+def from_rpc_error(error: grpc.RpcError, *, to: str = "", timeout_s: float | None = None) -> MillraceError:
+    """The error behind a failed call, whether a handler raised it or the transport did.
+
+    `to` says in words who was called ("the orchestrator at host:port") and `timeout_s` the call's deadline; both are
+    for the message.
+    """
+    if not isinstance(error, CallStatus):
+        return errors.InternalError(
+            f"call to {to or 'a server'} failed without a status: {error!r}", reason="NO_STATUS"
+        )
+    try:
+        rich = rpc_status.from_call(error)  # pyright: ignore[reportArgumentType] - the stubs know grpc.Call only
+    except (ValueError, DecodeError):
+        rich = None  # a foreign or broken detail header: code and message are still right
+    if rich is not None:
+        return from_status(rich)
+    return _foreign(error.code().name, error.details() or "", to=to, timeout_s=timeout_s)
+
+
+def _foreign(code: str, details: str, *, to: str = "", timeout_s: float | None = None) -> MillraceError:
+    """A status that no handler of ours made: from gRPC itself, or from a server that is not ours."""
+    who = to or "the server"
+    match code:
+        case "DEADLINE_EXCEEDED":
+            limit = "its deadline" if timeout_s is None else f"{timeout_s:g} s"
+            return errors.UnavailableError(
+                f"{who} did not answer within {limit}",
+                reason="DEADLINE_EXCEEDED",
+                remedy="check that it is running and not overloaded",
+            )
+        case "UNAVAILABLE":
+            return errors.UnavailableError(
+                f"cannot reach {who}: {details}",
+                reason="UNREACHABLE",
+                remedy="check that it is running and that the address is right",
+            )
+        case "CANCELLED":
+            return errors.UnavailableError(f"{who} cancelled the call: {details}", reason="CANCELLED")
+        case "UNIMPLEMENTED":
+            return errors.InternalError(
+                f"{who} does not know this call: {details}",
+                reason="UNIMPLEMENTED",
+                remedy="use the same release of Millrace on both sides",
+            )
+        case "INVALID_ARGUMENT":
+            return InvalidSpecError([Violation(field="request", message=details)], message=details)
+        case "OUT_OF_RANGE":
+            return errors.InvalidStateError(details, reason="OUT_OF_RANGE")
+    cls = _BY_CODE.get(code, errors.InternalError)
+    return cls(f"{who} answered {code}: {details}", reason=code)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: MillraceError, *, request_id: str = "") -> None:
+    """End the call with the error; always raises `grpc.aio.AbortError`."""
+    status = rpc_status.to_status(to_status(error, request_id=request_id))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

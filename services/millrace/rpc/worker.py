@@ -1,0 +1,188 @@
+"""A worker's line to the orchestrator: register, report, hear what to do, and survive the orchestrator's restarts.
+
+Used by env-server, inference and trainer. Heartbeats are level-triggered: each reply says everything that the worker
+shall do, so a lost one costs one interval and nothing else.
+
+    UNREGISTERED --RegisterWorker--> REGISTERED --Heartbeat every heartbeat_seconds--> REGISTERED
+         ^  ^ no answer: wait, 0.2 s to 5 s                       | register_again (the orchestrator restarted)
+         |  '-----------------------------------------------------+
+         '-- refused for good (wrong request, wrong state, denied): the error is raised, the service ends
+"""
+
+import asyncio
+import inspect
+import os
+import random
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from millrace import errors
+from millrace.errors import MillraceError
+from millrace.internal.v1.worker_service_pb2 import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    RegisterWorkerRequest,
+    RegisterWorkerResponse,
+    Worker,
+)
+from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceStub
+from millrace.rpc.channel import call, open_channel
+from millrace.rpc.waits_wire import to_proto
+from millrace.telemetry import logging, waits
+
+log = logging.getLogger(__name__)
+
+RPC_TIMEOUT_S = 5.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
+# The interval is the orchestrator's choice, within these bounds: a reply of 0 must not become a busy loop.
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
+# Waiting does not turn these into success: the worker ends with them and its supervisor shows them. (NotFoundError is
+# the exception: the orchestrator forgot the worker, which registers again.)
+_NOT_RETRIED = (
+    errors.NotFoundError,
+    errors.InvalidSpecError,
+    errors.AlreadyExistsError,
+    errors.InvalidStateError,
+    errors.UnauthenticatedError,
+    errors.PermissionDeniedError,
+)
+
+Report = Callable[[], HeartbeatRequest]
+"""Makes the next heartbeat: the worker's kind-specific part. Must not block."""
+OnAssignments = Callable[[HeartbeatResponse], Awaitable[None] | None]
+"""Hears each reply. Must return soon: the next heartbeat waits for it."""
+
+
+def new_worker_id(service: str) -> str:
+    """A worker id that is new at every start and says where it runs, such as `trainer-host7-4127-9f3ac1d2`."""
+    return f"{service}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+class WorkerAgent:
+    """Keeps one worker registered. `run` is its life; the properties may be read from any thread."""
+
+    def __init__(
+        self,
+        address_of_orchestrator: str,
+        worker: Worker,
+        report: Report,
+        on_assignments: OnAssignments,
+        *,
+        rpc_timeout_s: float = RPC_TIMEOUT_S,
+    ) -> None:
+        """Make an agent; `report` and `on_assignments` are called on the event loop of `run`."""
+        self._to = f"the orchestrator at {address_of_orchestrator}"
+        self._address = address_of_orchestrator
+        self._worker = worker
+        self._report = report
+        self._on_assignments = on_assignments
+        self._rpc_timeout_s = rpc_timeout_s
+        self._lease_s = 0.0
+        self._interval_s = MAX_INTERVAL_S
+        self._is_registered = False
+        self._last_contact: float | None = None
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the orchestrator knew this worker at the last contact."""
+        return self._is_registered
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds without a heartbeat after which the orchestrator counts this worker as lost; 0 before the first."""
+        return self._lease_s
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the orchestrator last answered; infinite before the first answer."""
+        return float("inf") if self._last_contact is None else time.monotonic() - self._last_contact
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Register and send heartbeats until `stopping`; raises what the orchestrator refuses for good."""
+        life = asyncio.create_task(self._live(), name="worker agent")
+        stop = asyncio.create_task(stopping.wait(), name="worker agent stop")
+        try:
+            await asyncio.wait((life, stop), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended_itself = life.done()
+            for task in (life, stop):
+                task.cancel()
+            await asyncio.gather(life, stop, return_exceptions=True)
+        if ended_itself:
+            life.result()  # only an error ends it
+
+    async def _live(self) -> None:
+        async with open_channel(self._address) as channel:
+            stub = WorkerServiceStub(channel)
+            while True:
+                if not self._is_registered:
+                    await self._register(stub)
+                reply = await self._heartbeat(stub)
+                if reply.register_again:
+                    self._is_registered = False
+                    log.info("registering again", extra={"worker_id": self._worker.worker_id})
+                    await asyncio.sleep(MIN_INTERVAL_S)  # bounds the loop with an orchestrator that always forgets
+                    continue
+                heard = self._on_assignments(reply)
+                if inspect.isawaitable(heard):
+                    await heard
+                await asyncio.sleep(self._interval_s)
+
+    async def _register(self, stub: WorkerServiceStub) -> None:
+        def request() -> RegisterWorkerRequest:
+            return RegisterWorkerRequest(worker=self._worker)
+
+        reply: RegisterWorkerResponse = await self._until_answered("registration with", stub.RegisterWorker, request)
+        self._interval_s = min(max(reply.heartbeat_seconds, MIN_INTERVAL_S), MAX_INTERVAL_S)
+        self._lease_s = reply.lease_seconds
+        self._is_registered = True
+        fields = {"worker_id": self._worker.worker_id, "orchestrator": self._address, "interval_s": self._interval_s}
+        log.info("registered", extra=fields)
+
+    async def _heartbeat(self, stub: WorkerServiceStub) -> HeartbeatResponse:
+        def request() -> HeartbeatRequest:
+            heartbeat = self._report()
+            heartbeat.worker_id = self._worker.worker_id
+            if not heartbeat.waits:
+                heartbeat.waits.extend(to_proto(waits.snapshot(self._worker.worker_id)))
+            return heartbeat
+
+        try:
+            return await self._until_answered("an answer from", stub.Heartbeat, request)
+        except errors.NotFoundError:
+            return HeartbeatResponse(register_again=True)
+
+    async def _until_answered(self, what: str, method: Callable[..., Any], make: Callable[[], Any]) -> Any:
+        """Call until the orchestrator answers; each attempt sends a fresh request.
+
+        Visible as a wait, with one log line when it begins and one when it ends, however long it lasts.
+        """
+        answer, failure = await self._attempt(method, make())
+        if failure is None:
+            return answer
+        began, backoff_s = time.monotonic(), MIN_BACKOFF_S
+        fields: dict[str, Any] = {"orchestrator": self._address, "error": str(failure)}
+        log.warning("orchestrator does not answer; trying again", extra=fields)
+        with waits.waiting(f"{what} {self._to}", waits_on="orchestrator") as wait:
+            while failure is not None:
+                wait.update(reason=f"{what} {self._to}: {failure.message}")
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # spreads the workers after a restart
+                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+                answer, failure = await self._attempt(method, make())
+        fields = {"orchestrator": self._address, "after_s": round(time.monotonic() - began, 3)}
+        log.info("orchestrator answers again", extra=fields)
+        return answer
+
+    async def _attempt(self, method: Callable[..., Any], request: Any) -> tuple[Any, MillraceError | None]:
+        """The answer, or the error for which one tries again; raises the others."""
+        try:
+            answer = await call(method, request, timeout_s=self._rpc_timeout_s, to=self._to)
+        except _NOT_RETRIED:
+            raise
+        except MillraceError as error:
+            return None, error
+        self._last_contact = time.monotonic()
+        return answer, None
