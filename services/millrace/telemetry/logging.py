@@ -148,12 +148,25 @@ class JsonFormatter(_Formatter):
             "logger": record.name,
         }
         for key, value in self.fields(record).items():
-            # Masked before it is encoded too: JSON escapes would hide a secret with quotes in it.
-            shown = self.mask(value) if isinstance(value, str) else value
-            entry[f"field_{key}" if key in entry else key] = shown
+            entry[f"field_{key}" if key in entry else key] = self._masked(value)
         if traceback := self.traceback(record):
             entry["exc"] = self.mask(traceback)
-        return json.dumps(entry, default=str, ensure_ascii=False)
+        return json.dumps(entry, ensure_ascii=False)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line; masked part by part, because masking the finished object could break its quotes."""
+        return self.line(record)
+
+    def _masked(self, value: Any) -> Any:
+        match value:
+            case None | bool() | int() | float():
+                return value
+            case dict():
+                return {self.mask(str(key)): self._masked(part) for key, part in value.items()}
+            case list() | tuple():
+                return [self._masked(part) for part in value]
+            case _:
+                return self.mask(str(value))
 
 
 def _plain(value: Any) -> str:

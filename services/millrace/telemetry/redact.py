@@ -1,5 +1,6 @@
 """Secrets do not reach a log: URL passwords, bearer tokens, `password=…` pairs, and values of secret variables."""
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ MASK = "***"
 _MIN_SECRET_CHARS = 8  # shorter values ("1", "true") would blot out ordinary text
 
 # redis://user:password@host: everything from the colon up to the last @ before a slash or blank.
-_URL_PASSWORD = re.compile(r"(?P<head>\b[A-Za-z][A-Za-z0-9+.-]*://[^\s/:@'\"]*:)(?P<secret>[^\s/]+)@")
+_URL_PASSWORD = re.compile(r"(?P<head>\b[A-Za-z][A-Za-z0-9+.-]*://[^\s/:@'\"]*:)(?P<secret>[^\s/'\"]+)@")
 _BEARER = re.compile(r"(?P<head>\b[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}")
 _PAIR = re.compile(
     r"(?P<head>\b(?:password|passwd|api[_-]?key|(?:aws_)?secret_access_key|(?:aws_)?session_token|x-amz-signature"
@@ -20,14 +21,19 @@ _SECRET_NAME = re.compile(r"(SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_
 
 
 def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Values that must not be shown: those of variables with secret names, and passwords inside URLs; longest first."""
+    """Values that must not be shown: those of variables with secret names, and passwords inside URLs; longest first.
+
+    Each value comes with its forms inside a JSON string and inside a Python repr, which is how logs quote it.
+    """
     found: set[str] = set()
     for name, value in environ.items():
         if _SECRET_NAME.search(name.upper()):
             found.add(value)
         for match in _URL_PASSWORD.finditer(value):
             found.update((match["secret"], unquote(match["secret"])))
-    return tuple(sorted((value for value in found if len(value) >= _MIN_SECRET_CHARS), key=lambda value: -len(value)))
+    secret = {value for value in found if len(value) >= _MIN_SECRET_CHARS}
+    quoted = {form[1:-1] for value in secret for form in (json.dumps(value), repr(value))}
+    return tuple(sorted(secret | quoted, key=lambda value: (-len(value), value)))
 
 
 def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:

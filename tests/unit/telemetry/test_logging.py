@@ -1,0 +1,170 @@
+"""Log lines: fields, formats, and secrets that must not get out."""
+
+import asyncio
+import io
+import json
+import logging as stdlib_logging
+from collections.abc import Iterator
+
+import pytest
+from pydantic import SecretStr
+
+from millrace.errors import InvalidSpecError
+from millrace.telemetry import logging
+from millrace.telemetry.redact import redact, secrets_of
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    root = stdlib_logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    stdlib_logging.captureWarnings(False)
+
+
+def lines(stream: io.StringIO) -> list[str]:
+    return stream.getvalue().splitlines()
+
+
+def configure(*, json_lines: bool = False, level: str = "INFO", environ: dict[str, str] | None = None) -> io.StringIO:
+    stream = io.StringIO()
+    logging.setup("trainer", level=level, json_lines=json_lines, stream=stream, environ=environ or {})
+    return stream
+
+
+def test_plain_line_has_time_level_service_message_and_fields() -> None:
+    stream = configure()
+    with logging.bind(run="x"):
+        logging.getLogger("a.b").info(
+            "step %d completed", 3, extra={"reward": 0.3125, "note": "two words", "empty": ""}
+        )
+    (line,) = lines(stream)
+    time, rest = line.split(" ", 1)
+    assert time.endswith("Z")
+    assert rest == 'INFO trainer step 3 completed run=x reward=0.3125 note="two words" empty=""'
+
+
+def test_json_line_is_one_object() -> None:
+    stream = configure(json_lines=True)
+    with logging.bind(run="x", step=1), logging.bind(step=2):
+        logging.getLogger("a.b").warning("slow", extra={"path": io.StringIO, "msg_like": 'a "b"', "ts": "mine"})
+    (line,) = lines(stream)
+    entry = json.loads(line)
+    assert (entry["level"], entry["service"], entry["msg"], entry["logger"]) == ("WARNING", "trainer", "slow", "a.b")
+    assert (entry["run"], entry["step"], entry["msg_like"], entry["field_ts"]) == ("x", 2, 'a "b"', "mine")
+    assert entry["ts"].endswith("Z")
+
+
+def test_format_and_level_come_from_the_environment() -> None:
+    stream = io.StringIO()
+    logging.setup("s", stream=stream, environ={"MILLRACE_LOG_JSON": "1", "MILLRACE_LOG_LEVEL": "warning"})
+    logging.getLogger("x").info("not shown")
+    logging.getLogger("x").warning("shown")
+    (line,) = lines(stream)
+    assert json.loads(line)["msg"] == "shown"
+
+
+def test_an_unknown_level_is_named() -> None:
+    with pytest.raises(InvalidSpecError, match="MILLRACE_LOG_LEVEL.*LOUD"):
+        logging.setup("s", environ={"MILLRACE_LOG_LEVEL": "loud"})
+
+
+def test_setup_twice_logs_once() -> None:
+    configure()
+    stream = configure()
+    logging.getLogger("x").info("once")
+    assert len(lines(stream)) == 1
+
+
+def test_a_message_with_newlines_stays_one_line() -> None:
+    stream = configure()
+    logging.getLogger("x").info("a\nb", extra={"field": "c\nd"})
+    assert len(lines(stream)) == 1
+
+
+def test_libraries_are_quiet_below_warning() -> None:
+    stream = configure(level="DEBUG")
+    logging.getLogger("botocore.auth").debug("signature")
+    logging.getLogger("botocore.auth").warning("shown")
+    assert len(lines(stream)) == 1
+
+
+async def test_bound_fields_belong_to_one_task() -> None:
+    stream = configure()
+
+    async def work(name: str) -> None:
+        with logging.bind(task_name=name):
+            await asyncio.sleep(0)
+            logging.getLogger("x").info("hello")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(work("a"))
+        group.create_task(work("b"))
+    logging.getLogger("x").info("outside")
+    assert [line.partition("trainer ")[2] for line in lines(stream)] == [
+        "hello task_name=a",
+        "hello task_name=b",
+        "outside",
+    ]
+
+
+SECRETS = {
+    "AWS_SECRET_ACCESS_KEY": 'wJalr"XUtn/K7MDENG',
+    "MILLRACE_REDIS_URL": "redis://user:p%40ssw0rd@h:1",
+    "WANDB_API_KEY": "0123456789abcdef",
+    "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE",
+    "HF_TOKEN": "hf_abcdefghijk",
+    "TOKENIZERS_PARALLELISM": "false-ish-value",
+}
+
+
+@pytest.mark.parametrize("json_lines", [False, True])
+def test_no_secret_gets_out_by_message_argument_extra_bound_field_or_traceback(json_lines: bool) -> None:
+    stream = configure(json_lines=json_lines, environ=SECRETS)
+    key = SECRETS["AWS_SECRET_ACCESS_KEY"]
+    log = logging.getLogger("x")
+    log.info(f"key {key}")
+    log.info("key %s of %s", key, "redis://user:p@ss@h:6379/0")
+    log.info("extra", extra={"url": "rediss://:longpassword@h:1", "nested": {"k": [key]}, "secret": SecretStr(key)})
+    with logging.bind(api="0123456789abcdef"):
+        log.info("bound; authorization: Bearer abcdefgh.ijkl-mnop")
+    try:
+        raise ValueError(f"cannot sign with {key} at redis://user:p%40ssw0rd@h:1")
+    except ValueError:
+        log.exception("failed; the decoded password is p@ssw0rd")
+    text = stream.getvalue()
+    forms = (key, json.dumps(key)[1:-1], "p@ss", "ssw0rd", "longpassword", "0123456789abcdef", "abcdefgh.ijkl")
+    for form in forms:
+        assert form not in text, form
+    assert text.count("***") >= 8
+    if json_lines:
+        assert all(json.loads(line) for line in lines(stream))
+
+
+def test_ordinary_text_is_left_alone() -> None:
+    environ = {"MODE_TOKEN": "true", **SECRETS}
+    secrets = secrets_of(environ)
+    assert "false-ish-value" not in secrets
+    assert "AKIDEXAMPLE" not in secrets
+    plain = "true http://h:8000/v1 a@b.c tokens=12 num_tokens: 5 s3://bucket/x?endpoint=http://h:1 at 12:30:45 api_key_var=X"
+    assert redact(plain, secrets=secrets) == plain
+
+
+def test_a_masked_json_line_stays_json() -> None:
+    stream = configure(json_lines=True)
+    extra = {
+        "url": "http://h:8000",
+        "mail": "x@y",
+        "pair": ["http://h:8", "a@b"],
+        "text": '{"u":"http://h:8","m":"a@b"}',
+    }
+    logging.getLogger("x").info("m", extra=extra)
+    (line,) = lines(stream)
+    assert {key: json.loads(line)[key] for key in extra} == extra
+
+
+def test_pairs_are_masked() -> None:
+    masked = redact('password=abc, "api_key": "k1", X-Amz-Signature=ff0&x=1', secrets=())
+    assert masked == 'password=***, "api_key": "***", X-Amz-Signature=***&x=1'

@@ -1,0 +1,92 @@
+"""The registry of waits: age, order, updates, threads."""
+
+import threading
+
+import pytest
+
+from millrace.telemetry import waits
+from millrace.telemetry.waits import Wait, WaitRegistry
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_wait_is_registered_while_its_block_runs() -> None:
+    clock = Clock()
+    registry = WaitRegistry(clock=clock)
+    with registry.waiting("batch 12", waits_on="orchestrator", deadline_s=60):
+        clock.now += 2.5
+        assert registry.snapshot("trainer-0") == [
+            Wait(owner="trainer-0", reason="batch 12", waits_on="orchestrator", age_s=2.5, deadline_s=60)
+        ]
+    assert registry.snapshot("trainer-0") == []
+
+
+def test_an_error_ends_the_wait_and_goes_on() -> None:
+    registry = WaitRegistry()
+    with pytest.raises(RuntimeError, match="boom"), registry.waiting("x"):
+        raise RuntimeError("boom")
+    assert registry.snapshot("o") == []
+
+
+def test_longest_first_and_minimum_age() -> None:
+    clock = Clock()
+    registry = WaitRegistry(clock=clock)
+    with registry.waiting("old"):
+        clock.now += 5
+        with registry.waiting("young"):
+            clock.now += 1
+            assert [(wait.reason, wait.age_s) for wait in registry.snapshot("o")] == [("old", 6), ("young", 1)]
+            assert [wait.reason for wait in registry.snapshot("o", min_age_s=2)] == ["old"]
+
+
+def test_update_keeps_the_age() -> None:
+    clock = Clock()
+    registry = WaitRegistry(clock=clock)
+    with registry.waiting("batch 12", waits_on="a") as wait:
+        clock.now += 3
+        wait.update(reason="batch 12, chunk 2 of 3", deadline_s=9)
+        (found,) = registry.snapshot("o")
+    assert (found.reason, found.waits_on, found.age_s, found.deadline_s) == ("batch 12, chunk 2 of 3", "a", 3, 9)
+
+
+def test_overdue_is_past_its_deadline_only() -> None:
+    assert Wait(owner="o", reason="r", age_s=2, deadline_s=1).is_overdue
+    assert not Wait(owner="o", reason="r", age_s=1, deadline_s=2).is_overdue
+    assert not Wait(owner="o", reason="r", age_s=1e9, deadline_s=0).is_overdue
+
+
+def test_threads_register_and_leave_while_another_looks() -> None:
+    registry = WaitRegistry()
+    barrier = threading.Barrier(5)
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            barrier.wait(10)
+            for turn in range(300):
+                with registry.waiting(f"{index}.{turn}") as wait:
+                    wait.update(reason=f"{index}.{turn}.x")
+                    assert any(found.reason == f"{index}.{turn}.x" for found in registry.snapshot("o"))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    barrier.wait(10)
+    for thread in threads:
+        thread.join(30)
+    assert errors == []
+    assert registry.snapshot("o") == []
+
+
+def test_the_module_functions_share_one_registry() -> None:
+    with waits.waiting("module wait", waits_on="redis"):
+        assert "module wait" in [wait.reason for wait in waits.snapshot("o")]
+    assert "module wait" not in [wait.reason for wait in waits.snapshot("o")]
