@@ -1,0 +1,46 @@
+# `make demo` runs the main job, `make test` the tests; both set up .venv first.
+.PHONY: help setup setup-dev demo test test-unit test-slow lint format types protos bench clean
+
+PY := .venv/bin/python
+export OMP_NUM_THREADS ?= 1
+
+help: ## List the targets.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: ## Make .venv with what the demo needs.
+	@scripts/setup.sh
+
+setup-dev: ## Make .venv with what the tests need, too.
+	@scripts/setup.sh dev
+
+demo: setup ## Train a tiny model with RL on this machine; pass options as ARGS="--trainer.optim.lr 0".
+	@scripts/demo.sh $(ARGS)
+
+test: setup-dev ## Run the default test suite.
+	$(PY) -m pytest -m "not slow and not gpu"
+
+test-unit: setup-dev ## Run the tests that need no services.
+	$(PY) -m pytest tests/unit tests/contract
+
+test-slow: setup-dev ## Run the tests that take minutes.
+	$(PY) -m pytest -m slow
+
+lint: setup-dev ## ruff, import rules, types, protos.
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	PYTHONPATH=services .venv/bin/lint-imports
+	.venv/bin/pyright
+	cd proto && ../.venv/bin/buf lint
+
+format: setup-dev ## Format the code.
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+protos: setup-dev ## Regenerate the protobuf code.
+	scripts/generate_protos.sh
+
+bench: setup-dev ## Run the benchmarks (minutes); see benchmarks/README.md.
+	$(PY) benchmarks/run_all.py
+
+clean: ## Remove what the demo wrote.
+	rm -rf outputs

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that the demo (and with `dev` the tests) needs. Idempotent and quick when nothing changed.
+# usage: scripts/setup.sh [dev]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+  for candidate in python3.11 python3.12 python3.13 python3; do
+    if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+      python=$candidate; break
+    fi
+  done
+fi
+if [ -z "$python" ]; then
+  echo "Error: no Python 3.11, 3.12 or 3.13 on PATH; install one, or set PYTHON=/path/to/python" >&2
+  exit 2
+fi
+
+stamp=.venv/.millrace-setup
+wanted=$(cat pyproject.toml constraints.txt environments/*/pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)-${1:-demo}
+have=$(cat "$stamp" 2>/dev/null || true)
+if [ "$have" = "$wanted" ] || [ "$have" = "${wanted%-demo}-dev" ]; then
+  exit 0
+fi
+
+echo "Setting up .venv with $($python --version)"
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+unset PYTHONDONTWRITEBYTECODE # imports of transformers and verifiers take twice as long without bytecode
+pip=(.venv/bin/pip --disable-pip-version-check install --quiet)
+"${pip[@]}" "uv>=0.5"
+# torch comes by pip: uv ignores pip's own configuration, which is where a CPU build is chosen.
+.venv/bin/python -c 'import torch' 2>/dev/null || "${pip[@]}" --constraint constraints.txt torch
+uv=(.venv/bin/uv pip install --quiet --python .venv/bin/python --constraint constraints.txt)
+"${uv[@]}" --editable '.[local]'
+"${uv[@]}" --no-deps --editable environments/reverse_text --editable environments/code_lookup
+if [ "${1:-}" = dev ]; then
+  "${uv[@]}" --group dev
+fi
+.venv/bin/python -m compileall -q -j 0 .venv/lib/python3*/site-packages/{torch,transformers,verifiers,datasets,openai,grpc,botocore,boto3} || true
+echo "$wanted" > "$stamp"
