@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -46,11 +46,13 @@ def publish_policy(
     version: int,
     epoch: int,
     tensors: Iterable[tuple[str, TensorBytes]],
-    files: Mapping[str, bytes],
+    files: Mapping[str, bytes] | Sequence[FileEntry],
     probe: Probe | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> PublishedPolicy:
     """Writes version `version` and commits it, or proves that the committed one has equal weights.
+
+    `files` are uploaded with the version, or name what `upload_files` uploaded once for many versions.
 
     A replayed step publishes again (recovery is checkpoint plus replay): nothing is uploaded then, the digests are
     compared, and a difference raises ConflictError naming both, because it means that the replay was not exact.
@@ -84,6 +86,8 @@ def publish_policy(
             )
             for place in places
         ]
+    if isinstance(files, Mapping):
+        files = _put_files(store, base, files)
     manifest = PolicyManifest(
         format=FORMAT,
         run_uid=uid,
@@ -93,7 +97,7 @@ def publish_policy(
         codec=CODEC_FULL,
         tensors=tuple(entries),
         objects=tuple(objects),
-        files=tuple(_put_files(store, base, files)),
+        files=tuple(files),
         digest=digest,
         probe=probe,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -131,12 +135,21 @@ def _existing(store: ObjectStore, key: str, digest: str) -> PublishedPolicy:
     )
 
 
-def _put_files(store: ObjectStore, base: str, files: Mapping[str, bytes]) -> Iterator[FileEntry]:
-    """Uploads the small files beside the tensors."""
+def upload_files(
+    store: ObjectStore, *, prefix: str, uid: str, epoch: int, files: Mapping[str, bytes]
+) -> tuple[FileEntry, ...]:
+    """Uploads the small files that all versions of a writer share, such as the tokenizer; pass the result on."""
+    return _put_files(store, f"{prefix}/runs/{uid}/policy-files/e{epoch}-{secrets.token_hex(6)}/", files)
+
+
+def _put_files(store: ObjectStore, base: str, files: Mapping[str, bytes]) -> tuple[FileEntry, ...]:
+    """Uploads files under `base`."""
+    entries: list[FileEntry] = []
     for name in sorted(files):
         data = files[name]
         store.put(base + name, data)
-        yield FileEntry(name=name, key=base + name, sha256=sha256_hex(data), size_bytes=len(data))
+        entries.append(FileEntry(name=name, key=base + name, sha256=sha256_hex(data), size_bytes=len(data)))
+    return tuple(entries)
 
 
 def _shards(items: list[tuple[str, TensorBytes]], shard_bytes: int) -> Iterator[list[tuple[str, TensorBytes]]]:

@@ -62,7 +62,7 @@ class TensorBytes:
                 remedy=f"convert it first; known dtypes: {', '.join(_DTYPES)}",
             )
         bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        return cls(dtype=tag, shape=tuple(array.shape), data=memoryview(bits))
+        return cls(dtype=tag, shape=tuple(array.shape), data=memoryview(bits.data))
 
     @property
     def size_bytes(self) -> int:

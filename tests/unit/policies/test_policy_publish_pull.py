@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
 from millrace.policies.manifest import PolicyManifest, Probe
-from millrace.policies.publish import PublishedPolicy, publish_policy
+from millrace.policies.publish import PublishedPolicy, publish_policy, upload_files
 from millrace.policies.pull import download_hf, pull_files, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 from millrace.storage.local import LocalStore
@@ -97,6 +97,18 @@ def test_publishing_other_weights_names_both_digests(store: LocalStore) -> None:
     assert first.manifest.digest in str(raised.value)
     assert raised.value.metadata["computed_digest"] in str(raised.value)
     assert raised.value.metadata["computed_digest"] != first.manifest.digest
+
+
+def test_versions_share_files_that_were_uploaded_once(store: LocalStore) -> None:
+    files = upload_files(store, prefix="p", uid="u", epoch=1, files={"config.json": b"{}", "tokenizer.json": b"[]"})
+    published = [
+        publish_policy(
+            store, prefix="p", uid="u", lineage=0, version=v, epoch=1, tensors=_tensors(v), files=files
+        ).manifest
+        for v in (1, 2)
+    ]
+    assert published[0].files == published[1].files == files
+    assert pull_files(store, published[1]) == {"config.json": b"{}", "tokenizer.json": b"[]"}
 
 
 def test_a_flipped_bit_is_caught(store: LocalStore) -> None:
