@@ -37,5 +37,6 @@ uv=(.venv/bin/uv pip install --quiet --python .venv/bin/python --constraint cons
 if [ "${1:-}" = dev ]; then
   "${uv[@]}" --group dev
 fi
-.venv/bin/python -m compileall -q -j 0 .venv/lib/python3*/site-packages/{torch,transformers,verifiers,datasets,openai,grpc,botocore,boto3} || true
+# uv leaves bytecode to the first import, which then costs seconds in every service; a file for a newer Python may refuse.
+.venv/bin/python -m compileall -qq -j 0 .venv/lib/python3*/site-packages/{transformers,verifiers,datasets,openai,grpc,botocore,boto3,aiohttp} || true
 echo "$wanted" > "$stamp"
