@@ -92,7 +92,7 @@ class EvalEnvConfig(_NamedEnv):
 
 
 class EvalConfig(Section):
-    """Evaluation of the policy during the run: before the first step, every `interval` steps, and of the last policy."""
+    """Evaluation of the policy during the run: before the first step, every `interval` steps, at the end."""
 
     env: list[EvalEnvConfig] = table(list, "Environments to evaluate on.", default_text="the training environments")
     num_examples: int = option(-1, "Tasks per environment: -1 for all held-out tasks, else at least 1.", ge=-1)

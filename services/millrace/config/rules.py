@@ -11,13 +11,12 @@ from pydantic import ValidationInfo
 
 from millrace.config.inference import InferenceConfig
 from millrace.config.orchestrator import EnvConfig, EvalEnvConfig, OrchestratorConfig
+from millrace.config.paths import Path, dotted
 from millrace.config.trainer import OptimConfig, SchedulerConfig, TrainerConfig
 
 RESERVED_ENV_NAME = "all"
 COLLECT_RULES = "collect_rules"
 """Key of pydantic's validation context: true where the caller runs the rules by itself."""
-
-Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,8 @@ def _length_rules(
     longest = orchestrator.seq_len
     samplings = [("orchestrator.sampling.max_tokens", orchestrator.sampling.max_tokens)]
     if orchestrator.eval:
-        samplings.append(("orchestrator.eval.sampling.max_tokens", orchestrator.eval.sampling.max_tokens))
+        if orchestrator.eval.sampling.max_tokens != orchestrator.sampling.max_tokens:  # else it says the same twice
+            samplings.append(("orchestrator.eval.sampling.max_tokens", orchestrator.eval.sampling.max_tokens))
     for path, max_tokens in samplings:
         if max_tokens is not None and max_tokens >= longest:
             yield _finding(
@@ -126,7 +126,8 @@ def _env_rules(config: OrchestratorConfig) -> Iterator[Finding]:
     """Names that metrics can tell apart, and a task count that means something."""
     lists: list[tuple[Path, Iterable[EnvConfig | EvalEnvConfig]]] = [(("orchestrator", "env"), config.env)]
     if config.eval:
-        lists.append((("orchestrator", "eval", "env"), config.eval.env))
+        if [env.name for env in config.eval.env] != [env.name for env in config.env]:
+            lists.append((("orchestrator", "eval", "env"), config.eval.env))
         if config.eval.num_examples == 0:
             yield _finding(
                 "must be -1 for all held-out tasks, or at least 1; leave out [orchestrator.eval] for no evaluation",
@@ -141,8 +142,8 @@ def _env_rules(config: OrchestratorConfig) -> Iterator[Finding]:
             elif env.name in seen:
                 yield Finding(
                     paths=(where, (*path, seen[env.name], "name")),
-                    message=f"must be unique, but `{'.'.join(map(str, path))}[{seen[env.name]}]` is called `{env.name}` "
-                    "too; give one of them another `name`",
+                    message=f"must be unique, but `{dotted((*path, seen[env.name]))}` is called `{env.name}` too; "
+                    "give one of them another `name`",
                 )
             seen.setdefault(env.name, index)
 
@@ -185,11 +186,3 @@ def raise_for_rules(findings: list[Finding], info: ValidationInfo) -> None:
     """Raise one ValueError for all findings, unless the caller of pydantic collects them by itself."""
     if findings and not (info.context or {}).get(COLLECT_RULES):
         raise ValueError("; ".join(f"{dotted(finding.paths[0])} {finding.message}" for finding in findings))
-
-
-def dotted(path: Path) -> str:
-    """A path as text: ``orchestrator.env[0].id``."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text

@@ -37,6 +37,11 @@ SHARED_KEYS = (
 SEQ_LEN = SharedKey(top=("seq_len",), targets=(("trainer", "model", "seq_len"), ("orchestrator", "seq_len")))
 
 
+def shared_top(path: tuple[str | int, ...]) -> KeyPath | None:
+    """The shared key that fills a key of a service; None if no shared key does."""
+    return next((shared.top for shared in (*SHARED_KEYS, SEQ_LEN) if path in shared.targets), None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
     """One meaning with different values in different places."""
@@ -88,7 +93,7 @@ def _merge(found: list[tuple[KeyPath, Any]]) -> tuple[Any, list[Conflict]]:
 
 
 def fill_shared(document: dict[str, Any]) -> tuple[dict[str, Any], list[Conflict]]:
-    """A copy of a raw RL config with the shared keys filled, and every conflict. The copy holds the first of the values."""
+    """A copy of a raw RL config with the shared keys filled, and every conflict."""
     tree = as_tree(document)
     conflicts: list[Conflict] = []
     for shared in SHARED_KEYS:

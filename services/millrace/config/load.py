@@ -1,0 +1,83 @@
+"""Loading: command line, files and environment into one config, or every violation at once.
+
+The later source wins: defaults < `MILLRACE_CONFIG__a__b` < `@ a.toml @ b.toml` (left to right) < flags.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, Generic
+
+from millrace.config.argv import RESERVED_FLAGS, read_command_line
+from millrace.config.check import ConfigT, build
+from millrace.config.environment import read_environment
+from millrace.config.paths import dotted
+from millrace.config.rl import RLConfig
+from millrace.config.sources import Origin, Source, merge
+from millrace.config.tree import schema_tree
+from millrace.errors import InvalidSpecError, Violation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded(Generic[ConfigT]):
+    """A config and where its values come from.
+
+    ``sources`` maps each dotted path that is written anywhere to its place; all others are defaults or filled from a
+    shared key. ``flags`` holds the reserved flags of the command that were given.
+    """
+
+    config: ConfigT
+    sources: Mapping[str, str]
+    flags: Mapping[str, str | bool]
+    files: tuple[str, ...]
+
+
+def load(
+    model: type[ConfigT],
+    argv: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    reserved: Mapping[str, bool] = RESERVED_FLAGS,
+    cwd: FilePath | None = None,
+) -> Loaded[ConfigT]:
+    """Load a config from a command line without the program's name.
+
+    ``env`` is the process environment if left out; ``reserved`` are the flags that belong to the command (name in kebab
+    case -> whether it takes a value) and come back in ``flags``; file names are relative to ``cwd``. Raises
+    InvalidSpecError with every violation.
+    """
+    schema = schema_tree(model)
+    environment, violations = read_environment(os.environ if env is None else env, schema)
+    line = read_command_line(argv, schema, reserved=reserved, cwd=cwd)
+    merged = merge([environment, *line.files, line.values], schema)
+    merged.violations = [*violations, *line.violations, *merged.violations]
+    if any(violation.field == "@" for violation in line.violations):
+        # Without one of the files nothing can be said about keys that are missing or do not fit together.
+        raise InvalidSpecError(merged.violations)
+    sources = {dotted(path): origin.locate(path) for path, origin in merged.origins.items()}
+    config = build(model, merged)
+    files = tuple(source.origin.label for source in line.files)
+    return Loaded(config=config, sources=sources, flags=line.flags, files=files)
+
+
+def validate_document(
+    document: str | bytes | Mapping[str, Any],
+    model: type[ConfigT] = RLConfig,
+    *,
+    source: str = "config_json",
+) -> ConfigT:
+    """Check a config that arrives as one JSON document, as a server does. Raises InvalidSpecError like ``load``."""
+    tree: Any = document
+    if isinstance(document, str | bytes):
+        try:
+            tree = json.loads(document)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            message = f"malformed JSON: {error}; send the output of resolved_json()"
+            raise InvalidSpecError([Violation(field=source, message=message, source=source)]) from error
+    if not isinstance(tree, Mapping):
+        message = f"must be one JSON object, not a {type(tree).__name__}"
+        raise InvalidSpecError([Violation(field=source, message=message, source=source)])
+    merged = merge([Source(tree=dict(tree), origin=Origin(label=source))], schema_tree(model))
+    return build(model, merged)

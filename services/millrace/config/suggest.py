@@ -1,0 +1,64 @@
+"""Did-you-mean for keys and values."""
+
+import difflib
+from collections.abc import Iterable
+
+from millrace.config.paths import Path, dotted
+from millrace.config.tree import Kind, Node
+
+_CUTOFF = 0.6
+_MOST_KEYS = 24
+
+MOVED = {
+    "orchestrator.train": "environments are `[[orchestrator.env]]`, sampling is `[orchestrator.sampling]`",
+    "orchestrator.train.source": "use `[[orchestrator.env]]` with `id`, `name`, `args`, `weight`",
+    "orchestrator.eval.source": "use `[[orchestrator.eval.env]]` with `id`, `name`, `args`",
+    "orchestrator.token_batch_size": "batches are counted in rollouts: use `orchestrator.batch_size`",
+    "orchestrator.buffer": "there is no rollout buffer; see `orchestrator.filter_zero_advantages`",
+    "orchestrator.ckpt": "the orchestrator's state is part of every checkpoint: use `[ckpt]`",
+    "trainer.max_async_level": "use `async_level` at the top",
+    "trainer.weight_broadcast": "policies go through the object store; there is nothing to choose",
+    "orchestrator.weight_broadcast": "policies go through the object store; there is nothing to choose",
+    "weight_broadcast": "policies go through the object store; there is nothing to choose",
+    "rollout_transport": "rollouts go through Redis; there is nothing to choose",
+    "monitors": "use `[wandb]`",
+    "inference.vllm": "the vLLM engine is not there yet; the model is `model.name` at the top",
+    "bench": "not there yet",
+}
+"""Keys of prime-rl that have another place or no meaning here."""
+
+
+def close(word: str, words: Iterable[str], *, most: int = 3) -> list[str]:
+    """The words that are most like a word, best first."""
+    return difflib.get_close_matches(word, list(words), n=most, cutoff=_CUTOFF)
+
+
+def unknown_key_message(key: str, node: Node, path: Path, *, schema: Node) -> tuple[str, set[Path]]:
+    """What to say about a key that a section does not have, and which keys it may have been meant to be."""
+    if moved := MOVED.get(dotted((*path, key))):
+        return f"unknown key: {moved}", set()
+    spelled = key.replace("-", "_")
+    names = {name: child.name for child in node.children.values() for name in (child.name, *child.aliases)}
+    siblings = list(dict.fromkeys(names[name] for name in close(spelled, names)))
+    meant: set[Path] = {(*path, name) for name in siblings}
+    if siblings:
+        return f"unknown key; did you mean {_or(dotted((*path, name)) for name in siblings)}?", meant
+    elsewhere = _elsewhere(spelled, path, schema)
+    if elsewhere:
+        return f"unknown key; did you mean {_or(elsewhere)}?", meant
+    return f"unknown key; the keys here are {', '.join(sorted(node.children)[:_MOST_KEYS])}", meant
+
+
+def _elsewhere(key: str, path: Path, schema: Node) -> list[str]:
+    """Full paths of other sections that end in the key, or nearly so."""
+    everywhere = {dotted(other.path): other for other in schema.walk()}
+    exact = [name for name, other in everywhere.items() if key == other.name or key in other.aliases]
+    if exact:
+        return exact[:3]
+    wanted = dotted((*path, key))
+    paths = [name for name, other in everywhere.items() if other.kind is Kind.LEAF]
+    return difflib.get_close_matches(wanted, paths, n=2, cutoff=0.8)
+
+
+def _or(names: Iterable[str]) -> str:
+    return " or ".join(f"`{name}`" for name in names)
