@@ -1,0 +1,15 @@
+"""The Python client of Millrace.
+
+    async with Client("127.0.0.1:50051") as client:
+        run = await client.runs.create(config_json)
+        async for event in client.runs.watch(run.name):
+            ...
+
+What it returns are the messages of `millrace.v1`; what it raises are the classes of `millrace.errors`.
+"""
+
+from millrace.client.client import Client
+from millrace.client.runs import RunsClient, is_terminal
+from millrace.client.sync import SyncClient
+
+__all__ = ["Client", "RunsClient", "SyncClient", "is_terminal"]

@@ -1,0 +1,183 @@
+"""Runs: create, get, list, cancel, watch, explain, checkpoints."""
+
+import asyncio
+import contextlib
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+from millrace.errors import UnavailableError
+from millrace.rpc.channel import call, stream
+from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2
+from millrace.v1 import run_service_pb2 as rs
+from millrace.v1.run_service_pb2_grpc import RunServiceStub
+
+CREATE_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 10.0
+SILENCE_S = 45.0  # the server sends a heartbeat every 15 s, so three are missing
+GIVE_UP_S = 120.0
+_BACKOFF_S = (0.2, 5.0)
+_PAGE_SIZE = 200
+
+TERMINAL_STATES = frozenset(
+    {run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED},
+)
+
+OnReconnect = Callable[[UnavailableError, float], None]
+
+
+def is_terminal(state: run_pb2.RunState) -> bool:
+    """Whether a run in this state has ended for good."""
+    return state in TERMINAL_STATES
+
+
+class RunsClient:
+    """The RPCs of RunService as methods. `name` is `runs/{run}` or a uid everywhere."""
+
+    def __init__(self, stub: RunServiceStub, *, to: str) -> None:
+        """`to` says in words who is called, for messages."""
+        self._stub = stub
+        self._to = to
+
+    async def create(
+        self,
+        config_json: str,
+        *,
+        run_id: str = "",
+        kind: run_pb2.RunKind = run_pb2.RUN_KIND_RL,
+        request_id: str | None = None,
+        validate_only: bool = False,
+        labels: Mapping[str, str] | None = None,
+    ) -> run_pb2.Run:
+        """Queue a run. The same `request_id` (a UUID; made up if None) with the same config returns the first answer.
+
+        Raises InvalidSpecError with every violation, AlreadyExistsError if `run_id` is taken.
+        """
+        request = rs.CreateRunRequest(
+            run_id=run_id,
+            kind=kind,
+            config_json=config_json,
+            request_id=request_id or str(uuid.uuid4()),
+            validate_only=validate_only,
+            labels=dict(labels or {}),
+        )
+        response = await call(self._stub.CreateRun, request, timeout_s=CREATE_TIMEOUT_S, to=self._to)
+        return response.run
+
+    async def get(self, name: str) -> run_pb2.Run:
+        """Show one run; NotFoundError if there is none of that name."""
+        response = await call(self._stub.GetRun, rs.GetRunRequest(name=name), timeout_s=CALL_TIMEOUT_S, to=self._to)
+        return response.run
+
+    async def list(self, *, states: Sequence[run_pb2.RunState] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
+        """Runs, newest first; `limit` 0 is all, over as many pages as it takes."""
+        runs: list[run_pb2.Run] = []
+        token = ""
+        while True:
+            size = min(_PAGE_SIZE, limit - len(runs)) if limit else _PAGE_SIZE
+            request = rs.ListRunsRequest(page_size=size, page_token=token, states=states)
+            response = await call(self._stub.ListRuns, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
+            runs.extend(response.runs)
+            token = response.next_page_token
+            if not token or (limit and len(runs) >= limit):
+                return runs[:limit] if limit else runs
+
+    async def cancel(self, name: str, *, reason: str = "", request_id: str | None = None) -> run_pb2.Run:
+        """Ask a run to end as CANCELLED; the answer may still show the state before."""
+        request = rs.CancelRunRequest(name=name, reason=reason, request_id=request_id or str(uuid.uuid4()))
+        response = await call(self._stub.CancelRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
+        return response.run
+
+    async def explain(self, name: str) -> rs.ExplainRunResponse:
+        """What every service of the run waits for, longest first, and the chain in words."""
+        request = rs.ExplainRunRequest(name=name)
+        return await call(self._stub.ExplainRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
+
+    async def checkpoints(self, name: str) -> Sequence[checkpoint_pb2.Checkpoint]:
+        """All checkpoints of a run, oldest first."""
+        found: list[checkpoint_pb2.Checkpoint] = []
+        token = ""
+        while True:
+            request = rs.ListCheckpointsRequest(parent=name, page_size=_PAGE_SIZE, page_token=token)
+            response = await call(self._stub.ListCheckpoints, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
+            found.extend(response.checkpoints)
+            token = response.next_page_token
+            if not token:
+                return found
+
+    async def watch(
+        self,
+        name: str,
+        *,
+        after: str = "",
+        on_reconnect: OnReconnect | None = None,
+        give_up_s: float = GIVE_UP_S,
+        silence_s: float = SILENCE_S,
+    ) -> AsyncGenerator[event_pb2.Event, None]:
+        """Every event behind the cursor `after`, then new ones as they come; ends after the terminal state.
+
+        A lost server is called again with the last cursor, so nothing is missed and nothing comes twice; `on_reconnect`
+        hears of it (the error, and the seconds until the next try). UnavailableError after `give_up_s` without a word
+        from any server; a connection that is silent for `silence_s` counts as lost.
+        """
+        cursor = after
+        heard = time.monotonic()
+        attempt = 0
+        while True:
+            try:
+                async with contextlib.aclosing(self._watch_once(name, cursor, silence_s)) as responses:
+                    async for response in responses:
+                        heard, attempt = time.monotonic(), 0
+                        if not response.HasField("event"):
+                            continue
+                        cursor = response.event.cursor or cursor
+                        yield response.event
+                        if _is_last(response.event):
+                            return
+                # The server may end the stream without our having seen the terminal event (the cursor was behind it).
+                if is_terminal((await self.get(name)).state):
+                    return
+                lost = UnavailableError(f"{self._to} ended the stream of {name}", reason="STREAM_ENDED")
+            except UnavailableError as error:
+                lost = error
+            silent_s = time.monotonic() - heard
+            if silent_s > give_up_s:
+                raise lost
+            delay_s = min(_BACKOFF_S[1], _BACKOFF_S[0] * 2**attempt) * random.uniform(0.7, 1.3)
+            attempt = min(attempt + 1, 10)
+            if on_reconnect is not None:
+                on_reconnect(lost, delay_s)
+            await asyncio.sleep(delay_s)
+
+    async def replay(self, name: str, *, idle_s: float = 1.0) -> Sequence[event_pb2.Event]:
+        """The events so far, without following: all of an ended run, else until `idle_s` pass without a new one."""
+        found: list[event_pb2.Event] = []
+        async with contextlib.aclosing(self.watch(name)) as events:
+            wait_s = CALL_TIMEOUT_S
+            while True:
+                try:
+                    async with asyncio.timeout(wait_s if not found else idle_s):
+                        found.append(await anext(events))
+                except (StopAsyncIteration, TimeoutError):
+                    return found
+
+    async def _watch_once(self, name: str, after: str, silence_s: float) -> AsyncGenerator[rs.WatchRunResponse, None]:
+        """One call of WatchRun; UnavailableError when it says nothing for `silence_s`."""
+        request = rs.WatchRunRequest(name=name, after=after)
+        async with contextlib.aclosing(stream(self._stub.WatchRun, request, to=self._to)) as responses:  # type: ignore[type-var]
+            while True:
+                try:
+                    async with asyncio.timeout(silence_s):
+                        response = await anext(responses)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise UnavailableError(
+                        f"{self._to} said nothing for {silence_s:g} s", reason="STREAM_SILENT"
+                    ) from None
+                yield response
+
+
+def _is_last(event: event_pb2.Event) -> bool:
+    return event.HasField("state_changed") and is_terminal(event.state_changed.new_state)

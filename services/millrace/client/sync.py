@@ -1,0 +1,84 @@
+"""A small synchronous facade over the asynchronous client, for scripts and notebooks without an event loop."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+from millrace.client.client import Client
+from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2
+from millrace.v1 import run_service_pb2 as rs
+
+
+class SyncClient:
+    """`with SyncClient("127.0.0.1:50051") as client: client.runs.list()`. Not for use inside a running event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._runner = asyncio.Runner()
+        self._client = self._runner.run(_open(address))
+        self.runs = SyncRuns(self._runner, self._client)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel and the event loop."""
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+
+class SyncRuns:
+    """The methods of `RunsClient`, blocking; arguments and errors are the same."""
+
+    def __init__(self, runner: asyncio.Runner, client: Client) -> None:
+        self._runner = runner
+        self._runs = client.runs
+
+    def create(self, config_json: str, **options: Any) -> run_pb2.Run:
+        """Queue a run."""
+        return self._runner.run(self._runs.create(config_json, **options))
+
+    def get(self, name: str) -> run_pb2.Run:
+        """Show one run."""
+        return self._runner.run(self._runs.get(name))
+
+    def list(self, *, states: Sequence[run_pb2.RunState] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
+        """Runs, newest first."""
+        return self._runner.run(self._runs.list(states=states, limit=limit))
+
+    def cancel(self, name: str, *, reason: str = "") -> run_pb2.Run:
+        """Ask a run to end."""
+        return self._runner.run(self._runs.cancel(name, reason=reason))
+
+    def explain(self, name: str) -> rs.ExplainRunResponse:
+        """What every service of the run waits for."""
+        return self._runner.run(self._runs.explain(name))
+
+    def checkpoints(self, name: str) -> Sequence[checkpoint_pb2.Checkpoint]:
+        """All checkpoints of a run, oldest first."""
+        return self._runner.run(self._runs.checkpoints(name))
+
+    def watch(self, name: str, *, after: str = "", **options: Any) -> Iterator[event_pb2.Event]:
+        """Every event behind `after`, then new ones as they come; ends after the terminal state."""
+        events = self._runs.watch(name, after=after, **options)
+
+        async def step() -> event_pb2.Event:
+            return await anext(events)
+
+        async def close() -> None:
+            await events.aclose()
+
+        try:
+            with contextlib.suppress(StopAsyncIteration):
+                while True:
+                    yield self._runner.run(step())
+        finally:
+            self._runner.run(close())
+
+
+async def _open(address: str) -> Client:
+    # The channel belongs to the loop that is running when it is made.
+    return Client(address)

@@ -1,0 +1,128 @@
+"""Ends what a supervisor leaves behind when it is killed itself (SIGKILL, out of memory).
+
+The supervisor starts this file as a bare interpreter in a session of its own and holds the write end of its standard
+input. Lines tell it the process groups (`add 4711 8123456`: leader, and its start time in clock ticks) and an orderly
+end (`done`). End of file without `done` means that the supervisor is dead: whatever it started is asked to end, then
+killed.
+
+Two ways find the processes, since each misses some: the process groups (a child may leave its group), and the marker
+`MILLRACE_STACK_ID` in the environment, which descendants inherit (a process may overwrite its own: Valkey does).
+PR_SET_PDEATHSIG is not used: it reaches direct children only, and needs a fork hook in a process with gRPC threads.
+
+Standard library only, and nothing of Millrace: it runs with `-I -S` so that it starts in 20 ms and costs 8 MB.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+MARKER = "MILLRACE_STACK_ID"
+TERM_GRACE_S = 3.0
+KILL_WAIT_S = 5.0
+_POLL_S = 0.05
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 where that is unknown (no /proc, or no such process)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    # The command name is in parentheses and may hold spaces and parentheses itself; field 22 counts from the pid.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return not Path("/proc/self").exists() and _answers(pid)
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def marked(stack_id: str) -> set[int]:
+    """The processes (not this one, no zombies) that carry the stack's marker; empty where there is no /proc."""
+    needle = f"{MARKER}={stack_id}".encode()
+    found: set[int] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        if pid == os.getpid():
+            continue
+        # Gone meanwhile, or another user's: not ours in both cases.
+        with contextlib.suppress(OSError):
+            if needle in (entry / "environ").read_bytes().split(b"\0") and is_running(pid):
+                found.add(pid)
+    return found
+
+
+def members(groups: dict[int, int]) -> set[int]:
+    """The running processes of these process groups (leader to its start ticks), reused leader pids left out."""
+    if not Path("/proc/self").exists():
+        return {leader for leader in groups if _answers(leader)}
+    own = {leader for leader, ticks in groups.items() if start_ticks(leader) in (0, ticks)}
+    found: set[int] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            rest = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(rest[2]) in own and rest[0] not in "ZX":
+                found.add(int(entry.name))
+    return found
+
+
+def send(pids: set[int], number: signal.Signals) -> None:
+    """Signal each process; one that is gone meanwhile is fine."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def end_all(
+    stack_id: str, groups: dict[int, int], *, term_grace_s: float, kill_wait_s: float = KILL_WAIT_S
+) -> set[int]:
+    """TERM, then KILL everything of the stack; returns what is still there after `term_grace_s + kill_wait_s`.
+
+    `term_grace_s` 0 kills at once. Processes that appear meanwhile are found too: each round looks again.
+    """
+    begun = time.monotonic()
+    asked: set[int] = set()
+    while left := marked(stack_id) | members(groups):
+        age_s = time.monotonic() - begun
+        if age_s > term_grace_s + kill_wait_s:
+            return left
+        if age_s >= term_grace_s:
+            send(left, signal.SIGKILL)
+        else:
+            send(left - asked, signal.SIGTERM)
+            asked |= left
+        time.sleep(_POLL_S)
+    return set()
+
+
+def main(stack_id: str) -> int:
+    """Follow the supervisor's lines until `done` or its death."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a signal to the whole terminal must not end the last one to clean up
+    groups: dict[int, int] = {}
+    for line in sys.stdin:
+        match line.split():
+            case ["add", pid, ticks]:
+                groups[int(pid)] = int(ticks)
+            case ["done"]:
+                return 0
+    return 1 if end_all(stack_id, groups, term_grace_s=TERM_GRACE_S) else 0
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,245 @@
+"""Starts processes, notices when one dies, and ends all of them with everything that they started.
+
+Each process leads a session of its own, so a Ctrl-C in the terminal reaches the supervisor alone and the order of the
+shutdown is ours: TERM in reverse order of `tier`, KILL to the process groups after the grace, then a sweep for
+descendants that left their group (see `millrace.local.reaper`, which also does this when the supervisor is killed).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from millrace.errors import InternalError, NotFoundError
+from millrace.local import reaper
+from millrace.telemetry import waits
+
+log = logging.getLogger(__name__)
+
+TERM_GRACE_S = 6.0  # a service drains (0 s here), ends calls under way (3 s) and closes its connections
+SWEEP_WAIT_S = 2.0
+TAIL_LINES = 15
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """What to start: `argv` with exactly the environment `env`; standard output and error go to `log_path`."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    log_path: Path
+    cwd: Path | None = None
+    tier: int = 1
+    """Higher tiers are stopped first: what others need (Redis) has a lower one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    """A started process."""
+
+    spec: ProcessSpec
+    process: asyncio.subprocess.Process
+    started_s: float
+    start_ticks: int
+    exited: asyncio.Task[int] = field(repr=False)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of its process group and session."""
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not exited yet."""
+        return self.process.returncode is None
+
+
+class ProcessDiedError(InternalError):
+    """A supervised process ended although nobody asked it to."""
+
+    default_reason = "PROCESS_DIED"
+
+    def __init__(self, name: str, *, how: str, log_path: Path, last_lines: Sequence[str]) -> None:
+        """`how` is `exit code 1` or `signal SIGKILL`; `last_lines` are the end of its log."""
+        self.process_name = name
+        self.last_lines = list(last_lines)
+        shown = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (it wrote nothing)"
+        super().__init__(
+            f"{name} died: {how}. The last lines of its log:\n{shown}",
+            remedy=f"read {log_path}",
+            metadata={"process": name, "how": how, "log": str(log_path)},
+        )
+
+
+class Supervisor:
+    """The processes of one stack. Use as `async with Supervisor(...) as s`: leaving the block stops everything."""
+
+    def __init__(self, *, stack_id: str | None = None, term_grace_s: float = TERM_GRACE_S) -> None:
+        """`term_grace_s`: seconds between TERM and KILL."""
+        self.stack_id = stack_id or uuid.uuid4().hex
+        self.hurry = asyncio.Event()
+        """Set it to skip the rest of the grace (a second Ctrl-C)."""
+        self._term_grace_s = term_grace_s
+        self._children: dict[str, Child] = {}
+        self._is_stopping = False
+        self._died: asyncio.Queue[Child] = asyncio.Queue()
+        self._reaper: subprocess.Popen[str] | None = None
+
+    @property
+    def children(self) -> Mapping[str, Child]:
+        """Every process that was started, by name."""
+        return self._children
+
+    async def __aenter__(self) -> Self:
+        self._reaper = subprocess.Popen(  # noqa: ASYNC220 - returns at once; it must exist before the first child
+            [sys.executable, "-I", "-S", reaper.__file__, self.stack_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+            bufsize=1,
+        )
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    async def start(self, spec: ProcessSpec) -> Child:
+        """Start a process; NotFoundError if its program does not exist."""
+        if self._is_stopping or self._reaper is None:
+            raise RuntimeError("the supervisor is not running")
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log_path.open("ab") as sink:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *spec.argv,
+                    env={**spec.env, reaper.MARKER: self.stack_id},
+                    cwd=spec.cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except FileNotFoundError as error:
+                raise NotFoundError(
+                    f"cannot start {spec.name}: {error.filename} does not exist",
+                    reason="PROGRAM_NOT_FOUND",
+                    remedy="install millrace[local]",
+                ) from error
+        exited = asyncio.create_task(process.wait(), name=f"exit of {spec.name}")
+        child = Child(
+            spec=spec,
+            process=process,
+            started_s=time.monotonic(),
+            start_ticks=reaper.start_ticks(process.pid),
+            exited=exited,
+        )
+        exited.add_done_callback(lambda _: self._note_exit(child))
+        self._children[spec.name] = child
+        self._tell_reaper(f"add {child.pid} {child.start_ticks}")
+        return child
+
+    async def wait_death(self) -> ProcessDiedError:
+        """Returns when a process ends unasked, with what to tell the user. May be cancelled."""
+        return await asyncio.to_thread(describe_death, await self._died.get())
+
+    async def stop(self) -> None:
+        """End all processes and what they started, within `term_grace_s` + 6 s; idempotent. Logs what would not go."""
+        self._is_stopping = True
+        for tier in sorted({child.spec.tier for child in self._children.values()}, reverse=True):
+            group = [child for child in self._children.values() if child.spec.tier == tier]
+            await self._stop_group(group, self._term_grace_s if tier else self._term_grace_s / 3)
+        groups = {child.pid: child.start_ticks for child in self._children.values()}
+        left = await asyncio.to_thread(
+            reaper.end_all, self.stack_id, groups, term_grace_s=0.0, kill_wait_s=SWEEP_WAIT_S
+        )
+        if left:
+            log.error("processes would not end: pids %s", sorted(left))
+        await self._end_reaper(is_done=not left)
+
+    async def _stop_group(self, group: Sequence[Child], grace_s: float) -> None:
+        alive = [child for child in group if child.is_alive]
+        for child in alive:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGTERM)
+        if not alive:
+            return
+        names = ", ".join(child.spec.name for child in alive)
+        with waits.waiting(f"{names} to stop", waits_on=names, deadline_s=grace_s):
+            hurry = asyncio.create_task(self.hurry.wait())
+            gone = asyncio.gather(*(child.exited for child in alive))
+            await asyncio.wait({hurry, gone}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+        for child in alive:
+            if child.is_alive:
+                log.warning("%s did not stop within %.0f s: killing it", child.spec.name, grace_s)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+        await asyncio.wait({child.exited for child in alive}, timeout=SWEEP_WAIT_S)
+
+    def _note_exit(self, child: Child) -> None:
+        if not self._is_stopping:
+            self._died.put_nowait(child)
+
+    def _tell_reaper(self, line: str) -> None:
+        if self._reaper is not None and self._reaper.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # somebody killed it: the orderly way out still works
+                self._reaper.stdin.write(f"{line}\n")
+
+    async def _end_reaper(self, *, is_done: bool) -> None:
+        if self._reaper is None:
+            return
+        if is_done:
+            self._tell_reaper("done")
+        if self._reaper.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._reaper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._reaper.wait, reaper.TERM_GRACE_S + reaper.KILL_WAIT_S + 1)
+        self._reaper = None
+
+
+def describe_death(child: Child) -> ProcessDiedError:
+    """What to tell the user about a process that ended unasked."""
+    code = child.process.returncode
+    if code is None:
+        raise RuntimeError(f"{child.spec.name} has not exited")
+    if code < 0:
+        try:
+            how = f"signal {signal.Signals(-code).name}"
+        except ValueError:  # a real-time signal has no name
+            how = f"signal {-code}"
+    else:
+        how = f"exit code {code}"
+    age_s = time.monotonic() - child.started_s
+    return ProcessDiedError(
+        child.spec.name,
+        how=f"{how}, {age_s:.1f} s after its start",
+        log_path=child.spec.log_path,
+        last_lines=tail(child.spec.log_path),
+    )
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
+    """The last lines of a file (of its last 64 KiB); empty if it does not exist."""
+    try:
+        with path.open("rb") as source:
+            source.seek(0, os.SEEK_END)
+            source.seek(max(0, source.tell() - _TAIL_BYTES))
+            text = source.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return list(deque((line.rstrip() for line in text.splitlines() if line.strip()), maxlen=lines))

@@ -1,0 +1,220 @@
+"""The client against a small in-process RunService: a second implementation of the protocol."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+from millrace.client import Client
+from millrace.errors import AlreadyExistsError, InvalidSpecError, NotFoundError, UnavailableError, Violation
+from millrace.rpc.status import abort
+from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2
+from millrace.v1 import run_service_pb2 as rs
+from millrace.v1.run_service_pb2_grpc import RunServiceServicer, add_RunServiceServicer_to_server
+
+
+def state(new: run_pb2.RunState) -> event_pb2.Event:
+    return event_pb2.Event(state_changed=event_pb2.StateChanged(new_state=new))
+
+
+def step(number: int) -> event_pb2.Event:
+    return event_pb2.Event(step_completed=event_pb2.StepCompleted(step=number))
+
+
+class FakeRuns(RunServiceServicer):
+    """Keeps runs in a dict; `script` is the event log; `break_after` breaks the stream once, after so many events."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, run_pb2.Run] = {}
+        self.by_request: dict[str, run_pb2.Run] = {}
+        self.script: list[event_pb2.Event] = []
+        self.break_after: list[int] = []
+        self.afters: list[str] = []
+        self.how = "abort"
+
+    async def CreateRun(self, request, context):
+        if request.request_id in self.by_request:
+            return rs.CreateRunResponse(run=self.by_request[request.request_id])
+        if request.config_json == "{}":
+            violations = [
+                Violation(field="orchestrator.env", message="is missing", source="a.toml"),
+                Violation(field="max_steps", value="-1", message="must be >= 1"),
+            ]
+            await abort(context, InvalidSpecError(violations))
+        if f"runs/{request.run_id}" in self.runs:
+            await abort(context, AlreadyExistsError(f"run {request.run_id} exists", reason="RUN_ID_TAKEN", remedy="x"))
+        run = run_pb2.Run(name=f"runs/{request.run_id or 'made-up'}", uid="u1", config_json=request.config_json)
+        if not request.validate_only:
+            self.runs[run.name] = run
+            self.by_request[request.request_id] = run
+        return rs.CreateRunResponse(run=run)
+
+    async def GetRun(self, request, context):
+        if request.name not in self.runs:
+            await abort(context, NotFoundError(f"no run {request.name}", reason="RUN_NOT_FOUND"))
+        return rs.GetRunResponse(run=self.runs[request.name])
+
+    async def ListRuns(self, request, context):
+        names = list(reversed(self.runs))
+        begin = int(request.page_token or 0)
+        page = names[begin : begin + min(request.page_size, 2)]
+        end = begin + len(page)
+        token = str(end) if end < len(names) else ""
+        return rs.ListRunsResponse(runs=[self.runs[name] for name in page], next_page_token=token)
+
+    async def CancelRun(self, request, context):
+        run = self.runs[request.name]
+        run.state = run_pb2.RUN_STATE_CANCELLED
+        return rs.CancelRunResponse(run=run)
+
+    async def WatchRun(self, request, context) -> AsyncIterator[rs.WatchRunResponse]:
+        self.afters.append(request.after)
+        begin = int(request.after or 0)
+        limit = self.break_after.pop(0) if self.break_after else None
+        yield rs.WatchRunResponse()  # a heartbeat is no event
+        for number, event in enumerate(self.script[begin:], begin + 1):
+            if limit is not None and number > limit:
+                if self.how == "abort":
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+                if self.how == "silent":
+                    await asyncio.sleep(30)
+                return
+            answer = event_pb2.Event()
+            answer.CopyFrom(event)
+            answer.cursor = str(number)
+            yield rs.WatchRunResponse(event=answer)
+
+    async def ListCheckpoints(self, request, context):
+        if not request.page_token:
+            first = checkpoint_pb2.Checkpoint(name=f"{request.parent}/checkpoints/1", step=1)
+            return rs.ListCheckpointsResponse(checkpoints=[first], next_page_token="x")
+        second = checkpoint_pb2.Checkpoint(name=f"{request.parent}/checkpoints/2", step=2)
+        return rs.ListCheckpointsResponse(checkpoints=[second])
+
+    async def ExplainRun(self, request, context):
+        wait = event_pb2.Wait(owner="trainer-0", reason="batch 1", waits_on="orchestrator", age_seconds=3)
+        return rs.ExplainRunResponse(waits=[wait], summary="trainer waits for batch 1")
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[tuple[FakeRuns, str]]:
+    servicer = FakeRuns()
+    server = grpc.aio.server()
+    add_RunServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+async def test_create_get_cancel_and_idempotence(fake):
+    servicer, address = fake
+    async with Client(address) as client:
+        first = await client.runs.create('{"a":1}', run_id="x", request_id="r1")
+        again = await client.runs.create('{"a":1}', run_id="x", request_id="r1")
+        assert first == again and len(servicer.runs) == 1
+        assert (await client.runs.get("runs/x")).uid == "u1"
+        assert (await client.runs.cancel("runs/x")).state == run_pb2.RUN_STATE_CANCELLED
+        checked = await client.runs.create('{"b":1}', run_id="dry", validate_only=True)
+        assert checked.name == "runs/dry" and "runs/dry" not in servicer.runs
+
+
+async def test_errors_are_ours(fake):
+    _, address = fake
+    async with Client(address) as client:
+        with pytest.raises(InvalidSpecError) as caught:
+            await client.runs.create("{}")
+        assert [v.field for v in caught.value.violations] == ["orchestrator.env", "max_steps"]
+        assert caught.value.violations[1].value == "-1"
+        with pytest.raises(NotFoundError):
+            await client.runs.get("runs/nobody")
+        await client.runs.create('{"a":1}', run_id="x")
+        with pytest.raises(AlreadyExistsError):
+            await client.runs.create('{"a":1}', run_id="x")
+
+
+async def test_list_follows_pages_and_limit(fake):
+    _, address = fake
+    async with Client(address) as client:
+        for number in range(5):
+            await client.runs.create('{"a":1}', run_id=f"r{number}")
+        assert [run.name for run in await client.runs.list()] == [f"runs/r{n}" for n in (4, 3, 2, 1, 0)]
+        assert len(await client.runs.list(limit=3)) == 3
+        assert [c.step for c in await client.runs.checkpoints("runs/r0")] == [1, 2]
+        assert (await client.runs.explain("runs/r0")).waits[0].waits_on == "orchestrator"
+
+
+@pytest.mark.parametrize("how", ["abort", "end", "silent"])
+async def test_watch_resumes_with_the_last_cursor(fake, how):
+    servicer, address = fake
+    servicer.how = how
+    servicer.script = [state(run_pb2.RUN_STATE_RUNNING), *map(step, range(4)), state(run_pb2.RUN_STATE_SUCCEEDED)]
+    servicer.break_after = [2, 4]
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_RUNNING)
+    heard: list[str] = []
+    async with Client(address) as client:
+        events = client.runs.watch("runs/x", on_reconnect=lambda e, s: heard.append(e.reason), silence_s=0.5)
+        cursors = [event.cursor async for event in events]
+    assert cursors == ["1", "2", "3", "4", "5", "6"]
+    assert servicer.afters == ["", "2", "4"]
+    assert len(heard) == 2
+
+
+async def test_watch_behind_the_end_of_an_ended_run_ends(fake):
+    servicer, address = fake
+    servicer.script = [state(run_pb2.RUN_STATE_SUCCEEDED)]
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_SUCCEEDED)
+    async with Client(address) as client:
+        assert [event async for event in client.runs.watch("runs/x", after="1")] == []
+
+
+async def test_replay_does_not_follow(fake):
+    servicer, address = fake
+    servicer.script = [step(0), step(1), step(2)]
+    servicer.break_after = [2]
+    servicer.how = "silent"
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_RUNNING)
+    async with Client(address) as client:
+        assert [event.cursor for event in await client.runs.replay("runs/x", idle_s=0.3)] == ["1", "2"]
+
+
+async def test_watch_gives_up_when_nobody_answers():
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+            async for _ in client.runs.watch("runs/x", give_up_s=0.0):
+                pass
+
+
+def test_sync_facade():
+    """The synchronous client against a server in another thread's loop."""
+    import threading
+
+    from millrace.client import SyncClient
+
+    ready: list[str] = []
+    started = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        servicer = FakeRuns()
+        servicer.script = [step(0), state(run_pb2.RUN_STATE_SUCCEEDED)]
+        server = grpc.aio.server()
+        add_RunServiceServicer_to_server(servicer, server)
+        ready.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        started.set()
+        await stop.wait()
+        await server.stop(0)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert started.wait(10)
+    try:
+        with SyncClient(ready[0]) as client:
+            assert client.runs.create('{"a":1}', run_id="x").name == "runs/x"
+            assert [e.cursor for e in client.runs.watch("runs/x")] == ["1", "2"]
+            assert [r.name for r in client.runs.list()] == ["runs/x"]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
