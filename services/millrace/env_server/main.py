@@ -1,0 +1,67 @@
+"""The env-server's process: `python -m millrace.env_server.main` or `millrace-env-server`."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from millrace.errors import InvalidSpecError, MillraceError, Violation
+from millrace.telemetry.logging import getLogger, setup
+from millrace.telemetry.settings import Settings
+
+logger = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvServerSettings:
+    """Settings of the env-server alone."""
+
+    num_workers: int = 1
+    """`MILLRACE_ENV_WORKERS`: worker processes per environment, each about 250 MB and 7 CPU-seconds to start."""
+    capacity: int = 512
+    """`MILLRACE_ENV_CAPACITY`: rollouts that are played, or wait to be appended, at once."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "EnvServerSettings":
+        """Read the variables; InvalidSpecError lists everything that is malformed."""
+        names = {"num_workers": "MILLRACE_ENV_WORKERS", "capacity": "MILLRACE_ENV_CAPACITY"}
+        values: dict[str, int] = {}
+        violations: list[Violation] = []
+        for field, name in names.items():
+            text = environ.get(name, "")
+            if not text:
+                continue
+            if text.isdecimal() and int(text) > 0:
+                values[field] = int(text)
+            else:
+                message = "must be a whole number above 0"
+                violations.append(Violation(field=name, value=text, message=message, source="environment"))
+        if violations:
+            raise InvalidSpecError(violations, reason="SETTINGS_INVALID")
+        return cls(**values)
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT; exits with the code of the error that ended it."""
+    try:
+        settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "orchestrator", "listen"])
+        own = EnvServerSettings.from_env(os.environ)
+        setup("env-server", level=settings.log_level, json_lines=settings.log_json)
+        asyncio.run(_run(settings, own))
+    except MillraceError as error:
+        print(f"millrace-env-server: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+async def _run(settings: Settings, own: EnvServerSettings) -> None:
+    # Heavy imports stand here, after the settings are known to be good.
+    from millrace.env_server.run import run
+
+    await run(settings, num_workers=own.num_workers, capacity=own.capacity)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""How one play of a task ended, in the env-server's own terms, and the rollout made from it."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.rollouts.types import (
+    MAX_ERROR_MESSAGE_CHARS,
+    MAX_MESSAGES_JSON_BYTES,
+    Purpose,
+    Rollout,
+    RolloutError,
+    RolloutStatus,
+    Sample,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one member ended. `samples` is empty unless the status is OK."""
+
+    status: RolloutStatus
+    error_type: str = ""
+    error_message: str = ""
+    samples: Sequence[Sample] = ()
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    stop_condition: str = ""
+    is_truncated: bool = False
+    num_turns: int = 0
+    model_s: float = 0.0
+    messages: Sequence[Mapping[str, Any]] = ()
+
+
+def failed(status: RolloutStatus, error_type: str, message: str, *, of: Outcome | None = None) -> Outcome:
+    """A failure with its typed error; `of` keeps the conversation and counters of what was played."""
+    base = of or Outcome(status=status)
+    return replace(base, status=status, error_type=error_type, error_message=message, samples=(), reward=0.0)
+
+
+def checked(outcome: Outcome) -> Outcome:
+    """Refuse an OK outcome whose reward is not a finite number: it would poison every advantage of its group."""
+    if outcome.status is RolloutStatus.OK and not math.isfinite(outcome.reward):
+        message = f"the reward is {outcome.reward}, not a finite number; fix the environment's reward function"
+        return failed(RolloutStatus.ENV_ERROR, "NonFiniteReward", message, of=outcome)
+    return outcome
+
+
+def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MAX_MESSAGES_JSON_BYTES) -> str:
+    """The conversation as JSON of at most `limit_bytes`; long contents are cut, then messages from the middle."""
+
+    def encode(items: Sequence[Mapping[str, Any]]) -> str:
+        return json.dumps(items, ensure_ascii=False, default=str)
+
+    text = encode(messages)
+    keep_chars = 4096
+    while len(text.encode("utf-8", "replace")) > limit_bytes:
+        if keep_chars < 16:
+            return encode([{"role": "note", "content": f"conversation of {len(messages)} messages was too long"}])
+        cut = [
+            {"role": item.get("role", ""), "content": _cut(str(item.get("content") or ""), keep_chars)}
+            for item in messages[:32]
+        ]
+        if len(messages) > 32:
+            cut.append({"role": "note", "content": f"{len(messages) - 32} more messages were cut"})
+        text = encode(cut)
+        keep_chars //= 2
+    # A lone surrogate (a model's broken text) cannot be stored as UTF-8.
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} characters cut)"
+
+
+def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are finite numbers; others cannot be averaged and are left out."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            numbers[str(name)] = float(value)
+    return numbers
+
+
+def make_rollout(
+    request: env_service_pb2.PlayGroupRequest,
+    *,
+    member: int,
+    task_id: str,
+    outcome: Outcome,
+    seconds: float,
+    env_server: str = "",
+) -> Rollout:
+    """The rollout of `member`: the request says what was played, the outcome how it ended."""
+    is_ok = outcome.status is RolloutStatus.OK
+    error = None
+    if not is_ok:
+        message = outcome.error_message.encode("utf-8", "replace").decode("utf-8")
+        error = RolloutError(type=outcome.error_type, message=message[:MAX_ERROR_MESSAGE_CHARS])
+    return Rollout(
+        run_uid=request.run_uid,
+        purpose=Purpose.EVAL if request.purpose == rollout_pb2.PURPOSE_EVAL else Purpose.TRAIN,
+        ordinal=request.ordinal,
+        member=member,
+        attempt=request.attempt,
+        group_size=request.group_size,
+        env=request.env.name,
+        task_index=request.task_index,
+        task_id=task_id,
+        status=outcome.status,
+        error=error,
+        samples=tuple(outcome.samples) if is_ok else (),
+        reward=outcome.reward if is_ok else 0.0,
+        metrics=finite_metrics(outcome.metrics),
+        stop_condition=outcome.stop_condition,
+        is_truncated=outcome.is_truncated,
+        num_turns=outcome.num_turns,
+        seconds=seconds,
+        model_seconds=outcome.model_s,
+        temperature=request.sampling.temperature,
+        env_server=env_server,
+        planned_step=request.planned_step,
+        eval_id=request.eval_id,
+        messages_json=bounded_json(outcome.messages),
+    )

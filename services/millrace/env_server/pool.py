@@ -1,0 +1,262 @@
+"""The workers of one environment, and what happens to rollouts when a worker dies.
+
+Every rollout ends, whatever its environment does, and one bad task does not take its neighbours with it:
+
+* A worker that dies or blocks takes down every rollout that it plays, and nobody knows whose fault it was. Each of their
+  tasks becomes a suspect.
+* Suspects are replayed one at a time in a separate probe worker. A task that ends its rollout there is cleared, and its
+  other rollouts go back to the shared workers. A task that kills the probe worker, alone, has now been in flight in two
+  deaths: it is quarantined, and its rollouts end as QUARANTINED from then on.
+* A rollout is started at most three times (twice shared, once probed), so it ends even if workers die for other reasons.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.env_server.outcome import Outcome, failed, make_rollout
+from millrace.env_server.supervisor import DEFAULT_BLOCKED_GRACE_S, EnvLoadError, WorkerDiedError, WorkerProcess
+from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+from millrace.rollouts.wire import rollout_to_proto
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+# Importing verifiers takes 7 CPU-seconds and a data set may be downloaded; beyond this the load counts as failed.
+LOAD_TIMEOUT_S = 600.0
+# A v1 rollout holds two HTTP connections in its worker; above this number they break (VERIFIERS: ReadErrors at 512).
+_MAX_PLAYS_V1 = 128
+_MAX_PLAYS_V0 = 1024
+_MAX_SHARED_DEATHS = 2
+_FIRST_RESTART_S = 0.2
+_MAX_RESTART_S = 30.0
+# A worker that lived this long did not die of being started.
+_STABLE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLimits:
+    """How many workers, and how long things may take."""
+
+    num_workers: int = 1
+    load_timeout_s: float = LOAD_TIMEOUT_S
+    blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S
+    probe_idle_s: float = 60.0
+
+
+class EnvPool:
+    """The shared workers and the probe worker of one environment."""
+
+    def __init__(self, env: env_service_pb2.EnvSpec, limits: PoolLimits) -> None:
+        self.env = env
+        self.info: env_worker_pb2.EnvLoaded | None = None
+        self.failure: EnvLoadError | None = None
+        self.failed_at = 0.0
+        self.num_deaths = 0
+        self._limits = limits
+        self._workers: list[WorkerProcess | None] = [None] * limits.num_workers
+        self._changed = asyncio.Condition()
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._probe: WorkerProcess | None = None
+        self._probe_lane = asyncio.Lock()
+        self._probe_retirement: asyncio.TimerHandle | None = None
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._suspects: set[str] = set()
+        self._quarantined: dict[str, str] = {}
+        self._numbers = itertools.count()
+
+    def start(self) -> None:
+        """Begin to load, in the background."""
+        for slot in range(self._limits.num_workers):
+            name = f"supervise {self.env.id} {slot}"
+            self._supervisors.append(asyncio.create_task(self._supervise(slot), name=name))
+
+    async def close(self) -> None:
+        """End every worker."""
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        if self._probe_retirement is not None:
+            self._probe_retirement.cancel()
+        running = [worker for worker in (*self._workers, self._probe) if worker is not None]
+        await asyncio.gather(*(worker.close() for worker in running), *self._retiring)
+
+    @property
+    def quarantined_tasks(self) -> Sequence[str]:
+        """Ids of the tasks that are not played any more."""
+        return tuple(self._quarantined)
+
+    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
+        """Play the request's members together; one rollout per member, whatever happens."""
+        task_id = self.task_id(request)
+        shared_deaths = 0
+        while True:
+            if reason := self._quarantined.get(task_id):
+                return self._failures(request, failed(RolloutStatus.QUARANTINED, "TaskQuarantined", reason))
+            if task_id in self._suspects or shared_deaths >= _MAX_SHARED_DEATHS:
+                must_probe = shared_deaths >= _MAX_SHARED_DEATHS
+                rollouts = await self._play_probed(request, task_id, tokenizer_dir, must_probe=must_probe)
+                if rollouts is not None:
+                    return rollouts
+                continue
+            try:
+                worker = await self._free_worker()
+            except EnvLoadError as error:
+                return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
+            try:
+                return await worker.play(request, tokenizer_dir=tokenizer_dir)
+            except WorkerDiedError as error:
+                shared_deaths += 1
+                self._suspects.add(task_id)
+                logger.warning("rollout lost its worker", extra={"task": task_id, "reason": str(error)})
+            finally:
+                await self._notify()
+
+    def task_id(self, request: env_service_pb2.PlayGroupRequest) -> str:
+        """Id of the request's task; the pool must be READY and the index in range."""
+        if self.info is None:
+            raise RuntimeError("the environment is not loaded")
+        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
+        return (self.info.train_task_ids if use_train else self.info.eval_task_ids)[request.task_index]
+
+    async def _play_probed(
+        self, request: env_service_pb2.PlayGroupRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
+    ) -> list[rollout_pb2.Rollout] | None:
+        """Play alone in the probe worker; None if the task's standing changed while this rollout was in the queue."""
+        with waits.waiting(f"probe of suspect task {task_id} of {self.env.id}", waits_on="env worker"):
+            await self._probe_lane.acquire()
+        try:
+            if task_id in self._quarantined or (task_id not in self._suspects and not must_probe):
+                return None
+            began = time.monotonic()
+            try:
+                worker = await self._probe_worker()
+                rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
+            except EnvLoadError as error:
+                return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
+            except WorkerDiedError as error:
+                return self._condemn(request, task_id, error, seconds=time.monotonic() - began)
+            self._suspects.discard(task_id)
+            return rollouts
+        finally:
+            self._schedule_probe_retirement()
+            self._probe_lane.release()
+
+    def _condemn(
+        self, request: env_service_pb2.PlayGroupRequest, task_id: str, error: WorkerDiedError, *, seconds: float
+    ) -> list[rollout_pb2.Rollout]:
+        self._suspects.discard(task_id)
+        self._quarantined[task_id] = (
+            f"task {task_id} of environment {self.env.id} ended two worker processes, the second one alone ({error}); "
+            "it is not played again until the env-server restarts: fix the environment or drop the task"
+        )
+        logger.error("task quarantined", extra={"task": task_id, "env": self.env.id, "reason": str(error)})
+        if error.is_blocked:
+            outcome = failed(RolloutStatus.TIMEOUT, "WorkerBlocked", str(error))
+        else:
+            outcome = failed(RolloutStatus.WORKER_DIED, "WorkerDied", str(error))
+        return self._failures(request, outcome, seconds=seconds)
+
+    def _failures(
+        self, request: env_service_pb2.PlayGroupRequest, outcome: Outcome, *, seconds: float = 0.0
+    ) -> list[rollout_pb2.Rollout]:
+        """The same failure for every member."""
+        task_id = self.task_id(request)
+        rollouts = (
+            make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
+            for member in request.members
+        )
+        return [rollout_to_proto(rollout) for rollout in rollouts]
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _free_worker(self) -> WorkerProcess:
+        """The least busy worker, once there is one. Raises EnvLoadError if the environment cannot be loaded."""
+        with waits.waiting(f"a worker of environment {self.env.id}", waits_on="env worker"):
+            async with self._changed:
+                while True:
+                    if self.failure is not None:
+                        raise self.failure
+                    is_v1 = self.info is not None and self.info.api == "v1"
+                    most = _MAX_PLAYS_V1 if is_v1 else _MAX_PLAYS_V0
+                    ready = [w for w in self._workers if w is not None and w.is_ready and w.num_playing < most]
+                    if ready:
+                        return min(ready, key=lambda worker: worker.num_playing)
+                    await self._changed.wait()
+
+    async def _supervise(self, slot: int) -> None:
+        """Keep one shared worker alive until the pool is closed or the environment cannot be loaded."""
+        pause_s = _FIRST_RESTART_S
+        while self.failure is None:
+            began = time.monotonic()
+            try:
+                worker = await self._start_worker(f"{self.env.id}#{next(self._numbers)}", slot)
+            except EnvLoadError as error:
+                await self._fail(error)
+                return
+            await self._notify()
+            await worker.wait_ended()
+            self._workers[slot] = None
+            self.num_deaths += 1
+            await self._notify()
+            pause_s = _FIRST_RESTART_S if time.monotonic() - began > _STABLE_S else min(pause_s * 2, _MAX_RESTART_S)
+            await asyncio.sleep(pause_s)
+
+    async def _fail(self, error: EnvLoadError) -> None:
+        logger.error("environment failed to load", extra={"env": self.env.id, "error": f"{error.error_type}: {error}"})
+        self.failure = error
+        self.failed_at = time.monotonic()
+        await self._notify()
+
+    async def _start_worker(self, name: str, slot: int | None) -> WorkerProcess:
+        """Start a worker and wait until it has loaded the same tasks as the first one. Raises EnvLoadError."""
+        worker = await WorkerProcess.spawn(self.env, name=name, blocked_grace_s=self._limits.blocked_grace_s)
+        if slot is not None:
+            self._workers[slot] = worker  # close() finds it while it loads
+        else:
+            self._probe = worker
+        timeout_s = self._limits.load_timeout_s
+        with waits.waiting(f"environment {self.env.id} to load", waits_on="env worker", deadline_s=timeout_s):
+            try:
+                info = await asyncio.wait_for(asyncio.shield(worker.loaded), timeout_s)
+            except TimeoutError:
+                worker.kill("loading took too long")
+                message = f"not loaded within {timeout_s:g} s; load it once by hand to see what it waits for"
+                raise EnvLoadError("LoadTimeout", message) from None
+        if self.info is None:
+            self.info = info
+        elif (info.train.digest, info.eval.digest) != (self.info.train.digest, self.info.eval.digest):
+            worker.kill("its tasks differ")
+            raise EnvLoadError(
+                "TaskSetChanged",
+                f"a new worker of environment {self.env.id} loaded other tasks than the first one; "
+                "make its data a function of its args (a fixed seed)",
+            )
+        return worker
+
+    async def _probe_worker(self) -> WorkerProcess:
+        if self._probe_retirement is not None:
+            self._probe_retirement.cancel()
+        if self._probe is None or not self._probe.is_ready:
+            return await self._start_worker(f"{self.env.id}#probe{next(self._numbers)}", None)
+        return self._probe
+
+    def _schedule_probe_retirement(self) -> None:
+        """A probe worker is needed seldom and holds 250 MB: it ends after a while without suspects."""
+        if self._probe_retirement is not None:
+            self._probe_retirement.cancel()
+        loop = asyncio.get_running_loop()
+        self._probe_retirement = loop.call_later(self._limits.probe_idle_s, self._retire_probe)
+
+    def _retire_probe(self) -> None:
+        if self._probe is not None and not self._probe_lane.locked():
+            worker, self._probe = self._probe, None
+            task = asyncio.create_task(worker.close())
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)

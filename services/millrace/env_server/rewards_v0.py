@@ -1,0 +1,59 @@
+"""Makes a v0 reward function that raises visible.
+
+A `verifiers` v0 rubric swallows the exception, logs one line and scores 0.0, which would train the policy away from
+whatever made the reward function fail. Every reward function is wrapped once, when the environment is loaded; the
+wrapper notes the exception for the rollout that is being scored and lets it go on to the rubric.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_errors: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("millrace_reward_errors", default=None)
+
+
+@contextlib.contextmanager
+def recorded_reward_errors() -> Iterator[list[str]]:
+    """Collect what reward functions raise inside the block, in this task and the tasks that it starts."""
+    errors: list[str] = []
+    token = _errors.set(errors)
+    try:
+        yield errors
+    finally:
+        _errors.reset(token)
+
+
+def watch_rubric(rubric: Any) -> int:
+    """Wrap every reward function of a rubric and of the rubrics in it; returns how many."""
+    count = 0
+    for inner in getattr(rubric, "rubrics", None) or ():
+        count += watch_rubric(inner)
+    # The list object is changed in place: a rubric may have handed it out.
+    funcs = getattr(rubric, "funcs", None) or []
+    for index, func in enumerate(funcs):
+        if not getattr(func, "_millrace_watched", False):
+            funcs[index] = _watched(func)
+            count += 1
+    return count
+
+
+def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
+    # `wraps` sets __wrapped__, so inspect.signature, by which a rubric picks arguments and tells group functions,
+    # still sees the original.
+    @functools.wraps(func)
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = func(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+        except Exception as error:
+            errors = _errors.get()
+            if errors is not None:
+                name = getattr(func, "__name__", repr(func))
+                errors.append(f"reward function {name!r} raised {type(error).__name__}: {error}")
+            raise
+
+    watched._millrace_watched = True  # type: ignore[attr-defined]
+    return watched

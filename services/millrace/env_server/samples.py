@@ -1,0 +1,124 @@
+"""Turns → samples: the exact tokens that the policy saw and sampled, never a second tokenization.
+
+A turn is one model call: the prompt's token ids, the sampled ids, their log-probs and which policy versions produced
+them. Consecutive turns become ONE sample if the next prompt begins with everything before it, prompt and sampled tokens
+alike. If it does not (the chat template dropped or rewrote something, or a reply did not survive decoding and encoding),
+the turn begins a new sample: nothing is trained in a context in which it was not sampled.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from millrace.rollouts.types import PolicySpan, Sample
+
+
+class MissingTokensError(Exception):
+    """A model call came back without exact tokens, log-probs or policy versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One model call. `spans` are indices into `completion_ids`."""
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    logprobs: Sequence[float]
+    spans: Sequence[PolicySpan]
+
+
+def parse_spans(raw: Any) -> tuple[PolicySpan, ...]:
+    """The `policy_spans` of an engine's choice; an empty tuple if there are none or they are not readable."""
+    if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
+        return ()
+    spans: list[PolicySpan] = []
+    for item in raw:
+        if not isinstance(item, Mapping):
+            return ()
+        try:
+            spans.append(PolicySpan(**{key: int(item[key]) for key in ("lineage", "version", "start", "end")}))
+        except (KeyError, TypeError, ValueError):
+            return ()
+    return tuple(spans)
+
+
+def check_turn(turn: Turn, *, index: int, requires_spans: bool) -> None:
+    """Raise MissingTokensError unless the turn has everything that training needs."""
+    where = f"model call {index}"
+    num_tokens = len(turn.completion_ids)
+    if not turn.prompt_ids or not num_tokens:
+        raise MissingTokensError(
+            f"{where} has {len(turn.prompt_ids)} prompt and {num_tokens} sampled token ids; "
+            "the engine must return prompt_token_ids and token_ids (`return_token_ids`)"
+        )
+    if len(turn.logprobs) != num_tokens:
+        raise MissingTokensError(f"{where} has {num_tokens} sampled tokens but {len(turn.logprobs)} log-probs")
+    if not all(math.isfinite(value) for value in turn.logprobs):
+        raise MissingTokensError(f"{where} has a log-prob that is not a finite number")
+    if not requires_spans:
+        return
+    at = 0
+    for span in turn.spans:
+        if span.start != at or span.end <= span.start:
+            break
+        at = span.end
+    if at != num_tokens:
+        raise MissingTokensError(
+            f"{where}: policy_spans cover tokens 0 to {at} of {num_tokens}; the engine must say for every sampled "
+            "token which policy version produced it"
+        )
+
+
+def merge_turns(turns: Sequence[Turn], *, requires_spans: bool) -> tuple[Sample, ...]:
+    """Merge the turns of one rollout, in order, into its samples. Raises MissingTokensError."""
+    if not turns:
+        raise MissingTokensError("the rollout made no model call")
+    builders: list[_SampleBuilder] = []
+    for index, turn in enumerate(turns):
+        check_turn(turn, index=index, requires_spans=requires_spans)
+        if not builders or not builders[-1].is_extended_by(turn.prompt_ids):
+            builders.append(_SampleBuilder())
+        builders[-1].add(turn)
+    return tuple(builder.build() for builder in builders)
+
+
+class _SampleBuilder:
+    """A sample that grows turn by turn."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.loss_mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[PolicySpan] = []
+
+    def is_extended_by(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt begins with all tokens of this sample."""
+        return list(prompt_ids[: len(self.token_ids)]) == self.token_ids
+
+    def add(self, turn: Turn) -> None:
+        """Append what the prompt adds (not trained), then the sampled tokens (trained)."""
+        added = list(turn.prompt_ids[len(self.token_ids) :])
+        self._extend(added, [0] * len(added), [0.0] * len(added))
+        start = len(self.token_ids)
+        self._extend(turn.completion_ids, [1] * len(turn.completion_ids), turn.logprobs)
+        for span in turn.spans:
+            self.spans.append(
+                PolicySpan(lineage=span.lineage, version=span.version, start=start + span.start, end=start + span.end)
+            )
+
+    def _extend(self, token_ids: Sequence[int], mask: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.token_ids.extend(token_ids)
+        self.loss_mask.extend(mask)
+        self.logprobs.extend(logprobs)
+
+    def build(self) -> Sample:
+        """The sample as columns."""
+        return Sample(
+            token_ids=np.asarray(self.token_ids, dtype=np.int32),
+            loss_mask=np.asarray(self.loss_mask, dtype=np.uint8),
+            inference_logprobs=np.asarray(self.logprobs, dtype=np.float32),
+            policy_spans=tuple(self.spans),
+        )

@@ -1,0 +1,234 @@
+"""EnvService: opens environments, plays groups, answers what is being played."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import grpc.aio
+
+from millrace.env_server.adapter import parse_args
+from millrace.env_server.groups import Groups, PlayingGroup, group_key
+from millrace.env_server.outcome import failed, make_rollout
+from millrace.env_server.pool import EnvPool, PoolLimits
+from millrace.env_server.sink import RolloutSink
+from millrace.env_server.tasks import canonical_json
+from millrace.env_server.tokenizer_files import TokenizerFiles
+from millrace.errors import (
+    CapacityError,
+    InvalidSpecError,
+    InvalidStateError,
+    MillraceError,
+    UnavailableError,
+    Violation,
+)
+from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+from millrace.rollouts.wire import rollout_to_proto
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CAPACITY = 512
+# A new OpenEnv does not try a failed environment again before this time (stated in env_service.proto).
+_RETRY_FAILED_S = 30.0
+
+
+class EnvService(env_service_pb2_grpc.EnvServiceServicer):
+    """The servicer. `worker_id` names this env-server in its rollouts."""
+
+    def __init__(
+        self,
+        *,
+        sink: RolloutSink,
+        tokenizers: TokenizerFiles,
+        worker_id: str,
+        capacity: int = DEFAULT_CAPACITY,
+        limits: PoolLimits | None = None,
+    ) -> None:
+        self.groups = Groups()
+        self.capacity = capacity
+        self._sink = sink
+        self._tokenizers = tokenizers
+        self._worker_id = worker_id
+        self._limits = limits or PoolLimits()
+        self._pools: dict[bytes, EnvPool] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Stop every group and every worker. Unfinished rollouts are not appended."""
+        for group in self.groups.all():
+            tasks = list(group.tasks)
+            self.groups.cancel(group)
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()), *self._closing)
+
+    async def OpenEnv(
+        self, request: env_service_pb2.OpenEnvRequest, context: grpc.aio.ServicerContext
+    ) -> env_service_pb2.OpenEnvResponse:
+        """Begin to load, or say where loading is."""
+        return _describe(self._pool(request.env))
+
+    async def PlayGroup(
+        self, request: env_service_pb2.PlayGroupRequest, context: grpc.aio.ServicerContext
+    ) -> env_service_pb2.PlayGroupResponse:
+        """Begin to play; answers at once."""
+        _check_request(request)
+        self.groups.check_epoch(request.run_uid, request.epoch)
+        if self.groups.is_known(group_key(request)):
+            return env_service_pb2.PlayGroupResponse(already_playing=True)
+        pool = self._ready_pool(request)
+        num_playing = self.groups.num_rollouts
+        if num_playing + len(request.members) > self.capacity:
+            raise CapacityError(
+                f"this env-server plays {num_playing} rollouts (or waits to append them) and its capacity is "
+                f"{self.capacity}; {len(request.members)} more do not fit",
+                reason="ENV_SERVER_FULL",
+                remedy="wait for groups to finish, use another env-server, or raise MILLRACE_ENV_CAPACITY",
+            )
+        self._begin(request, pool)
+        return env_service_pb2.PlayGroupResponse(already_playing=False)
+
+    async def ListPlaying(
+        self, request: env_service_pb2.ListPlayingRequest, context: grpc.aio.ServicerContext
+    ) -> env_service_pb2.ListPlayingResponse:
+        """The run's groups, and a fence against older orchestrators."""
+        self.groups.check_epoch(request.run_uid, request.epoch)
+        groups = [group.to_proto() for group in self.groups.of_run(request.run_uid)]
+        return env_service_pb2.ListPlayingResponse(groups=groups)
+
+    async def CancelGroups(
+        self, request: env_service_pb2.CancelGroupsRequest, context: grpc.aio.ServicerContext
+    ) -> env_service_pb2.CancelGroupsResponse:
+        """Stop groups of the run: the named ones, every attempt of them, or all."""
+        self.groups.check_epoch(request.run_uid, request.epoch)
+        named = {(group.purpose, group.eval_id, group.ordinal) for group in request.groups}
+        stopped = 0
+        for group in self.groups.of_run(request.run_uid):
+            if not named or (group.request.purpose, group.request.eval_id, group.request.ordinal) in named:
+                self.groups.cancel(group)
+                stopped += 1
+        if not named:
+            self._sink.forget(request.run_uid)
+        return env_service_pb2.CancelGroupsResponse(num_cancelled=stopped)
+
+    def _pool(self, env: env_service_pb2.EnvSpec) -> EnvPool:
+        """The environment's pool, by id and args; one that failed long enough ago is tried again."""
+        key = env.id.encode() + b"\0" + canonical_json(parse_args(env))
+        pool = self._pools.get(key)
+        if pool is not None and pool.failure is not None and time.monotonic() - pool.failed_at > _RETRY_FAILED_S:
+            closing = asyncio.create_task(pool.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            pool = None
+        if pool is None:
+            pool = self._pools[key] = EnvPool(env, self._limits)
+            pool.start()
+        return pool
+
+    def _ready_pool(self, request: env_service_pb2.PlayGroupRequest) -> EnvPool:
+        """The pool, if the request can be played there now."""
+        pool = self._pool(request.env)
+        if pool.failure is not None:
+            raise InvalidStateError(
+                f"environment {request.env.id!r} is FAILED: {pool.failure.error_type}: {pool.failure}",
+                reason="ENV_FAILED",
+                remedy="correct what it names; it is tried again after 30 s",
+            )
+        if pool.info is None:
+            raise UnavailableError(
+                f"environment {request.env.id!r} is still being loaded",
+                reason="ENV_LOADING",
+                remedy="call OpenEnv until it answers READY",
+            )
+        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
+        tasks = pool.info.train if use_train else pool.info.eval
+        if request.task_index >= tasks.num_tasks:
+            which = "training" if use_train else "held-out"
+            raise _invalid("task_index", request.task_index, f"the environment has {tasks.num_tasks} {which} tasks")
+        if pool.info.requires_group and sorted(request.members) != list(range(request.group_size)):
+            message = f"rewards compare the members of a group: all {request.group_size} must be played in one attempt"
+            raise _invalid("members", list(request.members), message)
+        return pool
+
+    def _begin(self, request: env_service_pb2.PlayGroupRequest, pool: EnvPool) -> None:
+        group = PlayingGroup(request=request, left=set(request.members))
+        self.groups.add(group)
+        together = pool.info is not None and pool.info.requires_group
+        for members in [list(request.members)] if together else [[member] for member in request.members]:
+            part = env_service_pb2.PlayGroupRequest()
+            part.CopyFrom(request)
+            del part.members[:]
+            part.members.extend(members)
+            task = asyncio.create_task(self._play(group, part, pool), name=f"play {request.ordinal}/{members}")
+            group.tasks.add(task)
+            task.add_done_callback(group.tasks.discard)
+
+    async def _play(self, group: PlayingGroup, part: env_service_pb2.PlayGroupRequest, pool: EnvPool) -> None:
+        """Play some members and append their rollouts, whatever happens."""
+        for rollout in await self._rollouts(part, pool):
+            rollout.env_server = self._worker_id
+            try:
+                await self._sink.append(rollout, is_wanted=self._is_wanted(group))
+            finally:
+                self.groups.finish_member(group, rollout.member)
+
+    async def _rollouts(self, part: env_service_pb2.PlayGroupRequest, pool: EnvPool) -> Iterable[rollout_pb2.Rollout]:
+        try:
+            tokenizer_dir = await self._tokenizers.directory(part.tokenizer_manifest_key)
+            return await pool.play(part, tokenizer_dir=tokenizer_dir)
+        # A rollout that the orchestrator waits for must end; what is not a rollout's own failure is ours.
+        except Exception as error:
+            kind = error.reason if isinstance(error, MillraceError) else type(error).__name__
+            logger.exception("rollout could not be played", extra={"ordinal": part.ordinal, "run": part.run_uid})
+            outcome = failed(RolloutStatus.ENV_ERROR, kind, str(error))
+            task_id = pool.task_id(part)
+            return [
+                rollout_to_proto(make_rollout(part, member=member, task_id=task_id, outcome=outcome, seconds=0.0))
+                for member in part.members
+            ]
+
+    def _is_wanted(self, group: PlayingGroup) -> Callable[[], bool]:
+        return lambda: not self.groups.is_resolved(group.request)
+
+
+def _describe(pool: EnvPool) -> env_service_pb2.OpenEnvResponse:
+    if pool.failure is not None:
+        return env_service_pb2.OpenEnvResponse(
+            state=env_service_pb2.ENV_STATE_FAILED,
+            error_type=pool.failure.error_type,
+            error_message=str(pool.failure),
+        )
+    if pool.info is None:
+        return env_service_pb2.OpenEnvResponse(state=env_service_pb2.ENV_STATE_LOADING)
+    return env_service_pb2.OpenEnvResponse(
+        state=env_service_pb2.ENV_STATE_READY,
+        train=pool.info.train,
+        eval=pool.info.eval,
+        api=pool.info.api,
+        requires_group=pool.info.requires_group,
+    )
+
+
+def _invalid(field: str, value: object, message: str) -> InvalidSpecError:
+    violation = Violation(field=field, value=str(value), message=message, source="PlayGroupRequest")
+    return InvalidSpecError([violation], reason="REQUEST_INVALID")
+
+
+def _check_request(request: env_service_pb2.PlayGroupRequest) -> None:
+    """Refuse, all at once, what could not be played."""
+    wrong: list[tuple[str, object, str]] = []
+    if not request.run_uid:
+        wrong.append(("run_uid", "", "must be set"))
+    if request.purpose == rollout_pb2.PURPOSE_UNSPECIFIED:
+        wrong.append(("purpose", request.purpose, "must be TRAIN or EVAL"))
+    if not request.members:
+        wrong.append(("members", "[]", "must name at least one member"))
+    if len(set(request.members)) != len(request.members) or any(m >= request.group_size for m in request.members):
+        wrong.append(("members", list(request.members), f"must be distinct and below group_size {request.group_size}"))
+    if not request.base_url:
+        wrong.append(("base_url", "", "must be the engine's URL, ending in /v1"))
+    if not 0 < request.rollout_timeout_seconds < float("inf"):
+        wrong.append(("rollout_timeout_seconds", request.rollout_timeout_seconds, "must be positive and finite"))
+    if wrong:
+        violations = [Violation(field=f, value=str(v), message=m, source="PlayGroupRequest") for f, v, m in wrong]
+        raise InvalidSpecError(violations, reason="REQUEST_INVALID")

@@ -1,0 +1,61 @@
+"""Tokenizer files of policies, downloaded once per manifest for environments that tokenize on the client side."""
+
+import asyncio
+import hashlib
+import shutil
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+from millrace.errors import CorruptObjectError
+from millrace.policies.pull import pull_files, read_manifest
+from millrace.storage.base import ObjectStore
+
+# A manifest's tokenizer is a few MiB and versions of one run share it by content; old ones go.
+_MAX_DIRECTORIES = 8
+
+
+class TokenizerFiles:
+    """A cache of directories. Manifests with equal files share one, so a new version costs no new tokenizer."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._root = Path(tempfile.mkdtemp(prefix="millrace-tokenizers-"))
+        self._by_manifest: OrderedDict[str, Path] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    async def directory(self, manifest_key: str) -> str:
+        """The directory with the manifest's files; "" for an empty key. Raises what the store raises."""
+        if not manifest_key:
+            return ""
+        async with self._lock:
+            if manifest_key not in self._by_manifest:
+                self._by_manifest[manifest_key] = await asyncio.to_thread(self._download, manifest_key)
+                while len(self._by_manifest) > _MAX_DIRECTORIES:
+                    self._by_manifest.popitem(last=False)
+            self._by_manifest.move_to_end(manifest_key)
+            return str(self._by_manifest[manifest_key])
+
+    def _download(self, manifest_key: str) -> Path:
+        manifest = read_manifest(self._store, manifest_key)
+        whole = hashlib.sha256()
+        for entry in sorted(manifest.files, key=lambda entry: entry.name):
+            whole.update(f"{entry.name}:{entry.sha256}\n".encode())
+        target = self._root / whole.hexdigest()[:16]
+        if target.is_dir():
+            return target
+        partial = Path(tempfile.mkdtemp(dir=self._root))
+        for name, data in pull_files(self._store, manifest).items():
+            if Path(name).name != name:
+                raise CorruptObjectError(
+                    f"policy manifest {manifest_key} has a file named {name!r}, which is not a plain name",
+                    reason="MANIFEST_INVALID",
+                    remedy="publish the policy again",
+                )
+            (partial / name).write_bytes(data)
+        partial.rename(target)
+        return target
+
+    def close(self) -> None:
+        """Delete every directory."""
+        shutil.rmtree(self._root, ignore_errors=True)
