@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-from millrace.config.environment import put, spell
+from millrace.config.environment import WHOLE_LISTS, below_list, put, spell
 from millrace.config.files import UnreadableFileError, read_file
 from millrace.config.paths import Path, dotted
 from millrace.config.redact import shown
@@ -188,6 +188,9 @@ class _Reader:
             value = self._next() if self._peek() is not None else None
         if value is None and node is not None:
             self._wrong(f"--{name}", "needs a value behind it")
+            return
+        if below_list(path, self._schema):
+            self._wrong(dotted(path), WHOLE_LISTS)
             return
         try:
             typed = free_value(value or "") if is_free or node is None else typed_value(value or "", node)

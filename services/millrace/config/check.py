@@ -68,7 +68,8 @@ def _report_finding(merged: Merged, config: BaseModel, finding: Finding) -> None
     for part in path:
         here = here[part] if isinstance(part, int) else getattr(here, part)
     written = next((where for other in finding.paths if (where := _written(merged, other))), None)
-    source = f"default, with `{dotted(written)}` from {merged.locate(written)}" if written else "default"
+    default = f"default, with `{dotted(written)}` from {merged.locate(written)}" if written else "default"
+    source = merged.locate(path) or default
     violation = Violation(field=dotted(path), value=shown(path, here), message=finding.message, source=source)
     merged.violations.append(violation)
 

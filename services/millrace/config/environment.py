@@ -10,6 +10,7 @@ from millrace.config.tree import Kind, Node
 from millrace.errors import Violation
 
 PREFIX = "MILLRACE_CONFIG__"
+WHOLE_LISTS = 'lists are replaced as a whole; give the list as JSON, such as \'[{"id": "reverse-text"}]\''
 
 
 def read_environment(env: Mapping[str, str], schema: Node) -> tuple[Source, list[Violation]]:
@@ -24,6 +25,9 @@ def read_environment(env: Mapping[str, str], schema: Node) -> tuple[Source, list
             violations.append(Violation(field=variable, message=message, source=variable))
             continue
         path, node, is_free = spell(parts, schema)
+        if below_list(path, schema):
+            violations.append(Violation(field=dotted(path), value=None, message=WHOLE_LISTS, source=variable))
+            continue
         try:
             value = free_value(env[variable]) if is_free or node is None else typed_value(env[variable], node)
         except NotJsonError as error:
@@ -50,6 +54,12 @@ def spell(parts: list[str], schema: Node) -> tuple[tuple[str, ...], Node | None,
         node = node.child(plain) if node else None
     is_free = node is not None and node.kind is Kind.FREE_TABLE and len(path) > len(node.path)
     return tuple(path), node, is_free
+
+
+def below_list(path: tuple[str, ...], schema: Node) -> bool:
+    """Whether a path goes into a list of tables."""
+    above = (schema.find(path[:length]) for length in range(1, len(path)))
+    return any(node is not None and node.kind is Kind.SECTION_LIST for node in above)
 
 
 def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> bool:

@@ -18,8 +18,7 @@ class RLConfig(Section):
     """A reinforcement learning run.
 
     The keys `model.name`, `max_steps`, `seq_len`, `seed`, `async_level` and `ckpt` at the top are shared: each fills
-    the services' keys of the same meaning. Building an ``RLConfig`` fills them (and fills the shared key from the
-    services' where only those are set), so every path below is set on every config that exists.
+    the services' keys of the same meaning, and is filled from them where only those are written.
     """
 
     model: ModelConfig = table(ModelConfig, "The model that is trained. Fills `model.name` of every service.")

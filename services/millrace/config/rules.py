@@ -89,9 +89,8 @@ def _length_rules(
     """Room for a completion in a rollout, for a rollout in the engine and in the trainer."""
     longest = orchestrator.seq_len
     samplings = [("orchestrator.sampling.max_tokens", orchestrator.sampling.max_tokens)]
-    if orchestrator.eval:
-        if orchestrator.eval.sampling.max_tokens != orchestrator.sampling.max_tokens:  # else it says the same twice
-            samplings.append(("orchestrator.eval.sampling.max_tokens", orchestrator.eval.sampling.max_tokens))
+    if orchestrator.eval and orchestrator.eval.sampling.max_tokens != orchestrator.sampling.max_tokens:
+        samplings.append(("orchestrator.eval.sampling.max_tokens", orchestrator.eval.sampling.max_tokens))
     for path, max_tokens in samplings:
         if max_tokens is not None and max_tokens >= longest:
             yield _finding(

@@ -4,14 +4,15 @@ import difflib
 from collections.abc import Iterable
 
 from millrace.config.paths import Path, dotted
-from millrace.config.tree import Kind, Node
+from millrace.config.tree import Node
 
 _CUTOFF = 0.6
+_CUTOFF_ELSEWHERE = 0.8
 _MOST_KEYS = 24
 
 MOVED = {
-    "orchestrator.train": "environments are `[[orchestrator.env]]`, sampling is `[orchestrator.sampling]`",
-    "orchestrator.train.source": "use `[[orchestrator.env]]` with `id`, `name`, `args`, `weight`",
+    "orchestrator.train": "sources are `[[orchestrator.env]]` with `id`, `name`, `args`, `weight`; sampling is "
+    "`[orchestrator.sampling]`",
     "orchestrator.eval.source": "use `[[orchestrator.eval.env]]` with `id`, `name`, `args`",
     "orchestrator.token_batch_size": "batches are counted in rollouts: use `orchestrator.batch_size`",
     "orchestrator.buffer": "there is no rollout buffer; see `orchestrator.filter_zero_advantages`",
@@ -43,21 +44,20 @@ def unknown_key_message(key: str, node: Node, path: Path, *, schema: Node) -> tu
     meant: set[Path] = {(*path, name) for name in siblings}
     if siblings:
         return f"unknown key; did you mean {_or(dotted((*path, name)) for name in siblings)}?", meant
-    elsewhere = _elsewhere(spelled, path, schema)
+    elsewhere = _elsewhere(spelled, schema)
     if elsewhere:
         return f"unknown key; did you mean {_or(elsewhere)}?", meant
     return f"unknown key; the keys here are {', '.join(sorted(node.children)[:_MOST_KEYS])}", meant
 
 
-def _elsewhere(key: str, path: Path, schema: Node) -> list[str]:
+def _elsewhere(key: str, schema: Node) -> list[str]:
     """Full paths of other sections that end in the key, or nearly so."""
     everywhere = {dotted(other.path): other for other in schema.walk()}
     exact = [name for name, other in everywhere.items() if key == other.name or key in other.aliases]
     if exact:
         return exact[:3]
-    wanted = dotted((*path, key))
-    paths = [name for name, other in everywhere.items() if other.kind is Kind.LEAF]
-    return difflib.get_close_matches(wanted, paths, n=2, cutoff=0.8)
+    near = difflib.get_close_matches(key, {other.name for other in schema.walk()}, n=1, cutoff=_CUTOFF_ELSEWHERE)
+    return [name for name, other in everywhere.items() if near and other.name == near[0]][:3]
 
 
 def _or(names: Iterable[str]) -> str:

@@ -1,0 +1,158 @@
+"""`docs/configuration.md`, made from the schema. `python -m millrace.config.reference` prints it; a test compares."""
+
+import json
+import sys
+
+from pydantic import BaseModel
+
+from millrace.config.rl import RLConfig
+from millrace.config.sft import SFTConfig
+from millrace.config.suggest import MOVED
+from millrace.config.tree import Kind, Node, schema_tree, type_text
+
+_INTRODUCTION = """# Configuration
+
+<!-- Made by `python -m millrace.config.reference > docs/configuration.md`; a test fails where the two differ. -->
+
+A run is described by one config. Its keys are those of prime-rl; a key that does not exist is an error with a
+suggestion, and everything that is wrong is reported at once, each with the key, the value, where it is written, and
+what would be right.
+
+## Sources
+
+The later one wins:
+
+1. the defaults below;
+2. environment variables: `MILLRACE_CONFIG__trainer__optim__lr=1e-5`;
+3. files: `millrace rl @ base.toml @ more.toml`, merged left to right. Tables are merged key by key, lists are replaced.
+   TOML, or JSON where the name ends in `.json`. Names are relative to the working directory;
+4. flags: `--trainer.optim.lr 1e-5` or `--trainer.optim.lr=1e-5`, in kebab or snake case.
+
+Flags for tables and lists take JSON: `--orchestrator.env '[{"id": "reverse-text"}]'`. A table that is off by default is
+switched on by its bare flag (`--ckpt`) or an empty table in a file, and off by `--no-ckpt` or `--ckpt None`. A boolean
+is set by `--wandb.offline` and cleared by `--no-wandb.offline`. Where a source changes the `type` of a table (such as
+`trainer.scheduler`), what earlier sources wrote into that table is dropped.
+
+`--dry-run` prints the resolved config: every key below with its value, as JSON that loads as the same config.
+
+## One file or one per service
+
+The keys at the top of a combined file are shared: they fill the keys of the services that mean the same. Writing both
+with different values is an error that lists every place.
+
+| Shared key | Fills |
+|---|---|
+| `model.name` | `trainer.model.name`, `orchestrator.model.name`, `inference.model.name` |
+| `max_steps` | `trainer.max_steps`, `orchestrator.max_steps` |
+| `seq_len` | `trainer.model.seq_len`, `orchestrator.seq_len` |
+| `seed` | `orchestrator.seed` |
+| `async_level` | `orchestrator.async_level` |
+| `ckpt` | `trainer.ckpt` |
+
+The split form puts each service's section into a file of its own, as in `examples/reverse_text_split`:
+`millrace rl --trainer @ trainer.toml --orchestrator @ orchestrator.toml --inference @ inference.toml`. There the
+shared keys are filled from the services' where those agree. Any section can be read so: `--trainer.optim @ optim.toml`.
+
+## Other names
+
+Where prime-rl has had two names for one key, both work; the resolved config has the first.
+
+| Key | Other name |
+|---|---|
+"""
+
+_MOVED = """
+These keys of prime-rl have another place here, or none; using one is an error that says the same:
+
+| prime-rl | here |
+|---|---|
+"""
+
+_DIFFERENCES = """
+## What differs from prime-rl
+
+* `orchestrator.rollouts_per_example` has prime-rl's default of 1, but grpo with 1 is an error: every advantage would be
+  0 and the run would train nothing.
+* `trainer.scheduler`: a constant schedule may have `warmup_steps` (prime-rl ignores it), and `decay_steps = 1` works.
+* `inference.server.port` is any free port by default, not 8000: engines are found by registration.
+* `inference.engine`, `inference.max_num_seqs`, `orchestrator.rollout_timeout_s`, `trainer.determinism`,
+  `trainer.micro_batch_tokens`, `trainer.model.dtype` and `trainer.model.publish_dtype` are additions.
+* Addresses and credentials of services, Redis and the object store are not part of a run: they are `MILLRACE_*`
+  variables of the processes.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    rl, sft = schema_tree(RLConfig), schema_tree(SFTConfig)
+    parts = [_INTRODUCTION, _alias_rows(rl), _MOVED]
+    parts += [f"| `{key}` | {text} |\n" for key, text in MOVED.items()]
+    parts += [_DIFFERENCES]
+    parts += [_config("RL: `millrace rl`", RLConfig, rl), _config("SFT: `millrace sft`", SFTConfig, sft)]
+    return "".join(parts)
+
+
+def _alias_rows(root: Node) -> str:
+    rows = [f"| `{_name(node)}` | `{alias}` |\n" for node in root.walk() for alias in node.aliases]
+    return "".join(rows)
+
+
+def _config(title: str, model: type[BaseModel], root: Node) -> str:
+    """All sections of one command."""
+    sections = [root, *(node for node in root.walk() if node.kind in (Kind.SECTION, Kind.SECTION_LIST))]
+    text = f"\n## {title}\n"
+    for section in sections:
+        text += _section(section, model)
+    return text
+
+
+def _section(section: Node, model: type[BaseModel]) -> str:
+    """One section: its heading, what it is for, and a row for each key that is no section itself."""
+    heading = f"`{_header(section)}`" if section.path else "top"
+    about = " ".join((_class_doc(section) if section.path else (model.__doc__ or "")).split()).replace("``", "`")
+    text = f"\n### {heading}\n\n{about}{_presence(section)}\n"
+    rows = [node for node in section.children.values() if node.kind in (Kind.LEAF, Kind.FREE_TABLE)]
+    if rows:
+        text += "\n| Key | Type | Default | Meaning |\n|---|---|---|---|\n"
+    for node in rows:
+        text += f"| `{node.name}` | {type_text(node)} | {_default(node)} | {node.description} |\n"
+    return text
+
+
+def _class_doc(section: Node) -> str:
+    """The docstring of a section's class, or of the class in its list."""
+    annotation = section.annotation
+    inner = annotation.__args__[0] if section.kind is Kind.SECTION_LIST else annotation
+    return (inner.__doc__ or "").strip()
+
+
+def _presence(section: Node) -> str:
+    if not section.path:
+        return ""
+    if section.is_required and section.kind is Kind.SECTION_LIST:
+        return " At least one is required."
+    if section.default_text:
+        return f" Default: {section.default_text}."
+    return " Off unless it is written." if section.is_optional else ""
+
+
+def _header(node: Node) -> str:
+    return f"[[{_name(node)}]]" if node.kind is Kind.SECTION_LIST else f"[{_name(node)}]"
+
+
+def _name(node: Node) -> str:
+    return ".".join(node.path)
+
+
+def _default(node: Node) -> str:
+    if node.default_text:
+        return node.default_text
+    if node.is_required:
+        return "required"
+    if node.kind is Kind.FREE_TABLE:
+        return "empty"
+    return "none" if node.default is None else f"`{json.dumps(node.default)}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())
