@@ -1,0 +1,1 @@
+"""The inference service: engines that generate with a policy, their HTTP API, and the PolicyService."""

@@ -1,0 +1,295 @@
+"""The embedded engine: a transformers model in this process, driven by one thread of its own, on CPU.
+
+It is the engine for laptops and tests, built to be exact and fast enough: the thread owns model, KV cache and
+scheduler, everything else reaches them as commands that it runs between two steps. So an update can never fall into a
+forward pass, and results need no locks.
+"""
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from millrace.errors import CapacityError, InvalidStateError, UnavailableError
+from millrace.inference import loader, weights
+from millrace.inference.engine import (
+    EngineState,
+    EngineStatus,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    HeldDigest,
+    InflightMode,
+    PolicyIdentity,
+)
+from millrace.inference.rows import Running
+from millrace.inference.scheduler import Scheduler
+from millrace.policies.tensors import TensorBytes
+
+log = logging.getLogger(__name__)
+
+DEFAULT_KV_BYTES = 4 << 30
+MAX_WAITING = 100_000  # requests; beyond it callers are told to come back
+_IDLE_WAIT_S = 1.0
+_CLOSE_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+
+
+class EmbeddedEngine:
+    """Implements `Engine`. `num_threads` is for torch's operators; more than one rarely helps small models."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        kv_bytes: int = DEFAULT_KV_BYTES,
+        num_threads: int = 1,
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len_limit = max_model_len
+        self._kv_bytes = kv_bytes
+        self._num_threads = num_threads
+        self._model_len = 0
+        self._state = EngineState.EMPTY
+        self._error = ""
+        self._scheduler: Scheduler | None = None
+        self._pauses: set[str] = set()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
+        self._thread.start()
+
+    async def load(
+        self, model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, identity: PolicyIdentity
+    ) -> None:
+        """See `Engine.load`. Old and new model are both in memory until the swap."""
+        scheduler, model_len = await asyncio.to_thread(self._build, model_dir, tensors, identity)
+
+        def swap() -> None:
+            old, self._scheduler = self._scheduler, scheduler
+            self._state, self._error, self._model_len = EngineState.READY, "", model_len
+            if old is not None:
+                old.abort_all()
+
+        await self._in_thread(swap)
+
+    async def check(self, tensors: Mapping[str, TensorBytes]) -> None:
+        """See `Engine.check`."""
+        # Names, shapes and dtypes never change while a model is held: no need to interrupt the thread.
+        await asyncio.to_thread(weights.check_tensors, self._held().model, tensors)
+
+    async def apply_policy(
+        self, tensors: Mapping[str, TensorBytes], *, identity: PolicyIdentity, inflight_mode: InflightMode
+    ) -> None:
+        """See `Engine.apply_policy`."""
+
+        def apply() -> None:
+            scheduler = self._held()
+            weights.check_tensors(scheduler.model, tensors)
+            try:
+                weights.copy_tensors(scheduler.model, tensors)
+                scheduler.set_identity(identity, inflight_mode)
+            except BaseException as error:
+                self._fail(f"applying policy {identity} failed half-way: {error}")
+                raise
+
+        await self._in_thread(apply)
+
+    async def read_digest(self, tensors: Mapping[str, TensorBytes]) -> HeldDigest:
+        """See `Engine.read_digest`; this engine always reads back."""
+        digest = await self._in_thread(lambda: weights.read_digest(self._held().model, tensors))
+        return HeldDigest(digest=digest, proof="readback")
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """See `Engine.generate`."""
+        scheduler = self._held()
+        if scheduler.num_waiting >= MAX_WAITING:
+            raise CapacityError(f"{MAX_WAITING} requests wait already", reason="QUEUE_FULL", remedy="retry later")
+        prompt_length = len(request.prompt_token_ids)
+        if not 0 < prompt_length < self._model_len:
+            raise InvalidStateError(
+                f"the prompt has {prompt_length} tokens, allowed are 1 to {self._model_len - 1}",
+                reason="PROMPT_TOO_LONG" if prompt_length else "PROMPT_EMPTY",
+                remedy="send a prompt that fits the context",
+            )
+        done: Future[Generation] = Future()
+        done.set_running_or_notify_cancel()  # from here on only the thread ends it, so there is no race with a cancel
+        seed = request.sampling.seed
+        entry = Running(
+            request=request,
+            seed=secrets.randbits(64) if seed is None else seed & (1 << 64) - 1,
+            limit=min(prompt_length + max(1, request.sampling.max_tokens), self._model_len),
+            deliver=done.set_result,
+        )
+        self._post(lambda: self._submit(entry))
+        try:
+            return await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            self._post(lambda: self._abort(request.request_id))
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine.abort`."""
+        await self._in_thread(lambda: self._abort(request_id))
+
+    async def abort_all(self) -> None:
+        """See `Engine.abort_all`."""
+        await self._in_thread(lambda: self._scheduler.abort_all() if self._scheduler else None)
+
+    async def fail(self, error: str) -> None:
+        """See `Engine.fail`."""
+        await self._in_thread(lambda: self._fail(error))
+
+    async def pause(self, holder: str) -> None:
+        """See `Engine.pause`."""
+        await self._in_thread(lambda: self._pauses.add(holder))
+
+    async def resume(self, holder: str) -> None:
+        """See `Engine.resume`."""
+        await self._in_thread(lambda: self._pauses.discard(holder))
+
+    def status(self) -> EngineStatus:
+        """See `Engine.status`."""
+        scheduler = self._scheduler
+        is_busy = scheduler is not None and not self._pauses and scheduler.num_running + scheduler.num_waiting > 0
+        return EngineStatus(
+            state=self._state,
+            identity=scheduler.identity if scheduler is not None and self._state is EngineState.READY else None,
+            is_paused=bool(self._pauses),
+            num_running=scheduler.num_running if scheduler else 0,
+            num_waiting=scheduler.num_waiting if scheduler else 0,
+            max_num_seqs=self._max_num_seqs,
+            max_model_len=self._model_len,
+            progress_age_s=time.monotonic() - self._progress if is_busy or self._commands else 0.0,
+            num_generated_tokens=scheduler.num_generated_tokens if scheduler else 0,
+            num_finished=scheduler.num_finished if scheduler else 0,
+            error=self._error,
+        )
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        self._closing = True
+        self._post(lambda: None)
+        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.error("the engine's thread did not end", extra={"timeout_s": _CLOSE_TIMEOUT_S})
+
+    def _build(
+        self, model_dir: Path, tensors: Mapping[str, TensorBytes] | None, identity: PolicyIdentity
+    ) -> tuple[Scheduler, int]:
+        model = loader.load_model(model_dir, tensors)
+        config = loader.load_config(model_dir)
+        tokenizer = loader.load_tokenizer(model_dir)
+        positions = loader.max_positions(config)
+        scheduler = Scheduler(
+            model,
+            identity=identity,
+            eos_token_ids=loader.eos_token_ids(model_dir, config, tokenizer),
+            decoder=tokenizer,
+            max_num_seqs=self._max_num_seqs,
+            kv_bytes=self._kv_bytes,
+            token_bytes=loader.cache_token_bytes(config, next(model.parameters()).dtype),
+        )
+        return scheduler, min(positions, self._max_model_len_limit or positions)
+
+    def _held(self) -> Scheduler:
+        """The scheduler of the held model; UnavailableError if there is none that may generate."""
+        match self._state:
+            case EngineState.READY if self._scheduler is not None and not self._closing:
+                return self._scheduler
+            case EngineState.FAILED:
+                raise UnavailableError(self._error, reason="ENGINE_FAILED", remedy="retry on another replica")
+            case _:
+                raise UnavailableError("the engine holds no model", reason="NO_POLICY", remedy="retry later")
+
+    # ---- what follows runs in the engine's thread, except _post and _in_thread ----
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Has the thread run a command that raises nothing."""
+        with self._wake:
+            if not self._commands:
+                self._progress = time.monotonic() if self._is_idle() else self._progress
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        """Runs a function in the thread, between two steps; its result or error comes back."""
+        done: Future[T] = Future()
+
+        def command() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(function())
+                except BaseException as error:  # noqa: BLE001 - crosses the thread border as the caller's error
+                    done.set_exception(error)
+
+        if self._closing:
+            raise UnavailableError("the engine is closed", reason="ENGINE_CLOSED", remedy="retry on another replica")
+        self._post(command)
+        return await asyncio.wrap_future(done)
+
+    def _is_idle(self) -> bool:
+        scheduler = self._scheduler
+        return bool(self._pauses) or scheduler is None or not (scheduler.num_running or scheduler.num_waiting)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)  # counts per calling thread
+        with torch.inference_mode():
+            while not self._closing:
+                with self._wake:
+                    if not self._commands and self._is_idle():
+                        self._wake.wait(_IDLE_WAIT_S)
+                self._drain()
+                self._step()
+        if self._scheduler is not None:
+            self._scheduler.abort_all()
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            try:
+                command()
+            except Exception as error:  # without the thread every caller would wait for ever
+                log.exception("a command of the engine failed")
+                self._fail(f"a command of the engine failed: {error}")
+            self._progress = time.monotonic()
+
+    def _step(self) -> None:
+        if self._is_idle() or self._scheduler is None:
+            return
+        try:
+            self._scheduler.step()
+        except Exception as error:  # a failed pass must end its requests, not the thread
+            log.exception("a forward pass failed")
+            self._fail(f"a forward pass failed: {error}")
+        self._progress = time.monotonic()
+
+    def _submit(self, entry: Running) -> None:
+        try:
+            scheduler = self._held()
+        except UnavailableError:
+            entry.finish(FinishReason.ABORT)  # the model went away since the caller looked
+        else:
+            scheduler.submit(entry)
+
+    def _abort(self, request_id: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.abort(request_id)
+
+    def _fail(self, error: str) -> None:
+        self._state, self._error = EngineState.FAILED, error
+        if self._scheduler is not None:
+            self._scheduler.abort_all()

@@ -1,0 +1,203 @@
+"""What the inference service asks of an engine, without torch.
+
+An engine holds at most one model and generates with it. The service around it decides *which* policy version it holds
+(`updater.py`) and speaks HTTP (`server.py`); an engine knows tokens, not text, except for stop strings.
+
+The protocol is shaped so that an engine in a child process can implement it as well: every method is asynchronous, all
+arguments are plain values, and the stages of an update that may fail harmlessly (`check`) and harmfully
+(`apply_policy`) are separate calls.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.policies.tensors import TensorBytes
+from millrace.rollouts.types import PolicySpan
+
+
+class InflightMode(StrEnum):
+    """What requests in flight do across an update."""
+
+    KEEP = "keep"
+    """Go on with the KV cache that the old version wrote."""
+    RECOMPUTE = "recompute"
+    """Recompute the KV cache of prompt and completion with the new version, then go on."""
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the longest context."""
+    ABORT = "abort"
+    """Aborted by its caller, or the model was replaced; the result is not to be used."""
+    ERROR = "error"
+    """The model gave values that are not finite; the result is not to be used."""
+
+
+class EngineState(StrEnum):
+    """Whether an engine can generate."""
+
+    EMPTY = "empty"
+    """No model is loaded."""
+    READY = "ready"
+    """Generates, or is paused."""
+    FAILED = "failed"
+    """An operation failed in a way that leaves the model undefined; only `load` gets out of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyIdentity:
+    """Which policy an engine holds: (lineage, version) of a run; an empty run is a fixed model."""
+
+    run_uid: str
+    lineage: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.run_uid or 'fixed'}/{self.lineage}-{self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one completion.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` None draws a random one; a seed gives the same
+    tokens whatever else is in the batch, up to floating-point rounding. Stop tokens stay part of the completion. `stop`
+    are stop strings; the engine stops after the token that completes one.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One completion to generate; `request_id` is unique among the requests in flight."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Generation:
+    """A finished completion.
+
+    `token_ids` int32 [T]. `logprobs` float32 [T]: of each token under the distribution that it was sampled from, that
+    is after temperature, top-k and top-p (under plain softmax for greedy requests). `policy_spans` cover [0, T) in
+    order. `stop_reason` is the stop token id or stop string that ended it, None for an end-of-sequence token.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    policy_spans: tuple[PolicySpan, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """What an engine does at the moment. `progress_age_s` is the time since it last did something it had to do."""
+
+    state: EngineState
+    identity: PolicyIdentity | None
+    is_paused: bool
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    max_model_len: int
+    progress_age_s: float
+    num_generated_tokens: int
+    num_finished: int
+    error: str = ""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return self.num_running + self.num_waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldDigest:
+    """Digest (hex) of the policy that an engine holds and how it was found: `readback` or `probe`."""
+
+    digest: str
+    proof: str
+
+
+class Engine(Protocol):
+    """Generates with one model. All methods but `status` may be called concurrently from one event loop."""
+
+    async def load(
+        self, model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, identity: PolicyIdentity
+    ) -> None:
+        """Builds the model that `model_dir` describes (config, tokenizer) and replaces the one that is held.
+
+        Weights come from `tensors`, or from the directory's safetensors files if that is None. The old model generates
+        while the new one is built; a failure there raises and leaves it. Requests in flight end with ABORT at the swap.
+        """
+        ...
+
+    async def check(self, tensors: Mapping[str, TensorBytes]) -> None:
+        """Raises InvalidStateError if `apply_policy` could not take these tensors; changes nothing."""
+        ...
+
+    async def apply_policy(
+        self, tensors: Mapping[str, TensorBytes], *, identity: PolicyIdentity, inflight_mode: InflightMode
+    ) -> None:
+        """Puts new weights into the held model, between two decode steps. A failure leaves the engine FAILED."""
+        ...
+
+    async def read_digest(self, tensors: Mapping[str, TensorBytes]) -> HeldDigest:
+        """Digest over what the engine holds now under the names, dtypes and shapes of `tensors`."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Generates one completion. Cancelling the call aborts the request.
+
+        Raises UnavailableError when no model is held, InvalidStateError when the prompt does not fit the context.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request with ABORT; unknown ids are ignored."""
+        ...
+
+    async def abort_all(self) -> None:
+        """Ends every request with ABORT."""
+        ...
+
+    async def fail(self, error: str) -> None:
+        """Declares what is held unusable: state FAILED, requests in flight end with ABORT."""
+        ...
+
+    async def pause(self, holder: str) -> None:
+        """Stops generation between two tokens until every holder has resumed. Idempotent by holder."""
+        ...
+
+    async def resume(self, holder: str) -> None:
+        """Ends this holder's pause."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """What the engine does; cheap, from any thread."""
+        ...
+
+    async def close(self) -> None:
+        """Aborts what is in flight and frees everything."""
+        ...

@@ -1,0 +1,186 @@
+"""The running requests of the embedded engine as columns, a row per request: a step is a few array operations.
+
+Rows 0..count-1 are in use, in the order of the KV cache's rows. All of this belongs to the engine's thread.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millrace.inference.engine import FinishReason, GenerateRequest, Generation, PolicyIdentity
+from millrace.rollouts.types import PolicySpan
+
+_NO_TOKEN = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """A request from its arrival to its end.
+
+    `seed` is drawn if the caller gave none. `limit` is in tokens, with prompt. `deliver` takes the result; `marks` are
+    the positions in the completion where a policy version begins to generate.
+    """
+
+    request: GenerateRequest
+    seed: int
+    limit: int
+    deliver: Callable[[Generation], None]
+    marks: list[tuple[PolicyIdentity, int]] = field(default_factory=list)
+
+    def mark(self, identity: PolicyIdentity, position: int) -> None:
+        """From completion position `position` on, `identity` generates."""
+        if self.marks and self.marks[-1][1] == position:
+            self.marks.pop()
+        if not self.marks or self.marks[-1][0] != identity:
+            self.marks.append((identity, position))
+
+    def spans(self, end: int) -> tuple[PolicySpan, ...]:
+        """The marks as spans over a completion of `end` tokens."""
+        if not self.marks:
+            return ()  # it never ran
+        ends = [*(start for _, start in self.marks[1:]), end]
+        return tuple(
+            PolicySpan(lineage=identity.lineage, version=identity.version, start=start, end=stop)
+            for (identity, start), stop in zip(self.marks, ends, strict=True)
+            if start < stop
+        )
+
+    def finish(
+        self,
+        reason: FinishReason,
+        *,
+        tokens: np.ndarray | None = None,
+        logprobs: np.ndarray | None = None,
+        stop_reason: int | str | None = None,
+    ) -> None:
+        """Delivers the result; without tokens it is an empty one."""
+        ids = np.zeros(0, np.int32) if tokens is None else tokens.astype(np.int32)
+        self.deliver(
+            Generation(
+                token_ids=ids,
+                logprobs=np.zeros(0, np.float32) if logprobs is None else logprobs.copy(),
+                policy_spans=self.spans(len(ids)),
+                finish_reason=reason,
+                stop_reason=stop_reason,
+            )
+        )
+
+
+class RowTable:
+    """The columns. `tokens` int64 [rows, length] holds prompt and completion, `logprobs` float32 the completion's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.running: list[Running] = []
+        self.tokens = np.zeros((0, 0), np.int64)
+        self.logprobs = np.zeros((0, 0), np.float32)
+        self.length = np.zeros(0, np.int64)
+        self.prompt_length = np.zeros(0, np.int64)
+        self.limit = np.zeros(0, np.int64)
+        self.temperature = np.zeros(0, np.float32)
+        self.top_p = np.zeros(0, np.float32)
+        self.top_k = np.zeros(0, np.int32)
+        self.seed = np.zeros(0, np.uint64)
+        self.stop_ids = np.zeros((0, 1), np.int64)
+        self.has_stop_strings = np.zeros(0, np.bool_)
+
+    def add(self, entries: Sequence[Running], eos_token_ids: Sequence[int]) -> slice:
+        """Appends requests; returns their rows."""
+        first, self.count = self.count, self.count + len(entries)
+        stops = [
+            tuple(
+                dict.fromkeys(
+                    (*e.request.sampling.stop_token_ids, *(() if e.request.sampling.ignore_eos else eos_token_ids))
+                )
+            )
+            for e in entries
+        ]
+        self._reserve(self.count, max(e.limit for e in entries), max(map(len, stops)))
+        for row, (entry, stop) in enumerate(zip(entries, stops, strict=True), start=first):
+            prompt, sampling = entry.request.prompt_token_ids, entry.request.sampling
+            self.tokens[row, : len(prompt)] = prompt
+            self.length[row] = self.prompt_length[row] = len(prompt)
+            self.limit[row] = entry.limit
+            self.temperature[row] = sampling.temperature
+            self.top_p[row] = sampling.top_p
+            self.top_k[row] = sampling.top_k
+            self.seed[row] = entry.seed
+            self.stop_ids[row] = _NO_TOKEN
+            self.stop_ids[row, : len(stop)] = stop
+            self.has_stop_strings[row] = bool(sampling.stop)
+        self.running.extend(entries)
+        return slice(first, self.count)
+
+    def append(self, rows: slice, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """Appends one token per row; returns bool [rows]: the row ends by a stop token, its limit or a bad log-prob."""
+        length = self.length[rows]
+        index = np.arange(rows.start, rows.stop)
+        self.tokens[index, length] = tokens
+        self.logprobs[index, length] = logprobs
+        self.length[rows] += 1
+        ends = (tokens[:, None] == self.stop_ids[rows]).any(axis=1)
+        ends |= self.length[rows] >= self.limit[rows]
+        ends |= ~np.isfinite(logprobs)
+        return ends
+
+    def completion(self, row: int) -> np.ndarray:
+        """The completion so far, int64, a view."""
+        return self.tokens[row, self.prompt_length[row] : self.length[row]]
+
+    def completion_logprobs(self, row: int) -> np.ndarray:
+        """The completion's log-probs, a view."""
+        return self.logprobs[row, self.prompt_length[row] : self.length[row]]
+
+    def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Drops rows and closes the holes from the end; returns (sources, targets) of the moves to repeat elsewhere."""
+        gone = set(rows)
+        count = self.count - len(gone)
+        targets = sorted(row for row in gone if row < count)
+        sources = [row for row in range(count, self.count) if row not in gone]
+        for column in self._columns():
+            column[targets] = column[sources]
+        for source, target in zip(sources, targets, strict=True):
+            self.running[target] = self.running[source]
+        del self.running[count:]
+        self.count = count
+        return sources, targets
+
+    def find(self, request_id: str) -> int | None:
+        """Row of a request, or None."""
+        return next((row for row, entry in enumerate(self.running) if entry.request.request_id == request_id), None)
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return (
+            self.tokens,
+            self.logprobs,
+            self.length,
+            self.prompt_length,
+            self.limit,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.seed,
+            self.stop_ids,
+            self.has_stop_strings,
+        )
+
+    def _reserve(self, rows: int, length: int, stops: int) -> None:
+        """Grows the columns; what is held stays, new stop ids match no token."""
+        have_rows, have_length = self.tokens.shape
+        have_stops = self.stop_ids.shape[1]
+        if rows <= have_rows and length <= have_length and stops <= have_stops:
+            return
+        rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows, 8)
+        length, stops = max(length, have_length), max(stops, have_stops)
+        self.tokens = _grown(self.tokens, (rows, length))
+        self.logprobs = _grown(self.logprobs, (rows, length))
+        self.stop_ids = _grown(self.stop_ids, (rows, stops), fill=_NO_TOKEN)
+        for name in ("length", "prompt_length", "limit", "temperature", "top_p", "top_k", "seed", "has_stop_strings"):
+            setattr(self, name, _grown(getattr(self, name), (rows,)))
+
+
+def _grown(old: np.ndarray, shape: tuple[int, ...], *, fill: int = 0) -> np.ndarray:
+    new = np.full(shape, fill, old.dtype)
+    new[tuple(slice(size) for size in old.shape)] = old
+    return new

@@ -1,0 +1,79 @@
+"""Sampling for a whole batch at once, with log-probs of exactly the distribution that was sampled.
+
+One uniform number per request and token decides, by inversion of the cumulative distribution. The number is a hash of
+(seed of the request, index of the token), so a seeded request gives the same tokens whatever else is in the batch, and
+no random state has to move when requests join and leave.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_UNIFORM_BITS = np.uint64(48)  # u <= 1 - 2**-48, so u * total < total holds in float64 after rounding, too
+
+
+def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in [0, 1) per row from (seed, counter): the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    with np.errstate(over="ignore"):
+        x = seeds + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return (x >> (np.uint64(64) - _UNIFORM_BITS)).astype(np.float64) * 2.0**-48
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    *,
+    temperatures_B: NDArray[np.float32],
+    top_ps_B: NDArray[np.float32],
+    top_ks_B: NDArray[np.int32],
+    uniforms_B: NDArray[np.float64],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Next tokens int64 [B] and their log-probs float32 [B].
+
+    Log-probs are those of log_softmax(logits / temperature) in float32, renormalised over what top-k and top-p keep;
+    rows of temperature 0 take the most likely token and its log-prob at temperature 1.
+    """
+    logits_BV = logits_BV.float()
+    is_greedy = temperatures_B == 0
+    if not (temperatures_B == 1).all():
+        divisors = torch.from_numpy(np.where(is_greedy, np.float32(1), temperatures_B))
+        logits_BV = logits_BV / divisors[:, None]
+    logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+    if ((top_ps_B < 1) | (top_ks_B > 0)).any():
+        logprobs_BV = _truncate(logprobs_BV, top_ps_B, top_ks_B, is_greedy)
+    if is_greedy.all():
+        tokens_B = logprobs_BV.argmax(dim=-1)
+    else:
+        cumulative_BV = logprobs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
+        thresholds_B = torch.from_numpy(uniforms_B)[:, None] * cumulative_BV[:, -1:]
+        # The first index above the threshold has a probability above 0: the sum grows there.
+        tokens_B = torch.searchsorted(cumulative_BV, thresholds_B, right=True)[:, 0]
+        tokens_B.clamp_(max=logits_BV.shape[-1] - 1)  # only rows with NaN get here; their log-prob shows it
+        if is_greedy.any():
+            tokens_B = torch.where(torch.from_numpy(is_greedy), logprobs_BV.argmax(dim=-1), tokens_B)
+    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+
+
+def _truncate(
+    logprobs_BV: torch.Tensor,
+    top_ps_B: NDArray[np.float32],
+    top_ks_B: NDArray[np.int32],
+    is_greedy_B: NDArray[np.bool_],
+) -> torch.Tensor:
+    """Log-probs renormalised over the tokens that top-k, then top-p, keep; greedy rows stay whole."""
+    sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
+    vocab = logprobs_BV.shape[-1]
+    kept_count_B = np.where((top_ks_B > 0) & ~is_greedy_B, np.minimum(top_ks_B, vocab), vocab)
+    keep_BV = torch.arange(vocab)[None, :] < torch.from_numpy(kept_count_B)[:, None]
+    probs_BV = sorted_BV.exp().masked_fill_(~keep_BV, 0)
+    probs_BV /= probs_BV.sum(dim=-1, keepdim=True)
+    before_BV = probs_BV.cumsum(dim=-1) - probs_BV
+    limits_B = torch.from_numpy(np.where(is_greedy_B, np.float32(1), top_ps_B))
+    # The smallest prefix that reaches top_p; the first token always stays. At top_p = 1 rounding must not cut the tail.
+    keep_BV &= (before_BV < limits_B[:, None]) | (limits_B[:, None] >= 1)
+    keep_BV[:, 0] = True
+    kept_BV = torch.zeros_like(keep_BV).scatter_(1, order_BV, keep_BV)
+    return torch.log_softmax(logprobs_BV.masked_fill(~kept_BV, float("-inf")), dim=-1)

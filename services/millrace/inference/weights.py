@@ -1,0 +1,100 @@
+"""Weights of a torch model by name: check, copy in place, read back. Tied parameters are one tensor of many names."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from millrace.errors import InvalidStateError
+from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
+from millrace.policies.tensors import TensorBytes
+
+_TORCH_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+_TAGS = {dtype: tag for tag, dtype in _TORCH_DTYPES.items()}
+_REMEDY = "publish the policy with the tensors of its config.json, all floating-point ones in one dtype"
+
+
+def float_dtype(tensors: Mapping[str, TensorBytes]) -> torch.dtype:
+    """The dtype of the floating-point tensors; InvalidStateError if there are several or none.
+
+    The engine computes in it, so what it holds are the published bits and the digest can be proved by readback.
+    """
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if _TORCH_DTYPES[tensor.dtype].is_floating_point:
+            found.setdefault(tensor.dtype, name)
+    if len(found) != 1:
+        examples = ", ".join(f"{tag} ({name})" for tag, name in sorted(found.items())) or "none"
+        raise InvalidStateError(
+            f"the policy's floating-point tensors have not one dtype but: {examples}",
+            reason="POLICY_DTYPE_MIXED",
+            remedy=_REMEDY,
+        )
+    return _TORCH_DTYPES[next(iter(found))]
+
+
+def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
+    """Raises InvalidStateError, naming tensors, unless `tensors` set every weight of the model exactly once."""
+    held = model.state_dict(keep_vars=True)
+    problems = [f"{name} is not a weight of the model" for name in tensors if name not in held]
+    covered: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        target = held.get(name)
+        if target is None:
+            continue
+        if tuple(target.shape) != tensor.shape or target.dtype != _TORCH_DTYPES[tensor.dtype]:
+            problems.append(
+                f"{name} is {tensor.dtype}{list(tensor.shape)}, the model has {_tag(target)}{list(target.shape)}"
+            )
+        first = covered.setdefault(target.data_ptr(), name)
+        if first != name and tensors[first].data != tensor.data:
+            problems.append(f"{first} and {name} are one tied weight in the model, but differ in the policy")
+    problems += [f"{name} is missing" for name, target in held.items() if target.data_ptr() not in covered]
+    if problems:
+        raise InvalidStateError(
+            f"the policy does not fit the model: {'; '.join(problems[:5])}"
+            + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
+            reason="POLICY_MODEL_MISMATCH",
+            remedy=_REMEDY,
+        )
+
+
+@torch.no_grad()
+def copy_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
+    """Copies checked tensors into the model's own memory, so tied weights and views stay what they are."""
+    held = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        # A copy: the downloaded bytes are read-only and may lie unaligned, neither of which torch accepts.
+        raw = torch.from_numpy(tensor.bits().view(np.uint8).copy())
+        held[name].copy_(raw.view(_TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape))
+
+
+def read_digest(model: torch.nn.Module, names: Mapping[str, object]) -> str:
+    """Digest (hex) of what the model holds under these names, in the form of the policy manifest."""
+    held = model.state_dict(keep_vars=True)
+    found: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    for name in names:
+        tensor = as_tensor_bytes(held[name])
+        found[name] = (tensor.dtype, tensor.shape, digest_hex(tensor_digest(tensor)))
+    return policy_digest(found)
+
+
+def as_tensor_bytes(tensor: torch.Tensor) -> TensorBytes:
+    """A CPU tensor's bits, without a copy where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return TensorBytes(dtype=_tag(tensor), shape=tuple(tensor.shape), data=flat.numpy().data)
+
+
+def _tag(tensor: torch.Tensor) -> str:
+    return _TAGS.get(tensor.dtype, str(tensor.dtype))
