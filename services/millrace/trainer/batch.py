@@ -1,0 +1,120 @@
+"""From samples to micro-batches: length-sorted, padded rows of a bounded number of tokens.
+
+On CPU, padded rows of nearly equal length are faster than packed rows with a block mask, whose attention is quadratic
+in the packed length. The plan is a pure function of the samples' lengths, so every rank computes it from the header's
+sample table alone and reads only the chunks that hold its own samples.
+
+Shape suffixes: B rows, T padded length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from millrace.rollouts.types import TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rows that go through the model at once, right-padded with token 0, mask 0 and weight 0.
+
+    `loss_mask_BT` and `ce_weights_BT` never select position 0: nothing precedes it, so it has no log-prob.
+    `rl_weights_BT` is 1 where a sample has no weights of its own; the rl component is where the mask is 1 and the
+    weight is not 0, the cross-entropy component where its weight is not 0.
+    """
+
+    token_ids_BT: torch.Tensor
+    attention_mask_BT: torch.Tensor
+    position_ids_BT: torch.Tensor
+    loss_mask_BT: torch.Tensor
+    inference_logprobs_BT: torch.Tensor
+    advantages_BT: torch.Tensor
+    rl_weights_BT: torch.Tensor
+    ce_weights_BT: torch.Tensor
+    temperature_B: torch.Tensor
+    env_B: tuple[str, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, padding excluded."""
+        return int(self.attention_mask_BT.sum())
+
+    @property
+    def num_rl_tokens(self) -> int:
+        """Tokens of the rl component."""
+        return int((self.loss_mask_BT & (self.rl_weights_BT != 0)).sum())
+
+    @property
+    def num_ce_tokens(self) -> int:
+        """Tokens of the cross-entropy component."""
+        return int((self.ce_weights_BT != 0).sum())
+
+    @property
+    def first_scored(self) -> int:
+        """Column of the first token of any row that a log-prob is needed for; at least 1."""
+        needed = (self.loss_mask_BT | (self.ce_weights_BT != 0)).any(dim=0)
+        columns = torch.nonzero(needed)
+        return max(1, int(columns[0])) if len(columns) else needed.numel()
+
+
+def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, world_size: int = 1) -> list[list[list[int]]]:
+    """Sample indices by rank, then by micro-batch: rows sorted by length, rows times longest row at most `max_tokens`.
+
+    A sample longer than `max_tokens` gets a micro-batch of its own. Every rank gets equally many micro-batches, because
+    the ranks' collectives pair up; where samples run out a micro-batch is empty. Consecutive micro-batches go to
+    consecutive ranks, so that the ranks' work is nearly equal.
+    """
+    order = sorted((index for index, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
+    micro_batches: list[list[int]] = []
+    for index in order:
+        # Sorted downwards, so the first row of a micro-batch is its longest.
+        if micro_batches and (len(micro_batches[-1]) + 1) * lengths[micro_batches[-1][0]] <= max_tokens:
+            micro_batches[-1].append(index)
+        else:
+            micro_batches.append([index])
+    while len(micro_batches) % world_size:
+        micro_batches.append([])
+    return [micro_batches[rank::world_size] for rank in range(world_size)]
+
+
+def build_micro_batch(samples: Sequence[TrainSample], *, seq_len: int, device: torch.device) -> MicroBatch:
+    """Pads samples to a micro-batch on `device`, cutting each at `seq_len`.
+
+    No samples give one row of two padding tokens with weight 0: it keeps this rank's collectives in step with the
+    others' and contributes a zero gradient.
+    """
+    lengths = [min(len(sample.token_ids), seq_len) for sample in samples] or [2]
+    shape = (len(lengths), max(lengths))
+    token_ids = np.zeros(shape, np.int64)
+    attention = np.zeros(shape, np.int64)
+    mask = np.zeros(shape, np.bool_)
+    logprobs, advantages, rl_weights, ce_weights = (np.zeros(shape, np.float32) for _ in range(4))
+    if not samples:
+        attention[:] = 1  # an attention row without any key would be NaN
+    for row, (sample, length) in enumerate(zip(samples, lengths, strict=bool(samples))):
+        token_ids[row, :length] = sample.token_ids[:length]
+        attention[row, :length] = 1
+        mask[row, 1:length] = sample.loss_mask[1:length] != 0
+        logprobs[row, :length] = sample.inference_logprobs[:length]
+        advantages[row, :length] = sample.advantages[:length]
+        rl_weights[row, :length] = 1.0 if sample.rl_weights is None else sample.rl_weights[:length]
+        if sample.ce_weights is not None:
+            ce_weights[row, 1:length] = sample.ce_weights[1:length]
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return MicroBatch(
+        token_ids_BT=tensor(token_ids),
+        attention_mask_BT=tensor(attention),
+        position_ids_BT=tensor(np.broadcast_to(np.arange(shape[1]), shape).copy()),
+        loss_mask_BT=tensor(mask),
+        inference_logprobs_BT=tensor(logprobs),
+        advantages_BT=tensor(advantages),
+        rl_weights_BT=tensor(rl_weights),
+        ce_weights_BT=tensor(ce_weights),
+        temperature_B=tensor(np.array([s.temperature for s in samples] or [1.0], np.float32)),
+        env_B=tuple(sample.env for sample in samples) or ("",),
+    )

@@ -1,0 +1,113 @@
+"""The gang: the processes that `torchrun` starts to train one model together, or this process alone.
+
+With one process nothing here communicates and no process group exists. With several, parameters are sharded with FSDP2
+and rank 0 alone holds the run's lease, writes its log and tells the others what to do, as bytes (never as pickles).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Self
+
+import torch
+from torch import nn
+from torch import distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+# Rank 0 broadcasts at least every few seconds while it waits, so a silent peer is dead long before this.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+class Gang:
+    """This process's place among the processes of the gang, and what they exchange."""
+
+    def __init__(self, *, rank: int = 0, world_size: int = 1, device: torch.device | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device or torch.device("cpu")
+
+    @classmethod
+    def join(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """Joins the gang that torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) describe; alone without them."""
+        local_rank = int(environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        world_size = int(environ.get("WORLD_SIZE", "1"))
+        if world_size == 1:
+            return cls(device=device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+        return cls(rank=int(environ["RANK"]), world_size=world_size, device=device)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the gang is this process only."""
+        return self.world_size == 1
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, at every rank; the others pass None."""
+        return self._broadcast_from(0, data or b"")
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes in order of rank, at every rank."""
+        parts: list[bytes] = []
+        for source in range(self.world_size):
+            parts.append(self._broadcast_from(source, data))
+        return parts
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sums over the ranks, in float64."""
+        return self._reduce(values, dist.ReduceOp.SUM) if not self.is_alone else list(values)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maxima over the ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX) if not self.is_alone else list(values)
+
+    def barrier(self) -> None:
+        """Returns when every rank has arrived."""
+        self.sum([0.0])
+
+    def shard(self, model: nn.Module, *, compute_dtype: torch.dtype) -> nn.Module:
+        """Moves the model to this rank's device and, in a gang, shards its parameters block by block (FSDP2)."""
+        model.to(self.device)
+        if self.is_alone:
+            return model
+        policy = (
+            MixedPrecisionPolicy()
+            if compute_dtype == torch.float32
+            else MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        )
+        blocks = set(getattr(model, "_no_split_modules", None) or ())
+        for module in list(model.modules()):
+            if type(module).__name__ in blocks:
+                fully_shard(module, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        return model
+
+    def leave(self) -> None:
+        """Ends the process group."""
+        if not self.is_alone and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _broadcast_from(self, source: int, data: bytes) -> bytes:
+        """The bytes of rank `source`: first their number, then themselves."""
+        if self.is_alone:
+            return data
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        dist.broadcast(length, src=source)
+        buffer = torch.zeros(max(int(length), 1), dtype=torch.uint8)
+        if self.rank == source and data:
+            buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(buffer, src=source)
+        return buffer[: int(length)].numpy().tobytes()
+
+    def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=operation)
+        return tensor.tolist()

@@ -1,0 +1,117 @@
+"""What the trainer tells the world after each step: one event and one log line."""
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from millrace.internal.v1 import batch_pb2
+from millrace.telemetry import logging
+from millrace.trainer.batches import Batch
+from millrace.trainer.optimizer import OptimizerReport
+from millrace.trainer.publisher import PolicyLog
+from millrace.v1 import event_pb2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Seconds of one step by phase; the wait for the batch is in the batch."""
+
+    forward_backward_s: float
+    publish_s: float
+    checkpoint_s: float
+
+
+def staleness(header: batch_pb2.BatchHeader) -> tuple[float, int]:
+    """Mean and maximum over rollouts of the step minus their oldest token's policy version; 0 without samples."""
+    oldest: dict[tuple[int, int, int], int] = defaultdict(lambda: header.step)
+    for entry in header.samples:
+        rollout = (entry.ordinal, entry.member, entry.attempt)
+        oldest[rollout] = min(oldest[rollout], entry.min_policy_version)
+    ages = [header.step - version for version in oldest.values()]
+    return (sum(ages) / len(ages), max(ages)) if ages else (0.0, 0)
+
+
+class Reporter:
+    """Writes step reports; only rank 0 has one with a log."""
+
+    def __init__(self, log_client: PolicyLog | None, *, world_size: int) -> None:
+        self._log_client = log_client
+        self._world_size = world_size
+        self._last = time.monotonic()
+
+    def start(self) -> None:
+        """Begins the clock of the first step."""
+        self._last = time.monotonic()
+
+    def step_completed(
+        self, batch: Batch, *, metrics: dict[str, float], optimizer: OptimizerReport, phases: Phases
+    ) -> None:
+        """Reports a finished step."""
+        now = time.monotonic()
+        step_s, self._last = now - self._last, now
+        if self._log_client is None:
+            return
+        header = batch.header
+        mean, largest = staleness(header)
+        throughput = header.num_tokens / step_s if step_s > 0 else 0.0
+        metrics |= {
+            "optim/lr": optimizer.lr,
+            "optim/grad_norm": optimizer.grad_norm,
+            "perf/throughput": throughput,
+            "perf/throughput_per_gpu": throughput / self._world_size,
+            "time/step": step_s,
+            "time/wait_for_batch": batch.wait_s,
+            "time/load_data": batch.load_s,
+            "time/forward_backward": phases.forward_backward_s,
+            "time/broadcast_weights": phases.publish_s,
+            "time/save_ckpt": phases.checkpoint_s,
+        }
+        if torch.cuda.is_available():
+            metrics["perf/peak_memory"] = torch.cuda.max_memory_allocated() / 2**30
+        body = event_pb2.StepCompleted(
+            step=header.step,
+            reward_mean=header.reward_mean,
+            staleness_mean=mean,
+            staleness_max=largest,
+            num_tokens=header.num_tokens,
+            num_rollouts=header.num_rollouts,
+            step_seconds=step_s,
+            wait_seconds=batch.wait_s,
+            metrics=metrics,
+        )
+        self._log_client.write_event(event_pb2.Event(step_completed=body))
+        log.info(
+            "step completed",
+            extra={
+                "step": header.step,
+                "reward": round(header.reward_mean, 4),
+                "loss": round(metrics.get("loss/mean", 0.0), 5),
+                "mismatch_kl": round(metrics.get("mismatch_kl/mean", 0.0), 7),
+                "grad_norm": round(optimizer.grad_norm, 4),
+                "tokens_per_s": round(throughput),
+                "seconds": round(step_s, 3),
+                "wait_s": round(batch.wait_s, 3),
+            },
+        )
+
+    def checkpoint_saved(self, *, step: int, uri: str, size_bytes: int) -> None:
+        """Reports a durable checkpoint."""
+        body = event_pb2.CheckpointSaved(step=step, uri=uri, size_bytes=size_bytes)
+        self._write(event_pb2.Event(checkpoint_saved=body))
+
+    def score_completed(self, body: event_pb2.ScoreCompleted) -> None:
+        """Reports how far trainer and engine agree on the final evaluation."""
+        self._write(event_pb2.Event(score_completed=body))
+
+    def warning(self, reason: str, message: str) -> None:
+        """Reports something that needs a person's attention."""
+        log.warning(message, extra={"reason": reason})
+        self._write(event_pb2.Event(warning=event_pb2.Warning(reason=reason, message=message)))
+
+    def _write(self, event: event_pb2.Event) -> None:
+        if self._log_client is not None:
+            self._log_client.write_event(event)

@@ -1,0 +1,93 @@
+"""Sharded tensor files (`torch.distributed.checkpoint`) in a local directory.
+
+A state is a flat dict of tensors by name; nothing else is saved, so nothing else is unpickled. The library's own
+metadata file is a pickle: it is read with an unpickler that knows the library's metadata classes and nothing more, and
+the shards with `weights_only`.
+"""
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from millrace.errors import CorruptObjectError
+
+_METADATA_FILE = ".metadata"
+_ALLOWED_MODULES = frozenset({"torch.distributed.checkpoint.metadata"})
+_ALLOWED = frozenset(
+    {
+        ("pathlib", "PosixPath"),
+        ("pathlib", "Path"),
+        ("torch", "Size"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+
+
+def save_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone: bool) -> None:
+    """Writes this rank's shards into `directory`, and on rank 0 the metadata. Collective unless `is_alone`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "assuming the intent is to save in a single process": it is
+        dcp.save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=is_alone)
+
+
+def load_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone: bool) -> None:
+    """Fills the tensors of `state` in place from a directory that holds every shard; CorruptObjectError if it cannot.
+
+    The names must be exactly the saved ones: a tensor that is missing or left over would be a silent reset.
+    """
+    reader = _SafeReader(directory)
+    saved = set(reader.read_metadata().state_dict_metadata)
+    if saved != set(state):
+        raise CorruptObjectError(
+            f"checkpoint tensors do not fit the model: missing {sorted(set(state) - saved)[:5]}, "
+            f"left over {sorted(saved - set(state))[:5]}",
+            reason="CHECKPOINT_MISMATCH",
+            remedy="resume with the model and world size that wrote the checkpoint",
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(dict(state), storage_reader=reader, no_dist=is_alone)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Loads the library's metadata and refuses every other global."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The named global, if it belongs to the metadata."""
+        if module in _ALLOWED_MODULES or (module, name) in _ALLOWED or (module == "torch" and _is_dtype(name)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in checkpoint metadata")
+
+
+class _SafeReader(FileSystemReader):
+    """The library's reader with a metadata file that cannot run code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the directory; CorruptObjectError if it is not what the library writes."""
+        path = Path(self.path) / _METADATA_FILE
+        try:
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError) as error:
+            raise CorruptObjectError(
+                f"checkpoint metadata {path.name} is not readable: {error}",
+                reason="CHECKPOINT_METADATA_INVALID",
+                remedy="delete this checkpoint; the run then resumes from the one before",
+            ) from error
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
