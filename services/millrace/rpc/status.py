@@ -2,8 +2,8 @@
 
 A server turns an error into a `google.rpc.Status` with ErrorInfo (reason, domain `millrace`, metadata), BadRequest for
 violations, RetryInfo where a retry helps, and RequestInfo; a client turns that back into the same class with the same
-message, reason, remedy and violations. Every detail travels in one header, so its size is bounded (`MAX_VIOLATIONS`,
-`MAX_TEXT_CHARS`), and what is cut says so.
+message, reason, remedy and violations. All of it travels in one header, so its size is bounded, and what is cut ends
+in an ellipsis.
 """
 
 from typing import Protocol, runtime_checkable
@@ -18,10 +18,13 @@ from millrace import errors
 from millrace.errors import InvalidSpecError, MillraceError, Violation
 
 DOMAIN = "millrace"
-# Bounds on what one error carries: 100 violations of at most ~2.5 kB stay below MAX_METADATA_BYTES.
+# Bounds on what one error carries, such that the worst of all fits into MAX_METADATA_BYTES.
 MAX_VIOLATIONS = 100
-MAX_TEXT_CHARS = 2000
-MAX_VALUE_CHARS = 200
+MAX_TEXT_CHARS = 2000  # message, remedy
+MAX_VIOLATION_CHARS = 800  # message of one violation
+MAX_VALUE_CHARS = 200  # its field, value and source
+MAX_METADATA_ENTRIES = 50
+MAX_METADATA_CHARS = 500
 MAX_METADATA_BYTES = 1 << 20  # for `grpc.max_metadata_size` on both sides; the default is 8 KiB
 
 # Metadata keys of ErrorInfo that belong to this file.
@@ -51,7 +54,8 @@ class CallStatus(Protocol):
 
 def to_status(error: MillraceError, *, request_id: str = "") -> status_pb2.Status:
     """The error as a `google.rpc.Status`."""
-    metadata = {key: _cut(value, MAX_TEXT_CHARS) for key, value in error.metadata.items()}
+    entries = list(error.metadata.items())[:MAX_METADATA_ENTRIES]
+    metadata = {_cut(key, MAX_VALUE_CHARS): _cut(value, MAX_METADATA_CHARS) for key, value in entries}
     metadata[_CLASS] = type(error).__name__ if type(error).__name__ in _CLASSES else _BY_CODE[error.code].__name__
     if error.remedy:
         metadata[_REMEDY] = _cut(error.remedy, MAX_TEXT_CHARS)
@@ -82,7 +86,7 @@ def _bad_request(error: InvalidSpecError, metadata: dict[str, str]) -> error_det
     bad_request = error_details_pb2.BadRequest()
     for index, violation in enumerate(violations):
         bad_request.field_violations.add(
-            field=_cut(violation.field, MAX_VALUE_CHARS), description=_cut(violation.message, MAX_TEXT_CHARS)
+            field=_cut(violation.field, MAX_VALUE_CHARS), description=_cut(violation.message, MAX_VIOLATION_CHARS)
         )
         if violation.value is not None:
             metadata[f"violation-{index}-value"] = _cut(violation.value, MAX_VALUE_CHARS)

@@ -126,9 +126,9 @@ async def test_a_message_of_an_invalid_spec_that_is_its_own_arrives(service) -> 
 
 async def test_many_violations_arrive_bounded_and_say_so(service) -> None:
     servicer, stub = service
-    long = "x" * 3000
+    long = "\N{GRINNING FACE}" * 3000
     servicer.error = InvalidSpecError(
-        [Violation(field=f"f{n}", value=long, message=long, source=long) for n in range(1000)]
+        [Violation(field=f"f{n}", value=long, message=long, source=long) for n in range(1000)], remedy=long
     )
     with pytest.raises(InvalidSpecError) as caught:
         await call(stub.GetRun, pb.GetRunRequest())

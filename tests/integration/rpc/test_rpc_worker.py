@@ -202,12 +202,14 @@ async def test_an_orchestrator_that_hangs_is_a_wait_not_a_hang(running_server) -
             await asyncio.sleep(60)
 
     registry = Hanging()
-    async with running_server(registry.register, grace_s=0.0) as server:
-        async with running_agent(server.address, rpc_timeout_s=0.2) as running:
-            async with asyncio.timeout(20):
-                while not [w for w in waits.snapshot("env-1") if "did not answer within 0.2 s" in w.reason]:
-                    await asyncio.sleep(0.05)
-            assert not running.task.done()
+    async with (
+        running_server(registry.register, grace_s=0.0) as server,
+        running_agent(server.address, rpc_timeout_s=0.2) as running,
+        asyncio.timeout(20),
+    ):
+        while not [w for w in waits.snapshot("env-1") if "did not answer within 0.2 s" in w.reason]:
+            await asyncio.sleep(0.05)
+        assert not running.task.done()
 
 
 async def test_an_interval_of_zero_is_not_a_busy_loop(running_server) -> None:

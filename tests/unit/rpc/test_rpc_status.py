@@ -83,9 +83,10 @@ def test_details_are_the_documented_ones() -> None:
 
 
 def test_the_largest_error_fits_into_the_metadata() -> None:
-    long = "\N{SNOWMAN}" * 5000
+    long = "\N{GRINNING FACE}" * 5000
     violations = [errors.Violation(field=long, value=long, message=long, source=long) for _ in range(500)]
-    found = status.to_status(errors.InvalidSpecError(violations, reason="X", remedy=long))
+    metadata = {f"key-{index}-{long}": long for index in range(500)}
+    found = status.to_status(errors.InvalidSpecError(violations, reason="X", remedy=long, metadata=metadata))
     assert len(found.SerializeToString()) * 4 / 3 < status.MAX_METADATA_BYTES  # binary headers travel as base64
 
 
