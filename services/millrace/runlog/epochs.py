@@ -1,0 +1,62 @@
+"""Fencing epochs: unique by a create-only object, enforced where one appends by a field of Redis' meta.
+
+The object makes an epoch unique even when Redis loses its tail or is wiped; Redis makes the check of every append
+cheap. An epoch is therefore never taken from Redis.
+"""
+
+import asyncio
+import datetime
+import json
+import logging
+import secrets
+from dataclasses import dataclass
+
+from millrace.errors import CorruptObjectError, UnavailableError
+from millrace.runlog.names import Names
+from millrace.storage import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+GENERATION_ROLE = "log"
+"""Role whose epochs number the generations of the Redis copy: 1 at creation, + 1 at every rebuild."""
+
+_MAX_ATTEMPTS = 100  # as many rivals would have to win in between; something else is wrong then
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """The right to write as `role`, until somebody holds a higher number."""
+
+    role: str
+    number: int
+
+
+def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
+    """The highest epoch of a role in the store, 0 if there is none (blocking)."""
+    highest = 0
+    for info in store.list(names.epochs(role)):
+        number = info.key.removeprefix(names.epochs(role))
+        if not number.isdigit():
+            raise CorruptObjectError(
+                f"{store.uri(info.key)} is no epoch", reason="EPOCH_CORRUPT", remedy="remove that object"
+            )
+        highest = int(number)
+    return highest
+
+
+async def create_epoch(store: ObjectStore, names: Names, role: str, owner: str) -> Epoch:
+    """Create the next epoch object of a role; exactly one caller ever gets each number."""
+    body = {"owner": owner, "nonce": secrets.token_hex(8), "time": datetime.datetime.now(datetime.UTC).isoformat()}
+    data = json.dumps(body, sort_keys=True).encode()
+    number = await asyncio.to_thread(latest_epoch, store, names, role)
+    for _ in range(_MAX_ATTEMPTS):
+        number += 1
+        if await asyncio.to_thread(store.create, names.epoch(role, number), data):
+            logger.info("epoch acquired", extra={"uid": names.uid, "role": role, "epoch": number, "owner": owner})
+            return Epoch(role, number)
+    raise UnavailableError(
+        f"lost {_MAX_ATTEMPTS} races for an epoch of {role} of run {names.uid}",
+        reason="EPOCH_CONTENDED",
+        remedy="find out which processes keep claiming the run",
+        metadata={"uid": names.uid, "role": role},
+    )

@@ -1,0 +1,172 @@
+"""Which runs exist. The store is the truth, the Redis hash `{prefix}:runs` (name → uid) the fast copy.
+
+Creating a run writes, in this order, all create-only and each by a rule that lets a repetition finish it:
+
+1. `runs/{uid}/run.json`            under a fresh uid: nobody sees it yet
+2. `requests/{request_id}` → uid    decides which of several equal requests creates the run; a loser takes over its uid
+3. meta in Redis                    the log can be opened
+4. `names/{name}` → uid             **the commit**: the run exists and its name is taken
+5. `{prefix}:runs` name → uid       listed; a pending mark `?uid` written before step 4 finds it after a crash
+
+What a crash leaves behind before step 4 is invisible, and the same request id completes it.
+"""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import redis.asyncio as redis_asyncio
+
+from millrace.errors import AlreadyExistsError, CorruptObjectError, NotFoundError
+from millrace.runlog import connection
+from millrace.runlog.connection import as_text
+from millrace.runlog.log import RunLog
+from millrace.runlog.names import Deployment, Names
+from millrace.storage import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+_PENDING = "?"  # no run name begins with it
+_COMPLETE = "*"  # field that says: this hash was built from the store, so a missing name is a missing run
+
+
+async def create_run(
+    redis: redis_asyncio.Redis,
+    store: ObjectStore,
+    prefix: str,
+    *,
+    uid: str,
+    name: str,
+    request_id: str = "",
+    run_json: bytes,
+) -> str:
+    """Create a run and return its uid: another than `uid` if `request_id` has created one before.
+
+    `run_json` must be a JSON object with the strings `name` and `run_hash`. `AlreadyExistsError` (RUN_NAME_TAKEN) if
+    another run has the name.
+    """
+    deployment = Deployment(prefix)
+    owner = await asyncio.to_thread(_read_uid, store, deployment.name_object(name))
+    if owner is not None:
+        earlier = await find_request(store, prefix, request_id) if request_id else None
+        if earlier is None:
+            raise _name_taken(name, owner)
+        return earlier
+    await asyncio.to_thread(store.create, Names(prefix, uid).run_json, run_json)
+    if request_id:
+        uid = await asyncio.to_thread(_claim, store, deployment.request_object(request_id), uid)
+        run_json = await asyncio.to_thread(store.get, Names(prefix, uid).run_json)
+        name = json.loads(run_json)["name"]  # of the request that came first: ours if it is ours
+        if await asyncio.to_thread(_read_uid, store, deployment.name_object(name)) == uid:
+            return uid
+    await RunLog.create(redis, store, prefix, uid, run_json)
+    await _hash(redis, deployment, "HSET", _PENDING + uid, name)
+    winner = await asyncio.to_thread(_claim, store, deployment.name_object(name), uid)
+    if winner != uid:
+        await connection.call(redis, f"dropping run {uid}", lambda: redis.delete(*Names(prefix, uid).all_keys))
+        await _hash(redis, deployment, "HDEL", _PENDING + uid)
+        raise _name_taken(name, winner)
+    await _promote(redis, deployment, name, uid)
+    return uid
+
+
+async def find_request(store: ObjectStore, prefix: str, request_id: str) -> str | None:
+    """The uid of the run that a request has created; None if it has not, or not completely (create it again)."""
+    return await asyncio.to_thread(_find_request, store, prefix, request_id)
+
+
+async def list_runs(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str) -> dict[str, str]:
+    """Name → uid of every run. Rebuilds the Redis hash from the store when Redis has lost it."""
+    deployment = Deployment(prefix)
+    found = await _hash(redis, deployment, "HGETALL")
+    runs = {as_text(name): as_text(uid) for name, uid in found.items()}
+    if runs.pop(_COMPLETE, None) is None:
+        stored = await asyncio.to_thread(_read_names, store, deployment)
+        for name, uid in stored.items():
+            await _promote(redis, deployment, name, uid)
+        await _hash(redis, deployment, "HSET", _COMPLETE, "1")
+        runs |= stored
+    for field in [field for field in runs if field.startswith(_PENDING)]:
+        uid, name = field.removeprefix(_PENDING), runs.pop(field)
+        if await asyncio.to_thread(_read_uid, store, deployment.name_object(name)) == uid:
+            await _promote(redis, deployment, name, uid)
+            runs[name] = uid
+    return runs
+
+
+async def find_run(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, name_or_uid: str) -> str:
+    """The uid of a run by its name, `runs/{name}`, or uid; `NotFoundError` if there is none."""
+    wanted = name_or_uid.removeprefix("runs/")
+    runs = await list_runs(redis, store, prefix)
+    if wanted in runs:
+        return runs[wanted]
+    if wanted in runs.values():
+        return wanted
+    raise NotFoundError(
+        f"no run {wanted!r}",
+        reason="RUN_NOT_FOUND",
+        remedy="`millrace run list` shows the runs",
+        metadata={"run": wanted},
+    )
+
+
+def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | None:
+    deployment = Deployment(prefix)
+    uid = _read_uid(store, deployment.request_object(request_id))
+    if uid is None:
+        return None
+    try:
+        name = json.loads(store.get(Names(prefix, uid).run_json))["name"]
+    except NotFoundError:
+        return None
+    return uid if _read_uid(store, deployment.name_object(name)) == uid else None
+
+
+async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, name: str, uid: str) -> None:
+    """List a run, and drop its pending mark."""
+    await _hash(redis, deployment, "HSET", name, uid)
+    await _hash(redis, deployment, "HDEL", _PENDING + uid)
+
+
+async def _hash(redis: redis_asyncio.Redis, deployment: Deployment, command: str, *args: str) -> Any:
+    key = deployment.runs_key
+    if command == "HGETALL":
+        return await connection.call(redis, "reading the index of runs", lambda: redis.hgetall(key))
+    return await connection.call(redis, "writing the index of runs", lambda: redis.execute_command(command, key, *args))
+
+
+def _claim(store: ObjectStore, key: str, uid: str) -> str:
+    """Create `key` → uid, or return the uid that holds it."""
+    if store.create(key, uid.encode()):
+        return uid
+    return _read_uid(store, key) or uid
+
+
+def _read_uid(store: ObjectStore, key: str) -> str | None:
+    try:
+        data = store.get(key)
+    except NotFoundError:
+        return None
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CorruptObjectError(f"{store.uri(key)} holds no uid", reason="INDEX_CORRUPT") from error
+
+
+def _read_names(store: ObjectStore, deployment: Deployment) -> dict[str, str]:
+    names = {}
+    for info in store.list(deployment.names_prefix):
+        uid = _read_uid(store, info.key)
+        if uid is not None:
+            names[info.key.removeprefix(deployment.names_prefix)] = uid
+    return names
+
+
+def _name_taken(name: str, uid: str) -> AlreadyExistsError:
+    return AlreadyExistsError(
+        f"a run called {name!r} exists (uid {uid})",
+        reason="RUN_NAME_TAKEN",
+        remedy="choose another name, or leave it out to get one",
+        metadata={"run": name, "uid": uid},
+    )

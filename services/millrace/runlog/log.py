@@ -1,0 +1,375 @@
+"""The log of one run: append through the one guarded script, read with every check that ARCHITECTURE §3 asks for."""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import redis.asyncio as redis_asyncio
+from redis.exceptions import ResponseError
+
+from millrace.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptObjectError,
+    FencedError,
+    InternalError,
+    InvalidStateError,
+    LogGoneError,
+)
+from millrace.internal.v1 import batch_pb2
+from millrace.runlog import batch_reader, connection, epochs, intents, script
+from millrace.runlog.connection import MAX_BLOCK_S, as_text
+from millrace.runlog.epochs import GENERATION_ROLE, Epoch
+from millrace.runlog.intents import Intent
+from millrace.runlog.names import Names, Stream
+from millrace.storage import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FORMAT_MAJOR = 1
+"""Major format of entries (field `v`) that this release writes, and the newest that it reads."""
+
+
+class AppendResult(StrEnum):
+    """The five answers of the append script."""
+
+    OK = "OK"
+    ALREADY = "ALREADY"
+    CONFLICT = "CONFLICT"
+    FENCED = "FENCED"
+    LOGGONE = "LOGGONE"
+
+    def require(self, what: str) -> None:
+        """Return if the entry is in the log (a repeated append is a success), else raise the error of the answer."""
+        match self:
+            case AppendResult.OK | AppendResult.ALREADY:
+                return
+            case AppendResult.FENCED:
+                raise FencedError(
+                    f"{what}: another process holds a newer epoch",
+                    reason="STALE_EPOCH",
+                    remedy="exit; the newer holder continues",
+                )
+            case AppendResult.LOGGONE:
+                raise log_gone(what)
+            case AppendResult.CONFLICT:
+                raise ConflictError(
+                    f"{what}: the log holds something else at that place, or lacks what comes before",
+                    reason="APPEND_CONFLICT",
+                    remedy="read the committed headers again and continue behind them",
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One entry of a stream: its id, format major, sha256 of `d` in hex, stored bytes, trace context."""
+
+    id: str
+    v: int
+    h: str
+    d: bytes
+    tp: str
+
+
+class RunLog:
+    """The log of the run `uid`. Get one by `open` or `create`. Async-safe; of one event loop."""
+
+    def __init__(
+        self, redis: redis_asyncio.Redis, store: ObjectStore, *, names: Names, generation: int, run_hash: str
+    ) -> None:
+        self.redis = redis
+        self.store = store
+        self.names = names
+        self.generation = generation
+        self.run_hash = run_hash
+
+    @classmethod
+    async def open(cls, redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str) -> "RunLog":
+        """Open the log of a run; `LogGoneError` if Redis does not hold it."""
+        names = Names(prefix, uid)
+        found: Any = await connection.call(
+            redis,
+            f"opening the log of run {uid}",
+            lambda: redis.execute_command("HMGET", names.meta, "generation", "format", "run_hash"),
+        )
+        generation, version, run_hash = (as_text(value) for value in found)
+        if not generation:
+            raise log_gone(f"opening run {uid}")
+        check_format(version, f"meta of run {uid}")
+        return cls(redis, store, names=names, generation=int(generation), run_hash=run_hash)
+
+    @classmethod
+    async def create(
+        cls, redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, uid: str, run_json: bytes
+    ) -> "RunLog":
+        """Create the log of a new run: `run.json` (create-only), generation 1, meta. Repeating it is harmless.
+
+        `AlreadyExistsError` if the uid has another `run.json`. The index of runs is `index.create_run`'s matter.
+        """
+        names = Names(prefix, uid)
+        is_new = await asyncio.to_thread(store.create, names.run_json, run_json)
+        if not is_new and await asyncio.to_thread(store.get, names.run_json) != run_json:
+            raise AlreadyExistsError(
+                f"run {uid} exists with another run.json",
+                reason="RUN_ID_TAKEN",
+                remedy="uids are never reused: make a new one",
+                metadata={"uid": uid},
+            )
+        generation = await asyncio.to_thread(epochs.latest_epoch, store, names, GENERATION_ROLE)
+        if generation == 0:
+            generation = (await epochs.create_epoch(store, names, GENERATION_ROLE, "create")).number
+        run_hash = _run_hash(run_json)
+        fields = [generation, "format", FORMAT_MAJOR, "run_hash", run_hash]
+        answer, held = await connection.call(
+            redis, f"creating run {uid}", lambda: script.CREATE_META.run(redis, [names.meta], fields)
+        )
+        if as_text(answer) == "CONFLICT":
+            raise AlreadyExistsError(
+                f"the log of run {uid} is at generation {as_text(held)}, not {generation}",
+                reason="RUN_ID_TAKEN",
+                remedy="open the run instead of creating it",
+                metadata={"uid": uid},
+            )
+        return cls(redis, store, names=names, generation=generation, run_hash=run_hash)
+
+    @property
+    def uid(self) -> str:
+        """Uid of the run."""
+        return self.names.uid
+
+    async def run_json(self) -> bytes:
+        """What the run is, as it was created."""
+        return await asyncio.to_thread(self.store.get, self.names.run_json)
+
+    async def check(self) -> None:
+        """Raise `LogGoneError` unless Redis still holds this generation of the log."""
+        stored = await self.command("checking meta", "HGET", self.names.meta, "generation")
+        if as_text(stored) != str(self.generation):
+            raise log_gone(f"run {self.uid}: generation {self.generation}, Redis has {as_text(stored) or 'none'}")
+
+    # Who may write.
+
+    async def acquire_epoch(self, role: str, owner: str) -> Epoch:
+        """Take the next epoch of a role and fence every older one out of Redis."""
+        epoch = await epochs.create_epoch(self.store, self.names, role, owner)
+        await self._raise_epoch(epoch)
+        return epoch
+
+    async def current_epoch(self, role: str) -> int:
+        """The epoch that Redis enforces for a role, 0 if none."""
+        held = await self.command(f"reading the epoch of {role}", "HGET", self.names.meta, f"epoch:{role}")
+        return int(held or 0)
+
+    # Append.
+
+    async def append_rollout(self, data: bytes, *, tp: str = "") -> AppendResult:
+        """Append a finished rollout. After a lost answer it may be there twice; readers know it by its attempt."""
+        return await self._append(Stream.ROLLOUTS, "auto", "", 0, 0, [data], tp)
+
+    async def append_event(self, data: bytes, *, writer: str, sequence: int, tp: str = "") -> AppendResult:
+        """Append an event as number `sequence` of its writer; CONFLICT if that is not the next one."""
+        return await self._append(Stream.EVENTS, "writer", writer, 0, sequence, [data], tp)
+
+    async def append_batch(
+        self, epoch: Epoch, header: bytes, chunks: Sequence[bytes] = (), *, tp: str = ""
+    ) -> AppendResult:
+        """Append a committed header, and its chunks unless they stay in the store only, in one atomic step."""
+        step = batch_pb2.BatchHeader.FromString(header).step
+        return await self._append(Stream.BATCHES, "step", epoch.role, epoch.number, step, [header, *chunks], tp)
+
+    async def append_policy(self, epoch: Epoch, data: bytes, version: int, *, tp: str = "") -> AppendResult:
+        """Append a published policy version (a serialized `PolicyEntry`)."""
+        return await self._append(Stream.POLICIES, "step", epoch.role, epoch.number, version, [data], tp)
+
+    # Read.
+
+    async def read(
+        self, stream: Stream | str, *, after: str = "0", count: int = 100, block_s: float = 0.0
+    ) -> list[Entry]:
+        """Entries behind the id `after`, at most `count`; waits up to `block_s` (≤ 5) for the first one.
+
+        `LogGoneError` when the log is gone, `CorruptObjectError` when an entry is not what was written,
+        `InvalidStateError` when a newer release wrote it.
+        """
+        key = self.names.stream(Stream(stream))
+        block_ms = round(min(block_s, MAX_BLOCK_S) * 1000)
+        block = ("BLOCK", block_ms) if block_ms > 0 else ()  # BLOCK 0 would be for ever
+        found = await self.command(f"reading {stream}", "XREAD", "COUNT", count, *block, "STREAMS", key, after or "0")
+        await self.check()
+        return [] if not found else [decode_entry(key, id_, fields) for id_, fields in found[0][1]]
+
+    async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
+        """Entries with ids from `first` to `last`, inclusive, without waiting."""
+        key = self.names.stream(stream)
+        found = await self.command(f"reading {stream}", "XRANGE", key, first, last)
+        return [decode_entry(key, id_, fields) for id_, fields in found]
+
+    async def read_batch(
+        self, step: int, *, want_chunks: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> tuple[batch_pb2.BatchHeader, bytes, Mapping[int, bytes]]:
+        """Wait for batch `step`: its header, the header's stored bytes, and chunks by index (all unless named).
+
+        What Redis lacks comes from the store. `UnavailableError` (BATCH_WAIT_TIMEOUT) after `timeout_s`.
+        """
+        return await batch_reader.read_batch(self, step, want_chunks=want_chunks, timeout_s=timeout_s)
+
+    async def last_id(self, stream: Stream) -> str | None:
+        """The newest id that the stream ever had, trimmed or not; None if it never had one."""
+        key = self.names.stream(stream)
+
+        async def ask() -> dict[str, Any] | None:
+            try:
+                return await self.redis.xinfo_stream(key)
+            except ResponseError as error:
+                if "no such key" in str(error).lower():
+                    return None
+                raise
+
+        info = await self.call(f"asking for the end of {stream}", ask)
+        return None if info is None else as_text(info["last-generated-id"])
+
+    async def next_position(self, stream: Stream) -> int:
+        """The step (or policy version) that the stream takes next."""
+        last = await self.last_id(stream)
+        if last is not None:
+            return int(last.partition("-")[0]) + 1
+        base = await self.command(f"reading the base of {stream}", "HGET", self.names.meta, f"base:{stream.value}")
+        return int(base or 0)
+
+    async def writer_sequence(self, writer: str) -> int:
+        """The number of the newest event of a writer, 0 if it has none."""
+        held = await self.command(f"reading the sequence of {writer}", "HGET", self.names.meta, f"seq:{writer}")
+        return int(as_text(held).partition(" ")[0] or 0)
+
+    # Trim: only the lease holder does.
+
+    async def trim_rollouts(self, below: str) -> int:
+        """Remove rollouts older than the entry id `below`; returns how many. They must be archived by a commit."""
+        return await self._trim(Stream.ROLLOUTS, below)
+
+    async def trim_batches(self, below_step: int) -> int:
+        """Remove batches of steps below `below_step` from Redis; the store keeps them."""
+        return await self._trim(Stream.BATCHES, f"{below_step}-0")
+
+    # Intents.
+
+    async def write_intent(self, kind: str, payload: Mapping[str, Any]) -> Intent:
+        """Make a user's wish durable, before it is acknowledged."""
+        return await intents.write_intent(self.store, self.names, kind, payload)
+
+    async def read_intents(self, *, after: int = 0) -> list[Intent]:
+        """The intents with a number above `after`, in order."""
+        return await intents.read_intents(self.store, self.names, after=after)
+
+    # Inside.
+
+    async def command(self, what: str, *words: Any) -> Any:
+        """Run one Redis command by its words; see `call`."""
+        return await self.call(what, lambda: self.redis.execute_command(*words))
+
+    async def call(self, what: str, command: Callable[[], Awaitable[T]]) -> T:
+        """Run a Redis command of this run with bounded, visible retries."""
+        return await connection.call(self.redis, f"{what} of run {self.uid}", command)
+
+    async def _append(
+        self, stream: Stream, mode: str, role: str, epoch: int, position: int, entries: Sequence[bytes], tp: str
+    ) -> AppendResult:
+        keys = [self.names.stream(stream), self.names.meta]
+        args: list[Any] = [mode, self.generation, role, epoch, position, len(entries)]
+        for data in entries:
+            args += [FORMAT_MAJOR, hashlib.sha256(data).hexdigest(), data, tp]
+        args.append(stream.value)
+        what = f"appending to {stream}"
+        for _ in range(2):
+            reply = await self.call(what, lambda: script.APPEND.run(self.redis, keys, args))
+            answer, detail = (as_text(part) for part in reply)
+            if answer != "EPOCH_BEHIND":
+                result = AppendResult(answer)
+                if result not in (AppendResult.OK, AppendResult.ALREADY):
+                    logger.warning(
+                        "append refused",
+                        extra={"uid": self.uid, "stream": stream.value, "position": position, "answer": answer}
+                        | {"detail": detail},
+                    )
+                return result
+            # Redis lost the tail that held our epoch. The store says that it is ours, so write it again.
+            if not await self._raise_epoch(Epoch(role, epoch), raises=False):
+                return AppendResult.FENCED
+        raise InternalError(f"{what} of run {self.uid}: Redis forgets epochs", reason="EPOCH_LOST")
+
+    async def _raise_epoch(self, epoch: Epoch, *, raises: bool = True) -> bool:
+        """Raise the role's epoch in meta to ours; False (or `FencedError`) when a newer one is there."""
+        args = [self.generation, epoch.role, epoch.number]
+        reply = await self.call(
+            f"writing the epoch of {epoch.role}",
+            lambda: script.RAISE_EPOCH.run(self.redis, [self.names.meta], args),
+        )
+        answer = AppendResult(as_text(reply[0]))
+        if answer is AppendResult.FENCED and not raises:
+            return False
+        answer.require(f"epoch {epoch.number} of {epoch.role} of run {self.uid}")
+        return True
+
+    async def _trim(self, stream: Stream, below: str) -> int:
+        key = self.names.stream(stream)
+        return await self.command(f"trimming {stream}", "XTRIM", key, "MINID", "=", below)
+
+
+def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
+    """Check format and hash of a raw stream entry."""
+    where = f"entry {as_text(id_)} of {key}"
+    try:
+        version, stored_hash, data = fields[b"v"], as_text(fields[b"h"]), fields[b"d"]
+    except KeyError as error:
+        raise CorruptObjectError(
+            f"{where} lacks the field {error}", reason="ENTRY_CORRUPT", remedy="find out who else writes to this key"
+        ) from error
+    major = check_format(as_text(version), where)
+    if hashlib.sha256(data).hexdigest() != stored_hash:
+        raise CorruptObjectError(
+            f"{where} has not the sha256 that its field h names",
+            reason="ENTRY_CORRUPT",
+            remedy="rebuild the log from the object store",
+        )
+    return Entry(id=as_text(id_), v=major, h=stored_hash, d=data, tp=as_text(fields.get(b"tp", b"")))
+
+
+def check_format(version: str, where: str) -> int:
+    """The major number of a format version; `InvalidStateError` if it is newer than what this release reads."""
+    major = version.partition(".")[0]
+    if not major.isdigit() or int(major) < 1:
+        raise CorruptObjectError(f"{where} has the format {version!r}", reason="ENTRY_CORRUPT")
+    if int(major) > FORMAT_MAJOR:
+        raise InvalidStateError(
+            f"{where} has format {version}, this release reads up to {FORMAT_MAJOR}",
+            reason="FORMAT_TOO_NEW",
+            remedy="upgrade this service to the release that wrote it",
+            metadata={"format": version},
+        )
+    return int(major)
+
+
+def log_gone(what: str) -> LogGoneError:
+    """The error of a log that Redis does not hold any more."""
+    return LogGoneError(
+        f"{what}: Redis does not hold the log of the run",
+        reason="LOG_GONE",
+        remedy="rebuild it from the object store",
+    )
+
+
+def _run_hash(run_json: bytes) -> str:
+    try:
+        document = json.loads(run_json)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or not isinstance(document.get("run_hash"), str):
+        raise InternalError("run.json must be a JSON object with the string run_hash", reason="RUN_JSON_INVALID")
+    return document["run_hash"]

@@ -1,0 +1,143 @@
+"""What the store says was committed, and how Redis gets what it lacks of it."""
+
+import asyncio
+import hashlib
+import json
+import logging
+
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.internal.v1 import batch_pb2, policy_pb2
+from millrace.rollouts.batch_wire import decode_header, verify_chunk
+from millrace.runlog.epochs import Epoch
+from millrace.runlog.frontier import ZERO_CHAIN_HASH, chain_hash
+from millrace.runlog.log import RunLog
+from millrace.runlog.names import Stream
+from millrace.storage import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+MAX_REDIS_BATCH_BYTES = 32 << 20
+"""Above this, a batch's chunks stay in the store and only its header goes to Redis (ARCHITECTURE §3)."""
+
+_WINDOW = 16  # headers fetched at once
+
+
+async def load_committed(log: RunLog) -> tuple[batch_pb2.BatchHeader | None, bytes]:
+    """The last committed header and the chain hash behind it; (None, 32 zero bytes) if nothing is committed.
+
+    Walks every header and checks the chain, so a header that was replaced or lost is found here.
+    """
+    headers, chain = await load_headers(log)
+    return (headers[-1] if headers else None), chain
+
+
+async def load_headers(log: RunLog) -> tuple[list[batch_pb2.BatchHeader], bytes]:
+    """Every committed header in order, chain checked, and the chain hash behind the last."""
+    headers: list[batch_pb2.BatchHeader] = []
+    chain = ZERO_CHAIN_HASH
+    while True:
+        first = len(headers)
+        found = await asyncio.gather(*(_get_header(log, step) for step in range(first, first + _WINDOW)))
+        for step, data in enumerate(found, start=first):
+            if data is None:
+                _require_end(log, step, found[step - first :])
+                return headers, chain
+            header = decode_header(data)
+            if header.step != step or header.previous_chain_hash != chain:
+                raise CorruptObjectError(
+                    f"{log.store.uri(log.names.batch_header(step))} does not continue the chain of step {step - 1}",
+                    reason="CHAIN_BROKEN",
+                    remedy="restore the header objects of the run from a replica of the bucket",
+                    metadata={"uid": log.uid, "step": str(step)},
+                )
+            chain = chain_hash(chain, data)
+            headers.append(header)
+
+
+async def reappend_committed(log: RunLog, epoch: Epoch) -> int:
+    """Append to Redis every committed step that it lacks at its end; returns how many."""
+    step = await log.next_position(Stream.BATCHES)
+    count = 0
+    while (data := await _get_header(log, step)) is not None:
+        chunks = await asyncio.to_thread(_load_chunks, log.store, decode_header(data))
+        (await log.append_batch(epoch, data, chunks)).require(f"repeating step {step} of run {log.uid}")
+        step += 1
+        count += 1
+    if count:
+        logger.info("repeated committed steps in Redis", extra={"uid": log.uid, "count": count, "next": step})
+    return count
+
+
+async def reappend_policies(log: RunLog, epoch: Epoch) -> int:
+    """Append to Redis every published policy version that it lacks at its end; returns how many.
+
+    Of several lineages of a version the newest counts. The manifest's JSON must have the string `digest`.
+    """
+    version = await log.next_position(Stream.POLICIES)
+    entries = await asyncio.to_thread(_load_policies, log, version)
+    for entry in entries:
+        data = entry.SerializeToString(deterministic=True)
+        (await log.append_policy(epoch, data, entry.version)).require(f"repeating version {entry.version}")
+    return len(entries)
+
+
+def _load_chunks(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[bytes]:
+    """The chunks of a batch, or none when they stay in the store (too large, or retention removed them)."""
+    if sum(chunk.size_bytes for chunk in header.chunks) > MAX_REDIS_BATCH_BYTES:
+        return []
+    chunks = []
+    for index, chunk in enumerate(header.chunks):
+        try:
+            data = store.get(chunk.key)
+        except NotFoundError:
+            logger.warning("chunk is not in the store any more", extra={"step": header.step, "key": chunk.key})
+            return []
+        verify_chunk(header, index, data)
+        chunks.append(data)
+    return chunks
+
+
+def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
+    newest: dict[int, int] = {}
+    for prefix in log.store.list_prefixes(log.names.policies):
+        lineage, _, version = prefix.removeprefix(log.names.policies).rstrip("/").partition("-")
+        if lineage.isdigit() and version.isdigit() and int(version) >= first:
+            newest[int(version)] = max(int(lineage), newest.get(int(version), 0))
+    entries = []
+    for version in range(first, first + len(newest)):
+        if version not in newest:
+            break
+        key = log.names.policy_manifest(newest[version], version)
+        try:
+            manifest = log.store.get(key)
+        except NotFoundError:  # uploaded in part: not published
+            break
+        entries.append(
+            policy_pb2.PolicyEntry(
+                lineage=newest[version],
+                version=version,
+                manifest_key=key,
+                manifest_sha256=hashlib.sha256(manifest).digest(),
+                digest=json.loads(manifest)["digest"],
+            )
+        )
+    return entries
+
+
+def _require_end(log: RunLog, step: int, rest: list[bytes | None]) -> None:
+    """Headers are written one after the other: one behind a missing one means that an object was lost."""
+    behind = [step + offset for offset, data in enumerate(rest) if data is not None]
+    if behind:
+        raise CorruptObjectError(
+            f"header {log.store.uri(log.names.batch_header(step))} is missing, but step {behind[0]} is committed",
+            reason="CHAIN_BROKEN",
+            remedy="restore the header objects of the run from a replica of the bucket",
+            metadata={"uid": log.uid, "step": str(step)},
+        )
+
+
+async def _get_header(log: RunLog, step: int) -> bytes | None:
+    try:
+        return await asyncio.to_thread(log.store.get, log.names.batch_header(step))
+    except NotFoundError:
+        return None

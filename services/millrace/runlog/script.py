@@ -1,0 +1,168 @@
+"""The Lua scripts of the log. A script is atomic but never rolled back: each checks everything before its first write.
+
+Sent by EVALSHA, by EVAL when the server does not know it (restart, wipe, failover); FUNCTION is avoided because its
+library would be one more thing to lose.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio as redis_asyncio
+from redis.exceptions import NoScriptError
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Lua script and its SHA-1, by which Redis caches it."""
+
+    source: str
+    sha1: str
+
+    @staticmethod
+    def of(source: str) -> "Script":
+        """Make a script of its source."""
+        return Script(source, hashlib.sha1(source.encode()).hexdigest())
+
+    async def run(self, client: redis_asyncio.Redis, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run it; connection errors are the caller's (`connection.call`)."""
+        try:
+            return await client.execute_command("EVALSHA", self.sha1, len(keys), *keys, *args)
+        except NoScriptError:
+            return await client.execute_command("EVAL", self.source, len(keys), *keys, *args)
+
+
+# The one append script.
+# KEYS: stream, meta.
+# ARGV: mode, generation, role, epoch, position, count, then per entry v, h, d, tp.
+#   mode "auto"   ids by Redis; role "" (nobody is fenced out of reporting what it finished)
+#   mode "step"   ids <position>-1 .. <position>-<count>; position must be last + 1, or base:{stream} of meta if the
+#                 stream is new; the last step is known from last-generated-id, which trimming does not change
+#   mode "writer" ids <generation>-*; role is the writer's name, position its sequence number, last + 1 in seq:{writer}
+#                 of meta: a repeated append of the newest entry is known by its hash
+# Answer: {code, detail}; ids of the detail are for messages only.
+APPEND = Script.of(
+    """
+local stream, meta = KEYS[1], KEYS[2]
+local mode, generation, role, epoch = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local position, count = ARGV[5], tonumber(ARGV[6])
+local first_hash = ARGV[8]
+
+local stored = redis.call('HGET', meta, 'generation')
+if stored ~= generation then
+  return {'LOGGONE', stored or 'no meta'}
+end
+
+local ids = {}
+local writer_field = nil
+if mode == 'step' then
+  local held = redis.call('HGET', meta, 'epoch:' .. role)
+  if (not held) or tonumber(held) < tonumber(epoch) then
+    return {'EPOCH_BEHIND', held or ''}
+  elseif tonumber(held) > tonumber(epoch) then
+    return {'FENCED', held}
+  end
+  local step = tonumber(position)
+  local expected
+  if redis.call('EXISTS', stream) == 1 then
+    local info = redis.call('XINFO', 'STREAM', stream)
+    local last = nil
+    for i = 1, #info, 2 do
+      if info[i] == 'last-generated-id' then last = info[i + 1] end
+    end
+    expected = tonumber(string.match(last, '^(%d+)%-')) + 1
+  else
+    expected = tonumber(redis.call('HGET', meta, 'base:' .. ARGV[7 + 4 * count]) or '0')
+  end
+  if step < expected then
+    local found = redis.call('XRANGE', stream, position .. '-1', position .. '-1')
+    if #found == 0 then return {'CONFLICT', 'trimmed'} end
+    local fields = found[1][2]
+    for i = 1, #fields, 2 do
+      if fields[i] == 'h' and fields[i + 1] == first_hash then return {'ALREADY', found[1][1]} end
+    end
+    return {'CONFLICT', 'other content'}
+  elseif step > expected then
+    return {'CONFLICT', 'expected ' .. string.format('%.0f', expected)}
+  end
+  for i = 1, count do ids[i] = position .. '-' .. i end
+elseif mode == 'writer' then
+  writer_field = 'seq:' .. role
+  local last = redis.call('HGET', meta, writer_field)
+  if last then
+    local number, hash = string.match(last, '^(%d+) (%x+)$')
+    if number == position and hash == first_hash then return {'ALREADY', number} end
+    if tonumber(position) ~= tonumber(number) + 1 then return {'CONFLICT', 'sequence ' .. number} end
+  end
+  ids[1] = generation .. '-*'
+elseif mode == 'auto' then
+  for i = 1, count do ids[i] = '*' end
+else
+  return redis.error_reply('ERR unknown append mode ' .. mode)
+end
+
+local id
+for i = 1, count do
+  local at = 7 + (i - 1) * 4
+  id = redis.call('XADD', stream, ids[i], 'v', ARGV[at], 'h', ARGV[at + 1], 'd', ARGV[at + 2], 'tp', ARGV[at + 3])
+end
+if writer_field then
+  redis.call('HSET', meta, writer_field, position .. ' ' .. first_hash)
+end
+return {'OK', id}
+"""
+)
+
+# Raise epoch:{role} of meta to ours, never lower it. KEYS: meta. ARGV: generation, role, epoch.
+RAISE_EPOCH = Script.of(
+    """
+local stored = redis.call('HGET', KEYS[1], 'generation')
+if stored ~= ARGV[1] then return {'LOGGONE', stored or 'no meta'} end
+local field = 'epoch:' .. ARGV[2]
+local held = redis.call('HGET', KEYS[1], field)
+if held and tonumber(held) > tonumber(ARGV[3]) then return {'FENCED', held} end
+redis.call('HSET', KEYS[1], field, ARGV[3])
+return {'OK', ARGV[3]}
+"""
+)
+
+# Create meta if there is none. KEYS: meta. ARGV: generation, then field, value, ...
+CREATE_META = Script.of(
+    """
+local stored = redis.call('HGET', KEYS[1], 'generation')
+if stored then
+  return {stored == ARGV[1] and 'ALREADY' or 'CONFLICT', stored}
+end
+redis.call('HSET', KEYS[1], 'generation', ARGV[1], unpack(ARGV, 2))
+return {'OK', ARGV[1]}
+"""
+)
+
+# Take a lease that is free. KEYS: lease, meta. ARGV: generation, value, ttl in ms.
+ACQUIRE_LEASE = Script.of(
+    """
+local stored = redis.call('HGET', KEYS[2], 'generation')
+if stored ~= ARGV[1] then return {'LOGGONE', stored or 'no meta'} end
+if redis.call('SET', KEYS[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return {'OK', ''} end
+return {'HELD', redis.call('GET', KEYS[1]) or ''}
+"""
+)
+
+# Renew our lease, or change what it says. KEYS: lease. ARGV: value we hold, new value, ttl in ms.
+RENEW_LEASE = Script.of(
+    """
+local held = redis.call('GET', KEYS[1])
+if held ~= ARGV[1] then return {'LOST', held or ''} end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return {'OK', ''}
+"""
+)
+
+# Give our lease back. KEYS: lease. ARGV: value we hold.
+RELEASE_LEASE = Script.of(
+    """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+)

@@ -1,0 +1,73 @@
+"""Fixtures shared by all tests: a real Redis, real object stores, and names that no other test uses."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from millrace.local.redis import EmbeddedRedis, die_with_parent, free_port
+from millrace.storage import ObjectStore
+from millrace.storage.local import LocalStore
+
+_SERVER_START_S = 60.0
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Redis-compatible server for the session. Tests share it: each uses its own run uid or prefix."""
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis"), append_only="none") as server:
+        yield server.url
+
+
+@pytest.fixture
+def local_store(tmp_path: Path) -> LocalStore:
+    """An empty object store in a directory of its own."""
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """moto's S3 server in a process of its own: speaks the protocol, keeps objects in memory, checks no secrets."""
+    port = free_port()
+    log_path = tmp_path_factory.mktemp("moto") / "moto.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent,
+        )
+    try:
+        ends = time.monotonic() + _SERVER_START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > ends:
+                    pytest.fail(f"moto did not start: {log_path.read_text()[-2000:]}")
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture
+def s3_store(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ObjectStore:
+    """An empty prefix in a bucket of moto's server."""
+    from millrace.storage.s3 import S3Store
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
+    store = S3Store(bucket="millrace-test", prefix=f"t{os.urandom(6).hex()}", endpoint=s3_endpoint, region="us-east-1")
+    store.ensure_bucket()
+    return store
