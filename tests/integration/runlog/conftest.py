@@ -1,0 +1,84 @@
+"""A fresh run in a real Redis and a real directory store for every test."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+import redis.asyncio as redis_asyncio
+
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import pack_batch
+from millrace.rollouts.types import TrainSample
+from millrace.runlog import ZERO_CHAIN_HASH, Frontier, RunLog, new_uid, open_redis
+from millrace.storage.local import LocalStore
+
+RunJson = Callable[..., bytes]
+MakeBatch = Callable[..., tuple[batch_pb2.BatchHeader, list[bytes]]]
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[redis_asyncio.Redis]:
+    client = open_redis(redis_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def prefix(tmp_path) -> str:
+    return f"t{new_uid()}"
+
+
+@pytest.fixture
+def run_json() -> RunJson:
+    def make(**fields: object) -> bytes:
+        return json.dumps({"name": "demo", "run_hash": "ab" * 32, **fields}, sort_keys=True).encode()
+
+    return make
+
+
+@pytest.fixture
+async def log(redis: redis_asyncio.Redis, local_store: LocalStore, prefix: str, run_json: RunJson) -> RunLog:
+    return await RunLog.create(redis, local_store, prefix, new_uid(), run_json())
+
+
+@pytest.fixture
+def make_batch(log: RunLog) -> MakeBatch:
+    """Build the header and chunks of a step; ordinals `2 * step` and `2 * step + 1` are trained."""
+
+    def make(
+        step: int,
+        *,
+        chain: bytes = ZERO_CHAIN_HASH,
+        num_tokens: int = 50,
+        target_chunk_bytes: int = 700,
+        seed: int = 0,
+    ) -> tuple[batch_pb2.BatchHeader, list[bytes]]:
+        rng = np.random.default_rng([seed, step])
+        samples = []
+        for member in range(4):
+            mask = rng.integers(0, 2, num_tokens).astype(np.uint8)
+            samples.append(
+                TrainSample(
+                    token_ids=rng.integers(0, 1000, num_tokens).astype(np.int32),
+                    loss_mask=mask,
+                    inference_logprobs=(-rng.random(num_tokens) * mask).astype(np.float32),
+                    advantages=rng.standard_normal(num_tokens).astype(np.float32),
+                    ordinal=2 * step + member // 2,
+                    member=member % 2,
+                    attempt=0,
+                    env="e",
+                    reward=0.5,
+                    temperature=1.0,
+                    min_version=step,
+                    max_version=step,
+                    lineage=0,
+                )
+            )
+        header = batch_pb2.BatchHeader(
+            run_uid=log.uid, kind=batch_pb2.BATCH_KIND_TRAIN, step=step, previous_chain_hash=chain
+        )
+        Frontier(2 * step).resolve([2 * step, 2 * step + 1]).fill(header)
+        return header, pack_batch(header, samples, target_chunk_bytes=target_chunk_bytes)
+
+    return make
