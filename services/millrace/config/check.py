@@ -86,7 +86,9 @@ def _report_conflicts(merged: Merged) -> set[Path]:
     _, conflicts = fill_shared(merged.tree)
     for conflict in conflicts:
         first, *others = conflict.values
-        places = "; ".join(f"`{dotted(path)}` is {value!r} ({merged.locate(path)})" for path, value in others)
+        places = "; ".join(
+            f"`{dotted(path)}` is {shown(path, value)} ({merged.locate(path)})" for path, value in others
+        )
         merged.report(first[0], f"has to be equal to the keys of the same meaning, but {places}; set one of them only")
         for path, _ in others:
             bad.add(path)

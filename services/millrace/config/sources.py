@@ -133,7 +133,12 @@ def _normalise(tree: dict[str, Any], node: Node, path: Path, origin: Origin, mer
             other = next(name for name in (child.name, *child.aliases) if name != key and name in tree)
             message = f"means the same as `{other}`, which has another value; keep `{child.name}` only"
             merged.violations.append(
-                Violation(field=dotted((*path, key)), value=shown(here, value), message=message, source=origin.label)
+                Violation(
+                    field=dotted((*path, key)),
+                    value=shown(here, value),
+                    message=message,
+                    source=origin.locate((*path, key)),
+                )
             )
             continue
         if key != child.name:

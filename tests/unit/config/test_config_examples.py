@@ -1,0 +1,61 @@
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from millrace.config import RLConfig, SFTConfig, load
+from millrace.config.files import toml_lines
+from millrace.config.reference import render
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))
+RL = ROOT / "examples/reverse_text/rl.toml"
+SPLIT = ROOT / "examples/reverse_text_split"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/rl.toml")), ids=lambda path: path.parent.name)
+def test_rl_examples_load(path: Path):
+    loaded = load(RLConfig, ["@", os.fspath(path)], {})
+    assert RLConfig.model_validate_json(loaded.config.resolved_json()) == loaded.config
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/sft.toml")), ids=lambda path: path.parent.name)
+def test_sft_examples_load(path: Path):
+    load(SFTConfig, ["@", os.fspath(path)], {})
+
+
+def test_sft_writes_what_rl_begins_with():
+    sft, rl = (
+        load(SFTConfig, ["@", str(RL.with_name("sft.toml"))], {}).config,
+        load(RLConfig, ["@", str(RL)], {}).config,
+    )
+    assert rl.model.name == f"{sft.output_dir}/{sft.run.name}/model"
+
+
+def test_split_form_is_the_combined_form():
+    argv = []
+    for service in ("trainer", "orchestrator", "inference"):
+        argv += [f"--{service}", "@", str(SPLIT / f"{service}.toml")]
+    assert load(RLConfig, argv, {}).config == load(RLConfig, ["@", str(RL)], {}).config
+
+
+def _leaves(value: object, path: tuple = ()) -> list[tuple]:
+    if isinstance(value, dict):
+        return [leaf for key, item in value.items() for leaf in _leaves(item, (*path, key))]
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [leaf for index, item in enumerate(value) for leaf in _leaves(item, (*path, index))]
+    return [path]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_key_of_the_examples_is_found_in_its_line(path: Path):
+    text = path.read_text()
+    lines = toml_lines(text)
+    for leaf in _leaves(tomllib.loads(text)):
+        known = next(leaf[:length] for length in range(len(leaf), 0, -1) if leaf[:length] in lines)
+        assert text.splitlines()[lines[known] - 1].startswith(f"{known[-1]} =")
+
+
+def test_the_reference_is_up_to_date():
+    page = (ROOT / "docs/configuration.md").read_text()
+    assert page == render(), "run: python -m millrace.config.reference > docs/configuration.md"

@@ -1,0 +1,81 @@
+"""Whatever is written, the answer is a config or violations that each say what and where: nothing else is raised."""
+
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.config import RLConfig, load, validate_document
+from millrace.config.tree import Node, schema_tree
+from millrace.errors import InvalidSpecError
+
+ROOT = schema_tree(RLConfig)
+NAMES = sorted({node.name for node in ROOT.walk()} | {"group_size", "typo", "", "a.b", "model-name"})
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-2, 5000) | st.floats() | st.sampled_from(["", "all", "grpo", "linear"])
+)
+
+
+def _documents(node: Node, depth: int = 3) -> st.SearchStrategy:
+    """Tables with the section's keys and foreign ones, right and wrong in shape."""
+    if depth == 0:
+        return SCALARS
+    optional = {key: _documents(child, depth - 1) | SCALARS for key, child in node.children.items()}
+    table = st.fixed_dictionaries({}, optional=optional)
+    stray = st.dictionaries(st.sampled_from(NAMES), SCALARS, max_size=2)
+    merged = st.tuples(table, stray).map(lambda pair: {**pair[1], **pair[0]})
+    return merged | st.lists(merged | SCALARS, max_size=2)
+
+
+def _check(error: InvalidSpecError) -> None:
+    for violation in error.violations:
+        assert violation.field is not None and violation.message
+        assert violation.source or violation.value is None, violation
+
+
+@settings(max_examples=200, deadline=None)
+@given(_documents(ROOT).filter(lambda document: isinstance(document, dict)))
+def test_any_document(document: dict):
+    try:
+        config = validate_document(document)
+    except InvalidSpecError as error:
+        _check(error)
+    else:
+        assert RLConfig.model_validate_json(config.resolved_json()) == config
+
+
+PATHS = st.lists(st.sampled_from([*NAMES, "no-ckpt", "0"]), min_size=1, max_size=4).map(".".join)
+KNOWN = st.sampled_from([".".join(node.path) for node in ROOT.walk()])
+TEXTS = st.sampled_from(
+    ["", "1", "-1", "x", "None", "true", "{}", "[]", "{", '{"a": 1}', '[{"id": "a"}]', "@", "--", "-h"]
+)
+ARGUMENTS = st.one_of(
+    TEXTS,
+    (PATHS | KNOWN).map(lambda path: f"--{path}"),
+    KNOWN.map(lambda path: f"--no-{path}"),
+    st.tuples(KNOWN, TEXTS).map(lambda pair: f"--{pair[0]}={pair[1]}"),
+    st.sampled_from(["--dry-run", "--server", "--no-plain", "@none.toml"]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ARGUMENTS, max_size=8))
+def test_any_command_line(argv: list[str]):
+    try:
+        load(RLConfig, argv, {}, cwd=Path(__file__).parent)
+    except InvalidSpecError as error:
+        _check(error)
+
+
+VARIABLES = st.dictionaries(
+    (PATHS | KNOWN).map(lambda path: "MILLRACE_CONFIG__" + path.replace(".", "__")), TEXTS, max_size=5
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(VARIABLES)
+def test_any_environment(env: dict[str, str]):
+    try:
+        load(RLConfig, [], env)
+    except InvalidSpecError as error:
+        _check(error)

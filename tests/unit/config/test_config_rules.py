@@ -1,0 +1,138 @@
+import pytest
+from millrace.config import SFTConfig, load, validate_document
+from millrace.errors import InvalidSpecError
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value", "says"),
+    [
+        (["--orchestrator.batch-size", "100"], "orchestrator.batch_size", "100", "multiple of"),
+        (["--orchestrator.batch-size", "100"], "orchestrator.batch_size", "100", "use 96 or 112"),
+        (["--orchestrator.batch-size", "8"], "orchestrator.batch_size", "8", "use 16"),
+        (["--orchestrator.rollouts-per-example", "1"], "orchestrator.rollouts_per_example", "1", "at least 2 for grpo"),
+        (["--async-level", "9"], "orchestrator.max_off_policy_steps", "8", "which is 9"),
+        (["--orchestrator.seq-len", "4096"], "trainer.model.seq_len", "2048", "which is 4096"),
+        (["--orchestrator.sampling.max-tokens", "2048"], "orchestrator.sampling.max_tokens", "2048", "must be below"),
+        (
+            ["--orchestrator.eval.sampling.max-tokens", "9999"],
+            "orchestrator.eval.sampling.max_tokens",
+            "9999",
+            "must be below",
+        ),
+        (["--inference.model.max-model-len", "100"], "inference.model.max_model_len", "100", "which is 2048"),
+        (["--trainer.micro-batch-tokens", "100"], "trainer.micro_batch_tokens", "100", "one whole sample"),
+        (["--orchestrator.eval.num-examples", "0"], "orchestrator.eval.num_examples", "0", "-1 for all"),
+        (["--trainer.scheduler.type", "cosine"], "trainer.scheduler.type", '"cosine"', "needs `max_steps`"),
+        (
+            ["--trainer.scheduler.type", "linear", "--max-steps", "19"],
+            "trainer.scheduler.warmup_steps",
+            "10",
+            "take 20 steps",
+        ),
+        (
+            ["--trainer.scheduler", '{"type": "linear", "decay_steps": 0}', "--max-steps", "30"],
+            "trainer.scheduler.decay_steps",
+            "0",
+            "at least 1 for linear",
+        ),
+        (["--trainer.scheduler.decay-steps", "3"], "trainer.scheduler.decay_steps", "3", "no meaning for constant"),
+        (["--trainer.scheduler.min-lr", "1e-7"], "trainer.scheduler.min_lr", "1e-07", "no meaning for constant"),
+        (
+            ["--trainer.scheduler", '{"type": "cosine", "min_lr": 1.0}', "--max-steps", "30"],
+            "trainer.scheduler.min_lr",
+            "1.0",
+            "at most the peak",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_together(violations, argv, field, value, says):
+    found = violations(*argv)
+    assert [violation.field for violation in found] == [field]
+    assert found[0].value == value
+    assert says in found[0].message
+    assert found[0].source
+
+
+@pytest.mark.parametrize(
+    ("envs", "field", "says"),
+    [
+        ('[{"id": "a"}, {"id": "a"}]', "orchestrator.env[1].name", "`orchestrator.env[0]` is called `a` too"),
+        ('[{"id": "all"}]', "orchestrator.env[0].name", "must not be `all`"),
+    ],
+)
+def test_env_names(violations, envs, field, says):
+    found = violations("--orchestrator.env", envs, "--orchestrator.eval", "--orchestrator.rollouts-per-example", "2")
+    assert [violation.field for violation in found] == [field]
+    assert says in found[0].message
+
+
+def test_eval_env_names_are_checked_on_their_own(violations):
+    found = violations("--orchestrator.eval.env", '[{"id": "x", "name": "all"}]')
+    assert [violation.field for violation in found] == ["orchestrator.eval.env[0].name"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (["--trainer.optim.lr=-1"], "trainer.optim.lr"),
+        (["--trainer.optim.betas1", "1.0"], "trainer.optim.betas1"),
+        (["--trainer.optim.max-norm", "0"], "trainer.optim.max_norm"),
+        (["--max-steps", "0"], "max_steps"),
+        (["--async-level=-1"], "async_level"),
+        (["--orchestrator.sampling.temperature", "0"], "orchestrator.sampling.temperature"),
+        (["--orchestrator.sampling.top-p", "1.5"], "orchestrator.sampling.top_p"),
+        (["--orchestrator.sampling.max-tokens", "0"], "orchestrator.sampling.max_tokens"),
+        (["--orchestrator.oversampling-factor", "0.5"], "orchestrator.oversampling_factor"),
+        (["--orchestrator.rollout-timeout-s", "0"], "orchestrator.rollout_timeout_s"),
+        (["--orchestrator.client.base-url", "localhost:8000"], "orchestrator.client.base_url"),
+        (["--inference.server.port", "70000"], "inference.server.port"),
+        (["--run.name", "My Run"], "run.name"),
+        (["--orchestrator.env", "[]"], "orchestrator.env"),
+        (["--orchestrator.env", '[{"id": "a", "weight": 0}]'], "orchestrator.env[0].weight"),
+    ],
+)
+def test_bounds_of_single_keys(violations, argv, field):
+    found = violations(*argv)
+    assert [violation.field for violation in found] == [field]
+    assert found[0].message
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--trainer.optim.lr", "0"],
+        ["--trainer.scheduler", '{"type": "linear", "warmup_steps": 0, "decay_steps": 1}', "--max-steps", "1"],
+        ["--async-level", "8"],
+        ["--trainer.model.seq-len", "4096"],
+        ["--orchestrator.sampling.max-tokens", "2047"],
+        ["--orchestrator.env", '[{"id": "a"}, {"id": "a", "name": "b"}]'],
+        ["--orchestrator.eval.sampling.temperature", "0"],
+    ],
+)
+def test_the_last_allowed_values(load_rl, argv):
+    load_rl(*argv)
+
+
+def test_sft_rules():
+    with pytest.raises(InvalidSpecError) as caught:
+        load(SFTConfig, ["--scheduler.type", "linear", "--micro-batch-tokens", "10"], {})
+    assert [violation.field for violation in caught.value.violations] == ["scheduler.type", "micro_batch_tokens"]
+
+
+def test_server_reports_the_same_violations(violations):
+    local = violations("--orchestrator.batch-size", "100", "--trainer.optim.lrr", "1")
+    document = {
+        "orchestrator": {"env": [{"id": "reverse-text"}], "rollouts_per_example": 16, "batch_size": 100},
+        "trainer": {"optim": {"lrr": 1}},
+    }
+    with pytest.raises(InvalidSpecError) as caught:
+        validate_document(document)
+    remote = caught.value.violations
+    assert [(v.field, v.value, v.message) for v in remote] == [(v.field, v.value, v.message) for v in local]
+    assert {violation.source for violation in remote} == {"config_json"}
+
+
+@pytest.mark.parametrize("document", ["{", "[1]", b"\xff", "3"])
+def test_documents_that_are_no_object(document):
+    with pytest.raises(InvalidSpecError, match="config_json"):
+        validate_document(document)
