@@ -4,9 +4,9 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from millrace.config import RLConfig, load, validate_document
-from millrace.config.tree import Node, schema_tree
+from millrace.config.environment import put
+from millrace.config.tree import schema_tree
 from millrace.errors import InvalidSpecError
 
 ROOT = schema_tree(RLConfig)
@@ -16,25 +16,32 @@ SCALARS = (
 )
 
 
-def _documents(node: Node, depth: int = 3) -> st.SearchStrategy:
-    """Tables with the section's keys and foreign ones, right and wrong in shape."""
-    if depth == 0:
-        return SCALARS
-    optional = {key: _documents(child, depth - 1) | SCALARS for key, child in node.children.items()}
-    table = st.fixed_dictionaries({}, optional=optional)
-    stray = st.dictionaries(st.sampled_from(NAMES), SCALARS, max_size=2)
-    merged = st.tuples(table, stray).map(lambda pair: {**pair[1], **pair[0]})
-    return merged | st.lists(merged | SCALARS, max_size=2)
+PATHS = st.lists(st.sampled_from([*NAMES, "no-ckpt", "0"]), min_size=1, max_size=4).map(".".join)
+KNOWN = st.sampled_from([".".join(node.path) for node in ROOT.walk()])
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=2),
+    st.dictionaries(st.sampled_from(NAMES), SCALARS, max_size=2),
+    st.sampled_from([[{"id": "a"}], [{"id": "a"}, {"name": "b"}], [{"id": "all", "weight": 0}, 3]]),
+)
+
+
+def _document(entries: list[tuple[str, object]]) -> dict:
+    """Nested tables with a value at each dotted path, as far as the paths do not collide."""
+    tree: dict = {}
+    for path, value in entries:
+        put(tree, tuple(path.split(".")), value)
+    return tree
 
 
 def _check(error: InvalidSpecError) -> None:
     for violation in error.violations:
-        assert violation.field is not None and violation.message
+        assert violation.message and violation.field != "config", "the config could not be built to check its rules"
         assert violation.source or violation.value is None, violation
 
 
-@settings(max_examples=200, deadline=None)
-@given(_documents(ROOT).filter(lambda document: isinstance(document, dict)))
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(PATHS | KNOWN, VALUES), max_size=12).map(_document))
 def test_any_document(document: dict):
     try:
         config = validate_document(document)
@@ -44,8 +51,6 @@ def test_any_document(document: dict):
         assert RLConfig.model_validate_json(config.resolved_json()) == config
 
 
-PATHS = st.lists(st.sampled_from([*NAMES, "no-ckpt", "0"]), min_size=1, max_size=4).map(".".join)
-KNOWN = st.sampled_from([".".join(node.path) for node in ROOT.walk()])
 TEXTS = st.sampled_from(
     ["", "1", "-1", "x", "None", "true", "{}", "[]", "{", '{"a": 1}', '[{"id": "a"}]', "@", "--", "-h"]
 )
@@ -72,7 +77,7 @@ VARIABLES = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(VARIABLES)
 def test_any_environment(env: dict[str, str]):
     try:
