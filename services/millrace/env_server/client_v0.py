@@ -1,7 +1,7 @@
 """The v0 model client: messages in, exact tokens out, over `POST {base_url}/chat/completions`.
 
 It replaces the stock client of `verifiers` (OpenAI SDK on httpx), which costs five times the CPU and collapses at 512
-concurrent requests because its connection pool is scanned per request. Errors are typed for `adapter_v0`, retries are
+concurrent requests because its connection pool is scanned per request. Errors are typed for `v0.py`, retries are
 few and only where the engine did no work, and the deadline belongs to the rollout, not to the client.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import orjson
 import verifiers as vf
-from verifiers.clients import OpenAIChatCompletionsClient
-from verifiers.types import ClientConfig, Response, ResponseMessage, ResponseTokens, ToolCall, Usage
+from verifiers.legacy.clients import OpenAIChatCompletionsClient
+from verifiers.legacy.types import ClientConfig, Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
 from millrace.env_server.samples import parse_spans
 from millrace.env_server.span_log import SPANS
@@ -66,9 +66,7 @@ class LeanClient(OpenAIChatCompletionsClient):
                 f"{self._base_url} answered 200 with what is not JSON ({error}): {_shown(raw)}"
             ) from error
         if not isinstance(response, dict):
-            raise vf.InvalidModelResponseError(
-                f"{self._base_url} answered with {type(response).__name__}: {_shown(raw)}"
-            )
+            raise vf.InvalidModelResponseError(f"{self._base_url} answered with no JSON object: {_shown(raw)}")
         response["_session_id"] = session_id
         return response
 
@@ -175,7 +173,7 @@ def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseT
     content = (choice.get("logprobs") or {}).get("content")
     if not (isinstance(prompt_ids, list) and isinstance(completion_ids, list) and isinstance(content, list)):
         return None
-    logprobs = [entry.get("logprob") for entry in content if isinstance(entry, Mapping)]
+    logprobs: list[Any] = [entry.get("logprob") for entry in content if isinstance(entry, Mapping)]
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in logprobs):
         return None
     # A count that does not match is kept: samples.py says so by name.

@@ -2,12 +2,13 @@
 
 Every rollout ends, whatever its environment does, and one bad task does not take its neighbours with it:
 
-* A worker that dies or blocks takes down every rollout that it plays, and nobody knows whose fault it was. Each of their
-  tasks becomes a suspect.
+* A worker that dies or blocks takes down every rollout that it plays, and nobody knows whose fault it was. Each of
+  their tasks becomes a suspect.
 * Suspects are replayed one at a time in a separate probe worker. A task that ends its rollout there is cleared, and its
   other rollouts go back to the shared workers. A task that kills the probe worker, alone, has now been in flight in two
   deaths: it is quarantined, and its rollouts end as QUARANTINED from then on.
-* A rollout is started at most three times (twice shared, once probed), so it ends even if workers die for other reasons.
+* A rollout is started at most three times (twice shared, once probed), so it ends even if workers die for other
+  reasons.
 """
 
 import asyncio

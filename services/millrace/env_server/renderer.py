@@ -53,7 +53,7 @@ _stock_generate = renderers.client.generate
 
 async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
     """`renderers.client.generate`, with the engine's policy spans noted and its reply errors typed."""
-    remembering = _RememberingClient(client)
+    remembering: Any = _RememberingClient(client)
     try:
         result = await _stock_generate(client=remembering, **kwargs)
     except renderers.client.MalformedGenerateResponseError as error:

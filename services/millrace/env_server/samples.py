@@ -1,9 +1,9 @@
 """Turns → samples: the exact tokens that the policy saw and sampled, never a second tokenization.
 
 A turn is one model call: the prompt's token ids, the sampled ids, their log-probs and which policy versions produced
-them. Consecutive turns become ONE sample if the next prompt begins with everything before it, prompt and sampled tokens
-alike. If it does not (the chat template dropped or rewrote something, or a reply did not survive decoding and encoding),
-the turn begins a new sample: nothing is trained in a context in which it was not sampled.
+them. Consecutive turns become ONE sample if the next prompt begins with everything before it, prompt and sampled
+tokens alike. If it does not (the chat template dropped or rewrote something, or a reply did not survive decoding and
+encoding), the turn begins a new sample: nothing is trained in a context in which it was not sampled.
 """
 
 import math

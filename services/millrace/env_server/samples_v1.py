@@ -11,7 +11,7 @@ from millrace.rollouts.types import PolicySpan, Sample
 
 
 def branch_samples(branches: Sequence[Any], spans: Spans, *, requires_spans: bool) -> tuple[Sample, ...]:
-    """One sample per branch; tokens that two branches share are trained once, in the first. Raises MissingTokensError."""
+    """One sample per branch; tokens that branches share are trained once, in the first. Raises MissingTokensError."""
     if not branches:
         raise MissingTokensError("the rollout made no model call")
     trained: set[int] = set()

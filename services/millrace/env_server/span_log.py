@@ -2,8 +2,8 @@
 
 The engine returns `policy_spans` in the body of a completion. Neither generation of `verifiers` carries unknown fields
 of a response into its records, so the HTTP layer notes them here under the rollout's id (v0: `trajectory_id`, v1: the
-trace id, which its clients send as `X-Session-ID`), and the adapter takes them when the rollout is over. A completion is
-found again by its token ids, in the order of the calls.
+trace id, which its clients send as `X-Session-ID`), and the adapter takes them when the rollout is over. A completion
+is found again by its token ids, in the order of the calls.
 """
 
 from collections import OrderedDict

@@ -18,8 +18,9 @@ from typing import Any, Self
 
 import aiohttp
 import verifiers as vf
-from verifiers.clients import Client, resolve_client
-from verifiers.types import ClientConfig
+from pydantic import BaseModel
+from verifiers.legacy.clients import Client, resolve_client
+from verifiers.legacy.types import ClientConfig
 
 from millrace.env_server.adapter import RENDERER
 from millrace.env_server.client_v0 import LeanClient, make_session
@@ -79,13 +80,13 @@ class V0Adapter:
     async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play the request's members: together if rewards compare them, else there is one."""
         use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
-        row = (self.train if use_train else self.eval).row(request.task_index)
+        row: Any = (self.train if use_train else self.eval).row(request.task_index)
         client = self._client(request.base_url, tokenizer_dir)
         args = sampling_args(request.sampling)
         is_training = request.purpose == rollout_pb2.PURPOSE_TRAIN
         with recorded_reward_errors() as reward_errors:
             if self.requires_group:
-                rows = [dict(row) for _ in request.members]
+                rows: list[Any] = [dict(row) for _ in request.members]
                 outputs = await self._env.run_group(
                     rows, client, request.model, args, max_retries=0, state_columns=_STATE_COLUMNS
                 )
@@ -93,7 +94,7 @@ class V0Adapter:
                 outputs = []
                 for _ in request.members:
                     output = await self._env.run_rollout(
-                        dict(row), client, request.model, args, max_retries=0, state_columns=_STATE_COLUMNS
+                        row, client, request.model, args, max_retries=0, state_columns=_STATE_COLUMNS
                     )
                     outputs.append(output)
         outcomes = [_outcome(output, reward_errors, requires_spans=is_training) for output in outputs]
@@ -244,7 +245,13 @@ def _turns(steps: Sequence[Mapping[str, Any]]) -> list[Turn]:
 def _messages(value: Any) -> list[Mapping[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    return [item for item in value or () if isinstance(item, Mapping)]
+    shown: list[Mapping[str, Any]] = []
+    for item in value or ():
+        if isinstance(item, BaseModel):
+            shown.append(item.model_dump(mode="json", exclude_none=True))
+        elif isinstance(item, Mapping):
+            shown.append(item)
+    return shown
 
 
 def _model_seconds(timing: Mapping[str, Any]) -> float:

@@ -1,8 +1,8 @@
 """Adapter of `verifiers` v1 environments: packages that export a Taskset.
 
 Runs every role in this process (`harness_v1`) on the local machine, with the train client, which tokenizes with the
-policy's own tokenizer and asks the engine for exact tokens. Args of the environment go to its taskset, except `renderer`,
-`env`, `eval_args` and `num_tasks` (see `adapter`).
+policy's own tokenizer and asks the engine for exact tokens. Args of the environment go to its taskset, except
+`renderer`, `env`, `eval_args` and `num_tasks` (see `adapter`).
 """
 
 import contextlib
@@ -31,6 +31,8 @@ from millrace.rollouts.types import RolloutStatus
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
 # Of an endless taskset; a run needs a number.
 _DEFAULT_NUM_TASKS = 10_000
+# Rollouts that share one tokenizer copy of about 80 MB; more than a worker plays at once.
+_MAX_ROLLOUTS_PER_RENDERER = 256
 _CONTEXT_LENGTH = "context_length"
 
 
@@ -91,6 +93,7 @@ class V1Adapter:
                 api_key_var=_API_KEY_VARIABLE,
                 renderer_model_name=tokenizer_dir,
                 renderer=renderer_config(self._renderer, tokenizer_dir),
+                multiplex=_MAX_ROLLOUTS_PER_RENDERER,
             ),
             sampling=_sampling(request.sampling),
         )
@@ -151,9 +154,7 @@ def _outcome(episode: Any, *, requires_spans: bool) -> Outcome:
 
 def _played(trace: Any) -> Outcome:
     branches = trace.branches
-    messages = (
-        [message.model_dump(mode="json", exclude_none=True) for message in branches[-1].messages] if branches else []
-    )
+    shown = branches[-1].messages if branches else ()
     rewards = {f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
     return Outcome(
         status=RolloutStatus.OK,
@@ -163,7 +164,7 @@ def _played(trace: Any) -> Outcome:
         is_truncated=bool(trace.is_truncated),
         num_turns=int(trace.num_turns),
         model_s=float(sum(call.time.duration for call in trace.calls)),
-        messages=messages,
+        messages=[message.model_dump(mode="json", exclude_none=True) for message in shown],
     )
 
 

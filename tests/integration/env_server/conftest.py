@@ -1,0 +1,317 @@
+"""A real env-server (gRPC, worker processes, Redis) against a small fake engine over HTTP."""
+
+import asyncio
+import json
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from millrace.env_server.pool import PoolLimits
+from millrace.env_server.service import EnvService
+from millrace.env_server.sink import RolloutSink
+from millrace.env_server.tokenizer_files import TokenizerFiles
+from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
+from millrace.rollouts.types import Rollout
+from millrace.rollouts.wire import decode_rollout
+from millrace.rpc.channel import call, open_channel
+from millrace.rpc.serve import serve
+from millrace.runlog.connection import open_redis
+from millrace.runlog.log import RunLog
+from millrace.runlog.names import Stream
+from millrace.storage.local import LocalStore
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"
+IM_START, IM_END = 256, 257
+LOAD_S = 90.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environments_on_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers are children of this process: they inherit its PYTHONPATH."""
+    before = os.environ.get("PYTHONPATH")
+    paths = [str(FIXTURES / name) for name in ("faulty_v0", "faulty_v1", "rev_text_v1")]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([before] if before else [])])
+    os.environ["FAULTY_MARKER"] = str(tmp_path_factory.mktemp("faulty") / "marker")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    yield
+    os.environ.pop("PYTHONPATH")
+    if before:
+        os.environ["PYTHONPATH"] = before
+
+
+def encode_chat(messages: list[dict[str, Any]]) -> list[int]:
+    """ChatML over bytes, with the generation prompt: what a template and a byte-level tokenizer give."""
+    ids: list[int] = []
+    for message in messages:
+        content = f"{message['role']}\n{message.get('content') or ''}"
+        ids += [IM_START, *content.encode(), IM_END, *b"\n"]
+    return [*ids, IM_START, *b"assistant\n"]
+
+
+class FakeEngine:
+    """An engine with canned replies. The first part of the URL is the mode, so each rollout chooses its own."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.num_open = 0
+        self.url = ""
+        self.busy_replies = 0
+
+    def base_url(self, mode: str) -> str:
+        return f"{self.url}/{mode}/v1"
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        self.num_open += 1
+        try:
+            return await self._chat(request.match_info["mode"], body)
+        finally:
+            self.num_open -= 1
+
+    async def _chat(self, mode: str, body: dict[str, Any]) -> web.StreamResponse:
+        if (failure := await self._failure(mode)) is not None:
+            return failure
+        reply = self._reply(mode, body["messages"])
+        token_ids = [*reply.encode(), IM_END]
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": reply},
+            "finish_reason": "stop",
+            "token_ids": token_ids,
+            "logprobs": {"content": [{"token": f"token_id:{i}", "logprob": -0.5} for i in token_ids]},
+            "policy_spans": _spans(len(token_ids)),
+        }
+        answer = {
+            "id": "c",
+            "created": 1,
+            "model": body["model"],
+            "choices": [choice],
+            "prompt_token_ids": encode_chat(body["messages"]),
+            "usage": {"prompt_tokens": 1, "completion_tokens": len(token_ids), "total_tokens": 1},
+        }
+        match mode:
+            case "nologprobs":
+                choice.pop("logprobs")
+            case "noids":
+                choice.pop("token_ids")
+            case "noprompt":
+                answer.pop("prompt_token_ids")
+            case "nospans":
+                choice.pop("policy_spans")
+            case "fewlogprobs":
+                choice["logprobs"]["content"].pop()
+            case "empty":
+                choice |= {"token_ids": [], "message": {"role": "assistant", "content": ""}}
+                choice["logprobs"] = {"content": []}
+            case "eos":
+                choice |= {"token_ids": [IM_END], "message": {"role": "assistant", "content": ""}}
+                choice["logprobs"] = {"content": [{"token": f"token_id:{IM_END}", "logprob": -0.1}]}
+                choice["policy_spans"] = _spans(1)
+            case "twochoices":
+                answer["choices"] = [choice, choice]
+            case "retokenized":
+                # The template rewrites earlier turns: the next prompt does not extend the tokens that were sampled.
+                answer["prompt_token_ids"] = [len(body["messages"]), *encode_chat(body["messages"])]
+        return web.json_response(answer)
+
+    async def _failure(self, mode: str) -> web.StreamResponse | None:
+        match mode:
+            case "500":
+                return web.json_response({"error": {"message": "boom"}}, status=500)
+            case "401":
+                return web.json_response({"error": {"message": "who are you"}}, status=401)
+            case "toolong":
+                text = "This model's maximum context length is 8 tokens."
+                return web.json_response({"error": {"message": text}}, status=400)
+            case "badjson":
+                return web.Response(text="{not json", content_type="application/json")
+            case "hang":
+                await asyncio.sleep(3600)
+            case "busy" if self.busy_replies > 0:
+                self.busy_replies -= 1
+                return web.json_response({"error": {"message": "updating"}}, status=503)
+        return None
+
+    @staticmethod
+    def _reply(mode: str, messages: list[dict[str, Any]]) -> str:
+        content = str(messages[-1].get("content") or "")
+        if mode == "lookup":
+            return content[-1] if len(messages) == 1 else content
+        return content[::-1]
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        mode = request.match_info["mode"]
+        if (failure := await self._failure(mode)) is not None:
+            return failure
+        token_ids = [104, 105, IM_END] if mode != "noids" else []
+        content = [{"token": f"token_id:{i}", "logprob": -0.25} for i in token_ids]
+        choice: dict[str, Any] = {"index": 0, "token_ids": token_ids, "finish_reason": "stop"}
+        if mode != "nologprobs":
+            choice["logprobs"] = {"content": content}
+        if mode != "nospans":
+            choice["policy_spans"] = _spans(len(token_ids))
+        return web.json_response({"request_id": "g", "choices": [choice]})
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        size = 8 if request.match_info["mode"] == "tiny" else 4096
+        return web.json_response({"object": "list", "data": [{"id": "policy", "max_model_len": size}]})
+
+
+def _spans(num_tokens: int) -> list[dict[str, int]]:
+    """Version 3 produced the first token, version 4 the others: an update came in between."""
+    spans = [{"lineage": 0, "version": 3, "start": 0, "end": 1}]
+    if num_tokens > 1:
+        spans.append({"lineage": 0, "version": 4, "start": 1, "end": num_tokens})
+    return spans
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine() -> AsyncIterator[FakeEngine]:
+    fake = FakeEngine()
+    app = web.Application()
+    app.router.add_post("/{mode}/v1/chat/completions", fake.chat)
+    app.router.add_post("/{mode}/inference/v1/generate", fake.generate)
+    app.router.add_get("/{mode}/v1/models", fake.models)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield fake
+    await runner.cleanup()
+
+
+@dataclass
+class Server:
+    """An env-server, a client of it, and the log of one run."""
+
+    service: EnvService
+    stub: Any
+    engine: FakeEngine
+    log: RunLog
+    store: LocalStore
+    epoch: int = 1
+    _next_ordinal: int = 0
+    _cursor: str = "0"
+    tokenizer_manifest_key: str = ""
+
+    async def open(self, env_id: str, args: dict[str, Any] | None = None, *, wait: bool = True) -> Any:
+        """OpenEnv until it is not LOADING any more."""
+        spec = self.spec(env_id, args)
+        async with asyncio.timeout(LOAD_S):
+            while True:
+                reply = await call(self.stub.OpenEnv, env_service_pb2.OpenEnvRequest(env=spec), timeout_s=5)
+                if not wait or reply.state != env_service_pb2.ENV_STATE_LOADING:
+                    return reply
+                await asyncio.sleep(0.1)
+
+    @staticmethod
+    def encode_chat(messages: list[dict[str, Any]]) -> list[int]:
+        return encode_chat(messages)
+
+    @staticmethod
+    def spec(env_id: str, args: dict[str, Any] | None = None) -> env_service_pb2.EnvSpec:
+        return env_service_pb2.EnvSpec(name=env_id, id=env_id, args_json=json.dumps(args or {}))
+
+    def request(self, env_id: str, task_index: int, **changes: Any) -> env_service_pb2.PlayGroupRequest:
+        """A group of one with a new ordinal; `mode`, `args`, `size` and fields of the request may be given."""
+        size = changes.pop("size", 1)
+        values: dict[str, Any] = {
+            "run_uid": self.log.uid,
+            "purpose": rollout_pb2.PURPOSE_TRAIN,
+            "ordinal": self._next_ordinal,
+            "members": list(range(size)),
+            "group_size": size,
+            "env": self.spec(env_id, changes.pop("args", None)),
+            "task_index": task_index,
+            "base_url": self.engine.base_url(changes.pop("mode", "ok")),
+            "model": "policy",
+            "sampling": env_service_pb2.Sampling(temperature=1.0, max_tokens=16),
+            "rollout_timeout_seconds": 20.0,
+            "epoch": self.epoch,
+            "generation": 1,
+            "planned_step": 7,
+            "tokenizer_manifest_key": self.tokenizer_manifest_key,
+        }
+        self._next_ordinal += 1
+        return env_service_pb2.PlayGroupRequest(**{**values, **changes})
+
+    async def play(self, *requests: env_service_pb2.PlayGroupRequest, timeout_s: float = 90.0) -> list[Rollout]:
+        """Play the groups and wait for all their rollouts in the stream; in order of ordinal and member."""
+        for request in requests:
+            await call(self.stub.PlayGroup, request, timeout_s=5)
+        return await self.collect(*requests, timeout_s=timeout_s)
+
+    async def collect(self, *requests: env_service_pb2.PlayGroupRequest, timeout_s: float = 90.0) -> list[Rollout]:
+        wanted = {(request.ordinal, member) for request in requests for member in request.members}
+        found: dict[tuple[int, int], Rollout] = {}
+        cursor = "0"
+        async with asyncio.timeout(timeout_s):
+            while wanted - found.keys():
+                for entry in await self.log.read(Stream.ROLLOUTS, after=cursor, block_s=1):
+                    cursor = entry.id
+                    rollout = decode_rollout(entry.d)
+                    if (rollout.ordinal, rollout.member) in wanted:
+                        assert (rollout.ordinal, rollout.member) not in found, "appended twice"
+                        found[(rollout.ordinal, rollout.member)] = rollout
+        return [found[key] for key in sorted(wanted)]
+
+    async def play_one(self, env_id: str, task_index: int, **changes: Any) -> Rollout:
+        [rollout] = await self.play(self.request(env_id, task_index, **changes))
+        return rollout
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def server(engine: FakeEngine, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    """One env-server per test module: a worker takes seconds to start."""
+    store = LocalStore(tmp_path_factory.mktemp("store"))
+    redis = open_redis(redis_url)
+    log = await RunLog.create(redis, store, "test", f"r{uuid.uuid4().hex[:12]}", b'{"run_hash": "0"}')
+
+    async def open_log(run_uid: str) -> RunLog:
+        return await RunLog.open(redis, store, prefix="test", uid=run_uid)
+
+    tokenizers = TokenizerFiles(store)
+    service = EnvService(
+        sink=RolloutSink(open_log, max_delay_s=0.5),
+        tokenizers=tokenizers,
+        worker_id="env-server-test",
+        capacity=64,
+        limits=PoolLimits(blocked_grace_s=4.0),
+    )
+
+    def register(grpc_server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:
+        env_service_pb2_grpc.add_EnvServiceServicer_to_server(service, grpc_server)
+        return ["millrace.internal.v1.EnvService"]
+
+    started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    stopping = asyncio.Event()
+    serving = asyncio.create_task(
+        serve(
+            "127.0.0.1:0",
+            register,
+            drain_s=0,
+            grace_s=1,
+            on_started=started.set_result,
+            stopping=stopping,
+            handle_signals=False,
+        )
+    )
+    async with open_channel(f"127.0.0.1:{await started}") as channel:
+        yield Server(service, env_service_pb2_grpc.EnvServiceStub(channel), engine, log, store)
+    stopping.set()
+    await serving
+    await service.close()
+    tokenizers.close()
+    await redis.aclose()
