@@ -5,7 +5,7 @@ import socket
 
 from millrace.errors import UnavailableError
 
-# Below the range that Linux takes outgoing connections from (32768 on), since services bind ten seconds after the choice.
+# Below the range that Linux takes outgoing connections from (32768 on): services bind ten seconds after the choice.
 _RANGE = (20000, 32000)
 _TRIES = 200
 

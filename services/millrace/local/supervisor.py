@@ -15,10 +15,10 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from millrace.errors import InternalError, NotFoundError
 from millrace.local import reaper
@@ -34,12 +34,13 @@ _TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What to start: `argv` with exactly the environment `env`; standard output and error go to `log_path`."""
+    """What to start: `argv` with the environment `env` alone; standard output and error go to `log_path`."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
-    log_path: Path
+    log_path: Path | None
+    """None: the supervisor's own output."""
     cwd: Path | None = None
     tier: int = 1
     """Higher tiers are stopped first: what others need (Redis) has a lower one."""
@@ -71,15 +72,15 @@ class ProcessDiedError(InternalError):
 
     default_reason = "PROCESS_DIED"
 
-    def __init__(self, name: str, *, how: str, log_path: Path, last_lines: Sequence[str]) -> None:
+    def __init__(self, name: str, *, how: str, log_path: Path | None, last_lines: Sequence[str]) -> None:
         """`how` is `exit code 1` or `signal SIGKILL`; `last_lines` are the end of its log."""
         self.process_name = name
         self.last_lines = list(last_lines)
         shown = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (it wrote nothing)"
         super().__init__(
             f"{name} died: {how}. The last lines of its log:\n{shown}",
-            remedy=f"read {log_path}",
-            metadata={"process": name, "how": how, "log": str(log_path)},
+            remedy=f"read {log_path}" if log_path else "read its output above",
+            metadata={"process": name, "how": how, "log": str(log_path or "")},
         )
 
 
@@ -115,14 +116,13 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.stop()
+        await self.stop_for_sure()
 
     async def start(self, spec: ProcessSpec) -> Child:
         """Start a process; NotFoundError if its program does not exist."""
         if self._is_stopping or self._reaper is None:
             raise RuntimeError("the supervisor is not running")
-        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log_path.open("ab") as sink:
+        with _sink(spec.log_path) as sink:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.argv,
@@ -130,7 +130,7 @@ class Supervisor:
                     cwd=spec.cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
-                    stderr=subprocess.STDOUT,
+                    stderr=None if sink is None else subprocess.STDOUT,
                     start_new_session=True,
                 )
             except FileNotFoundError as error:
@@ -155,6 +155,20 @@ class Supervisor:
     async def wait_death(self) -> ProcessDiedError:
         """Returns when a process ends unasked, with what to tell the user. May be cancelled."""
         return await asyncio.to_thread(describe_death, await self._died.get())
+
+    async def stop_for_sure(self) -> None:
+        """Stop to the end even if this task is cancelled meanwhile (Ctrl-C during the stop), which only hurries it."""
+        stopping = asyncio.create_task(self.stop(), name="stop of all processes")
+        is_cancelled = False
+        while not stopping.done():
+            try:
+                await asyncio.shield(stopping)
+            except asyncio.CancelledError:
+                is_cancelled = True
+                self.hurry.set()
+        stopping.result()
+        if is_cancelled:
+            raise asyncio.CancelledError
 
     async def stop(self) -> None:
         """End all processes and what they started, within `term_grace_s` + 6 s; idempotent. Logs what would not go."""
@@ -212,6 +226,17 @@ class Supervisor:
         self._reaper = None
 
 
+@contextlib.contextmanager
+def _sink(path: Path | None) -> Iterator[IO[bytes] | None]:
+    """The file that a process writes to, opened to append."""
+    if path is None:
+        yield None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as sink:
+        yield sink
+
+
 def describe_death(child: Child) -> ProcessDiedError:
     """What to tell the user about a process that ended unasked."""
     code = child.process.returncode
@@ -229,7 +254,7 @@ def describe_death(child: Child) -> ProcessDiedError:
         child.spec.name,
         how=f"{how}, {age_s:.1f} s after its start",
         log_path=child.spec.log_path,
-        last_lines=tail(child.spec.log_path),
+        last_lines=tail(child.spec.log_path) if child.spec.log_path else [],
     )
 
 

@@ -1,0 +1,1 @@
+"""One file per command of `millrace`; each is imported only when it runs."""

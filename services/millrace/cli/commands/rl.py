@@ -1,0 +1,29 @@
+"""`millrace rl`: one RL run from a config to a summary."""
+
+import click
+
+from millrace.cli.raw import OPTIONS_HELP, RawCommand
+
+
+@click.command(cls=RawCommand, epilog=OPTIONS_HELP)
+def rl(arguments: tuple[str, ...]) -> int:
+    """Train with reinforcement learning.
+
+    Starts the local stack for the run and tears it down afterwards; with --server or MILLRACE_SERVER it submits the
+    run there and follows it (Ctrl-C detaches, and the run continues).
+    """
+    from millrace.cli.dry_run import print_config
+    from millrace.cli.prepare import prepare
+
+    prepared = prepare(arguments)
+    if prepared.is_dry_run:
+        print_config(prepared.config)
+        return 0
+    from millrace.cli import interrupts
+    from millrace.cli.results import summary_lines
+    from millrace.cli.session import run_local, run_remote
+
+    flow = run_local if prepared.server is None else run_remote
+    data, path = interrupts.run(lambda signals: flow(prepared, signals))
+    click.echo("\n".join(["", *summary_lines(data), str(path)]))
+    return 0

@@ -1,0 +1,228 @@
+"""`millrace run`: submit, list, show, watch, logs, cancel, why; each talks to an orchestrator over gRPC."""
+
+import datetime
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from millrace.cli.commands.up import DEFAULT_LISTEN
+from millrace.cli.raw import OPTIONS_HELP, RawCommand
+
+if TYPE_CHECKING:
+    from millrace.client import Client
+    from millrace.v1 import event_pb2, run_pb2
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_NAME = click.argument("name", metavar="RUN")
+_FORMAT = click.option(
+    "-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True
+)
+
+
+def _server(function: F) -> F:
+    return click.option(
+        "--server",
+        metavar="ADDR",
+        help=f"host:port of the orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN} (millrace up).",
+    )(function)
+
+
+@click.group()
+def run() -> None:
+    """Submit, list, show, watch and cancel runs; ask why one waits.
+
+    RUN is a name, the beginning of one, a uid, or - for the most recent run.
+    """
+
+
+@run.command(cls=RawCommand, epilog=OPTIONS_HELP + "\n  --follow        Follow the run to its end; Ctrl-C detaches.")
+def submit(arguments: tuple[str, ...]) -> int:
+    """Submit a run: millrace run submit @ rl.toml [--KEY VALUE ...] [--follow]."""
+    from millrace.cli import interrupts
+    from millrace.cli.dry_run import print_config
+    from millrace.cli.prepare import prepare
+
+    if arguments and os.path.isfile(arguments[0]):
+        arguments = ("@", *arguments)
+    prepared = prepare(arguments, default_server=DEFAULT_LISTEN)
+    if prepared.is_dry_run:
+        print_config(prepared.config)
+        return 0
+    from millrace.cli.results import summary_lines
+    from millrace.cli.session import run_remote, submit, submitted_line
+    from millrace.client import Client
+
+    if prepared.is_follow:
+        data, path = interrupts.run(lambda signals: run_remote(prepared, signals))
+        click.echo("\n".join(["", *summary_lines(data), str(path)]))
+        return 0
+
+    async def create(_: interrupts.Interrupts) -> str:
+        async with Client(prepared.server or DEFAULT_LISTEN) as client:
+            return submitted_line(await submit(client, prepared, run_id=prepared.name or ""))
+
+    click.echo(interrupts.run(create))
+    return 0
+
+
+@run.command(name="list")
+@click.option("--state", "states", multiple=True, help="Only runs in this state, such as running; may be repeated.")
+@click.option("--limit", type=click.IntRange(min=0), default=20, show_default=True, help="0 is all.")
+@_FORMAT
+@_server
+def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None) -> None:
+    """List runs, newest first."""
+    from millrace.cli.output import runs_json, runs_table
+
+    wanted = [_state(text) for text in states]
+
+    async def show(client: "Client") -> None:
+        runs = await client.runs.list(states=wanted, limit=limit)
+        if form == "json":
+            click.echo(runs_json(runs))
+        elif runs:
+            click.echo(runs_table(runs, now=datetime.datetime.now(datetime.UTC)))
+        else:
+            click.echo("no runs", err=True)
+
+    _with_client(server, show)
+
+
+@run.command()
+@_NAME
+@_FORMAT
+@_server
+def show(name: str, form: str, server: str | None) -> None:
+    """Show one run."""
+    from millrace.cli.names import resolve
+    from millrace.cli.output import run_details, run_json
+
+    async def act(client: "Client") -> None:
+        found = await resolve(client.runs, name)
+        if form == "json":
+            click.echo(run_json(found))
+            return
+        saved = await client.runs.checkpoints(found.name)
+        click.echo(run_details(found, saved, now=datetime.datetime.now(datetime.UTC)))
+
+    _with_client(server, act)
+
+
+@run.command()
+@_NAME
+@click.option("--plain", is_flag=True, help="One line per step also on a terminal.")
+@_server
+def watch(name: str, plain: bool, server: str | None) -> None:
+    """Follow a run to its end; Ctrl-C detaches, and the run continues. Exits 1 if the run fails."""
+    import sys
+
+    from millrace.cli.follow import require_success
+    from millrace.cli.names import resolve
+    from millrace.cli.progress import Progress
+    from millrace.cli.session import follow_or_detach
+    from millrace.cli.view import make_view
+
+    async def act(client: "Client") -> None:
+        found = await resolve(client.runs, name)
+        progress = Progress(name=found.name, uid=found.uid, max_steps=found.progress.max_steps)
+        with make_view(progress, plain=plain, stream=sys.stdout) as view:
+            await follow_or_detach(client, progress, view)
+        require_success(progress, where=f"see its events: millrace run logs {found.name.removeprefix('runs/')}")
+
+    _with_client(server, act)
+
+
+@run.command()
+@_NAME
+@click.option("-f", "--follow", is_flag=True, help="Go on with new events until the run ends.")
+@click.option(
+    "--component", metavar="NAME", help="Only events of writers whose name begins like this, such as trainer."
+)
+@_server
+def logs(name: str, follow: bool, component: str | None, server: str | None) -> None:
+    """Print the events of a run, one per line; say where the process logs of a local stack lie."""
+    from millrace.cli.lines import log_line
+    from millrace.cli.log_files import process_logs
+    from millrace.cli.names import resolve
+    from millrace.cli.progress import Progress
+
+    async def act(client: "Client") -> None:
+        found = await resolve(client.runs, name)
+        for path in process_logs(client.address, found.name, component=component):
+            click.echo(f"process log: {path}", err=True)
+        progress = Progress(name=found.name, uid=found.uid, max_steps=found.progress.max_steps)
+
+        async def events() -> AsyncIterator["event_pb2.Event"]:
+            if follow:
+                async for event in client.runs.watch(found.name):
+                    yield event
+            else:
+                for event in await client.runs.replay(found.name):
+                    yield event
+
+        async for event in events():
+            progress.apply(event)
+            if component is None or event.writer.startswith(component):
+                click.echo(log_line(event, progress))
+
+    _with_client(server, act)
+
+
+@run.command()
+@_NAME
+@click.option("--reason", default="", help="Why, for whoever looks at the run later.")
+@_server
+def cancel(name: str, reason: str, server: str | None) -> None:
+    """Ask a run to end; it ends as CANCELLED at its next step boundary."""
+    from millrace.cli.names import resolve
+    from millrace.cli.progress import state_name
+
+    async def act(client: "Client") -> None:
+        found = await resolve(client.runs, name)
+        asked = await client.runs.cancel(found.name, reason=reason)
+        click.echo(f"{asked.name} is asked to end (now {state_name(asked.state)})")
+
+    _with_client(server, act)
+
+
+@run.command()
+@_NAME
+@_server
+def why(name: str, server: str | None) -> None:
+    """Say what every service of a run waits for right now."""
+    from millrace.cli.names import resolve
+    from millrace.cli.output import explanation
+
+    async def act(client: "Client") -> None:
+        found = await resolve(client.runs, name)
+        click.echo(explanation(await client.runs.explain(found.name)))
+
+    _with_client(server, act)
+
+
+def _state(text: str) -> "run_pb2.RunState":
+    from millrace.v1 import run_pb2
+
+    name = f"RUN_STATE_{text.upper().removeprefix('RUN_STATE_')}"
+    known = [key.removeprefix("RUN_STATE_").lower() for key in run_pb2.RunState.keys()[1:]]
+    if name.removeprefix("RUN_STATE_").lower() not in known:
+        raise click.BadParameter(f"{text!r} is no state; there are {', '.join(known)}", param_hint="--state")
+    return run_pb2.RunState.Value(name)
+
+
+def _with_client(server: str | None, act: "Callable[[Client], Coroutine[Any, Any, None]]") -> None:
+    from millrace.cli import interrupts
+    from millrace.cli.address import explain_unreachable, server_address
+    from millrace.client import Client
+
+    address, origin = server_address(server)
+
+    async def work(_: interrupts.Interrupts) -> None:
+        async with Client(address) as client:
+            await act(client)
+
+    with explain_unreachable(address, origin):
+        interrupts.run(work)

@@ -1,0 +1,32 @@
+"""`millrace sft`: supervised fine-tuning in one trainer process on this machine."""
+
+import click
+
+from millrace.cli.raw import RawCommand
+
+_HELP = """\b
+Options:
+  --KEY VALUE     Any key of the config, such as --optim.lr 1e-3.
+  --dry-run       Print the resolved config and do nothing.
+  --debug         Show tracebacks."""
+
+
+@click.command(cls=RawCommand, epilog=_HELP)
+def sft(arguments: tuple[str, ...]) -> int:
+    """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
+    from millrace.cli.dry_run import print_config
+    from millrace.cli.model_path import check_models
+    from millrace.config.load import load
+    from millrace.config.schema import SFTConfig
+
+    loaded = load(SFTConfig, arguments)
+    if loaded.flags.get("dry-run"):
+        print_config(loaded.config)
+        return 0
+    names = {"model.name": loaded.config.model.name}
+    check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=False)
+
+    from millrace.cli import interrupts
+    from millrace.cli.fine_tune import fine_tune
+
+    return interrupts.run(lambda signals: fine_tune(loaded.config, signals))

@@ -1,0 +1,50 @@
+"""`millrace up`: the one-machine stack, running until Ctrl-C."""
+
+from pathlib import Path
+
+import click
+
+DEFAULT_LISTEN = "127.0.0.1:50051"
+
+
+@click.command()
+@click.option("--dir", "directory", type=click.Path(path_type=Path), default=Path("outputs/local"), show_default=True)
+@click.option("--listen", default=DEFAULT_LISTEN, show_default=True, help="host:port of the orchestrator.")
+@click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Engine's HTTP API.")
+@click.option(
+    "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
+)
+def up(directory: Path, listen: str, http_port: int, log_level: str) -> None:
+    """Start the one-machine stack and leave it running until Ctrl-C.
+
+    Redis, object store, orchestrator, env-server, inference, trainer. Its data lies under --dir and is there again when
+    the stack is started again.
+    """
+    import asyncio
+    import os
+
+    from millrace.cli import interrupts
+    from millrace.local.stack import LocalStack, StackOptions
+    from millrace.telemetry.settings import Settings
+
+    settings = Settings.from_env({**os.environ, "MILLRACE_LISTEN": listen})  # checks the address
+    options = StackOptions.with_settings(
+        settings, directory=directory, listen=listen, http_port=http_port, log_level=log_level
+    )
+
+    async def serve(signals: interrupts.Interrupts) -> None:
+        def note(text: str) -> None:
+            click.echo(text, err=True)
+
+        note(f"starting the stack in {directory}; process logs: {directory / 'logs'}")
+        async with LocalStack(options, note=note) as stack:
+            signals.on_second(stack.supervisor.hurry.set)
+            await stack.start()
+            click.echo(
+                f"ready. The orchestrator listens on {stack.address}, the engine on http://127.0.0.1:{http_port}/v1"
+            )
+            click.echo(f"  export MILLRACE_SERVER={stack.address}")
+            click.echo("  millrace rl @ examples/reverse_text/rl.toml     millrace run list     Ctrl-C here stops it")
+            await stack.guard(asyncio.Event().wait())
+
+    interrupts.run(serve)

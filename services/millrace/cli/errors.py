@@ -1,0 +1,82 @@
+"""How a command ends badly: one error class of its own, and one way to print every error.
+
+Exit codes: 0 ok, 1 a run failed or a defect, 2 usage, 3 not found, 4 denied, 5 unavailable, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+import signal
+import sys
+import traceback
+from typing import TextIO
+
+from millrace.errors import InvalidSpecError, MillraceError, Violation
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+class CliError(Exception):
+    """A command cannot go on: what is wrong, what to do, and the exit code."""
+
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = EXIT_USAGE) -> None:
+        """`hint` is the remedy."""
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.exit_code = exit_code
+
+
+class Interrupted(Exception):
+    """The user or the system asked the command to end."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        """`number` is the signal that asked."""
+        super().__init__(number.name)
+        self.exit_code = 128 + number
+
+
+def report(error: BaseException, *, is_debug: bool, stream: TextIO | None = None) -> int:
+    """Print an error for people and return the exit code; the traceback only with `is_debug`."""
+    out = stream or sys.stderr
+    if is_debug:
+        traceback.print_exception(error, file=out)
+    match error:
+        case Interrupted() | KeyboardInterrupt():
+            return getattr(error, "exit_code", 130)
+        case InvalidSpecError():
+            _print_violations(error, out)
+        case MillraceError():
+            print(f"Error: {error.message}", file=out)
+            _print_remedy(error.remedy, out)
+        case CliError():
+            print(f"Error: {error.message}", file=out)
+            _print_remedy(error.hint, out)
+        case _:
+            print(f"Error: {type(error).__name__}: {error}", file=out)
+            _print_remedy("this is a defect of Millrace; --debug shows where it happened", out)
+            return EXIT_FAILED
+    if is_debug and isinstance(error, MillraceError):
+        print(f"  reason: {error.reason}   request: {error.request_id or '-'}", file=out)
+    return error.exit_code
+
+
+def _print_violations(error: InvalidSpecError, out: TextIO) -> None:
+    if len(error.violations) == 1:
+        print(f"Error: {_line(error.violations[0])}", file=out)
+        if error.violations[0].source:
+            print(f"  at: {error.violations[0].source}", file=out)
+    else:
+        print(f"Error: {len(error.violations)} things are wrong:", file=out)
+        for violation in error.violations:
+            where = f"  [{violation.source}]" if violation.source else ""
+            print(f"  - {_line(violation)}{where}", file=out)
+    _print_remedy(error.remedy, out)
+
+
+def _line(violation: Violation) -> str:
+    got = "" if violation.value is None else f" (got {violation.value})"
+    return f"{violation.field}: {violation.message}{got}"
+
+
+def _print_remedy(text: str | None, out: TextIO) -> None:
+    if text:
+        print(f"  remedy: {text}", file=out)

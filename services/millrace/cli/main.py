@@ -1,0 +1,59 @@
+"""Entry of the `millrace` command.
+
+Only click and the error classes are imported here; a command imports what it needs when it runs. A test asserts that
+`millrace --help` imports neither torch nor grpc nor pydantic nor rich.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+import millrace
+from millrace.cli.errors import EXIT_USAGE, report
+from millrace.cli.lazy import LazyGroup
+
+_COMMANDS = {
+    "rl": ("millrace.cli.commands.rl:rl", "Train with reinforcement learning: millrace rl @ rl.toml"),
+    "sft": ("millrace.cli.commands.sft:sft", "Fine-tune on prompts and completions: millrace sft @ sft.toml"),
+    "up": ("millrace.cli.commands.up:up", "Start the one-machine stack and leave it running."),
+    "run": ("millrace.cli.commands.run:run", "Submit, list, show, watch and cancel runs; ask why one waits."),
+    "version": ("millrace.cli.commands.version:version", "Show the versions of Millrace and of what it stands on."),
+}
+
+_EPILOG = """\b
+Try:
+  millrace sft @ examples/reverse_text/sft.toml
+  millrace rl @ examples/reverse_text/rl.toml"""
+
+
+@click.group(cls=LazyGroup, lazy=_COMMANDS, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show tracebacks and request ids of errors.")
+@click.version_option(millrace.__version__, prog_name="millrace")
+def cli(debug: bool) -> None:
+    """Millrace: asynchronous reinforcement learning of language models. Rollouts stream in; the policy turns."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; the one place where errors become messages."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    is_debug = "--debug" in arguments
+    try:
+        # `--debug` may stand anywhere, because one adds it after something went wrong.
+        code = cli.main([word for word in arguments if word != "--debug"], prog_name="millrace", standalone_mode=False)
+    except click.exceptions.Abort:
+        return 130
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "millrace"
+        print(f"Error: {error.format_message()}\n  remedy: see {where} --help", file=sys.stderr)
+        return EXIT_USAGE
+    except click.ClickException as error:
+        print(f"Error: {error.format_message()}", file=sys.stderr)
+        return error.exit_code
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the process edge: everything becomes a message
+        return report(error, is_debug=is_debug)
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""From a command line to a checked config: the part that `rl` and `run submit` share, before anything starts."""
+
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.cli.model_path import check_models, is_path
+from millrace.config.load import Loaded, load
+from millrace.config.schema import RLConfig
+from millrace.telemetry.settings import Settings, parse_address
+
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that is ready to be submitted."""
+
+    config: RLConfig
+    settings: Settings
+    server: str | None
+    """host:port of the orchestrator; None starts a local stack."""
+    name: str | None
+    """The name that the user chose."""
+    is_dry_run: bool
+    is_plain: bool
+    is_follow: bool
+
+
+def prepare(
+    arguments: Sequence[str], *, default_server: str | None = None, environ: Mapping[str, str] = os.environ
+) -> Prepared:
+    """Load and check the config; InvalidSpecError with everything that is wrong, before anything starts."""
+    settings = Settings.from_env(environ)
+    loaded = load(RLConfig, arguments, environ)
+    flags = loaded.flags
+    server = str(flags["server"]) if "server" in flags else settings.server or default_server
+    if server is not None:
+        settings = Settings.from_env({**environ, "MILLRACE_SERVER": server})  # checks its form
+    is_here = server is None or parse_address(server)[0] in _LOOPBACK
+    if is_here and not flags.get("dry-run"):
+        names = {"model.name": loaded.config.model.name, "trainer.model.name": loaded.config.trainer.model.name}
+        check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=True)
+        if server is not None:
+            loaded = _with_absolute_model(loaded, arguments, environ)
+    name = flags.get("name") or loaded.config.run.name
+    return Prepared(
+        config=loaded.config,
+        settings=settings,
+        server=server,
+        name=str(name) if name else None,
+        is_dry_run=bool(flags.get("dry-run")),
+        is_plain=bool(flags.get("plain")),
+        is_follow=bool(flags.get("follow")),
+    )
+
+
+def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
+    """The run's id for a local stack: the chosen name, or environment and a random tail; one that has no directory yet.
+
+    A second run of the same name gets `-2`, `-3`, ... so that no run writes over another one's results.
+    """
+    if name is None:
+        env = re.sub(r"[^a-z0-9]+", "-", config.orchestrator.env[0].id.lower()).strip("-")
+        env = env if env[:1].isalpha() else f"run-{env}"
+        name = f"{env[:50].rstrip('-')}-{secrets.token_hex(2)}"
+    chosen, number = name, 1
+    while (root / chosen).exists() and any((root / chosen).iterdir()):
+        number += 1
+        chosen = f"{name[:58]}-{number}"
+    return chosen
+
+
+def _with_absolute_model(
+    loaded: Loaded[RLConfig], arguments: Sequence[str], environ: Mapping[str, str]
+) -> Loaded[RLConfig]:
+    """Name the model by its absolute path: a stack that runs already was started in another directory."""
+    name = loaded.config.model.name
+    if not is_path(name, output_dir=loaded.config.output_dir) or Path(name).is_absolute():
+        return loaded
+    absolute = str(Path(name).expanduser().resolve())
+    return load(RLConfig, [*arguments, "--model.name", absolute], environ)

@@ -1,0 +1,56 @@
+"""Checks of what the user named and we do not start: a Redis and an object store of their own."""
+
+import asyncio
+
+import redis.asyncio
+import redis.exceptions
+
+from millrace.errors import UnavailableError
+from millrace.storage import open_store
+from millrace.telemetry import waits
+from millrace.telemetry.redact import redact
+
+REDIS_TIMEOUT_S = 5.0
+STORE_TIMEOUT_S = 30.0
+
+
+async def check_redis(url: str) -> None:
+    """UnavailableError naming the Redis (without its password) if it does not answer PING."""
+    with waits.waiting("redis to answer", waits_on="redis", deadline_s=REDIS_TIMEOUT_S):
+        client = redis.asyncio.from_url(url, socket_connect_timeout=REDIS_TIMEOUT_S, socket_timeout=REDIS_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(REDIS_TIMEOUT_S):
+                await client.ping()
+        except (OSError, TimeoutError, redis.exceptions.RedisError) as error:
+            raise UnavailableError(
+                f"Redis at {redact(url)} (MILLRACE_REDIS_URL) does not answer: {error or 'timeout'}",
+                reason="REDIS_UNREACHABLE",
+                remedy="start it, or correct MILLRACE_REDIS_URL, or unset it for the embedded Redis",
+            ) from error
+        finally:
+            await client.aclose()
+
+
+async def check_store(url: str, *, prefix: str) -> None:
+    """UnavailableError naming the store if it cannot be read."""
+    with waits.waiting("the object store to answer", waits_on="store", deadline_s=STORE_TIMEOUT_S):
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                await asyncio.to_thread(_touch, url, prefix)
+        except TimeoutError:
+            raise UnavailableError(
+                f"the object store {redact(url)} (MILLRACE_STORE_URL) does not answer within {STORE_TIMEOUT_S:g} s",
+                reason="STORE_UNREACHABLE",
+                remedy="start it, or correct MILLRACE_STORE_URL, or unset it for the filesystem store",
+            ) from None
+        except UnavailableError as error:
+            raise UnavailableError(
+                f"the object store {redact(url)} (MILLRACE_STORE_URL) does not answer: {error.message}",
+                reason="STORE_UNREACHABLE",
+                remedy="start it, or correct MILLRACE_STORE_URL, or unset it for the filesystem store",
+            ) from error
+
+
+def _touch(url: str, prefix: str) -> None:
+    """One cheap read; that nothing lies there is a fine answer."""
+    open_store(url).head(f"{prefix}/preflight")

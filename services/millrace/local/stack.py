@@ -1,0 +1,310 @@
+"""The one-machine stack: Redis, object store, orchestrator, env-server, inference, trainer, each its own process.
+
+    async with LocalStack(StackOptions(directory=Path("outputs/local"))) as stack:
+        await stack.start()
+        await stack.guard(work(stack.address))     # ends with ProcessDiedError when a process dies
+
+Everything lies in one directory: `logs/<process>.log`, `store/` (the object store), `redis/`, and `stack.json`, which
+says where the stack listens. Services start at the same time, because each spends seconds on imports.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Self, TypeVar
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace.errors import InvalidStateError, UnavailableError
+from millrace.local.ports import free_ports, require_free
+from millrace.local.preflight import check_redis, check_store
+from millrace.local.redis import EmbeddedRedis
+from millrace.local.supervisor import ProcessSpec, Supervisor, tail
+from millrace.rpc.channel import open_channel
+from millrace.telemetry import waits
+from millrace.telemetry.settings import Settings, parse_address, variable_name
+
+HOST = "127.0.0.1"
+READY_DEADLINE_S = 180.0  # imports of torch and transformers take 70 s on a busy two-core machine
+REDIS_DEADLINE_S = 20.0
+SAY_WAIT_AFTER_S = 10.0
+_POLL_S = 0.1
+_CHECK_TIMEOUT_S = 2.0
+
+SERVICES = {
+    "orchestrator": "millrace.orchestrator.main",
+    "env-server": "millrace.env_server.main",
+    "inference": "millrace.inference.main",
+    "trainer": "millrace.trainer.main",
+}
+
+T = TypeVar("T")
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOptions:
+    """What a stack is made of. None chooses: a free loopback port, the embedded Redis, the filesystem store."""
+
+    directory: Path
+    listen: str | None = None
+    """host:port of the orchestrator."""
+    http_host: str = HOST
+    http_port: int | None = None
+    """Where the engine's HTTP API listens."""
+    redis_url: str | None = None
+    store_url: str | None = None
+    prefix: str = "millrace"
+    log_level: str = "INFO"
+    log_json: bool = False
+    is_durable: bool = True
+    """Whether the embedded Redis keeps an append-only file, which a stack that is started again reads."""
+
+    @classmethod
+    def with_settings(cls, settings: Settings, *, directory: Path, **options: object) -> Self:
+        """Options that take Redis, store and prefix from the `MILLRACE_*` environment where those are set."""
+        given = {"redis_url": settings.redis_url, "store_url": settings.store_url, "prefix": settings.prefix}
+        return cls(directory=directory, **{**given, **options})  # type: ignore[arg-type]
+
+
+class LocalStack:
+    """The running stack; leaving the `async with` block stops it."""
+
+    def __init__(
+        self,
+        options: StackOptions,
+        *,
+        note: Note = lambda _: None,
+        environ: Mapping[str, str] = os.environ,
+        modules: Mapping[str, str] = SERVICES,
+        ready_deadline_s: float = READY_DEADLINE_S,
+    ) -> None:
+        """`note` hears of long waits, in words. `modules` names the service processes by their main modules."""
+        self.options = options
+        self.directory = options.directory.resolve()
+        self.supervisor = Supervisor()
+        self.address = ""
+        """host:port of the orchestrator, once started."""
+        self._note = note
+        self._environ = environ
+        self._modules = modules
+        self._ready_deadline_s = ready_deadline_s
+        self._lock: IO[str] | None = None
+
+    @property
+    def logs(self) -> Path:
+        """Directory of the process logs."""
+        return self.directory / "logs"
+
+    async def __aenter__(self) -> Self:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.directory)
+        await self.supervisor.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        try:
+            await self.supervisor.stop_for_sure()
+        finally:
+            (self.directory / "stack.json").unlink(missing_ok=True)
+            if self._lock is not None:
+                self._lock.close()
+
+    async def start(self) -> None:
+        """Start everything and return when every service is healthy.
+
+        Raises UnavailableError for a taken port, an unreachable Redis or store, and a service that is not ready in
+        time; ProcessDiedError for one that dies.
+        """
+        ports = self._choose_ports()
+        redis_url = await self._start_redis(ports["redis"])
+        store_url = self.options.store_url or (self.directory / "store").as_uri()
+        if self.options.store_url:
+            await check_store(store_url, prefix=self.options.prefix)
+        else:
+            (self.directory / "store").mkdir(exist_ok=True)
+        addresses = {name: f"{HOST}:{ports[name]}" for name in self._modules}
+        self.address = addresses["orchestrator"] = self.options.listen or addresses["orchestrator"]
+        http = f"{self.options.http_host}:{ports['http']}"
+        for name in self._modules:
+            await self.supervisor.start(self._service(name, addresses, http, redis_url, store_url))
+        await self.guard(self._wait_ready(addresses))
+        where = {"address": self.address, "http": f"http://{http}/v1", "logs": str(self.logs), "pid": os.getpid()}
+        (self.directory / "stack.json").write_text(json.dumps({**where, "store": store_url}, indent=2) + "\n")
+
+    async def guard(self, work: Awaitable[T]) -> T:
+        """Await `work` while the processes live; ProcessDiedError as soon as one dies."""
+        task = asyncio.ensure_future(work)
+        death = asyncio.create_task(self.supervisor.wait_death(), name="death of a process")
+        try:
+            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise death.result()
+        finally:
+            for unfinished in (task, death):
+                unfinished.cancel()
+            await asyncio.gather(task, death, return_exceptions=True)
+
+    def _choose_ports(self) -> dict[str, int]:
+        if self.options.listen:
+            host, port = parse_address(self.options.listen)
+            require_free(host, port, purpose="the orchestrator's gRPC server", option="--listen HOST:PORT")
+        if self.options.http_port:
+            require_free(
+                self.options.http_host,
+                self.options.http_port,
+                purpose="the inference engine's HTTP API",
+                option="--inference.server.port (millrace rl) or --http-port (millrace up)",
+            )
+        names = ["redis", "http", *self._modules]
+        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        if self.options.http_port:
+            ports["http"] = self.options.http_port
+        return ports
+
+    async def _start_redis(self, port: int) -> str:
+        if self.options.redis_url:
+            await check_redis(self.options.redis_url)
+            return self.options.redis_url
+        directory = self.directory / "redis"
+        directory.mkdir(exist_ok=True)
+        redis = EmbeddedRedis(directory, port=port, append_only="everysec" if self.options.is_durable else "none")
+        await self.supervisor.start(
+            ProcessSpec(
+                name="redis",
+                argv=redis.command(),
+                env=dict(self._environ),
+                log_path=self.logs / "redis.log",
+                tier=0,
+            )
+        )
+        await self.guard(_wait_redis(redis.host, redis.port))
+        return redis.url
+
+    def _service(
+        self, name: str, addresses: Mapping[str, str], http: str, redis_url: str, store_url: str
+    ) -> ProcessSpec:
+        settings = Settings(
+            redis_url=redis_url,
+            store_url=store_url,
+            prefix=self.options.prefix,
+            listen=addresses[name],
+            orchestrator=None if name == "orchestrator" else addresses["orchestrator"],
+            http_listen=http if name == "inference" else None,
+            log_level=self.options.log_level.upper(),
+            log_json=self.options.log_json,
+            drain_s=0.0,  # nobody balances load in front of these
+            grace_s=3.0,
+        )
+        # The environment's own placement variables speak of other processes; everything else is passed on.
+        placement = {variable_name(part.name) for part in fields(Settings)}
+        inherited = {key: value for key, value in self._environ.items() if key not in placement}
+        # More threads than cores collapse throughput, and there are four services on this machine.
+        threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        return ProcessSpec(
+            name=name,
+            argv=[sys.executable, "-m", self._modules[name]],
+            env={**threads, **inherited, **settings.to_environ()},
+            log_path=self.logs / f"{name}.log",
+        )
+
+    async def _wait_ready(self, addresses: Mapping[str, str]) -> None:
+        reporter = asyncio.create_task(self._report_waits(), name="report of waits")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name, address in addresses.items():
+                    tasks.create_task(self._wait_healthy(name, address))
+        except* UnavailableError as group:
+            raise group.exceptions[0] from None
+        finally:
+            reporter.cancel()
+            await asyncio.gather(reporter, return_exceptions=True)
+
+    async def _wait_healthy(self, name: str, address: str) -> None:
+        ends = time.monotonic() + self._ready_deadline_s
+        request = health_pb2.HealthCheckRequest(service="")
+        with waits.waiting(f"{name} to be ready", waits_on=name, deadline_s=self._ready_deadline_s):
+            async with open_channel(address) as channel:
+                check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined] - set by its constructor
+                while time.monotonic() < ends:
+                    # Refused until the process has bound its port; whether it died is `guard`'s to see.
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        answer = await check(request, timeout=_CHECK_TIMEOUT_S)
+                        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
+                    await asyncio.sleep(_POLL_S)
+        path = self.logs / f"{name}.log"
+        shown = "\n".join(f"  | {line}" for line in tail(path)) or "  | (it wrote nothing)"
+        raise UnavailableError(
+            f"{name} was not ready within {self._ready_deadline_s:g} s. The last lines of its log:\n{shown}",
+            reason="SERVICE_NOT_READY",
+            remedy=f"read {path}; a machine that is busy needs longer",
+        )
+
+    async def _report_waits(self) -> None:
+        while True:
+            await asyncio.sleep(SAY_WAIT_AFTER_S)
+            pending = waits.snapshot("millrace", min_age_s=SAY_WAIT_AFTER_S / 2)
+            for wait in pending:
+                path = self.logs / f"{wait.waits_on}.log"
+                last = (tail(path, 1) or ["(no output yet)"])[0][:120]
+                self._note(f"waiting for {wait.reason} ({wait.age_s:.0f} s of {wait.deadline_s:.0f} s): {last}")
+
+
+async def _wait_redis(host: str, port: int) -> None:
+    """Return when the server answers PING with PONG (it answers LOADING while it reads its file)."""
+    with waits.waiting("redis to be ready", waits_on="redis", deadline_s=REDIS_DEADLINE_S):
+        try:
+            async with asyncio.timeout(REDIS_DEADLINE_S):
+                while not await _pings(host, port):  # noqa: ASYNC110 - another process has no event to wait on
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise UnavailableError(
+                f"the embedded Redis on {host}:{port} did not answer within {REDIS_DEADLINE_S:g} s",
+                reason="EMBEDDED_REDIS_FAILED",
+                remedy="read logs/redis.log",
+            ) from None
+
+
+async def _pings(host: str, port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"PING\r\n")
+        await writer.drain()
+        return (await reader.readline()).startswith(b"+PONG")
+    except OSError:
+        return False
+    finally:
+        writer.close()
+
+
+def _lock(directory: Path) -> IO[str]:
+    """Hold the directory for one stack; the kernel releases it with the process, however that ends."""
+    file = (directory / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise InvalidStateError(
+            f"another stack (pid {holder}) runs in {directory}",
+            reason="STACK_RUNNING",
+            remedy="end it with Ctrl-C, or choose another directory",
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
