@@ -70,6 +70,13 @@ class RLConfig(Section):
         """Rules over several keys that do not hold."""
         return rl_rules(trainer=self.trainer, orchestrator=self.orchestrator, inference=self.inference)
 
+    def with_model(self, name: str) -> "RLConfig":
+        """The same run with another model, such as the absolute path of a relative one; all services' names change."""
+        tree = self.model_dump()
+        for section in (tree, tree["trainer"], tree["orchestrator"], tree["inference"]):
+            section["model"]["name"] = name
+        return RLConfig.model_validate(tree)
+
     def resolved_json(self) -> str:
         """The whole config with every default as one canonical JSON document; loading it gives the same config."""
         return canonical_json(self)

@@ -159,7 +159,7 @@ def schedule_rules(
             f"{prefix}max_steps",
         )
     ramps = scheduler.warmup_steps + scheduler.decay_steps
-    if max_steps is not None and ramps > max_steps:
+    if kind != "constant" and max_steps is not None and ramps > max_steps:
         yield _finding(
             f"warm-up ({scheduler.warmup_steps}) and decay ({scheduler.decay_steps}) take {ramps} steps, more than "
             f"`max_steps`, which is {max_steps}; shorten them",

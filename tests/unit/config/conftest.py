@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from millrace.config import Loaded, RLConfig, load
 from millrace.errors import InvalidSpecError, Violation
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from millrace.config import RLConfig, load, validate_document
 from millrace.config.environment import put
 from millrace.config.tree import schema_tree

@@ -1,4 +1,5 @@
 import pytest
+
 from millrace.config import validate_document
 from millrace.config.suggest import MOVED
 from millrace.errors import InvalidSpecError

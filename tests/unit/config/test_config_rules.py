@@ -1,4 +1,5 @@
 import pytest
+
 from millrace.config import SFTConfig, load, validate_document
 from millrace.errors import InvalidSpecError
 
@@ -102,6 +103,7 @@ def test_bounds_of_single_keys(violations, argv, field):
     [
         ["--trainer.optim.lr", "0"],
         ["--trainer.scheduler", '{"type": "linear", "warmup_steps": 0, "decay_steps": 1}', "--max-steps", "1"],
+        ["--trainer.scheduler.warmup-steps", "5", "--max-steps", "1"],
         ["--async-level", "8"],
         ["--trainer.model.seq-len", "4096"],
         ["--orchestrator.sampling.max-tokens", "2047"],

@@ -3,10 +3,11 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import ValidationError
+
 from millrace.config import RLConfig, SFTConfig, run_hash, validate_document
 from millrace.config.tree import Kind, schema_tree
 from millrace.errors import InvalidSpecError
-from pydantic import ValidationError
 
 DOCUMENT = {"orchestrator": {"env": [{"id": "reverse-text"}], "rollouts_per_example": 16}}
 

@@ -1,4 +1,5 @@
 import pytest
+
 from millrace.config import RLConfig, validate_document
 
 ENV = {"env": [{"id": "a"}], "rollouts_per_example": 2}
@@ -80,3 +81,12 @@ def test_filling_does_not_change_what_is_given():
 def test_a_wrong_shared_value_is_reported_once(violations, key):
     found = violations(f"--{key}", "x")
     assert [violation.field for violation in found] == [key]
+
+
+def test_another_model_is_another_model_for_every_service():
+    config = RLConfig.model_validate(
+        {"trainer": {"model": {"name": "a"}}, "orchestrator": {**ENV, "eval": {}}, "ckpt": {}}
+    )
+    other = config.with_model("/b")
+    assert {section.model.name for section in (other, other.trainer, other.orchestrator, other.inference)} == {"/b"}
+    assert other.with_model("a") == config

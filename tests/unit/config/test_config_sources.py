@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 from millrace.config import RLConfig, SFTConfig, load
 from millrace.config.files import toml_lines
 from millrace.config.tree import Kind, Node, schema_tree
