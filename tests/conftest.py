@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from millrace.local.redis import EmbeddedRedis, die_with_parent, free_port
 from millrace.storage import ObjectStore
 from millrace.storage.local import LocalStore

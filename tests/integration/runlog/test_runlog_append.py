@@ -33,7 +33,7 @@ async def test_open_finds_what_create_made(log, redis, local_store, prefix):
 async def test_create_twice_is_one_run_and_other_content_is_refused(log, redis, local_store, prefix, run_json):
     again = await RunLog.create(redis, local_store, prefix, log.uid, run_json())
     assert again.generation == 1
-    with pytest.raises(AlreadyExistsError, match="another run.json"):
+    with pytest.raises(AlreadyExistsError, match=r"another run\.json"):
         await RunLog.create(redis, local_store, prefix, log.uid, run_json(name="other"))
 
 
