@@ -3,7 +3,7 @@
 import datetime
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -210,7 +210,7 @@ def _state(text: str) -> "run_pb2.RunState":
     known = [key.removeprefix("RUN_STATE_").lower() for key in run_pb2.RunState.keys()[1:]]
     if name.removeprefix("RUN_STATE_").lower() not in known:
         raise click.BadParameter(f"{text!r} is no state; there are {', '.join(known)}", param_hint="--state")
-    return run_pb2.RunState.Value(name)
+    return cast("run_pb2.RunState", run_pb2.RunState.Value(name))
 
 
 def _with_client(server: str | None, act: "Callable[[Client], Coroutine[Any, Any, None]]") -> None:

@@ -1,0 +1,83 @@
+"""`millrace --help` is quick because it imports nothing heavy, and says what there is."""
+
+import subprocess
+import sys
+import time
+
+HEAVY = ("torch", "grpc", "pydantic", "rich", "google.protobuf", "numpy", "transformers", "redis")
+PROBE = """
+import sys
+from millrace.cli.main import main
+code = main(["--help"])
+loaded = sorted(name for name in {heavy!r} if name in sys.modules)
+print("LOADED", loaded, "CODE", code, file=sys.stderr)
+"""
+
+
+def test_help_imports_nothing_heavy():
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(heavy=HEAVY)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "LOADED [] CODE 0" in done.stderr
+    for command in ("rl", "sft", "up", "run", "version"):
+        assert f"\n  {command} " in done.stdout
+
+
+def test_help_is_quick():
+    # The budget is 150 ms on an idle machine; the bound here is for one that runs other tests at the same time.
+    times_s = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "millrace.cli", "--help"], capture_output=True, timeout=60, check=True)
+        times_s.append(time.perf_counter() - began)
+    print(f"millrace --help: best of 3 {min(times_s) * 1000:.0f} ms")
+    assert min(times_s) < 0.6
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "millrace.cli", *arguments], capture_output=True, text=True, timeout=60, **options
+    )
+
+
+def test_unknown_command_suggests():
+    done = run("rnu")
+    assert done.returncode == 2
+    assert "no command 'rnu'; did you mean 'run'?" in done.stderr
+
+
+def test_unknown_option_of_a_command():
+    done = run("run", "list", "--colour")
+    assert done.returncode == 2
+    assert "--colour" in done.stderr and "millrace run list --help" in done.stderr
+
+
+def test_help_of_rl_names_its_options():
+    done = run("rl", "--help")
+    assert done.returncode == 0
+    for option in ("--server", "--dry-run", "--plain", "@ FILE"):
+        assert option in done.stdout
+
+
+def test_version():
+    done = run("version")
+    assert done.returncode == 0 and done.stdout.startswith("millrace 0.")
+
+
+def test_nobody_at_the_server_names_address_origin_and_remedy():
+    done = run("run", "list", "--server", "127.0.0.1:1")
+    assert done.returncode == 5
+    assert "127.0.0.1:1 (from --server)" in done.stderr and "millrace up" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback():
+    done = run("run", "list", "--server", "127.0.0.1:1", "--debug")
+    assert done.returncode == 5
+    assert "Traceback" in done.stderr and "reason: " in done.stderr
+
+
+def test_malformed_server_is_a_usage_error():
+    done = run("run", "list", "--server", "nowhere")
+    assert done.returncode == 2
+    assert "MILLRACE_SERVER" in done.stderr and "must be host:port" in done.stderr
