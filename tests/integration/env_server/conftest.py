@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
@@ -19,6 +20,8 @@ from millrace.env_server.service import EnvService
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
+from millrace.policies.publish import publish_policy
+from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_rollout
 from millrace.rpc.channel import call, open_channel
@@ -64,6 +67,7 @@ class FakeEngine:
         self.num_open = 0
         self.url = ""
         self.busy_replies = 0
+        self.generated_ids: list[int] = []
 
     def base_url(self, mode: str) -> str:
         return f"{self.url}/{mode}/v1"
@@ -154,7 +158,7 @@ class FakeEngine:
         mode = request.match_info["mode"]
         if (failure := await self._failure(mode)) is not None:
             return failure
-        token_ids = [104, 105, IM_END] if mode != "noids" else []
+        token_ids = self.generated_ids if mode != "noids" else []
         content = [{"token": f"token_id:{i}", "logprob": -0.25} for i in token_ids]
         choice: dict[str, Any] = {"index": 0, "token_ids": token_ids, "finish_reason": "stop"}
         if mode != "nologprobs":
@@ -270,6 +274,53 @@ class Server:
     async def play_one(self, env_id: str, task_index: int, **changes: Any) -> Rollout:
         [rollout] = await self.play(self.request(env_id, task_index, **changes))
         return rollout
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """256 byte symbols and ChatML, no merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    symbols = [*alphabet, "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=TEMPLATE,
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer_manifest_key(server: "Server", tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Publish a policy that carries the tokenizer, as a trainer does, and make the engine speak it."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text('{"model_type": "qwen3"}')
+    published = publish_policy(
+        server.store,
+        prefix="test",
+        uid=server.log.uid,
+        lineage=0,
+        version=0,
+        epoch=1,
+        tensors=[("w", TensorBytes.from_numpy(np.zeros(2, np.float32)))],
+        files={path.name: path.read_bytes() for path in directory.iterdir()},
+    )
+    server.engine.generated_ids = [*tokenizer.encode("oh"), tokenizer.eos_token_id]
+    server.tokenizer_manifest_key = published.manifest_key
+    return published.manifest_key
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

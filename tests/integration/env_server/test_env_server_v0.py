@@ -32,10 +32,10 @@ MODES = [
 OK = MODES.index("ok")
 
 
-async def faulty(server: Any, mode: str, **changes: Any) -> Rollout:
+async def faulty(server: Any, task: str, /, **changes: Any) -> Rollout:
     """Play the task of faulty_v0 with that mode."""
     await server.open("faulty-v0", changes.get("args"))
-    return await server.play_one("faulty-v0", MODES.index(mode), **changes)
+    return await server.play_one("faulty-v0", MODES.index(task), **changes)
 
 
 def assert_failed(rollout: Rollout, status: RolloutStatus, error_type: str, text: str = "") -> None:

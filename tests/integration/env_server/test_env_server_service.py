@@ -1,0 +1,224 @@
+"""The service around the workers: idempotence, fencing, capacity, cancelling, and a log that goes away."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from millrace.env_server.pool import EnvPool
+from millrace.errors import CapacityError, FencedError, InvalidSpecError, InvalidStateError, MillraceError
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+from millrace.rpc.channel import call
+from millrace.runlog.log import RunLog
+from millrace.runlog.names import Stream
+from millrace.telemetry import waits
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+
+
+async def play_group(server: Any, request: env_service_pb2.PlayGroupRequest) -> Any:
+    return await call(server.stub.PlayGroup, request, timeout_s=5)
+
+
+async def playing(server: Any) -> list[env_service_pb2.PlayingGroup]:
+    request = env_service_pb2.ListPlayingRequest(run_uid=server.log.uid, epoch=server.epoch)
+    return list((await call(server.stub.ListPlaying, request, timeout_s=5)).groups)
+
+
+async def cancel(server: Any, *groups: env_service_pb2.PlayingGroup) -> int:
+    request = env_service_pb2.CancelGroupsRequest(run_uid=server.log.uid, epoch=server.epoch, groups=groups)
+    return (await call(server.stub.CancelGroups, request, timeout_s=5)).num_cancelled
+
+
+async def stream_length(server: Any) -> int:
+    return len(await server.log.read(Stream.ROLLOUTS, count=10_000))
+
+
+async def test_open_env_answers_loading_first(server: Any) -> None:
+    opened = await server.open("reverse-text", {"seed": 99}, wait=False)
+    assert opened.state == env_service_pb2.ENV_STATE_LOADING
+
+
+async def test_play_before_loaded_is_unavailable(server: Any) -> None:
+    with pytest.raises(MillraceError) as caught:
+        await play_group(server, server.request("reverse-text", 0, args={"seed": 98}))
+    assert caught.value.reason == "ENV_LOADING"
+
+
+async def test_play_of_a_failed_environment_says_why(server: Any) -> None:
+    await server.open("faulty-v0", {"load_raises": True})
+    with pytest.raises(InvalidStateError, match="no such thing while loading"):
+        await play_group(server, server.request("faulty-v0", 0, args={"load_raises": True}))
+
+
+async def test_groups_are_idempotent_while_playing_and_after(server: Any) -> None:
+    await server.open("faulty-v0")
+    request = server.request("faulty-v0", 11)  # long_sleep: 2 s
+    assert not (await play_group(server, request)).already_playing
+    assert (await play_group(server, request)).already_playing
+    await server.collect(request)
+    before = await stream_length(server)
+    assert (await play_group(server, request)).already_playing
+    await asyncio.sleep(0.5)
+    assert await stream_length(server) == before
+    request.attempt = 1
+    assert not (await play_group(server, request)).already_playing
+    await asyncio.sleep(2.5)
+
+
+async def test_list_playing_shows_what_is_left(server: Any) -> None:
+    await server.open("faulty-v0")
+    request = server.request("faulty-v0", 9, size=3, rollout_timeout_seconds=60.0)  # sleep
+    await play_group(server, request)
+    [group] = await playing(server)
+    assert (group.ordinal, list(group.members), group.planned_step) == (request.ordinal, [0, 1, 2], 7)
+    assert group.base_url == request.base_url and 0 <= group.age_seconds < 5
+    assert await cancel(server, group) == 1
+    assert await playing(server) == []
+
+
+async def test_cancelled_groups_append_nothing_and_free_their_place(server: Any) -> None:
+    await server.open("faulty-v0")
+    before = await stream_length(server)
+    for _ in range(3):
+        await play_group(server, server.request("faulty-v0", 9, size=2, rollout_timeout_seconds=60.0))
+    assert server.service.groups.num_rollouts == 6
+    assert await cancel(server) == 3
+    assert server.service.groups.num_rollouts == 0
+    await asyncio.sleep(1.0)
+    assert await stream_length(server) == before
+
+
+async def test_capacity(server: Any) -> None:
+    await server.open("faulty-v0")
+    request = server.request("faulty-v0", 9, size=60, rollout_timeout_seconds=60.0)
+    await play_group(server, request)
+    with pytest.raises(CapacityError, match="60 rollouts .* capacity is 64") as caught:
+        await play_group(server, server.request("faulty-v0", 0, size=5))
+    assert caught.value.reason == "ENV_SERVER_FULL"
+    await cancel(server)
+
+
+async def test_older_epochs_are_fenced(server: Any) -> None:
+    await server.open("faulty-v0")
+    server.epoch = 5
+    await playing(server)
+    with pytest.raises(FencedError, match="epoch 4 is older than epoch 5"):
+        await play_group(server, server.request("faulty-v0", 0, epoch=4))
+    server.epoch = 4
+    with pytest.raises(FencedError):
+        await playing(server)
+    with pytest.raises(FencedError):
+        await cancel(server)
+    server.epoch = 6
+    [rollout] = await server.play(server.request("faulty-v0", 0))
+    assert rollout.status is RolloutStatus.OK
+
+
+async def test_bad_requests_name_every_field(server: Any) -> None:
+    await server.open("faulty-v0")
+    bad = server.request("faulty-v0", 0, members=[0, 0, 7], base_url="", rollout_timeout_seconds=0.0)
+    with pytest.raises(InvalidSpecError) as caught:
+        await play_group(server, bad)
+    assert {violation.field for violation in caught.value.violations} == {
+        "members",
+        "base_url",
+        "rollout_timeout_seconds",
+    }
+    with pytest.raises(InvalidSpecError, match="14 training tasks"):
+        await play_group(server, server.request("faulty-v0", 14))
+    with pytest.raises(InvalidSpecError, match="JSON object"):
+        await call(
+            server.stub.OpenEnv,
+            env_service_pb2.OpenEnvRequest(env=env_service_pb2.EnvSpec(id="faulty-v0", args_json="[1")),
+        )
+
+
+async def test_part_of_a_group_with_group_rewards_is_refused(server: Any) -> None:
+    args = {"kind": "group"}
+    await server.open("faulty-v0", args)
+    with pytest.raises(InvalidSpecError, match="one attempt"):
+        await play_group(server, server.request("faulty-v0", 0, args=args, members=[1], group_size=3))
+
+
+async def test_rollouts_survive_a_log_that_is_gone(server: Any) -> None:
+    """The log is wiped while rollouts are played; they wait, visibly, and arrive when it is rebuilt."""
+    await server.open("faulty-v0")
+    names = server.log.names
+    meta = await server.log.redis.hgetall(names.meta)
+    await server.log.redis.delete(names.meta)
+    request = server.request("faulty-v0", 0, size=2)
+    await play_group(server, request)
+    async with asyncio.timeout(30):
+        while not any("append of rollout" in wait.reason for wait in waits.snapshot("test")):
+            await asyncio.sleep(0.1)
+    assert server.service.groups.num_rollouts == 2
+    await server.log.redis.hset(names.meta, mapping=meta)
+    rollouts = await server.collect(request, timeout_s=30)
+    assert {rollout.status for rollout in rollouts} == {RolloutStatus.OK}
+    async with asyncio.timeout(5):
+        while server.service.groups.num_rollouts:
+            await asyncio.sleep(0.05)
+
+
+async def test_kept_rollouts_are_given_up_when_their_ordinal_is_resolved(server: Any) -> None:
+    await server.open("faulty-v0")
+    names = server.log.names
+    meta = await server.log.redis.hgetall(names.meta)
+    await server.log.redis.delete(names.meta)
+    request = server.request("faulty-v0", 0)
+    await play_group(server, request)
+    await asyncio.sleep(1.0)
+    assert server.service.groups.num_rollouts == 1
+    server.service.groups.note_resolved(server.log.uid, request.ordinal + 1)
+    async with asyncio.timeout(10):
+        while server.service.groups.num_rollouts:
+            await asyncio.sleep(0.05)
+    await server.log.redis.hset(names.meta, mapping=meta)
+    server.log = await RunLog.open(server.log.redis, server.store, prefix="test", uid=server.log.uid)
+
+
+async def test_worker_killed_from_outside_costs_no_rollout(server: Any) -> None:
+    await server.open("faulty-v0")
+    request = server.request("faulty-v0", 11, size=4, rollout_timeout_seconds=30.0)
+    await play_group(server, request)
+    await asyncio.sleep(0.5)
+    pools: list[EnvPool] = [pool for pool in server.service._pools.values() if pool.info is not None]
+    [worker] = [worker for pool in pools for worker in pool._workers if worker is not None and worker.num_playing]
+    os.kill(worker.process.pid, signal.SIGKILL)
+    rollouts = await server.collect(request)
+    assert {rollout.status for rollout in rollouts} == {RolloutStatus.OK}
+    assert all(not pool.quarantined_tasks for pool in pools)
+
+
+async def test_tasks_that_differ_between_workers_fail_the_environment(server: Any) -> None:
+    args = {"is_random": True}
+    await server.open("faulty-v0", args)
+    request = server.request("faulty-v0", 12, args=args)  # exit_once: the marker is of this session
+    os.environ.pop("FAULTY_MARKER", None)
+    await play_group(server, request)
+    await asyncio.sleep(0.2)
+    for pool in server.service._pools.values():
+        if b"is_random" in pool.env.args_json.encode():
+            for worker in pool._workers:
+                if worker is not None:
+                    worker.kill("test")
+    async with asyncio.timeout(60):
+        while (await server.open("faulty-v0", args, wait=False)).state != env_service_pb2.ENV_STATE_FAILED:
+            await asyncio.sleep(0.2)
+    opened = await server.open("faulty-v0", args)
+    assert opened.error_type == "TaskSetChanged"
+
+
+async def test_eval_and_train_of_one_ordinal_are_two_groups(server: Any) -> None:
+    await server.open("faulty-v0")
+    request = server.request("faulty-v0", 0)
+    await server.play(request)
+    request.purpose = rollout_pb2.PURPOSE_EVAL
+    request.eval_id = "step-4"
+    request.use_train_tasks = True
+    assert not (await play_group(server, request)).already_playing
+    await asyncio.sleep(0.5)

@@ -1,0 +1,164 @@
+"""v1 environments, and one test per row of the failure table (VERIFIERS.md §6, v1); v0 with a renderer."""
+
+from typing import Any
+
+import pytest
+
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.rollouts.types import PolicySpan, Rollout, RolloutStatus
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("tokenizer_manifest_key"),
+]
+
+MODES = [
+    "ok",
+    "setup_raises",
+    "stop_raises",
+    "reward_raises",
+    "reward_slow",
+    "setup_slow",
+    "block_forever",
+    "sleep",
+    "exit",
+]
+
+
+async def faulty(server: Any, task: str, /, **changes: Any) -> Rollout:
+    opened = await server.open("faulty-v1", changes.get("args"))
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened
+    return await server.play_one("faulty-v1", MODES.index(task), **changes)
+
+
+def assert_failed(rollout: Rollout, status: RolloutStatus, error_type: str, text: str = "") -> None:
+    assert (rollout.status, rollout.error.type) == (status, error_type), rollout.error
+    assert text in rollout.error.message
+    assert rollout.samples == ()
+    assert rollout.reward == 0.0
+
+
+async def test_v1_taskset_plays_with_exact_tokens_and_spans(server: Any, tokenizer: Any) -> None:
+    opened = await server.open("rev-text-v1", {"num_examples": 8, "eval_args": {"seed": 1, "num_examples": 3}})
+    assert (opened.api, opened.train.num_tasks, opened.eval.num_tasks) == ("v1", 8, 3), opened
+    assert opened.train.digest != opened.eval.digest
+    args = {"num_examples": 8, "eval_args": {"seed": 1, "num_examples": 3}}
+    rollouts = await server.play(server.request("rev-text-v1", 2, args=args, size=3))
+    for rollout in rollouts:
+        assert rollout.status is RolloutStatus.OK, rollout.error
+        assert 0 < rollout.reward < 1 and rollout.metrics["reward/similarity"] == rollout.reward
+        [sample] = rollout.samples
+        completion_ids = server.engine.generated_ids
+        start = sample.num_tokens - len(completion_ids)
+        assert sample.token_ids[start:].tolist() == completion_ids
+        assert sample.loss_mask.tolist() == [0] * start + [1] * len(completion_ids)
+        assert sample.inference_logprobs[start:].tolist() == [-0.25] * len(completion_ids)
+        prompt = tokenizer.decode(sample.token_ids[:start].tolist())
+        assert prompt.startswith("<|im_start|>user\n") and prompt.endswith("<|im_start|>assistant\n")
+        assert sample.policy_spans == (
+            PolicySpan(lineage=0, version=3, start=start, end=start + 1),
+            PolicySpan(lineage=0, version=4, start=start + 1, end=sample.num_tokens),
+        )
+
+
+async def test_v1_eval_tasks_are_their_own_set(server: Any) -> None:
+    args = {"num_examples": 8, "eval_args": {"seed": 1, "num_examples": 3}}
+    await server.open("rev-text-v1", args)
+    rollout = await server.play_one(
+        "rev-text-v1", 2, args=args, purpose=rollout_pb2.PURPOSE_EVAL, eval_id="e", mode="nospans"
+    )
+    assert rollout.status is RolloutStatus.OK and rollout.samples[0].policy_spans == ()
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "error_type", "text"),
+    [
+        ("500", RolloutStatus.MODEL_ERROR, "ProviderError", "boom"),
+        ("401", RolloutStatus.MODEL_ERROR, "ProviderError", "who are you"),
+        ("badjson", RolloutStatus.MODEL_ERROR, "ProviderError", "unreadable reply"),
+        ("toolong", RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", "context"),
+        ("tiny", RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", "context"),
+        ("nologprobs", RolloutStatus.MISSING_TOKENS, "ProviderError", "logprobs"),
+        ("noids", RolloutStatus.MISSING_TOKENS, "MissingTokens", "token ids"),
+        ("nospans", RolloutStatus.MISSING_TOKENS, "MissingTokens", "policy_spans"),
+    ],
+)
+async def test_engine_failures(server: Any, mode: str, status: RolloutStatus, error_type: str, text: str) -> None:
+    assert_failed(await faulty(server, "ok", mode=mode), status, error_type, text)
+
+
+async def test_engine_unreachable(server: Any) -> None:
+    rollout = await faulty(server, "ok", base_url="http://127.0.0.1:1/v1")
+    assert_failed(rollout, RolloutStatus.MODEL_ERROR, "ProviderError")
+
+
+async def test_engine_that_never_answers(server: Any) -> None:
+    rollout = await faulty(server, "ok", mode="hang", rollout_timeout_seconds=2.0)
+    assert_failed(rollout, RolloutStatus.TIMEOUT, "RolloutTimeout")
+
+
+async def test_ok_is_ok(server: Any) -> None:
+    rollout = await faulty(server, "ok")
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    assert rollout.reward == 1.0 and rollout.metrics["two"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("mode", "error_type", "text"),
+    [
+        ("setup_raises", "TaskError", "plain bug in setup"),
+        ("stop_raises", "TaskError", "bug in stop"),
+        ("reward_raises", "TaskError", "reward bug"),
+    ],
+)
+async def test_task_code_that_raises(server: Any, mode: str, error_type: str, text: str) -> None:
+    assert_failed(await faulty(server, mode), RolloutStatus.ENV_ERROR, error_type, text)
+
+
+@pytest.mark.parametrize(("mode", "stage"), [("setup_slow", "setup"), ("reward_slow", "scoring")])
+async def test_timeouts_of_the_environment(server: Any, mode: str, stage: str) -> None:
+    args = {"env": {"agent": {"timeout": {"setup": 1.0, "scoring": 1.0}}}}
+    rollout = await faulty(server, mode, args=args)
+    assert_failed(rollout, RolloutStatus.TIMEOUT, "EnvironmentTimeout", stage)
+
+
+async def test_rollout_deadline(server: Any) -> None:
+    rollout = await faulty(server, "sleep", rollout_timeout_seconds=1.0)
+    assert_failed(rollout, RolloutStatus.TIMEOUT, "RolloutTimeout", "within 1 s")
+
+
+async def test_request_without_a_tokenizer(server: Any) -> None:
+    rollout = await faulty(server, "ok", tokenizer_manifest_key="")
+    assert_failed(rollout, RolloutStatus.ENV_ERROR, "ValueError", "tokenizer_manifest_key")
+
+
+async def test_manifest_that_does_not_exist(server: Any) -> None:
+    rollout = await faulty(server, "ok", tokenizer_manifest_key="test/nowhere/manifest.json")
+    assert rollout.status is RolloutStatus.ENV_ERROR and "nowhere" in rollout.error.message
+
+
+async def test_task_that_kills_its_worker_is_quarantined(server: Any) -> None:
+    await server.open("faulty-v1")
+    neighbour, poison = await server.play(
+        server.request("faulty-v1", MODES.index("ok")), server.request("faulty-v1", MODES.index("exit"))
+    )
+    assert neighbour.status is RolloutStatus.OK
+    assert_failed(poison, RolloutStatus.WORKER_DIED, "WorkerDied", "exit code 17")
+    assert_failed(await faulty(server, "exit"), RolloutStatus.QUARANTINED, "TaskQuarantined")
+
+
+async def test_task_that_blocks_its_worker_is_killed(server: Any) -> None:
+    rollout = await faulty(server, "block_forever", rollout_timeout_seconds=1.0)
+    assert_failed(rollout, RolloutStatus.TIMEOUT, "WorkerBlocked")
+
+
+async def test_v0_with_a_renderer_has_exact_turns(server: Any) -> None:
+    args = {"renderer": "default", "num_train": 10, "num_eval": 2}
+    opened = await server.open("code-lookup", args)
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened
+    rollout = await server.play_one("code-lookup", 0, args=args)
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    [sample] = rollout.samples
+    assert int(sample.loss_mask.sum()) == 2 * len(server.engine.generated_ids)
+    assert [span.version for span in sample.policy_spans] == [3, 4, 3, 4]
