@@ -1,1 +1,1 @@
-"""The trainer: reads batches from a run's log, steps the optimizer, publishes policies, writes checkpoints; also SFT."""
+"""The trainer: reads batches of a run's log, steps the optimizer, publishes policies, saves checkpoints; also SFT."""

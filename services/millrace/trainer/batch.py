@@ -22,7 +22,8 @@ class MicroBatch:
 
     `loss_mask_BT` and `ce_weights_BT` never select position 0: nothing precedes it, so it has no log-prob.
     `rl_weights_BT` is 1 where a sample has no weights of its own; the rl component is where the mask is 1 and the
-    weight is not 0, the cross-entropy component where its weight is not 0.
+    weight is not 0, the cross-entropy component where its weight is not 0. `versions_B` are the oldest and newest
+    policy version of each row's sampled tokens. A temperature of 0 (greedy) is 1 here, as engines report its log-probs.
     """
 
     token_ids_BT: torch.Tensor
@@ -35,6 +36,7 @@ class MicroBatch:
     ce_weights_BT: torch.Tensor
     temperature_B: torch.Tensor
     env_B: tuple[str, ...]
+    versions_B: tuple[tuple[int, int], ...]
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +117,7 @@ def build_micro_batch(samples: Sequence[TrainSample], *, seq_len: int, device: t
         advantages_BT=tensor(advantages),
         rl_weights_BT=tensor(rl_weights),
         ce_weights_BT=tensor(ce_weights),
-        temperature_B=tensor(np.array([s.temperature for s in samples] or [1.0], np.float32)),
+        temperature_B=tensor(np.array([s.temperature or 1.0 for s in samples] or [1.0], np.float32)),
         env_B=tuple(sample.env for sample in samples) or ("",),
+        versions_B=tuple((sample.min_version, sample.max_version) for sample in samples) or ((0, 0),),
     )

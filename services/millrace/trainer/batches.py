@@ -13,14 +13,13 @@ from typing import Protocol
 
 from millrace.errors import CorruptObjectError, InternalError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import chunks_for, decode_header, unpack
+from millrace.rollouts.batch_wire import chunks_for, decode_header, unpack_batch
 from millrace.rollouts.types import TrainSample
 from millrace.runlog.frontier import chain_hash
-from millrace.telemetry import waits
 from millrace.trainer.batch import MicroBatch, build_micro_batch, plan_micro_batches
 from millrace.trainer.distributed import Gang
 
-POLL_S = 2.0  # how soon a stop is noticed while there is no batch
+POLL_S = 0.5  # how soon a stop is noticed while there is no batch
 
 
 class StopRequested(Exception):
@@ -112,7 +111,7 @@ class Batches:
         self._verify(header, step)
         self._chain_hash = chain_hash(self._chain_hash, header_bytes)
         micro_batches = self._micro_batches(header)
-        if header.kind != batch_pb2.BATCH_KIND_CLOSE:
+        if header.kind != batch_pb2.BATCH_KIND_CLOSE and self._gang.is_leader:
             self._log.prefetch(step + 1)
         return Batch(
             header=header,
@@ -124,25 +123,24 @@ class Batches:
 
     def _wait_for_header(self, step: int) -> bytes:
         """Rank 0 polls and tells the gang `wait`, `stop` or the header's bytes."""
-        with waits.waiting(f"batch {step}", waits_on="orchestrator"):
-            while True:
-                message: bytes | None = None
-                if self._gang.is_leader:
-                    if self._log.is_stop_requested():
-                        message = b"stop"
-                    else:
-                        header = self._log.poll_header(step, timeout_s=POLL_S)
-                        message = b"wait" if header is None else b"head" + header
-                told = self._gang.broadcast(message)
-                match told[:4]:
-                    case b"head":
-                        return told[4:]
-                    case b"stop":
-                        raise StopRequested
-                    case b"wait":
-                        continue
-                    case _:
-                        raise InternalError(f"rank 0 sent {told[:4]!r} while batch {step} was awaited")
+        while True:
+            message: bytes | None = None
+            if self._gang.is_leader:
+                if self._log.is_stop_requested():
+                    message = b"stop"
+                else:
+                    header = self._log.poll_header(step, timeout_s=POLL_S)  # registers the wait
+                    message = b"wait" if header is None else b"head" + header
+            told = self._gang.broadcast(message)
+            match told[:4]:
+                case b"head":
+                    return told[4:]
+                case b"stop":
+                    raise StopRequested
+                case b"wait":
+                    continue
+                case _:
+                    raise InternalError(f"rank 0 sent {told[:4]!r} while batch {step} was awaited")
 
     def _micro_batches(self, header: batch_pb2.BatchHeader) -> list[MicroBatch]:
         """This rank's samples, read, verified and padded."""
@@ -151,7 +149,7 @@ class Batches:
         mine = plan[self._gang.rank]
         indices = [index for micro_batch in mine for index in micro_batch]
         chunks = self._log.read_chunks(header.step, chunks_for(header, indices))
-        samples: dict[int, TrainSample] = dict(zip(indices, unpack(header, chunks, only=indices), strict=True))
+        samples: dict[int, TrainSample] = dict(zip(indices, unpack_batch(header, chunks, only=indices), strict=True))
         return [
             build_micro_batch([samples[index] for index in part], seq_len=self._seq_len, device=self._gang.device)
             for part in mine

@@ -182,7 +182,7 @@ class CheckpointStore:
                         f"checkpoint object {self._store.uri(item.key)} has sha256 {found}, "
                         f"its manifest says {item.sha256}",
                         reason="CHECKPOINT_HASH_MISMATCH",
-                        remedy="the object is damaged: delete this checkpoint; the run then resumes from the one before",
+                        remedy="it is damaged: delete this checkpoint; the run then resumes from the one before",
                     )
             load_shards(state, Path(directory), is_alone=self._gang.is_alone)
             self._gang.barrier()
@@ -212,9 +212,7 @@ class CheckpointStore:
                 key = base + path.name.lstrip(".")
                 self._store.put_file(key, path)
                 size_bytes = path.stat().st_size
-                mine.append(
-                    CheckpointObject(name=path.name, key=key, sha256=_file_sha256(path), size_bytes=size_bytes)
-                )
+                mine.append(CheckpointObject(name=path.name, key=key, sha256=_file_sha256(path), size_bytes=size_bytes))
         gathered = self._gang.gather(json.dumps([asdict(item) for item in mine]).encode())
         return tuple(CheckpointObject(**item) for part in gathered for item in json.loads(part))
 
@@ -242,33 +240,51 @@ def require_same_conditions(manifest: CheckpointManifest, *, world_size: int, ru
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """What was saved, where, and how long it took."""
+
+    uri: str
+    size_bytes: int
+    seconds: float
+
+
 class Checkpointer:
     """Saves at the interval, at the end and on request, and prunes."""
 
-    def __init__(self, checkpoints: CheckpointStore, config: CheckpointConfig | None, *, gang: Gang) -> None:
+    def __init__(
+        self,
+        checkpoints: CheckpointStore,
+        config: CheckpointConfig | None,
+        *,
+        gang: Gang,
+        run_hash: str,
+        epoch: int,
+        determinism: str,
+    ) -> None:
         self._checkpoints = checkpoints
         self._config = config
         self._gang = gang
-        self._saved_step: int | None = None
-
-    def is_due(self, step: int) -> bool:
-        """Whether the interval asks for a checkpoint of version `step`."""
-        return (
-            self._config is not None and self._config.interval is not None and step % self._config.interval == 0
-        )
+        self._facts = {"run_hash": run_hash, "epoch": epoch, "determinism": determinism}
 
     @property
     def is_enabled(self) -> bool:
         """Whether the run has checkpoints at all."""
         return self._config is not None
 
-    def save(self, state: dict[str, torch.Tensor], *, step: int, **facts: Any) -> tuple[CheckpointManifest, float]:
-        """Saves version `step` and prunes; returns the manifest and the seconds it took. Collective in a gang."""
+    def is_due(self, step: int) -> bool:
+        """Whether the interval asks for a checkpoint of version `step`."""
+        return self._config is not None and self._config.interval is not None and step % self._config.interval == 0
+
+    def save(self, state: dict[str, torch.Tensor], *, step: int, lineage: int, chain_hash: bytes) -> SavedCheckpoint:
+        """Saves version `step` and prunes. Collective in a gang."""
         began = time.monotonic()
-        manifest = self._checkpoints.save(state, step=step, **facts)
+        manifest = self._checkpoints.save(state, step=step, lineage=lineage, chain_hash=chain_hash, **self._facts)
         if self._gang.is_leader and self._config is not None:
             for dropped in self._checkpoints.prune(self._config):
                 log.info("checkpoint deleted", extra={"step": dropped})
-        seconds = time.monotonic() - began
-        log.info("checkpoint saved", extra={"step": step, "seconds": round(seconds, 3), "bytes": manifest.size_bytes})
-        return manifest, seconds
+        saved = SavedCheckpoint(
+            uri=self._checkpoints.uri(step), size_bytes=manifest.size_bytes, seconds=time.monotonic() - began
+        )
+        log.info("checkpoint saved", extra={"step": step, "seconds": round(saved.seconds, 3), "uri": saved.uri})
+        return saved

@@ -10,8 +10,8 @@ from datetime import timedelta
 from typing import Self
 
 import torch
-from torch import nn
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 # Rank 0 broadcasts at least every few seconds while it waits, so a silent peer is dead long before this.
@@ -56,10 +56,7 @@ class Gang:
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes in order of rank, at every rank."""
-        parts: list[bytes] = []
-        for source in range(self.world_size):
-            parts.append(self._broadcast_from(source, data))
-        return parts
+        return [self._broadcast_from(source, data) for source in range(self.world_size)]
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sums over the ranks, in float64."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from millrace.config.trainer import LossConfig
+from millrace.trainer.batch import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,18 @@ class LossInputs:
     loss_mask: torch.Tensor
     rl_weights: torch.Tensor
     ce_weights: torch.Tensor
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch, trainer_logprobs_BT: torch.Tensor) -> "LossInputs":
+        """The inputs of a micro-batch."""
+        return cls(
+            trainer_logprobs=trainer_logprobs_BT,
+            inference_logprobs=micro_batch.inference_logprobs_BT,
+            advantages=micro_batch.advantages_BT,
+            loss_mask=micro_batch.loss_mask_BT,
+            rl_weights=micro_batch.rl_weights_BT,
+            ce_weights=micro_batch.ce_weights_BT,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

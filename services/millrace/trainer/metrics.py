@@ -76,7 +76,7 @@ class StepMetrics:
         counts = dict(zip(names, reduced[len(names) : 2 * len(names)], strict=True))
         maxima = dict(zip(self._maxima, gang.max(list(self._maxima.values())), strict=True))
         means = {name: sums[name] / counts[name] for name in names if counts[name]}
-        metrics = {f"{name}/mean" if "/" not in name else f"{name}/mean": value for name, value in means.items()}
+        metrics = {f"{name}/mean": value for name, value in means.items()}
         if counts["loss"]:
             variance = reduced[-2] / counts["loss"] - means["loss"] ** 2
             metrics["loss/std"] = max(variance, 0.0) ** 0.5

@@ -62,7 +62,7 @@ def plan_publishing(
 
 
 def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None:
-    """(lineage, version) of the newest committed policy: highest version, then highest lineage; None if there is none."""
+    """(lineage, version) of the newest committed policy: highest version, then highest lineage."""
     found: list[tuple[int, int]] = []
     for prefix in store.list_prefixes(names.policies):
         lineage, _, version = prefix.removeprefix(names.policies).rstrip("/").partition("-")

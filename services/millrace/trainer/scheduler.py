@@ -52,6 +52,10 @@ def _require(max_steps: int | None, config: SchedulerConfig) -> int:
     """`max_steps`, without which a decay has no end; the config's own rules catch this first."""
     if max_steps is None:
         raise InvalidSpecError(
-            [Violation(field="max_steps", message=f"is needed by scheduler.type = {config.type!r}", source="run config")]
+            [
+                Violation(
+                    field="max_steps", message=f"is needed by scheduler.type = {config.type!r}", source="run config"
+                )
+            ]
         )
     return max_steps

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from millrace.errors import CorruptObjectError
 
@@ -35,16 +36,19 @@ def save_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone:
     """Writes this rank's shards into `directory`, and on rank 0 the metadata. Collective unless `is_alone`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "assuming the intent is to save in a single process": it is
-        dcp.save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=is_alone)
+        save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=is_alone)
 
 
 def load_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone: bool) -> None:
     """Fills the tensors of `state` in place from a directory that holds every shard; CorruptObjectError if it cannot.
 
-    The names must be exactly the saved ones: a tensor that is missing or left over would be a silent reset.
+    The names must be exactly the saved ones: a tensor that is missing or left over would be a silent reset. Only the
+    random states of other ranks may be left over.
     """
     reader = _SafeReader(directory)
-    saved = set(reader.read_metadata().state_dict_metadata)
+    saved = {
+        name for name in reader.read_metadata().state_dict_metadata if name in state or not name.startswith("rng.")
+    }
     if saved != set(state):
         raise CorruptObjectError(
             f"checkpoint tensors do not fit the model: missing {sorted(set(state) - saved)[:5]}, "
@@ -54,7 +58,7 @@ def load_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone:
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(dict(state), storage_reader=reader, no_dist=is_alone)
+        load(dict(state), storage_reader=reader, no_dist=is_alone)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -1,0 +1,64 @@
+"""An event loop in a thread of its own: the log and the heartbeats live there while the main thread computes."""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from millrace.errors import UnavailableError
+
+T = TypeVar("T")
+
+_STOP_S = 10.0
+
+
+class BackgroundLoop:
+    """Runs coroutines for synchronous code. Used as a context manager; leaving it cancels what still runs."""
+
+    def __init__(self, name: str = "trainer-background") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(_STOP_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_S)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Starts a coroutine; the future gives its result. Keep it: nobody else knows of a failure."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], *, what: str, timeout_s: float) -> T:
+        """Runs a coroutine and waits for its result; UnavailableError naming `what` after `timeout_s`."""
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # the coroutine itself raised a TimeoutError
+                raise
+            future.cancel()
+            raise UnavailableError(
+                f"{what} did not finish within {timeout_s:g} s",
+                reason="BACKGROUND_TIMEOUT",
+                remedy="see the log for what Redis or the object store answers",
+            ) from None
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        mine = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

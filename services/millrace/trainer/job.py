@@ -1,0 +1,222 @@
+"""One run's training, put together: log, model or checkpoint, gang, parts, loop."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from millrace.config.rl import RLConfig
+from millrace.errors import CorruptObjectError
+from millrace.policies.manifest import FileEntry
+from millrace.policies.publish import upload_files
+from millrace.runlog import ZERO_CHAIN_HASH, Names
+from millrace.storage import ObjectStore
+from millrace.telemetry import logging
+from millrace.trainer.background import BackgroundLoop
+from millrace.trainer.batches import Batches
+from millrace.trainer.checkpoint import (
+    Checkpointer,
+    CheckpointManifest,
+    CheckpointStore,
+    require_same_conditions,
+)
+from millrace.trainer.distributed import Gang
+from millrace.trainer.log_client import LogClient
+from millrace.trainer.loop import train
+from millrace.trainer.model import load_model, policy_files, resolve_dtype, resolve_model_directory
+from millrace.trainer.optimizer import PolicyOptimizer
+from millrace.trainer.publisher import Publisher, PublishPlan, newest_published, plan_publishing
+from millrace.trainer.reporter import Reporter
+from millrace.trainer.training import Position, Training, restore_random_state, state_tensors
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """Where a run is trained: this process's connections and place in the gang, and whom to tell."""
+
+    background: BackgroundLoop
+    store: ObjectStore
+    redis_url: str
+    prefix: str
+    gang: Gang
+    owner: str
+    should_stop: Callable[[], bool]
+    on_epoch: Callable[[int], None]
+    on_progress: Callable[[int], None]
+
+
+def run_job(context: JobContext, uid: str) -> None:
+    """Trains a run to its end. Raises StopRequested when asked to let go, and every error of the parts."""
+    client = LogClient.open(
+        context.background,
+        redis_url=context.redis_url,
+        store=context.store,
+        prefix=context.prefix,
+        uid=uid,
+        owner=context.owner,
+        is_leader=context.gang.is_leader,
+        is_alone=context.gang.is_alone,
+        should_stop=context.should_stop,
+    )
+    try:
+        if context.gang.is_leader:
+            context.on_epoch(client.epoch)
+        train(prepare(context, uid, client))
+        client.flush()
+    finally:
+        client.close()
+
+
+def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
+    """The parts of a run, its state that of the newest checkpoint or of the start model."""
+    config = parse_config(client.run_json(), uid=uid)
+    trainer = config.trainer
+    gang = context.gang
+    is_strict = set_determinism(trainer.determinism, seed=config.seed, device=gang.device)
+    names = Names(context.prefix, uid)
+    directory = resolve_model_directory(trainer.model.name)
+    model = load_model(directory)
+    compute_dtype = resolve_dtype(trainer.model.dtype, device=gang.device)
+    publish_dtype = (
+        compute_dtype
+        if trainer.model.publish_dtype == "auto"
+        else resolve_dtype(trainer.model.publish_dtype, device=gang.device)
+    )
+    vocabulary = int(model.config.vocab_size)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    gang.shard(model, compute_dtype=compute_dtype)
+    optimizer = PolicyOptimizer(model, optim=trainer.optim, scheduler=trainer.scheduler, max_steps=trainer.max_steps)
+    checkpoints = CheckpointStore(context.store, names, gang=gang)
+    manifest = resume(checkpoints, model, optimizer, gang=gang, run_hash=client.run_hash, is_strict=is_strict)
+    start = (
+        Position(0, ZERO_CHAIN_HASH)
+        if manifest is None
+        else Position(manifest.step, bytes.fromhex(manifest.chain_hash))
+    )
+    writer = client if gang.is_leader else None
+    plan = agree_on_plan(
+        context, names, start_step=start.version, lineage=0 if manifest is None else manifest.lineage, strict=is_strict
+    )
+    reporter = Reporter(writer, world_size=gang.world_size)
+    if plan.first_version > start.version and plan.lineage > (0 if manifest is None else manifest.lineage):
+        reporter.warning(
+            "NEW_LINEAGE",
+            f"steps {start.version} to {plan.first_version - 1} are replayed and may not be bit-exact: version "
+            f"{plan.first_version} begins lineage {plan.lineage}",
+        )
+    files: tuple[FileEntry, ...] = ()
+    if gang.is_leader:
+        files = upload_files(
+            context.store,
+            prefix=context.prefix,
+            uid=uid,
+            epoch=client.epoch,
+            files=policy_files(directory, dtype=publish_dtype),
+        )
+    return Training(
+        config=trainer,
+        gang=gang,
+        model=model,
+        batches=Batches(
+            client,
+            gang=gang,
+            run_uid=uid,
+            run_hash=client.run_hash,
+            previous_chain_hash=start.chain_hash,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            seq_len=trainer.model.seq_len,
+        ),
+        optimizer=optimizer,
+        publisher=Publisher(
+            model,
+            store=context.store,
+            names=names,
+            gang=gang,
+            log_client=writer,
+            files=files,
+            dtype=publish_dtype,
+            vocabulary=vocabulary,
+            plan=plan,
+        ),
+        checkpointer=Checkpointer(
+            checkpoints,
+            trainer.ckpt,
+            gang=gang,
+            run_hash=client.run_hash,
+            epoch=client.epoch if gang.is_leader else 0,
+            determinism="strict" if is_strict else "best_effort",
+        ),
+        reporter=reporter,
+        position=start,
+        autocast_dtype=compute_dtype if gang.is_alone and compute_dtype != torch.float32 else None,
+        on_progress=context.on_progress,
+    )
+
+
+def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
+    """The resolved config in a run's record; CorruptObjectError if it does not have one."""
+    try:
+        return RLConfig.model_validate_json(json.dumps(json.loads(run_json)["config"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptObjectError(
+            f"run.json of run {uid} has no config that this version reads: {error}",
+            reason="RUN_CONFIG_INVALID",
+            remedy="run trainer and orchestrator of the same release",
+        ) from error
+
+
+def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
+    """Makes torch repeat itself bit for bit if asked to (`auto`: on a CPU); returns whether it does.
+
+    The number of threads is part of it, because it decides the order of sums: OMP_NUM_THREADS, else 1.
+    """
+    is_strict = choice == "strict" or (choice == "auto" and device.type == "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    if is_strict and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
+    torch.use_deterministic_algorithms(is_strict)
+    torch.manual_seed(seed)
+    return is_strict
+
+
+def resume(
+    checkpoints: CheckpointStore,
+    model: nn.Module,
+    optimizer: PolicyOptimizer,
+    *,
+    gang: Gang,
+    run_hash: str,
+    is_strict: bool,
+) -> CheckpointManifest | None:
+    """Fills model and optimizer from the newest checkpoint and returns its manifest, or None if there is none."""
+    told = gang.broadcast(_encode(checkpoints.newest()) if gang.is_leader else None)
+    if not told:
+        return None
+    manifest = CheckpointManifest.from_bytes(told, source="newest checkpoint")
+    if is_strict:
+        require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
+    state = state_tensors(model, optimizer, gang=gang)
+    checkpoints.load(manifest, state)
+    restore_random_state(state, gang=gang)
+    log.info("resumed", extra={"step": manifest.step, "bytes": manifest.size_bytes})
+    return manifest
+
+
+def agree_on_plan(context: JobContext, names: Names, *, start_step: int, lineage: int, strict: bool) -> PublishPlan:
+    """Rank 0 looks at what is published; every rank follows the same plan."""
+    message: bytes | None = None
+    if context.gang.is_leader:
+        published = newest_published(context.store, names)
+        plan = plan_publishing(start_step=start_step, start_lineage=lineage, published=published, is_strict=strict)
+        message = json.dumps([plan.lineage, plan.first_version]).encode()
+    told_lineage, first_version = json.loads(context.gang.broadcast(message))
+    return PublishPlan(lineage=told_lineage, first_version=first_version)
+
+
+def _encode(manifest: CheckpointManifest | None) -> bytes:
+    return b"" if manifest is None else manifest.to_bytes()

@@ -1,0 +1,54 @@
+"""The trainer's process: `python -m millrace.trainer.main`, or `millrace-trainer`.
+
+Without arguments it is a worker that waits for runs. `sft --config FILE` fine-tunes a model on prompts and completions
+as a resolved SFT config (JSON) says, and exits.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from millrace.errors import MillraceError
+from millrace.telemetry.logging import setup
+from millrace.telemetry.settings import Settings
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs and exits with the code of the error that ended it (0, 130 for Ctrl-C)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code = _sft(arguments.config) if arguments.command == "sft" else _worker()
+    except MillraceError as error:
+        print(f"millrace-trainer: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="millrace-trainer", description="Train runs, or fine-tune one model.")
+    commands = parser.add_subparsers(dest="command")
+    sft = commands.add_parser("sft", help="supervised fine-tuning from a resolved config")
+    sft.add_argument("--config", type=Path, required=True, help="the resolved SFT config, a JSON file")
+    return parser
+
+
+def _worker() -> int:
+    settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "orchestrator"])
+    setup("trainer", level=settings.log_level, json_lines=settings.log_json)
+    from millrace.trainer.serve import run  # torch is imported here, after the settings are known to be good
+
+    return run(settings)
+
+
+def _sft(path: Path) -> int:
+    from millrace.trainer.sft_main import run
+
+    return run(path)
+
+
+if __name__ == "__main__":
+    main()

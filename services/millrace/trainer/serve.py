@@ -1,0 +1,148 @@
+"""The trainer's process: gang, background loop, heartbeats, health server, signals."""
+
+import asyncio
+import concurrent.futures
+import os
+import signal
+import threading
+import uuid
+from types import FrameType
+
+import millrace
+from millrace.errors import MillraceError
+from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_TRAINER, Worker
+from millrace.rpc.health import HealthBoard
+from millrace.rpc.serve import serve
+from millrace.rpc.worker import WorkerAgent, new_worker_id
+from millrace.runlog.log import FORMAT_MAJOR
+from millrace.storage import open_store
+from millrace.telemetry import logging
+from millrace.telemetry.settings import Settings
+from millrace.trainer.background import BackgroundLoop
+from millrace.trainer.distributed import Gang
+from millrace.trainer.job import JobContext, run_job
+from millrace.trainer.worker import TrainerWorker
+
+log = logging.getLogger(__name__)
+
+_END_S = 15.0
+
+
+def run(settings: Settings) -> int:
+    """Works until a signal; returns the exit code. Raises what the orchestrator refuses for good."""
+    gang = Gang.join()
+    board = HealthBoard()
+    worker = TrainerWorker(gang=gang, board=board)
+    signals = _Signals(worker)
+    worker_id = new_worker_id("trainer") if gang.is_leader else f"rank-{gang.rank}-{uuid.uuid4().hex[:8]}"
+    try:
+        with BackgroundLoop() as background:
+            companions = _Companions(settings, background, worker, board, worker_id=worker_id)
+            if gang.is_leader:
+                companions.start()
+            context = JobContext(
+                background=background,
+                store=open_store(settings.require("store_url")),
+                redis_url=settings.require("redis_url"),
+                prefix=settings.prefix,
+                gang=gang,
+                owner=worker_id,
+                should_stop=worker.should_stop,
+                on_epoch=worker.on_epoch,
+                on_progress=worker.on_progress,
+            )
+            try:
+                worker.run(lambda uid: run_job(context, uid))
+            finally:
+                companions.stop()
+            companions.raise_failure()
+    finally:
+        gang.leave()
+    return 130 if signals.was_interrupted else 0
+
+
+class _Signals:
+    """SIGTERM and SIGINT let the current step end; a second one exits at once."""
+
+    def __init__(self, worker: TrainerWorker) -> None:
+        self._worker = worker
+        self._count = 0
+        self.was_interrupted = False
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(signum, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            os._exit(128 + signum)
+        self.was_interrupted = signum == signal.SIGINT
+        self._worker.stop()
+
+
+class _Companions:
+    """What runs beside the training at rank 0: the worker agent and, where an address is set, the health server."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        background: BackgroundLoop,
+        worker: TrainerWorker,
+        board: HealthBoard,
+        *,
+        worker_id: str,
+    ) -> None:
+        self._settings = settings
+        self._background = background
+        self._worker = worker
+        self._board = board
+        self._worker_id = worker_id
+        self._stopping: asyncio.Event | None = None
+        self._futures: list[concurrent.futures.Future[None]] = []
+
+    def start(self) -> None:
+        """Starts both; the end of either, which only an error causes, stops the worker."""
+        self._stopping = self._background.call(self._new_event(), what="starting", timeout_s=_END_S)
+        description = Worker(
+            worker_id=self._worker_id,
+            kind=WORKER_KIND_TRAINER,
+            version=millrace.__version__,
+            min_log_format=FORMAT_MAJOR,
+            max_log_format=FORMAT_MAJOR,
+        )
+        agent = WorkerAgent(self._settings.require("orchestrator"), description, self._worker.report, self._worker.hear)
+        self._futures.append(self._background.submit(agent.run(self._stopping)))
+        if self._settings.listen:
+            self._futures.append(self._background.submit(self._serve(self._settings.listen, self._stopping)))
+        for future in self._futures:
+            future.add_done_callback(lambda _: self._worker.stop())
+
+    def stop(self) -> None:
+        """Ends both in order."""
+        if self._stopping is None:
+            return
+        self._background.call(self._set(self._stopping), what="stopping", timeout_s=_END_S)
+        concurrent.futures.wait(self._futures, self._settings.drain_s + self._settings.grace_s + _END_S)
+
+    def raise_failure(self) -> None:
+        """Raises what ended a companion: a port in use, a refused registration."""
+        for future in self._futures:
+            if future.done() and isinstance(error := future.exception(), MillraceError):
+                raise error
+
+    async def _serve(self, address: str, stopping: asyncio.Event) -> None:
+        await serve(
+            address,
+            lambda server, draining: [],
+            drain_s=self._settings.drain_s,
+            grace_s=self._settings.grace_s,
+            stopping=stopping,
+            health_board=self._board,
+            handle_signals=False,
+        )
+
+    async def _new_event(self) -> asyncio.Event:
+        return asyncio.Event()
+
+    async def _set(self, event: asyncio.Event) -> None:
+        event.set()

@@ -1,0 +1,193 @@
+"""The trainer as a worker: waits for an assignment, trains that run, reports, goes idle again.
+
+    IDLE --assigned--> WORKING --closing header--> FINISHED --assignment ends--> IDLE
+                          |------error------------> FAILED ---assignment ends--> IDLE
+                          '------fenced, log gone, store away, stop asked------> IDLE (and again while assigned)
+
+Rank 0 hears the orchestrator and tells the gang. An error that a run's owner has to see (a model path that does not
+exist, a digest that differs) is reported and not repeated. In a gang an unexpected error ends the process instead, so
+that torchrun starts the gang anew: the other ranks may be stuck in a collective.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from millrace.errors import CapacityError, FencedError, MillraceError, UnavailableError
+from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest, HeartbeatResponse, TrainerStatus
+from millrace.rpc.health import PROCESS, HealthBoard
+from millrace.telemetry import logging
+from millrace.trainer.batches import StopRequested
+from millrace.trainer.distributed import Gang
+
+log = logging.getLogger(__name__)
+
+RunJob = Callable[[str], None]
+
+_POLL_S = 0.2
+_RETRY_S = 1.0
+# An orchestrator that restarted knows no assignments until it has claimed its runs again; the run is kept meanwhile.
+_UNASSIGNED_GRACE_S = 30.0
+_FIRST_STEP_WITHIN_S = 1800.0
+_LATER_STEPS_WITHIN_S = 300.0
+_SLOWEST_STEP_FACTOR = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the heartbeat says; replaced as a whole, so that a reader in another thread never sees half of a change."""
+
+    run_uid: str = ""
+    epoch: int = 0
+    step: int = 0
+    is_finished: bool = False
+    error_reason: str = ""
+    error_message: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run needs no more work from this trainer."""
+        return self.is_finished or bool(self.error_reason)
+
+
+class TrainerWorker:
+    """The state machine. `report` and `hear` are the worker agent's ends, on its thread; `run` is the main thread's."""
+
+    def __init__(self, *, gang: Gang, board: HealthBoard, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gang = gang
+        self._board = board
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._status = Status()
+        self._assigned = ""
+        self._assigned_at = clock()
+        self._last_progress = clock()
+        self._slowest_step_s = 0.0
+
+    # The agent's ends.
+
+    def report(self) -> HeartbeatRequest:
+        """The next heartbeat."""
+        status = self._status
+        return HeartbeatRequest(
+            trainer=TrainerStatus(
+                run_uid=status.run_uid,
+                epoch=status.epoch,
+                step=status.step,
+                is_finished=status.is_finished,
+                error_reason=status.error_reason,
+                error_message=status.error_message,
+            )
+        )
+
+    def hear(self, response: HeartbeatResponse) -> None:
+        """Takes what the orchestrator wants: one run, or none."""
+        self._assigned = response.assignments[0].run_uid if response.assignments else ""
+        if self._assigned:
+            self._assigned_at = self._clock()
+
+    # From signal handlers and from the job.
+
+    def stop(self) -> None:
+        """Asks to let go of the run and to end."""
+        self._stopping.set()
+
+    def should_stop(self) -> bool:
+        """Whether the job shall let go; asked while it waits for a batch, which is progress of a kind."""
+        self._board.touch(PROCESS)
+        if self._stopping.is_set():
+            return True
+        working_on = self._status.run_uid
+        if self._assigned:
+            return self._assigned != working_on
+        return self._clock() - self._assigned_at > _UNASSIGNED_GRACE_S
+
+    def on_epoch(self, epoch: int) -> None:
+        """The job holds the run."""
+        self._status = replace(self._status, epoch=epoch)
+
+    def on_progress(self, version: int) -> None:
+        """The job finished a step; health allows the next one a multiple of the slowest so far."""
+        now = self._clock()
+        self._slowest_step_s = max(self._slowest_step_s, now - self._last_progress)
+        self._last_progress = now
+        self._status = replace(self._status, step=version)
+        self._board.expect_progress(
+            PROCESS, within_s=max(_LATER_STEPS_WITHIN_S, _SLOWEST_STEP_FACTOR * self._slowest_step_s)
+        )
+
+    # The main thread.
+
+    def run(self, run_job: RunJob) -> None:
+        """Works until `stop`. In a gang, every rank runs it; rank 0 decides."""
+        while True:
+            order = self._gang.broadcast(self._next_order().encode() if self._gang.is_leader else None).decode()
+            match order.partition(" "):
+                case ("exit", _, _):
+                    return
+                case ("work", _, uid):
+                    self._work(uid, run_job)
+                case _:
+                    continue
+
+    def _next_order(self) -> str:
+        """`exit`, `work <uid>` or, after a short wait, `idle`."""
+        if self._stopping.is_set():
+            return "exit"
+        assigned = self._assigned
+        if self._status.run_uid and self._status.run_uid != assigned:
+            self._status = Status()  # the orchestrator took note of how the run ended, or gave it to another trainer
+        if assigned and not self._status.is_over:
+            return f"work {assigned}"
+        self._stopping.wait(_POLL_S)
+        return "idle"
+
+    def _work(self, uid: str, run_job: RunJob) -> None:
+        """Runs a job and turns its end into a status."""
+        self._status = Status(run_uid=uid)
+        self._slowest_step_s, self._last_progress = 0.0, self._clock()
+        self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)
+        with logging.bind(run=uid):
+            try:
+                log.info("run begins")
+                run_job(uid)
+                self._status = replace(self._status, is_finished=True)
+                log.info("run finished", extra={"step": self._status.step})
+            except StopRequested:
+                self._let_go("asked to let go of the run")
+            except (FencedError, UnavailableError, CapacityError) as error:
+                if not self._gang.is_alone:
+                    raise
+                self._let_go(str(error))
+                self._stopping.wait(error.retry_after_s or _RETRY_S)
+            except MillraceError as error:
+                if not self._gang.is_alone:
+                    self._fail_gang(error)
+                self._fail(error.reason, str(error))
+            except Exception as error:  # a process edge: whatever a job raises must reach the run's owner
+                if not self._gang.is_alone:
+                    raise  # perhaps only a peer died: torchrun starts the gang anew, and the run resumes
+                log.exception("the run failed with an unexpected error")
+                self._fail("INTERNAL", f"{type(error).__name__}: {error}")
+            finally:
+                self._board.expect_progress(PROCESS, within_s=None)
+
+    def _let_go(self, why: str) -> None:
+        log.info("run let go", extra={"why": why, "step": self._status.step})
+        self._status = Status()
+
+    def _fail(self, reason: str, message: str) -> None:
+        """Reports the error with every heartbeat until the assignment ends."""
+        log.error("run given up", extra={"reason": reason, "error": message})
+        self._status = replace(self._status, error_reason=reason, error_message=message)
+
+    def _fail_gang(self, error: MillraceError) -> None:
+        """Rank 0 reports until the orchestrator has taken note, then every rank ends with the error."""
+        if self._gang.is_leader:
+            self._fail(error.reason, str(error))
+            ends = self._clock() + _UNASSIGNED_GRACE_S
+            while self._assigned == self._status.run_uid and self._clock() < ends:
+                if self._stopping.wait(_POLL_S):
+                    break
+        raise error
