@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import torch
 
-from millrace.errors import CapacityError, InvalidStateError, UnavailableError
-from millrace.inference import loader, weights
+from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, UnavailableError, Violation
+from millrace.inference import loader, model_files, weights
 from millrace.inference.engine import (
     EngineState,
     EngineStatus,
@@ -60,6 +60,7 @@ class EmbeddedEngine:
         self._kv_bytes = kv_bytes
         self._num_threads = num_threads
         self._model_len = 0
+        self._vocab_size = 0
         self._state = EngineState.EMPTY
         self._error = ""
         self._scheduler: Scheduler | None = None
@@ -75,11 +76,12 @@ class EmbeddedEngine:
         self, model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, identity: PolicyIdentity
     ) -> None:
         """See `Engine.load`. Old and new model are both in memory until the swap."""
-        scheduler, model_len = await asyncio.to_thread(self._build, model_dir, tensors, identity)
+        scheduler, model_len, vocab_size = await asyncio.to_thread(self._build, model_dir, tensors, identity)
 
         def swap() -> None:
             old, self._scheduler = self._scheduler, scheduler
-            self._state, self._error, self._model_len = EngineState.READY, "", model_len
+            self._state, self._error = EngineState.READY, ""
+            self._model_len, self._vocab_size = model_len, vocab_size
             if old is not None:
                 old.abort_all()
 
@@ -117,13 +119,8 @@ class EmbeddedEngine:
         scheduler = self._held()
         if scheduler.num_waiting >= MAX_WAITING:
             raise CapacityError(f"{MAX_WAITING} requests wait already", reason="QUEUE_FULL", remedy="retry later")
+        self._check_prompt(request.prompt_token_ids)
         prompt_length = len(request.prompt_token_ids)
-        if not 0 < prompt_length < self._model_len:
-            raise InvalidStateError(
-                f"the prompt has {prompt_length} tokens, allowed are 1 to {self._model_len - 1}",
-                reason="PROMPT_TOO_LONG" if prompt_length else "PROMPT_EMPTY",
-                remedy="send a prompt that fits the context",
-            )
         done: Future[Generation] = Future()
         done.set_running_or_notify_cancel()  # from here on only the thread ends it, so there is no race with a cancel
         seed = request.sampling.seed
@@ -188,21 +185,22 @@ class EmbeddedEngine:
 
     def _build(
         self, model_dir: Path, tensors: Mapping[str, TensorBytes] | None, identity: PolicyIdentity
-    ) -> tuple[Scheduler, int]:
+    ) -> tuple[Scheduler, int, int]:
+        """The scheduler, the longest context and the number of token ids."""
         model = loader.load_model(model_dir, tensors)
-        config = loader.load_config(model_dir)
-        tokenizer = loader.load_tokenizer(model_dir)
+        config = model_files.load_config(model_dir)
+        tokenizer = model_files.load_tokenizer(model_dir)
         positions = loader.max_positions(config)
         scheduler = Scheduler(
             model,
             identity=identity,
-            eos_token_ids=loader.eos_token_ids(model_dir, config, tokenizer),
+            eos_token_ids=model_files.eos_token_ids(model_dir, config, tokenizer),
             decoder=tokenizer,
             max_num_seqs=self._max_num_seqs,
             kv_bytes=self._kv_bytes,
             token_bytes=loader.cache_token_bytes(config, next(model.parameters()).dtype),
         )
-        return scheduler, min(positions, self._max_model_len_limit or positions)
+        return scheduler, min(positions, self._max_model_len_limit or positions), int(config.vocab_size)
 
     def _held(self) -> Scheduler:
         """The scheduler of the held model; UnavailableError if there is none that may generate."""
@@ -213,6 +211,21 @@ class EmbeddedEngine:
                 raise UnavailableError(self._error, reason="ENGINE_FAILED", remedy="retry on another replica")
             case _:
                 raise UnavailableError("the engine holds no model", reason="NO_POLICY", remedy="retry later")
+
+    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
+        """One bad prompt must not fail the pass of all others."""
+        if not 0 < len(prompt) < self._model_len:
+            raise InvalidStateError(
+                f"the prompt has {len(prompt)} tokens; this model's maximum context length is {self._model_len} tokens",
+                reason="PROMPT_TOO_LONG" if prompt else "PROMPT_EMPTY",
+                remedy=f"send 1 to {self._model_len - 1} tokens",
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            unknown = next(token for token in prompt if not 0 <= token < self._vocab_size)
+            wrong = Violation(
+                field="token_ids", value=str(unknown), message=f"token ids are 0 to {self._vocab_size - 1}"
+            )
+            raise InvalidSpecError([wrong], reason="TOKEN_UNKNOWN", remedy="use this model's tokenizer")
 
     # ---- what follows runs in the engine's thread, except _post and _in_thread ----
 

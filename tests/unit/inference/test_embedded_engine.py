@@ -102,7 +102,7 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(engine):
 
 
 async def test_stop_tokens_and_stop_strings_end_a_completion(engine, model_dir):
-    from millrace.inference.loader import load_tokenizer
+    from millrace.inference.model_files import load_tokenizer
 
     tokenizer = load_tokenizer(model_dir)
     item = request(5, seed=1, max_tokens=30, ignore_eos=True)

@@ -1,0 +1,114 @@
+"""Chats as tokens: messages through the model's chat template, and tool calls out of what it says.
+
+Tool calls are parsed in the Hermes form that Qwen models are trained on: `<tool_call>{"name": …, "arguments": …}
+</tool_call>`.
+"""
+
+import json
+import re
+import secrets
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from millrace.errors import InvalidSpecError, Violation
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_kwargs: dict[str, Any] | None = None,
+) -> list[int]:
+    """The prompt's token ids; InvalidSpecError if the messages are not what the template can take."""
+    prepared = [_prepare(message, index) for index, message in enumerate(messages)]
+    try:
+        tokens = tokenizer.apply_chat_template(
+            prepared,
+            tools=tools or None,  # pyright: ignore[reportArgumentType] - JSON schemas, as the template wants them
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            **(template_kwargs or {}),
+        )
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise _invalid("messages", f"the chat template cannot take them: {error}") from error
+    return list(tokens)  # pyright: ignore[reportArgumentType, reportReturnType] - a list of ints for these arguments
+
+
+def parse_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
+    """The text without its tool calls (None if nothing is left) and the calls in OpenAI's form.
+
+    A call that is not a JSON object with a name stays in the text.
+    """
+    calls: list[dict[str, Any]] = []
+
+    def take(match: re.Match[str]) -> str:
+        try:
+            raw = json.loads(match[1])
+        except ValueError:
+            return match[0]
+        if not isinstance(raw.get("name"), str):
+            return match[0]
+        arguments = raw.get("arguments", {})
+        calls.append(
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {
+                    "name": raw["name"],
+                    "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+                },
+            }
+        )
+        return ""
+
+    rest = _TOOL_CALL.sub(take, text)
+    return (rest.strip() or None, calls) if calls else (text, [])
+
+
+def _prepare(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """A message as templates expect it: text content, tool-call arguments as objects, no empty fields."""
+    prepared = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(prepared.get("role"), str):
+        raise _invalid(f"messages[{index}].role", "must be a string")
+    prepared["content"] = _text(prepared.get("content", ""), index)
+    if calls := prepared.get("tool_calls"):
+        prepared["tool_calls"] = [_prepare_call(call, index) for call in calls]
+    return prepared
+
+
+def _text(content: Any, index: int) -> str:
+    match content:
+        case str():
+            return content
+        case list():
+            texts = []
+            for part in content:
+                if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                    raise _invalid(f"messages[{index}].content", "only text parts are supported")
+                texts.append(part["text"])
+            return "\n".join(texts)
+        case _:
+            raise _invalid(f"messages[{index}].content", "must be a string or a list of text parts")
+
+
+def _prepare_call(call: Any, index: int) -> dict[str, Any]:
+    try:
+        function = dict(call["function"])
+        if isinstance(arguments := function.get("arguments"), str):
+            function["arguments"] = json.loads(arguments or "{}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise _invalid(f"messages[{index}].tool_calls", f"not a function call with JSON arguments: {error}") from error
+    return {**call, "function": function}
+
+
+def _invalid(field: str, message: str) -> InvalidSpecError:
+    return InvalidSpecError([Violation(field=field, message=message)], reason="REQUEST_INVALID")

@@ -1,0 +1,80 @@
+"""The files beside a model's weights: written to a directory, read as config and tokenizer. No torch, no network."""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from millrace.errors import InvalidStateError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+POLICY_NAME = "policy"
+"""Model name under which every replica serves the run's policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the HTTP API needs to know about the model that the engine holds.
+
+    `names` are the model names that it answers to. `directory` holds the files; it is removed with this object unless
+    somebody else owns it.
+    """
+
+    names: tuple[str, ...]
+    directory: Path
+    tokenizer: PreTrainedTokenizerBase | None
+    owner: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
+
+
+@dataclass(slots=True)
+class ModelSlot:
+    """The model that is served at the moment; None while there is none."""
+
+    current: ServedModel | None = None
+
+
+def write_files(files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
+    """Writes a policy's files into a fresh directory that lives as long as the returned object."""
+    directory = tempfile.TemporaryDirectory(prefix="millrace-model-")
+    for name, data in files.items():
+        (Path(directory.name) / name).write_bytes(data)  # names are plain: the manifest checks it
+    return directory
+
+
+def load_config(model_dir: Path) -> Any:
+    """The model's config; InvalidStateError if there is none."""
+    if not (model_dir / "config.json").is_file():
+        found = ", ".join(sorted(path.name for path in model_dir.iterdir())) if model_dir.is_dir() else "no directory"
+        raise InvalidStateError(
+            f"the model has no config.json (found: {found or 'nothing'})",
+            reason="MODEL_CONFIG_MISSING",
+            remedy="publish the policy with its config.json and tokenizer files",
+        )
+    return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+
+
+def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, or None if the directory has none (tokens in, tokens out still works)."""
+    if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+
+
+def eos_token_ids(model_dir: Path, config: Any, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Tokens that end a completion: those of the model's config, of the generation config and of the tokenizer."""
+    sources: list[Any] = [getattr(config, "eos_token_id", None)]
+    if (model_dir / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id)
+    sources.append(tokenizer.eos_token_id if tokenizer is not None else None)
+    found: list[int] = []
+    for source in sources:
+        match source:
+            case int():
+                found.append(source)
+            case list() | tuple():
+                found.extend(source)
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,359 @@
+"""The HTTP API of an engine: OpenAI's routes, and vLLM's tokens-in, tokens-out route.
+
+| route | what |
+|---|---|
+| `GET /v1/models` | the model, with `max_model_len` |
+| `POST /v1/chat/completions`, `POST /v1/completions` | OpenAI's; streams arrive in one piece at the end |
+| `POST /inference/v1/generate` | token ids in, token ids and log-probs out |
+| `POST /tokenize` | token ids of a prompt or of a chat |
+| `GET /health`, `GET /metrics` | 200 or 503; Prometheus text |
+
+A client that hangs up cancels its handler, which aborts its requests in the engine. Without a policy every model route
+answers 503, which OpenAI clients retry.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from millrace.errors import (
+    InternalError,
+    InvalidSpecError,
+    InvalidStateError,
+    MillraceError,
+    NotFoundError,
+    UnavailableError,
+    Violation,
+)
+from millrace.inference import http_responses as responses
+from millrace.inference.chat import encode_chat
+from millrace.inference.engine import Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
+from millrace.inference.http_schema import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    Sampling,
+    TokenizeBody,
+)
+from millrace.inference.model_files import ModelSlot, ServedModel
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+STALL_S = 60.0
+"""An engine that has work and did nothing for this long counts as hanging."""
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+
+B = TypeVar("B", bound=BaseModel)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpApi:
+    """Handlers over one engine and the model slot that tells what it holds."""
+
+    def __init__(self, engine: Engine, slot: ModelSlot) -> None:
+        self._engine = engine
+        self._slot = slot
+        self.is_draining = False
+        """New requests are refused."""
+        self._num_open = 0
+        self._has_none_open = asyncio.Event()
+        self._has_none_open.set()
+
+    def make_app(self) -> web.Application:
+        """The application; run it with `handler_cancellation=True`."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
+        app.add_routes(
+            [
+                web.get("/v1/models", self.models),
+                web.post("/v1/chat/completions", self.chat),
+                web.post("/v1/completions", self.completions),
+                web.post("/inference/v1/generate", self.generate),
+                web.post("/tokenize", self.tokenize),
+                web.get("/health", self.health),
+                web.get("/metrics", self.metrics),
+            ]
+        )
+        return app
+
+    async def models(self, _: web.Request) -> web.Response:
+        """`GET /v1/models`."""
+        model, status = self._require()
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "millrace",
+                "root": name,
+                "parent": None,
+                "max_model_len": status.max_model_len,
+            }
+            for name in model.names
+        ]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/chat/completions`."""
+        body = await _read(request, ChatBody)
+        model, status = self._require(body.model)
+        tokenizer = _tokenizer(model)
+        prompt = encode_chat(
+            tokenizer,
+            body.messages,
+            tools=body.tools if body.tool_choice != "none" else None,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        wanted = body.max_completion_tokens or body.max_tokens
+        completed = await self._complete([prompt], body, n=body.n, max_tokens=wanted, status=status)
+        whole = responses.chat_body(_id("chatcmpl"), body.model or model.names[0], body, tokenizer, completed)
+        return await _respond(request, whole, is_stream=body.stream, wants_usage=body.wants_usage_chunk)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/completions`."""
+        body = await _read(request, CompletionBody)
+        model, status = self._require(body.model)
+        tokenizer = _tokenizer(model)
+        prompts = _prompts(tokenizer, body)
+        wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        completed = await self._complete(prompts, body, n=body.n, max_tokens=wanted, status=status)
+        whole = responses.text_body(_id("cmpl"), body.model or model.names[0], body, tokenizer, completed)
+        return await _respond(request, whole, is_stream=body.stream, wants_usage=body.wants_usage_chunk)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        """`POST /inference/v1/generate`."""
+        body = await _read(request, GenerateBody)
+        _, status = self._require(body.model)
+        sampling = body.sampling_params
+        completed = await self._complete(
+            [body.token_ids], sampling, n=sampling.n, max_tokens=sampling.max_tokens, status=status
+        )
+        return web.json_response(responses.generate_body(body.request_id or _id("gen"), body, completed))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """`POST /tokenize`."""
+        body = await _read(request, TokenizeBody)
+        model, status = self._require(body.model)
+        tokenizer = _tokenizer(model)
+        if body.messages is not None:
+            tokens = encode_chat(
+                tokenizer,
+                body.messages,
+                tools=body.tools,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs,
+            )
+        else:
+            tokens = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        names = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return web.json_response(
+            {"count": len(tokens), "max_model_len": status.max_model_len, "tokens": tokens, "token_strs": names}
+        )
+
+    async def health(self, _: web.Request) -> web.Response:
+        """`GET /health`."""
+        self._require()
+        status = self._engine.status()
+        if status.progress_age_s > STALL_S:
+            raise UnavailableError(f"the engine did nothing for {status.progress_age_s:.0f} s", reason="ENGINE_STALLED")
+        return web.json_response({"status": "ok"})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """`GET /metrics`."""
+        status = self._engine.status()
+        held = status.identity
+        values = [
+            ("requests_running", "gauge", status.num_running),
+            ("requests_waiting", "gauge", status.num_waiting),
+            ("generated_tokens_total", "counter", status.num_generated_tokens),
+            ("finished_requests_total", "counter", status.num_finished),
+            ("policy_version", "gauge", held.version if held is not None else -1),
+            ("policy_lineage", "gauge", held.lineage if held is not None else -1),
+        ]
+        lines = [f"# TYPE millrace_inference_{n} {kind}\nmillrace_inference_{n} {value}\n" for n, kind, value in values]
+        return web.Response(text="".join(lines), content_type="text/plain")
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests, waits for the open ones at most `grace_s`, then aborts them."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._has_none_open.wait()
+        except TimeoutError:
+            log.warning("aborting requests at shutdown", extra={"requests": self._num_open, "grace_s": grace_s})
+            await self._engine.abort_all()
+
+    def _require(self, name: str | None = None) -> tuple[ServedModel, EngineStatus]:
+        """The served model, if it answers to `name`."""
+        model, status = self._slot.current, self._engine.status()
+        if self.is_draining:
+            raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="retry on another one")
+        if model is None or status.state is not EngineState.READY:
+            raise UnavailableError(
+                status.error or "no policy is loaded yet", reason="NO_POLICY", remedy="retry in a few seconds"
+            )
+        if name is not None and name not in model.names:
+            raise NotFoundError(
+                f"The model `{name}` does not exist; this server serves {', '.join(model.names)}.",
+                reason="MODEL_NOT_FOUND",
+            )
+        return model, status
+
+    async def _complete(
+        self, prompts: list[list[int]], sampling: Sampling, *, n: int, max_tokens: int | None, status: EngineStatus
+    ) -> list[responses.Completed]:
+        """`n` completions of each prompt, in order. When one fails the others are aborted."""
+        room = status.max_model_len
+        for prompt in prompts:
+            if len(prompt) >= room:
+                raise InvalidStateError(
+                    f"This model's maximum context length is {room} tokens. However, your prompt has {len(prompt)} "
+                    "tokens, which leaves no room for a completion. Please reduce its length.",
+                    reason="PROMPT_TOO_LONG",
+                )
+        batch = _id("req")
+        calls = [
+            self._generate_one(
+                GenerateRequest(
+                    request_id=f"{batch}-{index}-{choice}",
+                    prompt_token_ids=tuple(prompt),
+                    sampling=sampling.params(max_tokens or room, choice=choice),  # the engine cuts it to the context
+                )
+            )
+            for index, prompt in enumerate(prompts)
+            for choice in range(n)
+        ]
+        self._num_open += 1
+        self._has_none_open.clear()
+        try:
+            if len(calls) == 1:
+                return [await calls[0]]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(call) for call in calls]
+            return [task.result() for task in tasks]
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._has_none_open.set()
+
+    async def _generate_one(self, request: GenerateRequest) -> responses.Completed:
+        generation = await self._engine.generate(request)
+        match generation.finish_reason:
+            case FinishReason.ABORT:
+                raise UnavailableError(
+                    "the generation was aborted: the model was replaced or the replica is shutting down",
+                    reason="GENERATION_ABORTED",
+                    remedy="retry",
+                )
+            case FinishReason.ERROR:
+                raise InternalError(
+                    "the model gave values that are not finite", reason="LOGITS_NOT_FINITE", remedy="check the policy"
+                )
+            case _:
+                return responses.Completed(prompt_ids=request.prompt_token_ids, generation=generation)
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Errors in OpenAI's shape."""
+        try:
+            return await handler(request)
+        except MillraceError as error:
+            status, body = responses.error_body(error)
+            headers = {"Retry-After": str(int(error.retry_after_s or 1))} if status in (429, 503) else {}
+            return web.json_response(body, status=status, headers=headers)
+        except web.HTTPException as error:
+            body = {"error": {"message": error.reason, "type": "HTTPError", "param": None, "code": error.status}}
+            return web.json_response(body, status=error.status)
+        except Exception:  # the edge of the process: a defect must reach client and log
+            log.exception("a request failed", extra={"path": request.path})
+            status, body = responses.error_body(InternalError("internal error; see the server's log"))
+            return web.json_response(body, status=status)
+
+
+async def _read(request: web.Request, body: type[B]) -> B:
+    """The body, validated; InvalidSpecError names every field that is wrong."""
+    try:
+        return body.model_validate_json(await request.read())
+    except ValidationError as error:
+        violations = [
+            Violation(field=".".join(map(str, item["loc"])) or "body", message=item["msg"])
+            for item in error.errors(include_url=False, include_context=False, include_input=False)
+        ]
+        raise InvalidSpecError(violations, reason="REQUEST_INVALID") from None
+
+
+async def _respond(
+    request: web.Request, whole: dict[str, Any], *, is_stream: bool, wants_usage: bool
+) -> web.StreamResponse:
+    """The body as JSON or as server-sent events."""
+    if not is_stream:
+        return web.json_response(whole)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for chunk in responses.stream_chunks(whole, wants_usage=wants_usage):
+        await response.write(chunk)
+    await response.write_eof()
+    return response
+
+
+def _prompts(tokenizer: PreTrainedTokenizerBase, body: CompletionBody) -> list[list[int]]:
+    """The prompts of `/v1/completions`, which come as text or tokens, one or many."""
+    match body.prompt:
+        case str() as text:
+            return [tokenizer.encode(text, add_special_tokens=body.add_special_tokens)]
+        case [int(), *_] as tokens:
+            return [tokens]  # pyright: ignore[reportReturnType] - validated: all are ints then
+        case many:
+            return [
+                tokenizer.encode(item, add_special_tokens=body.add_special_tokens) if isinstance(item, str) else item
+                for item in many
+            ]  # pyright: ignore[reportReturnType] - validated: strings or lists of ints
+
+
+def _tokenizer(model: ServedModel) -> PreTrainedTokenizerBase:
+    if model.tokenizer is None:
+        raise InvalidStateError(
+            "the policy has no tokenizer files, so only /inference/v1/generate works",
+            reason="NO_TOKENIZER",
+            remedy="publish the policy with its tokenizer",
+        )
+    return model.tokenizer
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    """The error that made the group fail: the rest are its consequences."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+async def start_http(api: HttpApi, host: str, port: int) -> tuple[web.AppRunner, int]:
+    """Serves the API; returns the runner to clean up and the port. UnavailableError if the address cannot be bound."""
+    runner = web.AppRunner(api.make_app(), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=4096).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise UnavailableError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            reason="ADDRESS_UNAVAILABLE",
+            remedy="stop what listens there, or choose another address (MILLRACE_HTTP_LISTEN; port 0 takes a free one)",
+        ) from error
+    return runner, runner.addresses[0][1]

@@ -1,0 +1,114 @@
+"""The gRPC PolicyService: what the orchestrator uses to move policy versions into this replica."""
+
+import grpc.aio
+
+from millrace.errors import InvalidSpecError, InvalidStateError, Violation
+from millrace.inference.engine import Engine, InflightMode
+from millrace.inference.model_files import POLICY_NAME
+from millrace.inference.updater import DesiredPolicy, PolicyUpdater
+from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.internal.v1 import policy_service_pb2_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PolicyService"].full_name
+MAX_WAIT_S = 10.0
+_OPERATOR = "operator"
+
+
+class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
+    """Serves one replica's updater and engine."""
+
+    def __init__(self, engine: Engine, updater: PolicyUpdater) -> None:
+        self._engine = engine
+        self._updater = updater
+
+    async def UpdatePolicy(
+        self, request: pb.UpdatePolicyRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UpdatePolicyResponse:
+        """Sets the version to serve, waits a bounded time for it, and answers what is served then."""
+        policy = _desired(request)
+        mode = (
+            InflightMode.RECOMPUTE
+            if request.inflight_mode == pb.INFLIGHT_MODE_RECOMPUTE
+            else InflightMode.KEEP  # also where none is given
+        )
+        self._updater.desire(policy, mode=mode, epoch=request.epoch)
+        await self._updater.wait(policy, timeout_s=min(max(0.0, request.wait_seconds), MAX_WAIT_S))
+        return pb.UpdatePolicyResponse(status=self.status())
+
+    async def GetPolicyStatus(
+        self, request: pb.GetPolicyStatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetPolicyStatusResponse:
+        """What the replica serves."""
+        return pb.GetPolicyStatusResponse(status=self.status())
+
+    async def PauseGeneration(
+        self, request: pb.PauseGenerationRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PauseGenerationResponse:
+        """Stops generation between two tokens."""
+        self._require_run(request.run_uid)
+        await self._engine.pause(_OPERATOR)
+        return pb.PauseGenerationResponse(status=self.status())
+
+    async def ResumeGeneration(
+        self, request: pb.ResumeGenerationRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResumeGenerationResponse:
+        """Goes on with generation."""
+        self._require_run(request.run_uid)
+        await self._engine.resume(_OPERATOR)
+        return pb.ResumeGenerationResponse(status=self.status())
+
+    def status(self) -> pb.PolicyStatus:
+        """What the replica serves, also for heartbeats."""
+        status, engine = self._updater.status(), self._engine.status()
+        message = pb.PolicyStatus(
+            state=f"POLICY_STATE_{status.state}",
+            error=status.error,
+            pause_seconds=status.pause_s,
+            update_seconds=status.update_s,
+            num_requests=engine.num_requests,
+            model_name=POLICY_NAME,
+            max_num_seqs=engine.max_num_seqs,
+            max_model_len=engine.max_model_len,
+        )
+        if status.identity is not None:
+            message.has_version = True
+            message.run_uid = status.identity.run_uid
+            message.lineage, message.version = status.identity.lineage, status.identity.version
+            message.digest, message.proof = status.digest, status.proof
+        elif self._updater.desired is not None:
+            message.run_uid = self._updater.desired.run_uid
+        return message
+
+    def _require_run(self, run_uid: str) -> None:
+        identity = self._updater.status().identity
+        held = identity.run_uid if identity is not None else ""
+        if run_uid and run_uid != held:
+            raise InvalidStateError(
+                f"this replica serves run {held or '(none)'}, not {run_uid}",
+                reason="RUN_NOT_SERVED",
+                remedy="ask a replica that serves the run",
+            )
+
+
+def _desired(request: pb.UpdatePolicyRequest) -> DesiredPolicy:
+    """The version that the request names; InvalidSpecError lists what is missing."""
+    entry = request.policy
+    violations = [
+        Violation(field=field, message=message)
+        for field, is_wrong, message in (
+            ("run_uid", not request.run_uid, "must not be empty"),
+            ("policy.manifest_key", not entry.manifest_key, "must not be empty"),
+            ("policy.manifest_sha256", len(entry.manifest_sha256) != 32, "must be 32 bytes"),
+        )
+        if is_wrong
+    ]
+    if violations:
+        raise InvalidSpecError(violations, reason="REQUEST_INVALID")
+    return DesiredPolicy(
+        run_uid=request.run_uid,
+        lineage=entry.lineage,
+        version=entry.version,
+        manifest_key=entry.manifest_key,
+        manifest_sha256=entry.manifest_sha256,
+        digest=entry.digest,
+    )

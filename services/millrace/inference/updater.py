@@ -1,0 +1,284 @@
+"""Brings the engine to the policy version that is asked for, and keeps it serving whatever fails on the way.
+
+Level-triggered: callers say which version shall be served, as often as they like; one background task works on it.
+
+    EMPTY ──▶ FETCHING ──▶ APPLYING ──▶ SERVING          FETCHING failed: UPDATE_FAILED, the old version serves on
+                 ▲                        │              APPLYING failed: BROKEN, nothing serves; the next request
+                 └────────────────────────┘                               for a version builds the model anew
+
+Everything that can be checked is checked while the old version serves: hashes of all objects, digests of all tensors,
+names, shapes and dtypes against the model. Then generation pauses, the weights are copied in, the engine's own memory
+is read back and its digest compared with the manifest's, and only then generation goes on.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from millrace.errors import CorruptObjectError, FencedError, InternalError, MillraceError
+from millrace.inference import model_files
+from millrace.inference.engine import Engine, EngineState, HeldDigest, InflightMode, PolicyIdentity
+from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
+from millrace.policies.manifest import PolicyManifest
+from millrace.policies.pull import pull_files, pull_tensors, read_manifest
+from millrace.policies.tensors import TensorBytes
+from millrace.storage.base import ObjectStore
+from millrace.telemetry import waits
+
+log = logging.getLogger(__name__)
+
+PAUSE_HOLDER = "update"
+_MAX_RUNS = 1024  # runs whose fencing epoch is remembered
+_FETCH_DEADLINE_S = 600.0  # when a fetch counts as overdue in `run why`; the store's own deadlines end it
+
+
+class UpdateState(StrEnum):
+    """Where the replica's policy is; the names are those of the wire."""
+
+    EMPTY = "EMPTY"
+    FETCHING = "FETCHING"
+    APPLYING = "APPLYING"
+    SERVING = "SERVING"
+    UPDATE_FAILED = "UPDATE_FAILED"
+    BROKEN = "BROKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredPolicy:
+    """The version that shall be served, and where its manifest is. An empty hash or digest is not compared."""
+
+    run_uid: str
+    lineage: int
+    version: int
+    manifest_key: str
+    manifest_sha256: bytes
+    digest: str
+
+    @property
+    def identity(self) -> PolicyIdentity:
+        """What the engine calls it."""
+        return PolicyIdentity(run_uid=self.run_uid, lineage=self.lineage, version=self.version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStatus:
+    """Where the update is. `identity` and `digest` are those of what serves; None and empty if nothing does."""
+
+    state: UpdateState
+    identity: PolicyIdentity | None
+    digest: str
+    proof: str
+    error: str
+    pause_s: float
+    update_s: float
+
+
+class PolicyUpdater:
+    """Owns which policy the engine holds. `run` must be running for anything to happen."""
+
+    def __init__(
+        self, engine: Engine, slot: ModelSlot, store: ObjectStore | None, *, extra_names: tuple[str, ...] = ()
+    ) -> None:
+        self._engine = engine
+        self._slot = slot
+        self._store = store
+        self._names = tuple(dict.fromkeys((POLICY_NAME, *extra_names)))
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._state = UpdateState.EMPTY
+        self._desired: DesiredPolicy | None = None
+        self._mode = InflightMode.KEEP
+        self._served: DesiredPolicy | None = None
+        self._settled: DesiredPolicy | None = None
+        self._held_files: tuple[tuple[str, str], ...] | None = None
+        self._held = HeldDigest(digest="", proof="")
+        self._error = ""
+        self._pause_s = 0.0
+        self._update_s = 0.0
+        self._wake = asyncio.Event()
+        self._change = asyncio.Event()
+
+    def status(self) -> UpdateStatus:
+        """Where the update is."""
+        engine = self._engine.status()
+        serves = engine.state is EngineState.READY and self._slot.current is not None
+        state, error = self._state, self._error
+        if engine.state is EngineState.FAILED and state is UpdateState.SERVING:
+            state, error = UpdateState.BROKEN, engine.error  # it failed by itself, between two updates
+        return UpdateStatus(
+            state=state,
+            identity=engine.identity if serves else None,
+            digest=self._held.digest if serves else "",
+            proof=self._held.proof if serves else "",
+            error=error,
+            pause_s=self._pause_s,
+            update_s=self._update_s,
+        )
+
+    @property
+    def desired(self) -> DesiredPolicy | None:
+        """The version that shall be served."""
+        return self._desired
+
+    def desire(self, policy: DesiredPolicy, *, mode: InflightMode, epoch: int) -> None:
+        """Sets the version to serve. FencedError if a newer orchestrator has spoken for the run."""
+        seen = self._epochs.get(policy.run_uid, 0)
+        if epoch < seen:
+            raise FencedError(
+                f"epoch {epoch} of run {policy.run_uid} is stale: this replica has seen epoch {seen}",
+                reason="STALE_EPOCH",
+                remedy="stop driving this run; its newer holder goes on",
+            )
+        self._epochs[policy.run_uid] = epoch
+        self._epochs.move_to_end(policy.run_uid)
+        while len(self._epochs) > _MAX_RUNS:
+            self._epochs.popitem(last=False)
+        self._mode = mode
+        if policy != self._desired or (policy == self._settled and not self.serves(policy)):
+            self._desired, self._settled = policy, None  # new, or asked for again after a failure
+            self._wake.set()
+
+    def serves(self, policy: DesiredPolicy) -> bool:
+        """Whether this very version serves."""
+        status = self.status()
+        return self._served == policy and status.identity == policy.identity
+
+    async def wait(self, policy: DesiredPolicy, *, timeout_s: float) -> None:
+        """Returns when the version serves, failed, is no longer wanted, or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._desired == policy and self._settled != policy:
+                    await self._change.wait()
+        except TimeoutError:
+            return
+
+    async def serve_fixed(self, model_dir: Path) -> None:
+        """Serves a model directory as version 0 of no run."""
+        tokenizer = await asyncio.to_thread(model_files.load_tokenizer, model_dir)
+        await self._engine.load(model_dir, None, identity=PolicyIdentity(run_uid="", lineage=0, version=0))
+        self._slot.current = ServedModel(names=self._names, directory=model_dir, tokenizer=tokenizer)
+        self._set(UpdateState.SERVING)
+
+    async def run(self) -> None:
+        """Works on the desired version; ends by cancellation."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            desired = self._desired
+            if desired is not None:
+                if not self.serves(desired):
+                    await self._attempt(desired)
+                self._settled = desired
+                self._notify()
+
+    async def _attempt(self, desired: DesiredPolicy) -> None:
+        began = time.monotonic()
+        self._set(UpdateState.FETCHING)
+        fields = {"run": desired.run_uid, "lineage": desired.lineage, "version": desired.version}
+        try:
+            await self._update(desired)
+        except Exception as error:  # whatever a bad policy causes must leave the replica alive and say why
+            is_broken = self._engine.status().state is EngineState.FAILED
+            self._set(UpdateState.BROKEN if is_broken else UpdateState.UPDATE_FAILED, error=_describe(error))
+            is_ours = isinstance(error, MillraceError)
+            log.error("policy update failed", extra={**fields, "error": str(error)}, exc_info=not is_ours)
+        else:
+            self._served = desired
+            self._update_s = time.monotonic() - began
+            self._set(UpdateState.SERVING)
+            fields |= {"update_s": round(self._update_s, 4), "pause_s": round(self._pause_s, 4)}
+            log.info("policy updated", extra=fields)
+
+    async def _update(self, desired: DesiredPolicy) -> None:
+        with waits.waiting(f"policy {desired.identity}", waits_on="object store", deadline_s=_FETCH_DEADLINE_S):
+            manifest = await self._read_manifest(desired)
+            tensors = await asyncio.to_thread(pull_tensors, self._require_store(), manifest)
+        files = tuple((entry.name, entry.sha256) for entry in manifest.files)
+        is_same_model = self._served is not None and self._served.run_uid == desired.run_uid
+        if is_same_model and files == self._held_files and self._engine.status().state is EngineState.READY:
+            await self._engine.check(tensors)
+            await self._apply(desired, manifest, tensors)
+        else:
+            await self._load(desired, manifest, tensors)
+            self._held_files = files
+
+    async def _read_manifest(self, desired: DesiredPolicy) -> PolicyManifest:
+        manifest = await asyncio.to_thread(
+            read_manifest, self._require_store(), desired.manifest_key, desired.manifest_sha256
+        )
+        found = PolicyIdentity(run_uid=manifest.run_uid, lineage=manifest.lineage, version=manifest.version)
+        if found != desired.identity or (desired.digest and manifest.digest != desired.digest):
+            raise CorruptObjectError(
+                f"manifest {desired.manifest_key} is of policy {found} with digest {manifest.digest}; announced was "
+                f"{desired.identity} with digest {desired.digest}",
+                reason="POLICY_MANIFEST_MISMATCH",
+                remedy="publish the policy again",
+            )
+        return manifest
+
+    async def _apply(
+        self, desired: DesiredPolicy, manifest: PolicyManifest, tensors: Mapping[str, TensorBytes]
+    ) -> None:
+        self._set(UpdateState.APPLYING)
+        began = time.monotonic()
+        await self._engine.pause(PAUSE_HOLDER)
+        try:
+            await self._engine.apply_policy(tensors, identity=desired.identity, inflight_mode=self._mode)
+            await self._prove(desired, manifest, tensors)
+        finally:
+            await self._engine.resume(PAUSE_HOLDER)  # after a failure the engine refuses to generate by itself
+            self._pause_s = time.monotonic() - began
+
+    async def _load(self, desired: DesiredPolicy, manifest: PolicyManifest, tensors: Mapping[str, TensorBytes]) -> None:
+        """Builds the model from the policy's own files. New requests are refused meanwhile, so none meets a mixture."""
+        owner = model_files.write_files(await asyncio.to_thread(pull_files, self._require_store(), manifest))
+        directory = Path(owner.name)
+        tokenizer = await asyncio.to_thread(model_files.load_tokenizer, directory)
+        served = ServedModel(names=self._names, directory=directory, tokenizer=tokenizer, owner=owner)
+        self._set(UpdateState.APPLYING)
+        began = time.monotonic()
+        old, self._slot.current = self._slot.current, None
+        try:
+            await self._engine.load(directory, tensors, identity=desired.identity)
+        except BaseException:
+            self._slot.current = old  # the engine still holds what it held
+            raise
+        await self._prove(desired, manifest, tensors)
+        self._slot.current = served
+        self._pause_s = time.monotonic() - began
+
+    async def _prove(
+        self, desired: DesiredPolicy, manifest: PolicyManifest, tensors: Mapping[str, TensorBytes]
+    ) -> None:
+        """Compares what the engine holds with the manifest; declares the engine failed if it differs."""
+        held = await self._engine.read_digest(tensors)
+        if held.digest != manifest.digest:
+            problem = (
+                f"after the update to {desired.identity} the engine holds digest {held.digest}, not {manifest.digest}"
+            )
+            await self._engine.fail(problem)
+            raise InternalError(problem, reason="POLICY_READBACK_MISMATCH", remedy="the policy is loaded anew")
+        self._held = held
+
+    def _require_store(self) -> ObjectStore:
+        if self._store is None:
+            raise InternalError(
+                "this replica has no object store", reason="NO_STORE", remedy="set MILLRACE_STORE_URL and restart"
+            )
+        return self._store
+
+    def _set(self, state: UpdateState, *, error: str = "") -> None:
+        self._state, self._error = state, error
+        self._notify()
+
+    def _notify(self) -> None:
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"
