@@ -47,13 +47,15 @@ async def read_batch(
 async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None = None) -> bytes:
     """The stored bytes of header `step`, as soon as Redis or the store has it.
 
-    The store is asked whenever Redis was silent for 5 s (an append may have been lost), and when Redis has trimmed.
+    The store is asked first, and whenever Redis was silent for 5 s: the step may be trimmed, or its append lost.
     """
     started = time.monotonic()
+    limit_s = 0.0
     with waits.waiting(f"batch {step} of run {log.uid}", waits_on="orchestrator", deadline_s=timeout_s or 0.0):
         while True:
             left_s = MAX_BLOCK_S if timeout_s is None else timeout_s - (time.monotonic() - started)
-            block_s = max(0.0, min(MAX_BLOCK_S, left_s))
+            block_s = max(0.0, min(limit_s, left_s))
+            limit_s = MAX_BLOCK_S
             entries = await log.read(Stream.BATCHES, after=f"{step}-0", count=1, block_s=block_s)
             if entries and entries[0].id == f"{step}-1":
                 return entries[0].d

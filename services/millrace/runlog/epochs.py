@@ -44,10 +44,15 @@ def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
     return highest
 
 
+def first_generation(store: ObjectStore, names: Names) -> int:
+    """Record generation 1 of a run's Redis copy, if none is; returns the newest that is recorded (blocking)."""
+    store.create(names.epoch(GENERATION_ROLE, 1), _body("create"))
+    return latest_epoch(store, names, GENERATION_ROLE)
+
+
 async def create_epoch(store: ObjectStore, names: Names, role: str, owner: str) -> Epoch:
     """Create the next epoch object of a role; exactly one caller ever gets each number."""
-    body = {"owner": owner, "nonce": secrets.token_hex(8), "time": datetime.datetime.now(datetime.UTC).isoformat()}
-    data = json.dumps(body, sort_keys=True).encode()
+    data = _body(owner)  # its nonce makes an ambiguous create decidable
     number = await asyncio.to_thread(latest_epoch, store, names, role)
     for _ in range(_MAX_ATTEMPTS):
         number += 1
@@ -60,3 +65,8 @@ async def create_epoch(store: ObjectStore, names: Names, role: str, owner: str) 
         remedy="find out which processes keep claiming the run",
         metadata={"uid": names.uid, "role": role},
     )
+
+
+def _body(owner: str) -> bytes:
+    body = {"owner": owner, "nonce": secrets.token_hex(8), "time": datetime.datetime.now(datetime.UTC).isoformat()}
+    return json.dumps(body, sort_keys=True).encode()

@@ -29,7 +29,7 @@ MAX_EVENT_BYTES = 256 * 1024
 """An event is a report, not a payload."""
 FLUSH_S = 30.0
 _RETRY_S = 2.0
-_MAX_RENUMBER = 5
+_MAX_RENUMBER = 100  # each conflict means that a process of the same name made progress
 
 _CURSOR = re.compile(r"\d{1,19}-\d{1,19}")
 

@@ -24,7 +24,7 @@ from millrace.errors import (
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog import batch_reader, connection, epochs, intents, script
 from millrace.runlog.connection import MAX_BLOCK_S, as_text
-from millrace.runlog.epochs import GENERATION_ROLE, Epoch
+from millrace.runlog.epochs import Epoch
 from millrace.runlog.intents import Intent
 from millrace.runlog.names import Names, Stream
 from millrace.storage import ObjectStore
@@ -122,9 +122,7 @@ class RunLog:
                 remedy="uids are never reused: make a new one",
                 metadata={"uid": uid},
             )
-        generation = await asyncio.to_thread(epochs.latest_epoch, store, names, GENERATION_ROLE)
-        if generation == 0:
-            generation = (await epochs.create_epoch(store, names, GENERATION_ROLE, "create")).number
+        generation = await asyncio.to_thread(epochs.first_generation, store, names)
         run_hash = _run_hash(run_json)
         fields = [generation, "format", FORMAT_MAJOR, "run_hash", run_hash]
         answer, held = await connection.call(

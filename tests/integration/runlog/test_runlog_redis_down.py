@@ -1,0 +1,67 @@
+"""Redis that cannot be reached, refuses, or comes back."""
+
+import asyncio
+
+import pytest
+
+from millrace.errors import CapacityError, InvalidSpecError, PermissionDeniedError, UnavailableError
+from millrace.local.redis import EmbeddedRedis, free_port
+from millrace.runlog import AppendResult, RunLog, connection, new_uid, open_redis
+from millrace.telemetry import waits
+
+
+async def test_unreachable_names_address_and_remedy(local_store):
+    port = free_port()
+    client = open_redis(f"redis://:secret@127.0.0.1:{port}/0")
+    with pytest.raises(UnavailableError, match=rf"cannot reach Redis at 127\.0\.0\.1:{port}") as caught:
+        await connection.call(client, "a test", lambda: client.ping(), deadline_s=0.5)
+    assert "MILLRACE_REDIS_URL" in str(caught.value) and "secret" not in str(caught.value)
+    assert caught.value.reason == "REDIS_UNREACHABLE"
+    await client.aclose()
+
+
+@pytest.mark.parametrize("url", ["", "http://x", "127.0.0.1:6379"])
+def test_a_bad_url_is_refused(url):
+    with pytest.raises(InvalidSpecError, match="MILLRACE_REDIS_URL"):
+        open_redis(url)
+
+
+async def test_an_append_waits_visibly_for_redis_to_come_back(tmp_path, local_store, run_json):
+    server = EmbeddedRedis(tmp_path / "redis", append_only="always")
+    server.start()
+    client = open_redis(server.url)
+    try:
+        log = await RunLog.create(client, local_store, "t", new_uid(), run_json())
+        await asyncio.to_thread(server.kill)
+        appending = asyncio.create_task(log.append_rollout(b"data"))
+        await asyncio.sleep(0.3)
+        assert not appending.done()
+        assert any("appending to rollouts" in wait.reason and wait.waits_on == "redis" for wait in waits.snapshot("t"))
+        await asyncio.to_thread(server.start)
+        async with asyncio.timeout(10):
+            assert await appending is AppendResult.OK
+        assert [entry.d for entry in await log.read("rollouts")] == [b"data"]
+    finally:
+        await client.aclose()
+        await asyncio.to_thread(server.kill)
+
+
+async def test_a_full_redis_and_a_denied_command_are_named(tmp_path, local_store, run_json):
+    with EmbeddedRedis(tmp_path / "redis", max_memory_bytes=4 << 20) as server:
+        client = open_redis(server.url)
+        log = await RunLog.create(client, local_store, "t", new_uid(), run_json())
+        with pytest.raises(CapacityError, match="maxmemory"):
+            for _ in range(20):
+                await log.append_rollout(b"x" * 1_000_000)
+        entries = await log.read("rollouts")
+        assert all(len(entry.d) == 1_000_000 for entry in entries)
+        await client.execute_command("ACL", "SETUSER", "weak", "on", ">pw", "~*", "+get")
+        await client.aclose()
+        weak = open_redis(f"redis://weak:pw@127.0.0.1:{server.port}/0")
+        with pytest.raises(PermissionDeniedError, match="MILLRACE_REDIS_URL"):
+            await RunLog.open(weak, local_store, prefix="t", uid=log.uid)
+        await weak.aclose()
+        wrong = open_redis(f"redis://weak:wrong@127.0.0.1:{server.port}/0")
+        with pytest.raises(PermissionDeniedError, match="MILLRACE_REDIS_URL"):
+            await RunLog.open(wrong, local_store, prefix="t", uid=log.uid)
+        await wrong.aclose()
