@@ -1,0 +1,220 @@
+"""A tiny model and recorded logs: real Redis, a real store, batches made of tokens the model itself sampled."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from millrace.config.rl import RLConfig
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import pack_batch
+from millrace.rollouts.types import TrainSample
+from millrace.runlog import ZERO_CHAIN_HASH, EventReader, RunLog, chain_hash, commit_batch, new_uid, open_redis
+from millrace.storage.local import LocalStore
+from millrace.trainer.background import BackgroundLoop
+from millrace.trainer.batches import StopRequested
+from millrace.trainer.distributed import Gang
+from millrace.trainer.job import JobContext, run_job
+from millrace.v1 import event_pb2
+
+PREFIX = "t"
+VOCABULARY = 64
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a Qwen3 of a few thousand parameters and tied embeddings."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    directory = tmp_path_factory.mktemp("tiny-model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        max_position_embeddings=64,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    (directory / "tokenizer_config.json").write_text("{}")
+    return directory
+
+
+def make_samples(step: int, *, count: int = 12, version: int | None = None) -> list[TrainSample]:
+    """Random samples of different lengths, a pure function of the step."""
+    rng = np.random.default_rng(1000 + step)
+    samples = []
+    for index in range(count):
+        length = int(rng.integers(6, 20))
+        prompt = int(rng.integers(1, 4))
+        mask = np.zeros(length, np.uint8)
+        mask[prompt:] = 1
+        logprobs = np.where(mask, rng.normal(-4.0, 0.3, length), 0.0).astype(np.float32)
+        advantage = float(rng.normal())
+        samples.append(
+            TrainSample(
+                token_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
+                loss_mask=mask,
+                inference_logprobs=logprobs,
+                advantages=(mask * advantage).astype(np.float32),
+                ordinal=step * count + index,
+                member=0,
+                attempt=0,
+                env="a" if index % 2 else "b",
+                reward=advantage,
+                temperature=1.0,
+                min_version=max(step - 1, 0) if version is None else version,
+                max_version=step if version is None else version,
+                lineage=0,
+            )
+        )
+    return samples
+
+
+class Recorder:
+    """Writes and reads one run's log from synchronous tests, on a loop of its own."""
+
+    def __init__(self, background: BackgroundLoop, store: LocalStore, redis_url: str) -> None:
+        self.background = background
+        self.store = store
+        self.redis_url = redis_url
+        self.uid = new_uid()
+        self.chain = ZERO_CHAIN_HASH
+        self.log: RunLog
+        self.epoch: Any = None
+
+    make_samples = staticmethod(make_samples)
+
+    @property
+    def root(self) -> str:
+        return f"{PREFIX}/runs/{self.uid}/"
+
+    def call(self, coroutine: Any) -> Any:
+        return self.background.call(coroutine, what="test", timeout_s=60)
+
+    def create(self, config: RLConfig) -> None:
+        async def create() -> None:
+            redis = open_redis(self.redis_url)
+            record = {"config": json.loads(config.resolved_json()), "run_hash": "ab" * 32}
+            self.log = await RunLog.create(redis, self.store, PREFIX, self.uid, json.dumps(record).encode())
+            self.epoch = await self.log.acquire_epoch("orchestrator", "test")
+
+        self.call(create())
+
+    def commit(self, step: int, samples: list[TrainSample], *, closing: bool = False) -> None:
+        header = batch_pb2.BatchHeader(
+            run_uid=self.uid,
+            kind=batch_pb2.BATCH_KIND_CLOSE if closing else batch_pb2.BATCH_KIND_TRAIN,
+            step=step,
+            previous_chain_hash=self.chain,
+            run_hash="ab" * 32,
+            reward_mean=float(np.mean([s.reward for s in samples])) if samples else 0.0,
+            num_rollouts=len(samples),
+            outcome=batch_pb2.RUN_OUTCOME_SUCCEEDED if closing else batch_pb2.RUN_OUTCOME_UNSPECIFIED,
+            final_version=step if closing else 0,
+        )
+        chunks = pack_batch(header, samples)
+        data = self.call(commit_batch(self.log, self.epoch, header, chunks, b""))
+        self.chain = chain_hash(self.chain, data)
+
+    def record(self, config: RLConfig, *, steps: int, close: bool = True) -> None:
+        self.create(config)
+        for step in range(steps):
+            self.commit(step, make_samples(step))
+        if close:
+            self.commit(steps, make_samples(steps, count=4, version=steps), closing=True)
+
+    def events(self) -> list[event_pb2.Event]:
+        return list(self.call(EventReader(self.log).read()))
+
+    def digests(self) -> dict[int, str]:
+        """Digest by version of every published policy."""
+        found = {}
+        for prefix in self.store.list_prefixes(f"{PREFIX}/runs/{self.uid}/policies/"):
+            manifest = json.loads(self.store.get(prefix + "manifest.json"))
+            found[manifest["version"]] = manifest["digest"]
+        return found
+
+    def checkpoints(self) -> list[int]:
+        root = f"{PREFIX}/runs/{self.uid}/checkpoints/"
+        return [
+            int(prefix.removeprefix(root).rstrip("/"))
+            for prefix in self.store.list_prefixes(root)
+            if self.store.head(prefix + "manifest.json")
+        ]
+
+    def train(self, *, stop_at: int | None = None, stop: Callable[[], bool] | None = None) -> int:
+        """Trains in this process until the end, or until version `stop_at` is reached; returns the version."""
+        reached = [0]
+        context = JobContext(
+            background=self.background,
+            store=self.store,
+            redis_url=self.redis_url,
+            prefix=PREFIX,
+            gang=Gang(),
+            owner="trainer-test",
+            should_stop=stop or (lambda: stop_at is not None and reached[0] >= stop_at),
+            on_epoch=lambda epoch: None,
+            on_progress=lambda version: reached.__setitem__(0, version),
+        )
+        try:
+            run_job(context, self.uid)
+        except StopRequested:
+            assert stop_at is not None or stop is not None
+        return reached[0]
+
+
+@pytest.fixture
+def background() -> Iterator[BackgroundLoop]:
+    with BackgroundLoop("test-background") as loop:
+        yield loop
+
+
+@pytest.fixture
+def recorder(background: BackgroundLoop, local_store: LocalStore, redis_url: str) -> Recorder:
+    return Recorder(background, local_store, redis_url)
+
+
+@pytest.fixture
+def new_recorder(background: BackgroundLoop, local_store: LocalStore, redis_url: str) -> Callable[[], Recorder]:
+    """Makes recorders: several runs in one store."""
+    return lambda: Recorder(background, local_store, redis_url)
+
+
+@pytest.fixture
+def make_config(tiny_model: Path) -> Callable[..., RLConfig]:
+    """A config of the tiny model; keyword arguments are merged into `trainer`."""
+
+    def make(*, name: str = str(tiny_model), **trainer: Any) -> RLConfig:
+        defaults: dict[str, Any] = {
+            "optim": {"lr": 0.01},
+            "model": {"seq_len": 32},
+            "micro_batch_tokens": 64,
+        }
+        return RLConfig.model_validate(
+            {
+                "max_steps": 6,
+                "seq_len": 32,
+                "model": {"name": name},
+                "trainer": {**defaults, **trainer},
+                "orchestrator": {"env": [{"id": "reverse-text"}], "batch_size": 8, "rollouts_per_example": 4},
+            }
+        )
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _no_pending(background: BackgroundLoop) -> Iterator[None]:
+    """Gives the loop a turn at the end, so that failures of its tasks are seen in the test that made them."""
+    yield
+    background.call(asyncio.sleep(0), what="settle", timeout_s=10)
