@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from millrace.errors import NotFoundError
 from millrace.local import reaper
 from millrace.local.supervisor import ProcessSpec, Supervisor, tail

@@ -39,7 +39,9 @@ def step(number: int, seconds: float, *, reward: float, step_s: float = 1.0, wai
     return at(seconds, "trainer-0", step_completed=done)
 
 
-def evaluation(version: int, seconds: float, reward: float, env: str = "reverse-text", failed: int = 0) -> event_pb2.Event:
+def evaluation(
+    version: int, seconds: float, reward: float, env: str = "reverse-text", failed: int = 0
+) -> event_pb2.Event:
     done = event_pb2.EvalCompleted(
         env=env,
         policy_version=version,
@@ -64,14 +66,31 @@ def recorded(uid: str = "u1", policy_uri: str = "", checkpoint_uri: str = "") ->
         step(0, 5, reward=0.40, step_s=2.0, wait_s=1.5),
         at(5, warning=event_pb2.Warning(reason="STALE_GROUPS", message="3 groups dropped; raise max_off_policy_steps")),
         step(1, 6, reward=0.55),
-        at(6, wait_reported=event_pb2.WaitReported(wait=event_pb2.Wait(owner="trainer-0", reason="batch 3", age_seconds=12, waits_on="orchestrator", deadline_seconds=60))),
+        at(
+            6,
+            wait_reported=event_pb2.WaitReported(
+                wait=event_pb2.Wait(
+                    owner="trainer-0", reason="batch 3", age_seconds=12, waits_on="orchestrator", deadline_seconds=60
+                )
+            ),
+        ),
         step(2, 7, reward=0.70),
         at(7, "trainer-0", policy_published=published),
         at(7.2, policy_served=event_pb2.PolicyServed(replica="inference-1", version=3, pause_seconds=0.01)),
         evaluation(3, 8, 0.75),
         state(9, "RUNNING", "STOPPING", "run_ended"),
-        at(9.2, "trainer-0", score_completed=event_pb2.ScoreCompleted(version=3, num_tokens=600, mismatch_kl=2e-9, max_abs_logprob_diff=4e-6)),
-        at(9.5, "trainer-0", checkpoint_saved=event_pb2.CheckpointSaved(step=3, uri=checkpoint_uri, size_bytes=1_400_000)),
+        at(
+            9.2,
+            "trainer-0",
+            score_completed=event_pb2.ScoreCompleted(
+                version=3, num_tokens=600, mismatch_kl=2e-9, max_abs_logprob_diff=4e-6
+            ),
+        ),
+        at(
+            9.5,
+            "trainer-0",
+            checkpoint_saved=event_pb2.CheckpointSaved(step=3, uri=checkpoint_uri, size_bytes=1_400_000),
+        ),
         state(10, "STOPPING", "SUCCEEDED", "done"),
     ]
 

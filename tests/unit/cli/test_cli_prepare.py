@@ -1,0 +1,143 @@
+"""From command line to checked config; everything that is wrong is said before anything starts."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace.cli.model_path import is_path
+from millrace.cli.prepare import choose_run_id, prepare
+from millrace.errors import InvalidSpecError
+
+RL = """
+max_steps = 2
+seq_len = 64
+[model]
+name = "{model}"
+[orchestrator]
+batch_size = 8
+rollouts_per_example = 4
+[[orchestrator.env]]
+id = "reverse-text"
+"""
+
+
+@pytest.fixture
+def rl(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "outputs" / "warm"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    path = tmp_path / "rl.toml"
+    path.write_text(RL.format(model="outputs/warm"))
+    return path
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "millrace.cli", *arguments], capture_output=True, text=True, timeout=60, cwd=cwd
+    )
+
+
+def test_flags_and_config(rl):
+    prepared = prepare(["@", str(rl), "--trainer.optim.lr", "0", "--plain", "--name", "mine"], environ={})
+    assert prepared.config.trainer.optim.lr == 0 and prepared.config.max_steps == 2
+    assert prepared.is_plain and prepared.name == "mine" and prepared.server is None
+    assert prepared.config.model.name == "outputs/warm"
+
+
+def test_server_from_flag_before_environment(rl):
+    environ = {"MILLRACE_SERVER": "10.0.0.1:1"}
+    assert prepare(["@", str(rl)], environ=environ).server == "10.0.0.1:1"
+    assert prepare(["@", str(rl), "--server", "127.0.0.1:2"], environ=environ).server == "127.0.0.1:2"
+    assert prepare(["@", str(rl)], default_server="127.0.0.1:3", environ={}).server == "127.0.0.1:3"
+    with pytest.raises(InvalidSpecError, match="MILLRACE_SERVER"):
+        prepare(["@", str(rl), "--server", "nowhere"], environ={})
+
+
+def test_relative_model_is_absolute_for_a_stack_of_this_machine(rl, tmp_path):
+    config = prepare(["@", str(rl), "--server", "127.0.0.1:2"], environ={}).config
+    assert config.model.name == config.trainer.model.name == str(tmp_path / "outputs" / "warm")
+    assert prepare(["@", str(rl), "--server", "10.0.0.1:2"], environ={}).config.model.name == "outputs/warm"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Qwen/Qwen3-0.6B", False),
+        ("gpt2", False),
+        ("./m", True),
+        ("../m", True),
+        ("/abs/m", True),
+        ("~/m", True),
+        ("outputs/warm", True),
+        ("a/b/c", True),
+        ("runs/warm", False),
+    ],
+)
+def test_is_path(name, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_path(name) is expected
+
+
+def test_output_dir_and_existing_directories_are_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "warm").mkdir(parents=True)
+    assert is_path("models/warm") and is_path("out/warm", output_dir="out")
+
+
+def test_missing_model_names_path_directory_source_and_remedy(rl, tmp_path):
+    done = run("rl", "@", "rl.toml", "--model.name", "outputs/nobody", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"model.name: does not exist in {tmp_path} (got outputs/nobody)" in done.stderr
+    assert "--model.name" in done.stderr and "millrace sft @" in done.stderr
+    assert not (tmp_path / "outputs").joinpath("reverse-text").exists()
+
+
+def test_directory_without_a_model(rl, tmp_path):
+    (tmp_path / "outputs" / "warm" / "config.json").unlink()
+    done = run("rl", "@", "rl.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no config.json in" in done.stderr and "rl.toml:5" in done.stderr
+
+
+def test_all_violations_at_once_with_exit_code_2(rl, tmp_path):
+    done = run("rl", "@", "rl.toml", "--max-stpes", "3", "--orchestrator.batch-size", "10", cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "max_steps" in done.stderr and "batch_size" in done.stderr and "(got 10)" in done.stderr
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["warm"]  # nothing was started
+
+
+def test_missing_file(tmp_path):
+    done = run("rl", "@", "nowhere.toml", cwd=tmp_path)
+    assert done.returncode == 2 and "nowhere.toml" in done.stderr
+
+
+def test_dry_run_prints_the_resolved_config(rl, tmp_path):
+    done = run("rl", "@", "rl.toml", "--dry-run", "--model.name", "outputs/nobody", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    config = json.loads(done.stdout)
+    assert config["orchestrator"]["batch_size"] == 8 and config["trainer"]["model"]["name"] == "outputs/nobody"
+
+
+def test_sft_checks_its_model_and_dry_runs(tmp_path):
+    done = run("sft", "--model.name", "./nobody", cwd=tmp_path)
+    assert done.returncode == 2 and "model.name: does not exist" in done.stderr
+    done = run("sft", "--dry-run", "--max-steps", "3", cwd=tmp_path)
+    assert done.returncode == 0 and json.loads(done.stdout)["max_steps"] == 3
+
+
+def test_run_ids(rl, tmp_path):
+    config = prepare(["@", str(rl)], environ={}).config
+    made_up = choose_run_id(config, None, root=tmp_path)
+    assert re.fullmatch(r"reverse-text-[0-9a-f]{4}", made_up)
+    assert choose_run_id(config, "demo", root=tmp_path) == "demo"
+    for taken in ("demo", "demo-2"):
+        (tmp_path / taken).mkdir()
+        (tmp_path / taken / "summary.json").write_text("{}")
+    assert choose_run_id(config, "demo", root=tmp_path) == "demo-3"
+    (tmp_path / "empty").mkdir()
+    assert choose_run_id(config, "empty", root=tmp_path) == "empty"
