@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
+
 from millrace.client import Client
 from millrace.errors import AlreadyExistsError, InvalidSpecError, NotFoundError, UnavailableError, Violation
 from millrace.rpc.status import abort
