@@ -1,6 +1,7 @@
 """Checks of what the user named and we do not start: a Redis and an object store of their own."""
 
 import asyncio
+from urllib.parse import parse_qsl, urlsplit
 
 import redis.asyncio
 import redis.exceptions
@@ -12,6 +13,7 @@ from millrace.telemetry.redact import redact
 
 REDIS_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
 
 
 async def check_redis(url: str) -> None:
@@ -35,6 +37,7 @@ async def check_store(url: str, *, prefix: str) -> None:
     """UnavailableError naming the store if it cannot be read."""
     with waits.waiting("the object store to answer", waits_on="store", deadline_s=STORE_TIMEOUT_S):
         try:
+            await _connect(url)
             async with asyncio.timeout(STORE_TIMEOUT_S):
                 await asyncio.to_thread(_touch, url, prefix)
         except TimeoutError:
@@ -49,6 +52,20 @@ async def check_store(url: str, *, prefix: str) -> None:
                 reason="STORE_UNREACHABLE",
                 remedy="start it, or correct MILLRACE_STORE_URL, or unset it for the filesystem store",
             ) from error
+
+
+async def _connect(url: str) -> None:
+    """UnavailableError if nobody listens at the endpoint that the URL names: the store itself would retry for long."""
+    endpoint = urlsplit(dict(parse_qsl(urlsplit(url).query)).get("endpoint", ""))
+    if not endpoint.hostname:
+        return
+    port = endpoint.port or (443 if endpoint.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(endpoint.hostname, port)
+    except (OSError, TimeoutError) as error:
+        raise UnavailableError(f"{endpoint.hostname}:{port}: {error or 'timeout'}") from error
+    writer.close()
 
 
 def _touch(url: str, prefix: str) -> None:
