@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from millrace.config.rl import RLConfig
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import pack_batch

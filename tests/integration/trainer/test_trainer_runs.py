@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from millrace.config.rl import RLConfig
 from millrace.errors import ConflictError, CorruptObjectError, FencedError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import policy_pb2
@@ -86,9 +87,7 @@ def test_two_trainings_of_equal_logs_are_bit_equal(
     assert len(set(digests[0].values())) == 5
 
 
-def test_stop_and_resume_equals_an_unbroken_run(
-    new_recorder: Callable[[], Recorder], make_config: MakeConfig
-) -> None:
+def test_stop_and_resume_equals_an_unbroken_run(new_recorder: Callable[[], Recorder], make_config: MakeConfig) -> None:
     config = make_config(ckpt={"interval": 2})
     unbroken = new_recorder()
     unbroken.record(config, steps=5)

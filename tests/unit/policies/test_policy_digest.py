@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from millrace.policies import digest as digest_module
 from millrace.policies.digest import add_digests, policy_digest, tensor_digest
 from millrace.policies.tensors import TensorBytes

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
 from millrace.policies.manifest import PolicyManifest, Probe
 from millrace.policies.publish import PublishedPolicy, publish_policy, upload_files

@@ -1,0 +1,138 @@
+"""Micro-batches: every sample once, bounded, equal for all ranks; log-probs independent of the padding."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.rollouts.types import TrainSample
+from millrace.trainer.batch import build_micro_batch, plan_micro_batches
+from millrace.trainer.distributed import Gang
+from millrace.trainer.forward import select_logprobs, token_logprobs
+from millrace.trainer.score import Score
+
+CPU = torch.device("cpu")
+
+
+def _sample(length: int, *, prompt: int = 2, seed: int = 0, temperature: float = 1.0, version: int = 0) -> TrainSample:
+    rng = np.random.default_rng(seed)
+    mask = np.zeros(length, np.uint8)
+    mask[prompt:] = 1
+    return TrainSample(
+        token_ids=rng.integers(1, 32, length).astype(np.int32),
+        loss_mask=mask,
+        inference_logprobs=(mask * -1.5).astype(np.float32),
+        advantages=(mask * 0.5).astype(np.float32),
+        ordinal=0,
+        member=0,
+        attempt=0,
+        env="e",
+        reward=0.0,
+        temperature=temperature,
+        min_version=version,
+        max_version=version,
+        lineage=0,
+    )
+
+
+@given(
+    lengths=st.lists(st.integers(min_value=1, max_value=50), max_size=40),
+    max_tokens=st.integers(min_value=1, max_value=200),
+    world_size=st.integers(min_value=1, max_value=4),
+)
+def test_plan_covers_every_sample_once_within_the_bound(lengths: list[int], max_tokens: int, world_size: int) -> None:
+    plan = plan_micro_batches(lengths, max_tokens=max_tokens, world_size=world_size)
+    assert len(plan) == world_size
+    assert len({len(rank) for rank in plan}) == 1
+    micro_batches = [micro_batch for rank in plan for micro_batch in rank]
+    assert sorted(index for micro_batch in micro_batches for index in micro_batch) == list(range(len(lengths)))
+    for micro_batch in micro_batches:
+        longest = max((lengths[index] for index in micro_batch), default=0)
+        assert len(micro_batch) <= 1 or len(micro_batch) * longest <= max_tokens
+
+
+def test_plan_sorts_by_length_so_that_little_is_padded() -> None:
+    assert plan_micro_batches([3, 9, 4, 10], max_tokens=20) == [[[3, 1], [2, 0]]]
+
+
+def test_rows_are_padded_and_cut() -> None:
+    micro_batch = build_micro_batch([_sample(5), _sample(9, seed=1)], seq_len=7, device=CPU)
+    assert micro_batch.token_ids_BT.shape == (2, 7)
+    assert micro_batch.attention_mask_BT.sum(1).tolist() == [5, 7]
+    assert micro_batch.loss_mask_BT.sum(1).tolist() == [3, 5]
+    assert micro_batch.position_ids_BT[1].tolist() == list(range(7))
+    assert micro_batch.num_tokens == 12 and micro_batch.num_rl_tokens == 8 and micro_batch.num_ce_tokens == 0
+    assert micro_batch.first_scored == 2
+
+
+def test_position_zero_is_never_scored() -> None:
+    micro_batch = build_micro_batch([_sample(4, prompt=0)], seq_len=8, device=CPU)
+    assert micro_batch.loss_mask_BT.tolist() == [[False, True, True, True]]
+
+
+def test_an_empty_micro_batch_has_no_members() -> None:
+    micro_batch = build_micro_batch([], seq_len=8, device=CPU)
+    assert micro_batch.num_rl_tokens == 0 and micro_batch.num_ce_tokens == 0
+    logprobs_BT, _ = token_logprobs(_tiny(), micro_batch)
+    assert torch.isfinite(logprobs_BT).all()
+
+
+def _tiny() -> torch.nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        initializer_range=0.2,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def test_logprobs_are_those_of_each_row_alone_under_its_temperature() -> None:
+    model = _tiny()
+    samples = [_sample(6, prompt=3, seed=1), _sample(11, prompt=5, seed=2, temperature=0.5), _sample(8, seed=3)]
+    samples.append(_sample(7, seed=4, temperature=0.0))  # greedy: engines report it at temperature 1
+    micro_batch = build_micro_batch(samples, seq_len=16, device=CPU)
+    logprobs_BT, entropy_BT = token_logprobs(model, micro_batch)
+    for row, sample in enumerate(samples):
+        tokens = torch.tensor(sample.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logits_TV = model(tokens[None]).logits[0].double() / (sample.temperature or 1.0)
+        table_TV = torch.log_softmax(logits_TV, -1)
+        for position in range(micro_batch.first_scored, len(tokens)):
+            expected = float(table_TV[position - 1, tokens[position]])
+            assert float(logprobs_BT[row, position].detach()) == pytest.approx(expected, abs=2e-5)
+            entropy = float(-(table_TV[position - 1].exp() * table_TV[position - 1]).sum())
+            assert float(entropy_BT[row, position]) == pytest.approx(entropy, abs=2e-5)
+    assert float(logprobs_BT[0, 0].detach()) == pytest.approx(-math.log(32))
+    assert logprobs_BT.requires_grad and not entropy_BT.requires_grad
+
+
+def test_select_logprobs_by_hand() -> None:
+    logits = torch.tensor([[[0.0, math.log(3.0)]]], dtype=torch.float64)
+    logprobs, entropy = select_logprobs(logits, torch.tensor([[1]]), temperature_B=torch.tensor([1.0]))
+    assert logprobs.item() == pytest.approx(math.log(0.75))
+    assert entropy.item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
+    half, _ = select_logprobs(logits, torch.tensor([[1]]), temperature_B=torch.tensor([0.5]))
+    assert half.item() == pytest.approx(math.log(0.9))
+
+
+def test_score_by_hand() -> None:
+    micro_batch = build_micro_batch([_sample(4, version=5), _sample(4, version=4)], seq_len=8, device=CPU)
+    trainer = torch.full((2, 4), -1.5)
+    trainer[0, 2] += 0.5
+    score = Score()
+    score.add(micro_batch, trainer, version=5)
+    result = score.reduce(Gang())
+    assert result.num_tokens == 2 and result.num_other_version_tokens == 2
+    assert result.mismatch_kl == pytest.approx((math.exp(0.5) - 0.5 - 1) / 2, rel=1e-6)
+    assert result.max_abs_logprob_diff == pytest.approx(0.5)
