@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from millrace.errors import CorruptObjectError, FencedError, UnavailableError
+from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header, unpack_batch
 from millrace.runlog import (
     ZERO_CHAIN_HASH,
@@ -16,6 +17,7 @@ from millrace.runlog import (
     commit_batch,
     load_committed,
     load_headers,
+    new_uid,
     reappend_committed,
     recover,
 )
@@ -197,3 +199,18 @@ async def test_intents_keep_their_order(log):
     assert [intent.sequence for intent in found] == [1, 2, 3, 4, 5, 6]
     assert sorted(intent.payload["n"] for intent in found) == list(range(6))
     assert [intent.sequence for intent in await log.read_intents(after=4)] == [5, 6]
+
+
+async def test_the_log_lives_in_s3_too(redis, s3_store, prefix, run_json):
+    log = await RunLog.create(redis, s3_store, prefix, new_uid(), run_json())
+    epochs = [await log.acquire_epoch("orchestrator", f"o{number}") for number in range(3)]
+    header = batch_pb2.BatchHeader(
+        run_uid=log.uid, kind=batch_pb2.BATCH_KIND_CLOSE, previous_chain_hash=ZERO_CHAIN_HASH
+    )
+    stored = await commit_batch(log, epochs[-1], header, [], b"archive")
+    last, chain = await load_committed(log)
+    assert last is not None and last.writer_epoch == 3 and chain == chain_hash(ZERO_CHAIN_HASH, stored)
+    await log.write_intent("cancel", {})
+    assert [intent.kind for intent in await log.read_intents()] == ["cancel"]
+    await log.trim_batches(1)
+    assert (await log.read_batch(0, timeout_s=5))[1] == stored

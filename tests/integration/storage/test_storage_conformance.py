@@ -4,12 +4,14 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.storage import ObjectStore
 from millrace.storage.base import open_store
+from millrace.storage.s3 import S3Store
 
 ODD_KEYS = [
     "sp ace",
@@ -38,7 +40,10 @@ def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
             if not url:
                 pytest.skip("MILLRACE_TEST_S3_URL names no real S3 server (scripts/s3_server.sh starts one)")
             base, _, query = url.partition("?")
-            yield open_store(f"{base.rstrip('/')}/t{secrets.token_hex(6)}?{query}")
+            real = open_store(f"{base.rstrip('/')}/t{secrets.token_hex(6)}?{query}")
+            assert isinstance(real, S3Store)
+            real.ensure_bucket()
+            yield real
 
 
 def test_put_get_head_delete(store):
@@ -149,8 +154,8 @@ def test_listing_after_a_key(store):
 
 def test_listing_more_than_a_page(store):
     keys = [f"many/{number:05d}" for number in range(1100)]
-    for key in keys:
-        store.put(key, b"")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: store.put(key, b""), keys))
     assert [info.key for info in store.list("many/")] == keys
     assert len(list(store.list("many/", start_after="many/00049"))) == 1050
 
