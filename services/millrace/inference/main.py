@@ -27,7 +27,7 @@ class InferenceSettings:
     model_dir: Path | None = None
     """`MILLRACE_MODEL`: a Hugging Face directory to serve as version 0 until a run's policy replaces it."""
     model_name: str | None = None
-    """`MILLRACE_MODEL_NAME`: a model name that the HTTP API answers to besides `policy`; MILLRACE_MODEL's by default."""
+    """`MILLRACE_MODEL_NAME`: a model name that the HTTP API answers to besides `policy`; by default MILLRACE_MODEL."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "InferenceSettings":

@@ -110,7 +110,6 @@ class Replica:
             version=millrace.__version__,
             min_log_format=LOG_FORMAT,
             max_log_format=LOG_FORMAT,
-            capacity=self._own.max_num_seqs,
         )
         agent = WorkerAgent(self._settings.orchestrator, worker, self._heartbeat, lambda reply: None)
         await agent.run(self._stopping)

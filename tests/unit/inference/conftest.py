@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from millrace.inference import weights
-from millrace.policies.tensors import TensorBytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from millrace.inference import weights
+from millrace.policies.tensors import TensorBytes
 
 torch.set_num_threads(1)
 

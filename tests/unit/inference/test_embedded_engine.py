@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from millrace.errors import InvalidStateError, UnavailableError
 from millrace.inference import scheduler as scheduler_module
 from millrace.inference.embedded import EmbeddedEngine

@@ -1,0 +1,67 @@
+"""Messages through the chat template, and tool calls out of completions."""
+
+import json
+
+import pytest
+
+from millrace.errors import InvalidSpecError
+from millrace.inference.chat import encode_chat, parse_tool_calls
+from millrace.inference.model_files import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return load_tokenizer(model_dir)
+
+
+def test_content_parts_nulls_and_tool_calls_reach_the_template(tokenizer):
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 7}'}}],
+        },
+    ]
+    text = tokenizer.decode(encode_chat(tokenizer, messages))
+    assert text == (
+        "<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n<tool_call>7</tool_call><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_tools_are_part_of_the_prompt(tokenizer):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    text = tokenizer.decode(encode_chat(tokenizer, [{"role": "user", "content": "x"}], tools=tools))
+    assert '"name": "add"' in text
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"content": "x"}, "role"),
+        ({"role": "user", "content": 3}, "content"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "tool_calls"),
+    ],
+)
+def test_bad_messages_are_named(tokenizer, message, field):
+    with pytest.raises(InvalidSpecError, match=rf"messages\[0\]\.{field}"):
+        encode_chat(tokenizer, [message])
+
+
+def test_tool_calls_are_parsed_and_the_rest_stays():
+    text = (
+        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": {"b": 1}}}\n</tool_call>\n'
+        '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>'
+    )
+    rest, calls = parse_tool_calls(text)
+    assert rest == "I add."
+    assert [call["function"]["name"] for call in calls] == ["add", "now"]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": {"b": 1}}
+    assert len({call["id"] for call in calls}) == 2
+
+
+@pytest.mark.parametrize("text", ["plain", "<tool_call>{broken</tool_call>", '<tool_call>{"x": 1}</tool_call>', ""])
+def test_what_is_no_tool_call_stays_text(text):
+    assert parse_tool_calls(text) == (text, [])
