@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from millrace.local.redis import EmbeddedRedis, die_with_parent, free_port
@@ -15,6 +16,12 @@ from millrace.storage import ObjectStore
 from millrace.storage.local import LocalStore
 
 _SERVER_START_S = 60.0
+
+# Shared machines are slow at times; that is no finding. No example database: a test run leaves nothing in the tree.
+hypothesis.settings.register_profile(
+    "millrace", deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("millrace")
 
 
 @pytest.fixture(scope="session")
