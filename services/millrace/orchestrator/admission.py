@@ -10,6 +10,10 @@ raises `c` by one and so lowers the right side by G * f. Since v <= c always (ve
 0..v-1), the right side never exceeds (L + 1) * G * f: there is never more than L + 1 steps' worth of groups that are
 open or finished but not batched. At L = 0, after batch n-1 is cut (c = n), the right side is (v + 1 - n) * G * f,
 which is positive only once v = n: nothing for step n starts before version n is served.
+
+With f > 1 a step leaves surplus groups, and cutting these at once would run ahead of the trainer: a cut lowers the
+left side by G but the right side by G * f. So a step is cut only while `c <= v + L`; without surplus that always holds,
+since groups for step c are admitted only then. Surplus groups wait, and are dropped once they are too old.
 """
 
 import math
@@ -33,6 +37,10 @@ class AdmissionRule:
             # Work for steps that will never be cut would only be thrown away at the end.
             steps_ahead = min(steps_ahead, self.max_steps - step)
         return max(0, math.ceil(steps_ahead * self.groups_per_step * self.oversampling_factor))
+
+    def may_cut(self, *, step: int, served_version: int) -> bool:
+        """Whether `step` may be cut: never more than L + 1 steps ahead of what engines serve."""
+        return step <= served_version + self.async_level
 
     def planned_step(self, *, step: int, num_ahead: int) -> int:
         """Step that a group will be cut into if `num_ahead` groups stand before it and none is dropped."""

@@ -34,11 +34,6 @@ class Batch:
     rewards: list[float]
     resolved: list[Resolved] = field(default_factory=list)
 
-    @property
-    def num_loss_tokens(self) -> int:
-        """Sampled tokens, the loss denominator."""
-        return sum(int(sample.loss_mask.sum()) for sample in self.samples)
-
 
 def credit_group(group: Group, algorithm: Algorithm, *, filter_zero_advantages: bool) -> list[TrainSample]:
     """Turn a whole group into training samples; samples whose every advantage is 0 are left out if filtered."""

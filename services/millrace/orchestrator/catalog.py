@@ -10,6 +10,7 @@ from millrace.errors import LogGoneError, NotFoundError
 from millrace.orchestrator.run_view import RunRecord, RunView
 from millrace.runlog import EventReader, RunLog
 from millrace.runlog.index import list_runs
+from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class RunCatalog:
     async def _refresh_one(self, uid: str) -> None:
         view = self._views.get(uid)
         if view is None:
-            data = await asyncio.to_thread(self._store.get, RunLog.names(self._prefix, uid).run_json)
+            data = await asyncio.to_thread(self._store.get, Names(self._prefix, uid).run_json)
             view = self._views[uid] = RunView(RunRecord.decode(data))
         if view.is_terminal:
             return

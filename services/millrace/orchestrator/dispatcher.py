@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from millrace.config import OrchestratorConfig
+from millrace.config.schema import OrchestratorConfig
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.env_pool import EnvPool
 from millrace.orchestrator.groups import Group, GroupTable

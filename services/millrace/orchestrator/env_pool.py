@@ -64,7 +64,7 @@ class EnvPool:
                 with waits.waiting(
                     f"environment {spec.name} to load", waits_on="env-server", deadline_s=OPEN_TIMEOUT_S
                 ):
-                    while not await self._open_somewhere(spec):
+                    while not await self._open_somewhere(spec):  # noqa: ASYNC110 - the loading is remote: poll it
                         await asyncio.sleep(OPEN_POLL_S)
 
     async def refresh(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.config import OrchestratorConfig
+from millrace.config.schema import OrchestratorConfig
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.dispatcher import RunIdentity, sampling_message

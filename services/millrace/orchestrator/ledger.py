@@ -101,7 +101,6 @@ class Ledger:
         resolved = [*self._pending, *batch.resolved]
         header = self._header(batch_pb2.BATCH_KIND_TRAIN, resolved)
         header.num_rollouts = len(batch.rewards)
-        header.num_loss_tokens = batch.num_loss_tokens
         header.reward_mean = sum(batch.rewards) / len(batch.rewards)
         await self._write(header, batch.samples, resolved, rollouts)
         dropped = count_dropped(resolved)
@@ -142,27 +141,27 @@ class Ledger:
         log.warning("every group of the batch had zero advantage", extra={"step": self.step, "count": self._num_empty})
         if self._num_empty >= MAX_EMPTY_BATCHES:
             raise InternalError(
-                f"{MAX_EMPTY_BATCHES} batches in a row at step {self.step} had no advantage: in every group all rewards "
-                "are equal, so there is nothing to learn from",
+                f"{MAX_EMPTY_BATCHES} batches in a row at step {self.step} had no advantage: in every group all "
+                "rewards are equal, so there is nothing to learn from",
                 reason="NO_ADVANTAGE",
                 remedy="check the reward function, or raise orchestrator.rollouts_per_example or the temperature",
             )
 
     def _header(self, kind: batch_pb2.BatchKind, resolved: Sequence[Resolved]) -> batch_pb2.BatchHeader:
         frontier = self.frontier.resolve(item.ordinal for item in resolved)
-        return batch_pb2.BatchHeader(
+        header = batch_pb2.BatchHeader(
             run_uid=self._log.uid,
             kind=kind,
             step=self.step,
             resolutions=resolutions(resolved),
-            resolved_below=frontier.resolved_below,
-            resolved_above=sorted(frontier.resolved_above),
             previous_chain_hash=self.chain,
             writer_epoch=self._epoch.number,
             lineage=self.lineage,
             run_hash=self._run_hash,
             orchestrator_state=encode_state(self._cursor),
         )
+        frontier.fill(header)
+        return header
 
     async def _write(
         self,

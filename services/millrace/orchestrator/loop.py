@@ -118,8 +118,11 @@ class RolloutLoop:
 
     def take(self) -> list[Group]:
         """The groups of the next batch in order of arrival, or nothing if there are not enough."""
-        finished = list(self.table.finished.values())
-        return finished[: self.rule.groups_per_step] if len(finished) >= self.rule.groups_per_step else []
+        finished, need = list(self.table.finished.values()), self.rule.groups_per_step
+        served = self.policies.served_version()
+        if served is None or not self.rule.may_cut(step=self.ledger.step, served_version=served):
+            return []
+        return finished[:need] if len(finished) >= need else []
 
     async def commit(self, groups: list[Group]) -> None:
         """Turn groups into batch n and commit it; at async level 0 what is left over is dropped."""
@@ -134,7 +137,7 @@ class RolloutLoop:
         have, need = len(self.table.finished), self.rule.groups_per_step
         if self.policies.served_version() is None:
             reason, on = "a replica that serves this run's policy", "inference"
-        elif self.table.open:
+        elif have < need and self.table.open:
             reason, on = f"{need - have} of {need} groups for batch {self.ledger.step}", "env-server"
         else:
             reason, on = f"policy {self.ledger.step - self.rule.async_level} to be served", "trainer"

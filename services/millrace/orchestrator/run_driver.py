@@ -5,8 +5,8 @@ import logging
 import math
 
 from millrace.algorithms import ALGORITHMS
-from millrace.config import RLConfig
-from millrace.errors import InternalError, MillraceError
+from millrace.config.schema import RLConfig
+from millrace.errors import FencedError, InternalError, LogGoneError, MillraceError
 from millrace.internal.v1 import batch_pb2, policy_pb2, worker_service_pb2
 from millrace.orchestrator.admission import AdmissionRule
 from millrace.orchestrator.collector import Collector
@@ -22,7 +22,7 @@ from millrace.orchestrator.run_view import RunRecord
 from millrace.orchestrator.tasks import TaskOrder, TaskSource
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rollouts.types import Rollout
-from millrace.runlog import Epoch, RunLog, load_committed
+from millrace.runlog import Epoch, RunLog, load_committed, reappend_committed
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2
 
@@ -45,6 +45,7 @@ class RunDriver:
         self._record = record
         self._config = RLConfig.model_validate(record.config)
         self._log = run_log
+        self._epoch = epoch
         self._registry = registry
         self._events = events
         self._changed = asyncio.Event()
@@ -77,16 +78,19 @@ class RunDriver:
         """Drive the run to its closing header and its terminal state."""
         try:
             await self._drive()
-        except* MillraceError as group:
+        except* (FencedError, LogGoneError):
+            raise
+        except* Exception as group:  # noqa: BLE001 - the edge of a run: a defect there must not end the other runs
             error = _first(group)
-            log.error("run failed", extra={"run": self._record.name, "error": str(error)})
-            await self._fail(error)
+            log.error("run failed", extra={"run": self._record.name, "error": str(error)}, exc_info=error)
+            await self._fail(_as_millrace(error))
         finally:
             await self._envs.close()
             self._registry.release(self._record.uid)
 
     async def _drive(self) -> None:
         last, chain = await load_committed(self._log)
+        await reappend_committed(self._log, self._epoch)
         self._ledger.restore(last, chain)
         if last is not None and last.kind == batch_pb2.BATCH_KIND_CLOSE:
             await self._end(last.outcome)
@@ -279,10 +283,18 @@ class RunDriver:
         return status is not None and status.is_finished
 
 
-def _first(group: BaseExceptionGroup[MillraceError]) -> MillraceError:
+def _first(group: BaseExceptionGroup[Exception]) -> Exception:
     for error in group.exceptions:
         return _first(error) if isinstance(error, BaseExceptionGroup) else error
     raise AssertionError("an exception group is never empty")
+
+
+def _as_millrace(error: Exception) -> MillraceError:
+    if isinstance(error, MillraceError):
+        return error
+    return InternalError(
+        f"the orchestrator failed: {type(error).__name__}: {error}", remedy="look at the orchestrator's log"
+    )
 
 
 def _component(error: MillraceError) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import grpc.aio
 
@@ -24,10 +25,12 @@ STALL_S = 60.0
 """Silence of the manager's scan after which the process counts as hung."""
 
 
-async def serve_orchestrator(settings: Settings) -> None:
-    """Serve RunService and WorkerService until a signal; raises what ends the manager."""
+async def serve_orchestrator(
+    settings: Settings, *, on_started: Callable[[int], None] | None = None, handle_signals: bool = True
+) -> None:
+    """Serve RunService and WorkerService until a signal; raises what ends the manager. `on_started` gets the port."""
     owner = new_worker_id("orchestrator")
-    redis = await open_redis(settings.require("redis_url"))
+    redis = open_redis(settings.require("redis_url"))
     store = open_store(settings.require("store_url"))
     registry = WorkerRegistry()
     catalog = RunCatalog(redis=redis, store=store, prefix=settings.prefix)
@@ -61,10 +64,12 @@ async def serve_orchestrator(settings: Settings) -> None:
 
     stopping = asyncio.Event()
 
-    def on_started(port: int) -> None:
+    def started(port: int) -> None:
         board.set_ready(run_service)
         board.set_ready(worker_service)
         board.expect_progress(PROCESS, within_s=STALL_S)
+        if on_started is not None:
+            on_started(port)
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -74,9 +79,10 @@ async def serve_orchestrator(settings: Settings) -> None:
                 register,
                 drain_s=settings.drain_s,
                 grace_s=settings.grace_s,
-                on_started=on_started,
+                on_started=started,
                 stopping=stopping,
                 health_board=board,
+                handle_signals=handle_signals,
             )
             managing.cancel()
     finally:

@@ -13,7 +13,8 @@ import grpc
 import redis.asyncio
 
 import millrace
-from millrace.config import RLConfig, validate_document
+from millrace.config.load import validate_document
+from millrace.config.schema import RLConfig
 from millrace.errors import (
     AlreadyExistsError,
     InvalidSpecError,
@@ -26,9 +27,9 @@ from millrace.orchestrator.explain import explain
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.run_view import RunRecord, RunView
 from millrace.orchestrator.workers import WorkerRegistry
-from millrace.runlog import EventReader, RunLog
+from millrace.runlog import EventReader
 from millrace.runlog.index import create_run, find_request
-from millrace.runlog.names import new_uid
+from millrace.runlog.names import Names, new_uid
 from millrace.storage import ObjectStore
 from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
 
@@ -179,7 +180,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return view.run
 
     def _checkpoints(self, record: RunRecord) -> list[checkpoint_pb2.Checkpoint]:
-        names = RunLog.names(self._prefix, record.uid)
+        names = Names(self._prefix, record.uid)
         found = []
         for info in self._store.list(names.checkpoints):
             if not info.key.endswith("/manifest.json"):

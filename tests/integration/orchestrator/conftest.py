@@ -1,0 +1,123 @@
+import asyncio
+import sys
+import traceback
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fakes import FakeEnvServer, FakeReplica, FakeTrainer, worker
+
+from millrace.internal.v1 import (
+    env_service_pb2_grpc,
+    policy_service_pb2_grpc,
+    worker_service_pb2,
+)
+from millrace.orchestrator.serve import serve_orchestrator
+from millrace.rpc.channel import open_channel
+from millrace.runlog import open_redis
+from millrace.storage import open_store
+from millrace.telemetry.settings import Settings
+from millrace.v1 import run_service_pb2_grpc
+
+
+class Stack:
+    """An orchestrator in this process, with fake workers that are started on demand."""
+
+    def __init__(self, redis_url: str, store_url: str, prefix: str) -> None:
+        self.redis_url, self.store_url, self.prefix = redis_url, store_url, prefix
+        self.exit = AsyncExitStack()
+        self.replica = FakeReplica()
+        self.orchestrator: asyncio.Task | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        self.deps = {"redis": open_redis(self.redis_url), "store": open_store(self.store_url), "prefix": self.prefix}
+        self.exit.push_async_callback(self.deps["redis"].aclose)
+        await self.start_orchestrator()
+        self.channel = await self.exit.enter_async_context(open_channel(self.address))
+        self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)
+
+    async def start_orchestrator(self, port: int = 0) -> None:
+        started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        settings = Settings(
+            redis_url=self.redis_url,
+            store_url=self.store_url,
+            prefix=self.prefix,
+            listen=f"127.0.0.1:{port}",
+            drain_s=0.0,
+            grace_s=1.0,
+        )
+        self.orchestrator = asyncio.create_task(
+            serve_orchestrator(settings, on_started=started.set_result, handle_signals=False)
+        )
+        done, _ = await asyncio.wait({started, self.orchestrator}, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+        if self.orchestrator in done:
+            self.orchestrator.result()
+        self.orchestrator.add_done_callback(_report)
+        self.address = f"127.0.0.1:{started.result()}"
+
+    async def kill_orchestrator(self) -> None:
+        """End it at whatever await it stands, as a crash would; nothing is released."""
+        assert self.orchestrator is not None
+        self.orchestrator.cancel()
+        await asyncio.gather(self.orchestrator, return_exceptions=True)
+
+    async def env_server(self, **options) -> FakeEnvServer:
+        servicer = FakeEnvServer(self.deps, self.replica, **options)
+        servicer.address = await self.exit.enter_async_context(
+            worker(
+                self.address,
+                worker_service_pb2.WORKER_KIND_ENV_SERVER,
+                servicer.worker_id,
+                servicer=servicer,
+                adder=env_service_pb2_grpc.add_EnvServiceServicer_to_server,
+            )
+        )
+        return servicer
+
+    async def inference(self) -> FakeReplica:
+        await self.exit.enter_async_context(
+            worker(
+                self.address,
+                worker_service_pb2.WORKER_KIND_INFERENCE,
+                self.replica.worker_id,
+                servicer=self.replica,
+                adder=policy_service_pb2_grpc.add_PolicyServiceServicer_to_server,
+                report=lambda: worker_service_pb2.HeartbeatRequest(policy=self.replica.status),
+            )
+        )
+        return self.replica
+
+    async def trainer(self, **options) -> FakeTrainer:
+        trainer = FakeTrainer(self.deps, **options)
+        await self.exit.enter_async_context(
+            worker(
+                self.address,
+                worker_service_pb2.WORKER_KIND_TRAINER,
+                trainer.worker_id,
+                report=trainer.report,
+                on_assignments=trainer.on_assignments,
+            )
+        )
+        return trainer
+
+    async def stop(self) -> None:
+        await self.exit.aclose()
+        await self.kill_orchestrator()
+
+
+def _report(task: asyncio.Task) -> None:
+    """Show what ended the orchestrator: a test only sees its calls fail."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        traceback.print_exception(error)
+
+
+@pytest.fixture
+async def stack(redis_url, tmp_path):
+    stack = Stack(redis_url, f"file://{tmp_path}/store", f"t{abs(hash(str(tmp_path))) % 10**9}")
+    await stack.start()
+    yield stack
+    await stack.stop()

@@ -1,0 +1,230 @@
+"""The orchestrator over real Redis, a real store and real gRPC, with fake workers."""
+
+import asyncio
+import json
+
+import pytest
+
+from millrace.config.load import validate_document
+from millrace.errors import AlreadyExistsError, InvalidSpecError, NotFoundError
+from millrace.internal.v1 import batch_pb2, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+from millrace.rpc.channel import call, stream
+from millrace.v1 import run_pb2, run_service_pb2
+
+CONFIG = {
+    "model": {"name": "m"},
+    "max_steps": 3,
+    "seq_len": 64,
+    "orchestrator": {
+        "batch_size": 8,
+        "rollouts_per_example": 4,
+        "rollout_timeout_s": 5.0,
+        "env": [{"id": "reverse-text"}],
+        "sampling": {"max_tokens": 8},
+        "eval": {"rollouts_per_example": 2},
+    },
+}
+
+
+def config_json(**orchestrator) -> str:
+    document = {**CONFIG, "orchestrator": {**CONFIG["orchestrator"], **orchestrator}}
+    return validate_document(document).resolved_json()
+
+
+async def create(stack, *, run_id: str = "", request_id: str = "", **orchestrator) -> run_pb2.Run:
+    request = run_service_pb2.CreateRunRequest(
+        kind=run_pb2.RUN_KIND_RL, config_json=config_json(**orchestrator), run_id=run_id, request_id=request_id
+    )
+    return (await call(stack.runs.CreateRun, request)).run
+
+
+async def watch(stack, run: run_pb2.Run, *, timeout_s: float = 40.0) -> list:
+    events = []
+    async with asyncio.timeout(timeout_s):
+        async for response in stream(stack.runs.WatchRun, run_service_pb2.WatchRunRequest(name=run.name)):
+            if response.HasField("event"):
+                events.append(response.event)
+    return events
+
+
+def bodies(events, kind: str) -> list:
+    return [getattr(event, kind) for event in events if event.WhichOneof("body") == kind]
+
+
+async def test_a_run_goes_from_queued_to_succeeded(stack) -> None:
+    env, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
+    run = await create(stack, run_id="first")
+    events = await watch(stack, run)
+    states = [run_pb2.RunState.Name(change.new_state)[10:] for change in bodies(events, "state_changed")]
+    assert states == ["STARTING", "RUNNING", "STOPPING", "SUCCEEDED"]
+    assert [(e.step, e.num_rollouts, e.num_failed) for e in bodies(events, "eval_completed")] == [(0, 6, 0), (3, 6, 0)]
+
+    train = [header for header in trainer.headers if header.kind == batch_pb2.BATCH_KIND_TRAIN]
+    assert [header.step for header in train] == [0, 1, 2]
+    trained = [r.ordinal for h in train for r in h.resolutions if r.outcome == batch_pb2.ORDINAL_OUTCOME_TRAINED]
+    assert len(trained) == len(set(trained)) == 6
+    assert all(len(header.samples) == 8 for header in train)
+    close = trainer.headers[-1]
+    assert (close.kind, close.outcome, close.step) == (
+        batch_pb2.BATCH_KIND_CLOSE,
+        batch_pb2.RUN_OUTCOME_SUCCEEDED,
+        3,
+    )
+    assert close.resolved_below == 6 + len(close.resolutions)
+    assert len(close.samples) == 6, "the final evaluation's rollouts go to the trainer for scoring"
+    assert env.requests[0].purpose == rollout_pb2.PURPOSE_EVAL
+
+
+async def test_async_level_0_trains_only_on_the_newest_policy(stack) -> None:
+    await stack.env_server(delay_s=0.05)
+    await stack.inference()
+    trainer = await stack.trainer()
+    await watch(stack, await create(stack, async_level=0))
+    for header in trainer.headers[:-1]:
+        assert {sample.min_policy_version for sample in header.samples} == {header.step}
+
+
+async def test_failed_members_are_played_again_and_hopeless_ordinals_are_dropped(stack) -> None:
+    broken = {(0, 1, 0): RolloutStatus.ENV_ERROR, (1, 0, 0): RolloutStatus.QUARANTINED} | {
+        (2, 2, attempt): RolloutStatus.TIMEOUT for attempt in range(5)
+    }
+    env, _, trainer = await stack.env_server(broken=broken), await stack.inference(), await stack.trainer()
+    await watch(stack, await create(stack))
+    resolved = {r.ordinal: (r.outcome, r.reason, r.attempts) for h in trainer.headers for r in h.resolutions}
+    assert resolved[0] == (batch_pb2.ORDINAL_OUTCOME_TRAINED, "", 2)
+    assert resolved[1] == (batch_pb2.ORDINAL_OUTCOME_DROPPED, "quarantined", 1)
+    assert resolved[2] == (batch_pb2.ORDINAL_OUTCOME_DROPPED, "error", 2)
+    again = [r for r in env.requests if r.ordinal == 0 and r.attempt == 1 and r.purpose == rollout_pb2.PURPOSE_TRAIN]
+    assert [list(request.members) for request in again] == [[1]], "only the failed member is played again"
+
+
+async def test_a_new_orchestrator_continues_from_the_log(stack) -> None:
+    await stack.env_server(delay_s=0.2)
+    await stack.inference()
+    trainer = await stack.trainer()
+    trainer.hold.clear()  # the run cannot end before we let it
+    run = await create(stack)
+    async with asyncio.timeout(20):
+        while not trainer.headers:
+            await asyncio.sleep(0.05)
+    port = int(stack.address.rpartition(":")[2])
+    await stack.kill_orchestrator()
+    await stack.start_orchestrator(port)
+    trainer.hold.set()
+    events = await watch(stack, run)
+    assert bodies(events, "state_changed")[-1].new_state == run_pb2.RUN_STATE_SUCCEEDED
+    assert [header.step for header in trainer.headers] == [0, 1, 2, 3]
+    assert len({header.writer_epoch for header in trainer.headers}) == 2
+    ordinals = [r.ordinal for header in trainer.headers for r in header.resolutions]
+    assert len(ordinals) == len(set(ordinals))
+
+
+async def test_a_cancelled_run_closes_its_log(stack) -> None:
+    await stack.env_server(silent=set(range(1000)))
+    await stack.inference()
+    trainer = await stack.trainer()
+    run = await create(stack)
+    watching = asyncio.create_task(watch(stack, run))
+    await asyncio.sleep(1.0)
+    await call(stack.runs.CancelRun, run_service_pb2.CancelRunRequest(name=run.name, reason="test"))
+    events = await watching
+    assert bodies(events, "state_changed")[-1].new_state == run_pb2.RUN_STATE_CANCELLED
+    assert trainer.headers[-1].outcome == batch_pb2.RUN_OUTCOME_CANCELLED
+    assert {r.reason for r in trainer.headers[-1].resolutions} == {"cancelled"}
+    await call(stack.runs.CancelRun, run_service_pb2.CancelRunRequest(name=run.name))  # twice is fine
+
+
+async def test_an_environment_that_does_not_load_fails_the_run_and_says_why(stack) -> None:
+    await stack.env_server(fail_open="num_train must be positive, got -1")
+    await stack.inference()
+    await stack.trainer()
+    events = await watch(stack, await create(stack))
+    last = bodies(events, "state_changed")[-1]
+    assert last.new_state == run_pb2.RUN_STATE_FAILED
+    assert last.error.reason == "ENV_LOAD_FAILED" and last.error.component == "env-server"
+    assert "'reverse-text'" in last.error.message and "num_train must be positive" in last.error.message
+
+
+async def test_a_trainer_that_gives_up_fails_the_run(stack) -> None:
+    await stack.env_server()
+    await stack.inference()
+    trainer = await stack.trainer()
+    trainer.error = ("MODEL_NOT_FOUND", "model 'm' does not exist; make it with `millrace sft`")
+    run = await create(stack)
+    last = bodies(await watch(stack, run), "state_changed")[-1]
+    assert last.new_state == run_pb2.RUN_STATE_FAILED
+    assert (last.error.reason, last.error.component) == ("MODEL_NOT_FOUND", "trainer")
+    shown = (await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name=run.uid))).run
+    assert shown.state == run_pb2.RUN_STATE_FAILED and "millrace sft" in shown.error.message
+
+
+async def test_without_workers_a_run_is_queued_and_says_why(stack) -> None:
+    run = await create(stack)
+    answer = await call(stack.runs.ExplainRun, run_service_pb2.ExplainRunRequest(name=run.name))
+    assert "no trainer worker is free" in answer.summary
+    shown = (await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name=run.name))).run
+    assert shown.state == run_pb2.RUN_STATE_QUEUED
+
+
+async def test_a_stuck_environment_is_named(stack) -> None:
+    await stack.env_server(silent=set(range(1000)))
+    await stack.inference()
+    await stack.trainer()
+    run = await create(stack)
+    async with asyncio.timeout(20):
+        while True:
+            answer = await call(stack.runs.ExplainRun, run_service_pb2.ExplainRunRequest(name=run.name))
+            if "2 of 2 groups for batch 0" in answer.summary:
+                break
+            await asyncio.sleep(0.1)
+    waits = {wait.reason: wait.waits_on for wait in answer.waits}
+    assert waits["2 of 2 groups for batch 0"] == "env-server"
+
+
+async def test_create_is_idempotent_by_request_id(stack) -> None:
+    first = await create(stack, request_id="11111111-0000-4000-8000-000000000000")
+    again = await create(stack, request_id="11111111-0000-4000-8000-000000000000")
+    assert (again.uid, again.name) == (first.uid, first.name)
+    with pytest.raises(AlreadyExistsError, match="was used for run .* with another config"):
+        await create(stack, request_id="11111111-0000-4000-8000-000000000000", batch_size=16)
+    listed = await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest())
+    assert [run.uid for run in listed.runs] == [first.uid]
+
+
+async def test_a_taken_name_is_refused(stack) -> None:
+    await create(stack, run_id="same")
+    with pytest.raises(AlreadyExistsError, match="same"):
+        await create(stack, run_id="same")
+
+
+async def test_every_violation_is_reported_at_once(stack) -> None:
+    document = json.loads(config_json())
+    document["orchestrator"]["batch_size"] = 10
+    document["trainer"]["optim"]["learning_rate"] = 1
+    request = run_service_pb2.CreateRunRequest(
+        kind=run_pb2.RUN_KIND_SFT, config_json=json.dumps(document), run_id="Bad_Id"
+    )
+    with pytest.raises(InvalidSpecError) as raised:
+        await call(stack.runs.CreateRun, request)
+    fields = {violation.field for violation in raised.value.violations}
+    assert {"run_id", "kind", "orchestrator.batch_size", "trainer.optim.learning_rate"} <= fields
+
+
+async def test_validate_only_creates_nothing(stack) -> None:
+    request = run_service_pb2.CreateRunRequest(
+        kind=run_pb2.RUN_KIND_RL, config_json=config_json(), run_id="dry", validate_only=True
+    )
+    assert (await call(stack.runs.CreateRun, request)).run.name == "runs/dry"
+    with pytest.raises(NotFoundError, match="run 'dry' does not exist"):
+        await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name="runs/dry"))
+
+
+async def test_pages_and_bad_tokens(stack) -> None:
+    names = [(await create(stack, run_id=f"run-{i}")).name for i in range(3)]
+    first = await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest(page_size=2))
+    assert [run.name for run in first.runs] == [names[2], names[1]]
+    rest = await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest(page_token=first.next_page_token))
+    assert [run.name for run in rest.runs] == [names[0]] and not rest.next_page_token
+    with pytest.raises(InvalidSpecError, match="page_token"):
+        await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest(page_token="!!"))

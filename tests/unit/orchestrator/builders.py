@@ -1,0 +1,43 @@
+"""Rollouts for the orchestrator's tests."""
+
+import numpy as np
+
+from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample
+
+
+def make_sample(*, version: int = 0, length: int = 6, prompt: int = 2) -> Sample:
+    mask = np.array([0] * prompt + [1] * (length - prompt), dtype=np.uint8)
+    return Sample(
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_mask=mask,
+        inference_logprobs=np.where(mask == 1, np.float32(-1.0), np.float32(0.0)).astype(np.float32),
+        policy_spans=(PolicySpan(lineage=0, version=version, start=prompt, end=length),),
+    )
+
+
+def make_rollout(
+    ordinal: int,
+    member: int,
+    *,
+    reward: float = 0.0,
+    attempt: int = 0,
+    group_size: int = 4,
+    status: RolloutStatus = RolloutStatus.OK,
+    version: int = 0,
+) -> Rollout:
+    ok = status == RolloutStatus.OK
+    return Rollout(
+        run_uid="r1",
+        purpose=Purpose.TRAIN,
+        ordinal=ordinal,
+        member=member,
+        attempt=attempt,
+        group_size=group_size,
+        env="reverse-text",
+        task_index=ordinal,
+        task_id=f"train/{ordinal}",
+        status=status,
+        error=None if ok else RolloutError(type="Error", message="it broke"),
+        samples=(make_sample(version=version),) if ok else (),
+        reward=reward,
+    )

@@ -1,0 +1,50 @@
+import numpy as np
+from builders import make_rollout
+
+from millrace.algorithms import Grpo
+from millrace.internal.v1 import batch_pb2
+from millrace.orchestrator.batcher import count_dropped, cut, resolutions, score_samples
+from millrace.orchestrator.groups import Group
+from millrace.orchestrator.tasks import TaskRef
+
+
+def make_group(ordinal: int, rewards: list[float]) -> Group:
+    task = TaskRef(ordinal=ordinal, env="reverse-text", task_index=ordinal)
+    group = Group(task=task, group_size=len(rewards), planned_step=0)
+    group.members = {
+        member: make_rollout(ordinal, member, reward=reward, group_size=len(rewards))
+        for member, reward in enumerate(rewards)
+    }
+    return group
+
+
+def test_advantages_stand_on_sampled_tokens_only() -> None:
+    batch = cut([make_group(4, [0.0, 1.0])], Grpo(), step=7, filter_zero_advantages=True)
+    assert [sample.ordinal for sample in batch.samples] == [4, 4]
+    np.testing.assert_array_equal(batch.samples[0].advantages, np.float32([0, 0, -0.5, -0.5, -0.5, -0.5]))
+    np.testing.assert_array_equal(batch.samples[1].advantages, np.float32([0, 0, 0.5, 0.5, 0.5, 0.5]))
+    assert batch.rewards == [0.0, 1.0]
+
+
+def test_a_group_without_advantage_is_dropped_and_still_counts_in_the_mean() -> None:
+    groups = [make_group(0, [1.0, 1.0]), make_group(1, [0.0, 1.0])]
+    batch = cut(groups, Grpo(), step=0, filter_zero_advantages=True)
+    assert {sample.ordinal for sample in batch.samples} == {1}
+    assert count_dropped(batch.resolved) == {"zero_advantage": 1}
+    assert batch.rewards == [1.0, 1.0, 0.0, 1.0]
+    wire = resolutions(batch.resolved)
+    assert [item.ordinal for item in wire] == [0, 1]
+    assert wire[0].outcome == batch_pb2.ORDINAL_OUTCOME_DROPPED
+    assert wire[1].outcome == batch_pb2.ORDINAL_OUTCOME_TRAINED
+
+
+def test_without_the_filter_every_sample_is_trained() -> None:
+    batch = cut([make_group(0, [1.0, 1.0])], Grpo(), step=0, filter_zero_advantages=False)
+    assert len(batch.samples) == 2
+    assert count_dropped(batch.resolved) == {}
+
+
+def test_evaluation_samples_carry_no_advantage() -> None:
+    samples = score_samples([make_rollout(0, 0, reward=1.0)])
+    assert len(samples) == 1
+    assert not samples[0].advantages.any()
