@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millrace.errors import InvalidSpecError, MillraceError, Violation
-from millrace.telemetry.logging import getLogger, setup
+from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
-
-logger = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +43,7 @@ class EnvServerSettings:
 def main() -> None:
     """Serve until SIGTERM or SIGINT; exits with the code of the error that ended it."""
     try:
-        settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "orchestrator", "listen"])
-        own = EnvServerSettings.from_env(os.environ)
+        settings, own = _read_settings(os.environ)
         setup("env-server", level=settings.log_level, json_lines=settings.log_json)
         asyncio.run(_run(settings, own))
     except MillraceError as error:
@@ -54,6 +51,23 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _read_settings(environ: Mapping[str, str]) -> tuple[Settings, EnvServerSettings]:
+    """Both parts of the settings; InvalidSpecError lists what is wrong in either."""
+    violations: list[Violation] = []
+    settings, own = Settings(), EnvServerSettings()
+    try:
+        settings = Settings.from_env(environ, required=["redis_url", "store_url", "orchestrator", "listen"])
+    except InvalidSpecError as error:
+        violations += error.violations
+    try:
+        own = EnvServerSettings.from_env(environ)
+    except InvalidSpecError as error:
+        violations += error.violations
+    if violations:
+        raise InvalidSpecError(violations, reason="SETTINGS_INVALID", remedy="set these variables and start again")
+    return settings, own
 
 
 async def _run(settings: Settings, own: EnvServerSettings) -> None:

@@ -77,7 +77,9 @@ class EnvPool:
             self._supervisors.append(asyncio.create_task(self._supervise(slot), name=name))
 
     async def close(self) -> None:
-        """End every worker."""
+        """End every worker; rollouts that are still played end as ENV_ERROR."""
+        if self.failure is None:
+            await self._fail(EnvLoadError("PoolClosed", "the env-server ended the environment's workers"))
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
@@ -96,6 +98,9 @@ class EnvPool:
         task_id = self.task_id(request)
         shared_deaths = 0
         while True:
+            if self.failure is not None:
+                kind, message = self.failure.error_type, str(self.failure)
+                return self._failures(request, failed(RolloutStatus.ENV_ERROR, kind, message))
             if reason := self._quarantined.get(task_id):
                 return self._failures(request, failed(RolloutStatus.QUARANTINED, "TaskQuarantined", reason))
             if task_id in self._suspects or shared_deaths >= _MAX_SHARED_DEATHS:
@@ -104,10 +109,9 @@ class EnvPool:
                 if rollouts is not None:
                     return rollouts
                 continue
-            try:
-                worker = await self._free_worker()
-            except EnvLoadError as error:
-                return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
+            worker = await self._free_worker()
+            if worker is None:
+                continue
             try:
                 return await worker.play(request, tokenizer_dir=tokenizer_dir)
             except WorkerDiedError as error:
@@ -139,6 +143,9 @@ class EnvPool:
                 rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
             except EnvLoadError as error:
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
+            except OSError as error:
+                message = f"cannot start a probe worker: {error}"
+                return self._failures(request, failed(RolloutStatus.ENV_ERROR, type(error).__name__, message))
             except WorkerDiedError as error:
                 return self._condemn(request, task_id, error, seconds=time.monotonic() - began)
             self._suspects.discard(task_id)
@@ -177,19 +184,18 @@ class EnvPool:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _free_worker(self) -> WorkerProcess:
-        """The least busy worker, once there is one. Raises EnvLoadError if the environment cannot be loaded."""
+    async def _free_worker(self) -> WorkerProcess | None:
+        """The least busy worker, once there is one; None if there will be none."""
         with waits.waiting(f"a worker of environment {self.env.id}", waits_on="env worker"):
             async with self._changed:
-                while True:
-                    if self.failure is not None:
-                        raise self.failure
+                while self.failure is None:
                     is_v1 = self.info is not None and self.info.api == "v1"
                     most = _MAX_PLAYS_V1 if is_v1 else _MAX_PLAYS_V0
                     ready = [w for w in self._workers if w is not None and w.is_ready and w.num_playing < most]
                     if ready:
                         return min(ready, key=lambda worker: worker.num_playing)
                     await self._changed.wait()
+        return None
 
     async def _supervise(self, slot: int) -> None:
         """Keep one shared worker alive until the pool is closed or the environment cannot be loaded."""
@@ -201,6 +207,9 @@ class EnvPool:
             except EnvLoadError as error:
                 await self._fail(error)
                 return
+            except OSError as error:
+                await self._fail(EnvLoadError(type(error).__name__, f"cannot start a worker process: {error}"))
+                return
             await self._notify()
             await worker.wait_ended()
             self._workers[slot] = None
@@ -210,7 +219,7 @@ class EnvPool:
             await asyncio.sleep(pause_s)
 
     async def _fail(self, error: EnvLoadError) -> None:
-        logger.error("environment failed to load", extra={"env": self.env.id, "error": f"{error.error_type}: {error}"})
+        logger.error("environment failed", extra={"env": self.env.id, "error": f"{error.error_type}: {error}"})
         self.failure = error
         self.failed_at = time.monotonic()
         await self._notify()

@@ -81,9 +81,9 @@ async def _serve_registered(settings: Settings, service: EnvService, *, worker_i
             # Refused for good: a server that nobody knows must not go on as if all were well.
             stopping.set()
 
-    async with asyncio.TaskGroup() as group:
-        announcing = group.create_task(announce(), name="announce")
-        try:
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(announce(), name="announce")
             await serve(
                 settings.require("listen"),
                 register,
@@ -92,9 +92,9 @@ async def _serve_registered(settings: Settings, service: EnvService, *, worker_i
                 on_started=port_known.set_result,
                 stopping=stopping,
             )
-        finally:
-            if not port_known.done():
-                announcing.cancel()
+    except BaseExceptionGroup as errors:
+        # One of the two failed and the other was cancelled; the caller wants the error, not the group.
+        raise errors.exceptions[0] from None
 
 
 def _note_assignments(service: EnvService, reply: HeartbeatResponse) -> None:

@@ -56,6 +56,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
 
     async def close(self) -> None:
         """Stop every group and every worker. Unfinished rollouts are not appended."""
+        if left := self.groups.num_rollouts:
+            logger.warning("stopping: unfinished and unappended rollouts are given up", extra={"rollouts": left})
         for group in self.groups.all():
             tasks = list(group.tasks)
             self.groups.cancel(group)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from millrace.errors import LogGoneError, MillraceError, NotFoundError
+from millrace.errors import LogGoneError, NotFoundError
 from millrace.internal.v1 import rollout_pb2
 from millrace.runlog.log import AppendResult
 from millrace.telemetry import waits
@@ -86,7 +86,8 @@ class RolloutSink:
         except (LogGoneError, NotFoundError) as error:
             self.forget(run_uid)
             return str(error)
-        except (MillraceError, TimeoutError) as error:
+        # Whatever it is, giving up here would lose a finished rollout without a word.
+        except Exception as error:  # noqa: BLE001 - said in the log and in the wait, then tried again
             return f"{type(error).__name__}: {error}"
         match result:
             case AppendResult.OK | AppendResult.ALREADY:

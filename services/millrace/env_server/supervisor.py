@@ -147,12 +147,17 @@ class WorkerProcess:
             await self.writer.drain()
 
     async def _listen(self) -> None:
-        """Read reports until the worker closes its socket, then collect its end."""
+        """Read reports until the worker closes its socket, then collect its end: every waiter hears of it."""
         try:
             while (report := await read_frame(self.reader, env_worker_pb2.WorkerReport())) is not None:
                 self._take(report)
         except CorruptObjectError as error:
             self.kill(str(error))
+        finally:
+            await self._reap()
+            self._end()
+
+    async def _reap(self) -> None:
         # A worker that closed its socket ends within its own exit time; one that does not is killed.
         try:
             await asyncio.wait_for(self.process.wait(), _CLOSE_S)
@@ -162,7 +167,6 @@ class WorkerProcess:
         # Children of the environment outlive a worker that crashed.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self._end()
 
     def _take(self, report: env_worker_pb2.WorkerReport) -> None:
         match report.WhichOneof("report"):

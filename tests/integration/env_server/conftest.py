@@ -91,11 +91,12 @@ class FakeEngine:
             "message": {"role": "assistant", "content": reply},
             "finish_reason": "stop",
             "token_ids": token_ids,
-            "logprobs": {"content": [{"token": f"token_id:{i}", "logprob": -0.5} for i in token_ids]},
+            "logprobs": {"content": [_logprob(i, -0.5) for i in token_ids]},
             "policy_spans": _spans(len(token_ids)),
         }
         answer = {
             "id": "c",
+            "object": "chat.completion",
             "created": 1,
             "model": body["model"],
             "choices": [choice],
@@ -118,7 +119,7 @@ class FakeEngine:
                 choice["logprobs"] = {"content": []}
             case "eos":
                 choice |= {"token_ids": [IM_END], "message": {"role": "assistant", "content": ""}}
-                choice["logprobs"] = {"content": [{"token": f"token_id:{IM_END}", "logprob": -0.1}]}
+                choice["logprobs"] = {"content": [_logprob(IM_END, -0.1)]}
                 choice["policy_spans"] = _spans(1)
             case "twochoices":
                 answer["choices"] = [choice, choice]
@@ -159,7 +160,7 @@ class FakeEngine:
         if (failure := await self._failure(mode)) is not None:
             return failure
         token_ids = self.generated_ids if mode != "noids" else []
-        content = [{"token": f"token_id:{i}", "logprob": -0.25} for i in token_ids]
+        content = [_logprob(i, -0.25) for i in token_ids]
         choice: dict[str, Any] = {"index": 0, "token_ids": token_ids, "finish_reason": "stop"}
         if mode != "nologprobs":
             choice["logprobs"] = {"content": content}
@@ -170,6 +171,10 @@ class FakeEngine:
     async def models(self, request: web.Request) -> web.StreamResponse:
         size = 8 if request.match_info["mode"] == "tiny" else 4096
         return web.json_response({"object": "list", "data": [{"id": "policy", "max_model_len": size}]})
+
+
+def _logprob(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None, "top_logprobs": []}
 
 
 def _spans(num_tokens: int) -> list[dict[str, int]]:

@@ -1,0 +1,149 @@
+"""Turns → samples: merged exactly or split, and refused where something is missing."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.env_server.samples import MissingTokensError, Turn, merge_turns, parse_spans
+from millrace.env_server.samples_v1 import branch_samples
+from millrace.env_server.span_log import MAX_ROLLOUTS, SpanLog, Spans
+from millrace.rollouts.types import PolicySpan
+
+
+def span(start: int, end: int, version: int = 1) -> PolicySpan:
+    return PolicySpan(lineage=0, version=version, start=start, end=end)
+
+
+def turn(prompt: list[int], completion: list[int], version: int = 1) -> Turn:
+    return Turn(
+        prompt_ids=prompt,
+        completion_ids=completion,
+        logprobs=[-0.5] * len(completion),
+        spans=(span(0, len(completion), version),) if completion else (),
+    )
+
+
+def test_extending_turns_become_one_sample() -> None:
+    [sample] = merge_turns([turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 9], [7], 6)], requires_spans=True)
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 7]
+    assert sample.loss_mask.tolist() == [0, 0, 1, 1, 0, 1]
+    assert sample.inference_logprobs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
+    assert sample.policy_spans == (span(2, 4, 5), span(5, 6, 6))
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 9], [1, 2, 3], [5], [1, 2, 8, 4, 9]])
+def test_a_turn_that_does_not_extend_begins_a_new_sample(prompt: list[int]) -> None:
+    first, second = merge_turns([turn([1, 2], [3, 4]), turn(prompt, [7])], requires_spans=True)
+    assert first.token_ids.tolist() == [1, 2, 3, 4]
+    assert second.token_ids.tolist() == [*prompt, 7]
+    assert second.policy_spans == (span(len(prompt), len(prompt) + 1),)
+
+
+ids = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(ids, ids), min_size=1, max_size=5))
+def test_every_sampled_token_is_in_exactly_one_sample_in_its_context(turns: list[tuple[list[int], list[int]]]) -> None:
+    samples = merge_turns([turn(prompt, completion) for prompt, completion in turns], requires_spans=True)
+    assert sum(int(sample.loss_mask.sum()) for sample in samples) == sum(len(completion) for _, completion in turns)
+    whole = [sample.token_ids.tolist() for sample in samples]
+    for prompt, completion in turns:
+        context = prompt + completion
+        assert any(tokens[: len(context)] == context for tokens in whole)
+    for sample in samples:
+        covered = [index for part in sample.policy_spans for index in range(part.start, part.end)]
+        assert covered == [index for index, bit in enumerate(sample.loss_mask) if bit]
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        (turn([], [1]), "0 prompt"),
+        (turn([1], []), "0 sampled"),
+        (replace(turn([1], [2, 3]), logprobs=[-0.5]), "2 sampled tokens but 1 log-probs"),
+        (replace(turn([1], [2]), logprobs=[math.nan]), "not a finite number"),
+        (replace(turn([1], [2]), spans=()), "cover tokens 0 to 0 of 1"),
+        (replace(turn([1], [2, 3]), spans=(span(0, 1),)), "cover tokens 0 to 1 of 2"),
+        (replace(turn([1], [2, 3]), spans=(span(0, 1), span(0, 2))), "cover tokens 0 to 1 of 2"),
+        (replace(turn([1], [2, 3]), spans=(span(1, 2), span(0, 1))), "cover tokens 0 to 0 of 2"),
+    ],
+)
+def test_what_is_missing_is_named(broken: Turn, text: str) -> None:
+    with pytest.raises(MissingTokensError, match=text):
+        merge_turns([broken], requires_spans=True)
+
+
+def test_no_turns() -> None:
+    with pytest.raises(MissingTokensError, match="no model call"):
+        merge_turns([], requires_spans=False)
+
+
+def test_evaluations_do_without_spans() -> None:
+    [sample] = merge_turns([replace(turn([1], [2]), spans=())], requires_spans=False)
+    assert sample.policy_spans == ()
+
+
+@pytest.mark.parametrize(
+    "raw", [None, "x", [1], [{"lineage": 0}], [{"lineage": "a", "version": 1, "start": 0, "end": 1}]]
+)
+def test_unreadable_spans_are_no_spans(raw: Any) -> None:
+    assert parse_spans(raw) == ()
+
+
+def test_readable_spans() -> None:
+    assert parse_spans([{"lineage": 0, "version": 7, "start": 0, "end": 2}]) == (span(0, 2, 7),)
+
+
+def test_span_log_finds_completions_in_order_and_forgets() -> None:
+    log = SpanLog()
+    log.note("a", [1, 2], (span(0, 2, 1),))
+    log.note("a", [1, 2], (span(0, 2, 2),))
+    log.note("b", [1, 2], (span(0, 2, 3),))
+    spans = log.take("a")
+    assert [spans.find([1, 2])[0].version for _ in range(2)] == [1, 2]
+    assert spans.find([1, 2]) == ()
+    assert log.take("a").find([1, 2]) == ()
+    assert log.take("b").find([1]) == (span(0, 1, 3),)  # the environment cut the completion short
+
+
+def test_span_log_is_bounded() -> None:
+    log = SpanLog()
+    for index in range(MAX_ROLLOUTS + 1):
+        log.note(str(index), [1], (span(0, 1),))
+    assert log.take("0").find([1]) == ()
+    assert log.take("1").find([1]) == (span(0, 1),)
+
+
+def node(token_ids: list[int], num_sampled: int) -> Any:
+    mask = [False] * (len(token_ids) - num_sampled) + [True] * num_sampled
+    return SimpleNamespace(token_ids=token_ids, mask=mask, sampled=num_sampled > 0, logprobs=[-1.0] * num_sampled)
+
+
+def test_v1_branches_train_shared_tokens_once() -> None:
+    user, shared = node([1, 2], 0), node([3, 4, 5], 2)
+    branches = [
+        SimpleNamespace(nodes=[user, shared, node([6], 0), node([7], 1)]),
+        SimpleNamespace(nodes=[user, shared, node([8], 0), node([9], 1)]),
+    ]
+    notes = [((4, 5), (span(0, 2, 1),)), ((7,), (span(0, 1, 2),)), ((9,), (span(0, 1, 3),))]
+    first, second = branch_samples(branches, Spans(notes), requires_spans=True)
+    assert first.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert first.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1]
+    assert first.policy_spans == (span(3, 5, 1), span(6, 7, 2))
+    assert second.token_ids.tolist() == [1, 2, 3, 4, 5, 8, 9]
+    assert second.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1]
+    assert second.inference_logprobs.tolist() == [0, 0, 0, 0, 0, 0, -1]
+    assert second.policy_spans == (span(6, 7, 3),)
+
+
+def test_v1_trace_without_tokens() -> None:
+    empty = SimpleNamespace(token_ids=[], mask=[], sampled=True, logprobs=[])
+    with pytest.raises(MissingTokensError, match="no token ids"):
+        branch_samples([SimpleNamespace(nodes=[empty])], Spans([]), requires_spans=False)
+    with pytest.raises(MissingTokensError, match="no model call"):
+        branch_samples([], Spans([]), requires_spans=False)

@@ -1,0 +1,279 @@
+"""Tasks, outcomes, groups, frames, settings and the sink: no services."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.env_server import adapter, sink
+from millrace.env_server.frames import encode_frame, read_frame
+from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
+from millrace.env_server.main import EnvServerSettings
+from millrace.env_server.outcome import Outcome, bounded_json, checked, failed, finite_metrics, make_rollout
+from millrace.env_server.rewards_v0 import recorded_reward_errors, watch_rubric
+from millrace.env_server.supervisor import describe_exit
+from millrace.env_server.tasks import build_task_table, canonical_json, no_tasks
+from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, LogGoneError, NotFoundError
+from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+from millrace.rollouts.wire import rollout_to_proto
+from millrace.runlog.log import AppendResult
+
+
+def request(**changes: Any) -> env_service_pb2.PlayGroupRequest:
+    values: dict[str, Any] = {
+        "run_uid": "r1",
+        "purpose": rollout_pb2.PURPOSE_TRAIN,
+        "ordinal": 4,
+        "members": [0, 1],
+        "group_size": 2,
+        "env": env_service_pb2.EnvSpec(name="n", id="i"),
+    }
+    return env_service_pb2.PlayGroupRequest(**{**values, **changes})
+
+
+# Tasks.
+
+
+def test_canonical_json_knows_only_content() -> None:
+    assert canonical_json({"b": 1, "a": "é"}) == canonical_json({"a": "é", "b": 1}) == '{"a":"é","b":1}'.encode()
+    assert b"set" in canonical_json({"x": {1}})
+
+
+def test_task_table() -> None:
+    rows = [{"q": index} for index in range(3)]
+    table = build_task_table(3, row=rows.__getitem__, content=rows.__getitem__)
+    again = build_task_table(3, row=rows.__getitem__, content=lambda index: dict(reversed(rows[index].items())))
+    other = build_task_table(2, row=rows.__getitem__, content=rows.__getitem__)
+    assert len(table) == 3 and len(set(table.ids)) == 3 and table.row(1) == {"q": 1}
+    assert (table.digest, table.ids) == (again.digest, again.ids)
+    assert table.digest != other.digest and list(table.ids[:2]) == list(other.ids)
+    assert len(no_tasks()) == 0
+
+
+# Outcomes.
+
+
+def test_failed_outcome_keeps_the_conversation_and_drops_what_could_be_trained() -> None:
+    played = Outcome(status=RolloutStatus.OK, reward=1.0, messages=[{"role": "user", "content": "x"}], num_turns=3)
+    outcome = failed(RolloutStatus.ENV_ERROR, "E", "m", of=played)
+    assert (outcome.reward, outcome.samples, outcome.num_turns, outcome.messages) == (0.0, (), 3, played.messages)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
+def test_reward_must_be_finite(reward: float) -> None:
+    outcome = checked(Outcome(status=RolloutStatus.OK, reward=reward))
+    assert (outcome.status, outcome.error_type) == (RolloutStatus.ENV_ERROR, "NonFiniteReward")
+
+
+def test_finite_metrics() -> None:
+    assert finite_metrics({"a": 1, "b": float("nan"), "c": "x", "d": True}) == {"a": 1.0, "d": 1.0}
+
+
+@pytest.mark.parametrize("count", [1, 40, 3000])
+@pytest.mark.parametrize("size", [10, 5000, 200_000])
+def test_conversation_is_bounded_and_stays_json(count: int, size: int) -> None:
+    if count * size > 20_000_000:
+        count = 40
+    text = bounded_json([{"role": "user", "content": "é" * size}] * count)
+    assert len(text.encode()) <= 64 * 1024
+    assert json.loads(text)[0]["content"].startswith("é" * 5) or count > 1000
+
+
+def test_conversation_with_a_broken_character() -> None:
+    text = bounded_json([{"role": "assistant", "content": "\ud800"}])
+    assert json.loads(text)[0]["content"] == "?"
+
+
+def test_failed_rollout_is_bounded_and_passes_the_wire() -> None:
+    outcome = failed(RolloutStatus.MODEL_ERROR, "E", "x" * 5000 + "\ud800")
+    rollout = make_rollout(request(), member=1, task_id="t", outcome=outcome, seconds=1.5)
+    proto = rollout_to_proto(rollout)
+    assert proto.status == rollout_pb2.ROLLOUT_STATUS_MODEL_ERROR and len(proto.error.message) == 2000
+    assert (proto.ordinal, proto.member, proto.group_size, proto.env) == (4, 1, 2, "n")
+
+
+# Groups.
+
+
+def test_epochs_only_grow() -> None:
+    groups = Groups()
+    groups.check_epoch("r1", 3)
+    groups.check_epoch("r1", 3)
+    groups.check_epoch("r2", 1)
+    with pytest.raises(FencedError, match="epoch 2 is older than epoch 3"):
+        groups.check_epoch("r1", 2)
+
+
+def test_group_ends_with_its_last_member_and_is_remembered() -> None:
+    groups = Groups()
+    group = PlayingGroup(request=request(), left={0, 1})
+    groups.add(group)
+    assert groups.num_rollouts == 2 and groups.is_known(GroupKey("r1", 1, "", 4, 0))
+    groups.finish_member(group, 0)
+    assert list(group.to_proto().members) == [1]
+    groups.finish_member(group, 1)
+    assert groups.num_rollouts == 0 and groups.of_run("r1") == []
+    assert groups.is_known(group.key) and not groups.is_known(group.key._replace(attempt=1))
+
+
+def test_cancelled_group_may_be_played_again() -> None:
+    groups = Groups()
+    group = PlayingGroup(request=request(), left={0, 1})
+    groups.add(group)
+    groups.cancel(group)
+    assert groups.num_rollouts == 0 and not groups.is_known(group.key)
+    groups.finish_member(group, 0)  # a late end of its task
+    assert not groups.is_known(group.key)
+
+
+def test_resolved_ordinals_never_go_back_and_spare_evaluations() -> None:
+    groups = Groups()
+    groups.note_resolved("r1", 5)
+    groups.note_resolved("r1", 2)
+    assert groups.is_resolved(request(ordinal=4)) and not groups.is_resolved(request(ordinal=5))
+    assert not groups.is_resolved(request(ordinal=4, eval_id="e"))
+
+
+# Frames.
+
+
+async def test_frames_round_trip_and_end() -> None:
+    reader = asyncio.StreamReader()
+    command = env_worker_pb2.WorkerCommand(cancel=env_worker_pb2.CancelPlay(play_id=7))
+    reader.feed_data(encode_frame(command))
+    reader.feed_data(encode_frame(command)[:5])
+    reader.feed_eof()
+    assert await read_frame(reader, env_worker_pb2.WorkerCommand()) == command
+    assert await read_frame(reader, env_worker_pb2.WorkerCommand()) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"), [(b"\xff\xff\xff\xff", "FRAME_TOO_LONG"), (b"\x02\0\0\0\xff\xff", "FRAME_UNREADABLE")]
+)
+async def test_broken_frames(data: bytes, reason: str) -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    with pytest.raises(CorruptObjectError) as caught:
+        await read_frame(reader, env_worker_pb2.WorkerCommand())
+    assert caught.value.reason == reason
+
+
+def test_describe_exit() -> None:
+    assert [describe_exit(code) for code in (17, -9, 0)] == ["exit code 17", "killed by SIGKILL", "exit code 0"]
+
+
+# Finding environments.
+
+
+@pytest.mark.parametrize(
+    ("env_id", "module"), [("reverse-text", "reverse_text"), ("owner/reverse-text@1.2", "reverse_text"), ("x", "x")]
+)
+def test_module_name(env_id: str, module: str) -> None:
+    assert adapter.module_name(env_id) == module
+
+
+def test_unknown_module_says_how_it_was_looked_up() -> None:
+    with pytest.raises(NotFoundError) as caught:
+        adapter.find_module("surely-no-such-env")
+    for text in ("'surely-no-such-env'", "'surely_no_such_env'", "pip install"):
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '"x"', "3"])
+def test_args_must_be_an_object(text: str) -> None:
+    with pytest.raises(InvalidSpecError, match="must be a JSON object"):
+        adapter.parse_args(env_service_pb2.EnvSpec(id="e", args_json=text))
+
+
+# Reward functions.
+
+
+async def test_reward_errors_are_recorded_and_signatures_kept() -> None:
+    import inspect
+
+    def bad(completion: str, answer: str) -> float:
+        raise ValueError("oops")
+
+    async def good(completions: list[str]) -> list[float]:
+        return [1.0]
+
+    inner = SimpleNamespace(funcs=[good])
+    rubric = SimpleNamespace(funcs=[bad], rubrics=[inner])
+    assert watch_rubric(rubric) == 2 and watch_rubric(rubric) == 0
+    assert list(inspect.signature(rubric.funcs[0]).parameters) == ["completion", "answer"]
+    assert rubric.funcs[0].__name__ == "bad" and inspect.signature(inner.funcs[0]).return_annotation == list[float]
+    with recorded_reward_errors() as errors:
+        assert await inner.funcs[0](completions=["x"]) == [1.0]
+        assert errors == []
+        with pytest.raises(ValueError, match="oops"):
+            await asyncio.create_task(rubric.funcs[0]("x", answer="y"))
+    assert errors == ["reward function 'bad' raised ValueError: oops"]
+
+
+# The sink.
+
+
+class FlakyLog:
+    """Answers what it is told to, then OK."""
+
+    def __init__(self, answers: list[AppendResult | Exception]) -> None:
+        self.answers = answers
+        self.appended: list[bytes] = []
+        self.num_opened = 0
+
+    async def open(self, run_uid: str) -> "FlakyLog":
+        self.num_opened += 1
+        return self
+
+    async def append_rollout(self, data: bytes) -> AppendResult:
+        answer = self.answers.pop(0) if self.answers else AppendResult.OK
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is AppendResult.OK:
+            self.appended.append(data)
+        return answer
+
+
+def a_rollout() -> rollout_pb2.Rollout:
+    return rollout_pb2.Rollout(run_uid="r1", ordinal=3)
+
+
+async def test_sink_insists_and_opens_the_log_anew() -> None:
+    log = FlakyLog([AppendResult.LOGGONE, LogGoneError("gone"), OSError("unforeseen")])
+    rollouts = sink.RolloutSink(log.open, max_delay_s=0.01)
+    assert await rollouts.append(a_rollout(), is_wanted=lambda: True)
+    assert log.appended == [a_rollout().SerializeToString()] and log.num_opened == 3 and rollouts.num_waiting == 0
+
+
+async def test_sink_gives_up_what_nobody_wants() -> None:
+    log = FlakyLog([AppendResult.LOGGONE] * 100)
+    wanted = iter([True, True, False])
+    rollouts = sink.RolloutSink(log.open, max_delay_s=0.01)
+    assert not await rollouts.append(a_rollout(), is_wanted=lambda: next(wanted))
+    assert log.appended == [] and rollouts.num_waiting == 0
+
+
+# Settings, imports.
+
+
+def test_settings() -> None:
+    environ = {"MILLRACE_ENV_WORKERS": "2", "MILLRACE_ENV_CAPACITY": "7"}
+    assert EnvServerSettings.from_env(environ) == EnvServerSettings(num_workers=2, capacity=7)
+    with pytest.raises(InvalidSpecError) as caught:
+        EnvServerSettings.from_env({"MILLRACE_ENV_WORKERS": "0", "MILLRACE_ENV_CAPACITY": "x"})
+    assert len(caught.value.violations) == 2
+
+
+def test_the_service_never_imports_verifiers() -> None:
+    code = (
+        "import sys, millrace.env_server.run, millrace.env_server.service\n"
+        "heavy = {'verifiers', 'transformers', 'datasets', 'openai', 'renderers', 'torch'} & sys.modules.keys()\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
