@@ -1,12 +1,10 @@
 """One run's training, put together: log, model or checkpoint, gang, parts, loop."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from millrace.config.rl import RLConfig
 from millrace.errors import CorruptObjectError
@@ -17,12 +15,8 @@ from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundLoop
 from millrace.trainer.batches import Batches
-from millrace.trainer.checkpoint import (
-    Checkpointer,
-    CheckpointManifest,
-    CheckpointStore,
-    require_same_conditions,
-)
+from millrace.trainer.checkpoint import Checkpointer, CheckpointStore
+from millrace.trainer.determinism import set_determinism
 from millrace.trainer.distributed import Gang
 from millrace.trainer.log_client import LogClient
 from millrace.trainer.loop import train
@@ -30,7 +24,8 @@ from millrace.trainer.model import load_model, policy_files, resolve_dtype, reso
 from millrace.trainer.optimizer import PolicyOptimizer
 from millrace.trainer.publisher import Publisher, PublishPlan, newest_published, plan_publishing
 from millrace.trainer.reporter import Reporter
-from millrace.trainer.training import Position, Training, restore_random_state, state_tensors
+from millrace.trainer.resume import resume
+from millrace.trainer.training import Position, Training
 
 log = logging.getLogger(__name__)
 
@@ -169,44 +164,6 @@ def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
         ) from error
 
 
-def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
-    """Makes torch repeat itself bit for bit if asked to (`auto`: on a CPU); returns whether it does.
-
-    The number of threads is part of it, because it decides the order of sums: OMP_NUM_THREADS, else 1.
-    """
-    is_strict = choice == "strict" or (choice == "auto" and device.type == "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-    if is_strict and device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
-    torch.use_deterministic_algorithms(is_strict)
-    torch.manual_seed(seed)
-    return is_strict
-
-
-def resume(
-    checkpoints: CheckpointStore,
-    model: nn.Module,
-    optimizer: PolicyOptimizer,
-    *,
-    gang: Gang,
-    run_hash: str,
-    is_strict: bool,
-) -> CheckpointManifest | None:
-    """Fills model and optimizer from the newest checkpoint and returns its manifest, or None if there is none."""
-    told = gang.broadcast(_encode(checkpoints.newest()) if gang.is_leader else None)
-    if not told:
-        return None
-    manifest = CheckpointManifest.from_bytes(told, source="newest checkpoint")
-    if is_strict:
-        require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
-    state = state_tensors(model, optimizer, gang=gang)
-    checkpoints.load(manifest, state)
-    restore_random_state(state, gang=gang)
-    log.info("resumed", extra={"step": manifest.step, "bytes": manifest.size_bytes})
-    return manifest
-
-
 def agree_on_plan(context: JobContext, names: Names, *, start_step: int, lineage: int, strict: bool) -> PublishPlan:
     """Rank 0 looks at what is published; every rank follows the same plan."""
     message: bytes | None = None
@@ -216,7 +173,3 @@ def agree_on_plan(context: JobContext, names: Names, *, start_step: int, lineage
         message = json.dumps([plan.lineage, plan.first_version]).encode()
     told_lineage, first_version = json.loads(context.gang.broadcast(message))
     return PublishPlan(lineage=told_lineage, first_version=first_version)
-
-
-def _encode(manifest: CheckpointManifest | None) -> bytes:
-    return b"" if manifest is None else manifest.to_bytes()

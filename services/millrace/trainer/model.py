@@ -62,6 +62,16 @@ def load_model(directory: Path) -> nn.Module:
     return model.eval()
 
 
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer in `directory`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _model_not_found(str(directory), f"the tokenizer there does not load: {error}") from error
+
+
 def resolve_dtype(name: str, *, device: torch.device) -> torch.dtype:
     """A dtype of the config; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":

@@ -1,0 +1,20 @@
+"""Makes torch repeat itself bit for bit."""
+
+import os
+
+import torch
+
+
+def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
+    """Makes torch repeat itself bit for bit if asked to (`auto`: on a CPU); returns whether it does.
+
+    The number of threads is part of it, because it decides the order of sums: OMP_NUM_THREADS, else 1.
+    """
+    is_strict = choice == "strict" or (choice == "auto" and device.type == "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    if is_strict and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
+    torch.use_deterministic_algorithms(is_strict)
+    torch.manual_seed(seed)
+    return is_strict

@@ -1,0 +1,38 @@
+"""Continues from the newest checkpoint."""
+
+from torch import nn
+
+from millrace.telemetry import logging
+from millrace.trainer.checkpoint import CheckpointManifest, CheckpointStore, require_same_conditions
+from millrace.trainer.distributed import Gang
+from millrace.trainer.optimizer import PolicyOptimizer
+from millrace.trainer.training import restore_random_state, state_tensors
+
+log = logging.getLogger(__name__)
+
+
+def resume(
+    checkpoints: CheckpointStore,
+    model: nn.Module,
+    optimizer: PolicyOptimizer,
+    *,
+    gang: Gang,
+    run_hash: str,
+    is_strict: bool,
+) -> CheckpointManifest | None:
+    """Fills model and optimizer from the newest checkpoint and returns its manifest, or None if there is none."""
+    told = gang.broadcast(_encode(checkpoints.newest()) if gang.is_leader else None)
+    if not told:
+        return None
+    manifest = CheckpointManifest.from_bytes(told, source="newest checkpoint")
+    if is_strict:
+        require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
+    state = state_tensors(model, optimizer, gang=gang)
+    checkpoints.load(manifest, state)
+    restore_random_state(state, gang=gang)
+    log.info("resumed", extra={"step": manifest.step, "bytes": manifest.size_bytes})
+    return manifest
+
+
+def _encode(manifest: CheckpointManifest | None) -> bytes:
+    return b"" if manifest is None else manifest.to_bytes()
