@@ -26,7 +26,9 @@ def render(progress: Progress, *, elapsed_s: float) -> RenderableType:
     """The picture: header, bar, measures with sparklines, pipeline, waits, last events."""
     parts: list[RenderableType] = [_header(progress, elapsed_s)]
     if progress.max_steps:
-        parts.append(ProgressBar(total=progress.max_steps, completed=progress.step, width=60))
+        bar = Table.grid()  # a bare bar ends without a newline
+        bar.add_row(ProgressBar(total=progress.max_steps, completed=progress.step, width=60))
+        parts.append(bar)
     if progress.steps or progress.evals:
         parts.append(_measures(progress))
     parts.append(_pipeline(progress))
@@ -71,7 +73,7 @@ def _pipeline(progress: Progress) -> Text:
     waited = f", waited {progress.steps[-1].wait_ratio:.0%}" if progress.steps else ""
     version = "–" if progress.policy is None else f"v{progress.policy.version}"
     served = "–" if progress.inference_version is None else f"v{progress.inference_version}"
-    dropped = f", {sum(progress.dropped.values())} groups' tasks dropped" if progress.dropped else ""
+    dropped = f", {sum(progress.dropped.values())} tasks dropped" if progress.dropped else ""
     return Text(
         f"batches {progress.committed} committed{dropped} → {queued} queued → trainer step {progress.step}{waited}"
         f" → policy {version} → inference {served}",

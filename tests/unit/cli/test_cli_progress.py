@@ -112,8 +112,9 @@ def test_picture_while_running():
     assert "RUNNING  step 2/3" in text and "eta 2s" in text
     assert "reward" in text and "0.550" in text and "▁█" in text
     assert "trainer waited 25%" in text
+    assert "\nreward " in text and "\n━" in text  # the bar has a line of its own
     assert "eval reverse-text  0.450 (v0)" in text
-    assert "batches 1 committed, 2 groups' tasks dropped → 0 queued → trainer step 2, waited 25% → policy v0" in text
+    assert "batches 1 committed, 2 tasks dropped → 0 queued → trainer step 2, waited 25% → policy v0" in text
     assert "trainer-0 waits for batch 3 on orchestrator (12.0s of 60s)" in text
 
 

@@ -1,0 +1,187 @@
+"""`millrace run ...` against a RunService in another thread: what is printed where, and the exit codes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_runs import FakeRuns, serving
+from recorded_run import state
+
+from millrace.cli.log_files import process_logs
+from millrace.cli.main import main
+from millrace.cli.names import choose
+from millrace.errors import NotFoundError
+from millrace.v1 import run_pb2
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path) -> Iterator[FakeRuns]:
+    servicer = FakeRuns()
+    monkeypatch.chdir(tmp_path)
+    with serving(servicer) as address:
+        monkeypatch.setenv("MILLRACE_SERVER", address)
+        yield servicer
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(["run", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_list_as_table_and_json(server, capsys):
+    server.add("alpha")
+    server.add("beta", run_pb2.RUN_STATE_SUCCEEDED)
+    code, out, _ = run(capsys, "list")
+    lines = out.splitlines()
+    assert code == 0 and lines[0].split() == ["NAME", "STATE", "STEP", "REWARD", "POLICY", "TOKENS", "AGE"]
+    assert lines[1].split()[:6] == ["beta", "SUCCEEDED", "2/3", "0.550", "v2", "28.4k"]
+    assert lines[2].startswith("alpha")
+    code, out, _ = run(capsys, "list", "-o", "json", "--state", "running")
+    assert code == 0 and [item["name"] for item in json.loads(out)] == ["runs/alpha"]
+    assert json.loads(out)[0]["state"] == "RUN_STATE_RUNNING"
+    assert len(run(capsys, "list", "--limit", "1")[1].splitlines()) == 2
+
+
+def test_empty_list_and_unknown_state(server, capsys):
+    assert run(capsys, "list") == (0, "", "no runs\n")
+    code, _, err = run(capsys, "list", "--state", "walking")
+    assert code == 2 and "'walking' is no state; there are queued, starting, running" in err
+
+
+def test_show(server, capsys):
+    server.add("alpha").error.CopyFrom(run_pb2.RunError(reason="X", message="it broke", component="trainer"))
+    code, out, _ = run(capsys, "show", "alpha")
+    assert code == 0
+    assert "name         runs/alpha" in out and "step         2/3" in out
+    assert "checkpoint   step 2  file:///c/2" in out and "error        it broke [X] (trainer)" in out
+    code, out, _ = run(capsys, "show", "alpha", "--format", "json")
+    assert code == 0 and json.loads(out)["uid"] == "uid-alpha"
+
+
+@pytest.mark.parametrize("name", ["runs/alpha-1", "alpha-1", "alpha-", "uid-alpha-1"])
+def test_names_resolve(server, capsys, name):
+    server.add("alpha-1")
+    server.add("beta-2")
+    assert "runs/alpha-1" in run(capsys, "show", name)[1]
+
+
+def test_dash_is_the_most_recent(server, capsys):
+    code, _, err = run(capsys, "show", "-")
+    assert code == 3 and "there is no run yet" in err
+    server.add("alpha")
+    server.add("beta")
+    assert "runs/beta" in run(capsys, "show", "-")[1]
+
+
+def test_ambiguous_and_unknown_names(server, capsys):
+    server.add("alpha-1")
+    server.add("alpha-2")
+    code, _, err = run(capsys, "show", "alp")
+    assert code == 2 and "'alp' begins the names of 2 runs: alpha-1, alpha-2" in err
+    code, _, err = run(capsys, "show", "alhpa-1")
+    assert code == 3 and "there is no run 'alhpa-1'" in err and "did you mean alpha-1" in err
+    with pytest.raises(NotFoundError, match="millrace run list"):
+        choose("x", [])
+
+
+def test_denied_is_4(server, capsys):
+    server.is_denied = True
+    code, _, err = run(capsys, "show", "alpha")
+    assert code == 4 and "you may not see runs" in err and "ask for a token" in err
+
+
+def test_watch_prints_progress_and_ends_with_the_run(server, capsys):
+    server.add("alpha")
+    code, out, _ = run(capsys, "watch", "alpha")
+    assert code == 0
+    assert "step   3/3  reward 0.700" in out and out.splitlines()[-1] == "STOPPING -> SUCCEEDED  done"
+
+
+def test_watch_of_a_failed_run_is_1(server, capsys):
+    server.add("alpha")
+    error = run_pb2.RunError(reason="ENV_LOAD_FAILED", message="load_environment raised", component="env-server")
+    server.events = [state(1, "STARTING", "FAILED", "", error=error)]
+    code, _, err = run(capsys, "watch", "alpha")
+    assert code == 1
+    assert "Error: runs/alpha failed: load_environment raised [ENV_LOAD_FAILED] (env-server)" in err
+    server.events = [state(1, "RUNNING", "CANCELLED", "asked")]
+    code, _, err = run(capsys, "watch", "alpha")
+    assert code == 1 and "runs/alpha ended as CANCELLED" in err
+
+
+def test_logs_of_one_component(server, capsys):
+    server.add("alpha")
+    code, out, _ = run(capsys, "logs", "alpha", "-f")
+    assert code == 0 and len(out.splitlines()) == len(server.events)
+    code, out, _ = run(capsys, "logs", "alpha", "--component", "trainer")
+    assert code == 0 and out and all("trainer-0" in line for line in out.splitlines())
+
+
+def test_cancel_and_why(server, capsys):
+    server.add("alpha")
+    assert run(capsys, "cancel", "alpha")[:2] == (0, "runs/alpha is asked to end (now RUNNING)\n")
+    code, out, _ = run(capsys, "why", "alpha")
+    assert code == 0
+    assert out.splitlines() == [
+        "trainer <- orchestrator <- env-server",
+        "  trainer-0 waits for batch 3 on orchestrator (3.2s)",
+    ]
+    server.add("omega", run_pb2.RUN_STATE_SUCCEEDED)
+    code, _, err = run(capsys, "cancel", "omega")
+    assert code == 2 and "the run has ended" in err
+
+
+RL = """
+max_steps = 3
+[model]
+name = "gpt2"
+[orchestrator]
+batch_size = 8
+rollouts_per_example = 4
+[[orchestrator.env]]
+id = "reverse-text"
+"""
+
+
+def test_submit_with_and_without_at_sign(server, capsys, tmp_path):
+    Path("rl.toml").write_text(RL)
+    code, out, _ = run(capsys, "submit", "@", "rl.toml", "--name", "mine", "--trainer.optim.lr", "0")
+    assert code == 0
+    assert out == "submitted runs/mine (uid uid-mine)    watch: millrace run watch mine\n"
+    request = server.requests[0]
+    assert (
+        request.run_id == "mine"
+        and request.request_id
+        and json.loads(request.config_json)["trainer"]["optim"]["lr"] == 0
+    )
+    assert run(capsys, "submit", "rl.toml", "--name", "other")[0] == 0
+    assert server.requests[1].request_id != request.request_id
+    code, out, _ = run(capsys, "submit", "rl.toml", "--dry-run")
+    assert code == 0 and json.loads(out)["max_steps"] == 3 and len(server.requests) == 2
+
+
+def test_submit_and_follow_writes_a_summary(server, capsys):
+    Path("rl.toml").write_text(RL)
+    server.events = [event for event in server.events if event.WhichOneof("body") != "policy_published"]
+    code, out, err = run(capsys, "submit", "@", "rl.toml", "--name", "mine", "--follow")
+    assert code == 0, err
+    assert out.splitlines()[-1] == "outputs/mine/summary.json"
+    assert json.loads(Path("outputs/mine/summary.json").read_text())["reward_after"] == 0.75
+    assert "step   3/3" in err
+
+
+def test_process_logs_of_the_stack_that_listens_there(tmp_path):
+    logs = tmp_path / "local" / "logs"
+    logs.mkdir(parents=True)
+    for name in ("trainer", "inference"):
+        (logs / f"{name}.log").write_text("")
+    stack = {"address": "127.0.0.1:5", "logs": str(logs)}
+    (tmp_path / "local" / "stack.json").write_text(json.dumps(stack))
+    found = process_logs("127.0.0.1:5", "runs/x", root=tmp_path)
+    assert [path.name for path in found] == ["inference.log", "trainer.log"]
+    assert [p.name for p in process_logs("127.0.0.1:5", "runs/x", component="trainer", root=tmp_path)] == [
+        "trainer.log"
+    ]
+    assert process_logs("127.0.0.1:6", "runs/x", root=tmp_path) == []

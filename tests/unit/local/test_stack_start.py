@@ -1,0 +1,117 @@
+"""What the stack does before and while its processes start."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import InvalidStateError, UnavailableError
+from millrace.local import stack as stack_module
+from millrace.local.stack import LocalStack, StackOptions
+from millrace.telemetry.settings import Settings
+
+# A module that never serves: it writes one line and sleeps.
+DEAF = {"orchestrator": "deaf_service"}
+
+
+@pytest.fixture
+def deaf(tmp_path, monkeypatch) -> dict[str, str]:
+    (tmp_path / "deaf_service.py").write_text("import time\nprint('loading the model', flush=True)\ntime.sleep(600)\n")
+    return {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
+
+
+def options(directory: Path, **more) -> StackOptions:
+    return StackOptions(directory=directory, **more)
+
+
+async def test_service_that_is_never_ready_is_told_with_its_last_lines(tmp_path, deaf, monkeypatch):
+    notes: list[str] = []
+    monkeypatch.setattr(stack_module, "SAY_WAIT_AFTER_S", 0.4)
+    with pytest.raises(UnavailableError) as caught:
+        async with LocalStack(
+            options(tmp_path / "out"), note=notes.append, environ=deaf, modules=DEAF, ready_deadline_s=1.5
+        ) as stack:
+            await stack.start()
+    assert caught.value.exit_code == 5
+    assert "orchestrator was not ready within 1.5 s" in caught.value.message
+    assert "  | loading the model" in caught.value.message and "orchestrator.log" in (caught.value.remedy or "")
+    assert any("waiting for orchestrator to be ready" in note and "loading the model" in note for note in notes)
+    assert not any(child.is_alive for child in stack.supervisor.children.values())
+
+
+async def test_directory_belongs_to_one_stack(tmp_path):
+    async with LocalStack(options(tmp_path)):
+        with pytest.raises(InvalidStateError, match=r"another stack \(pid \d+\) runs in"):
+            async with LocalStack(options(tmp_path)):
+                pass
+    async with LocalStack(options(tmp_path)):
+        pass
+
+
+async def test_guard_returns_the_result_passes_errors_on_and_cancels(tmp_path):
+    async def give(value: int) -> int:
+        return value
+
+    async def fail() -> None:
+        raise ValueError("mine")
+
+    async with LocalStack(options(tmp_path)) as stack:
+        assert await stack.guard(give(3)) == 3
+        with pytest.raises(ValueError, match="mine"):
+            await stack.guard(fail())
+        waiting = asyncio.create_task(stack.guard(asyncio.sleep(600)))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
+async def test_cancelling_the_stop_hurries_it_and_still_stops_everything(tmp_path):
+    from millrace.local.supervisor import ProcessSpec, Supervisor, tail
+
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    supervisor = Supervisor(term_grace_s=60)
+
+    async def hold() -> None:
+        async with supervisor:
+            argv = [sys.executable, "-c", code]
+            await supervisor.start(ProcessSpec(name="stubborn", argv=argv, env={}, log_path=tmp_path / "log"))
+            while not tail(tmp_path / "log"):
+                await asyncio.sleep(0.02)
+
+    holding = asyncio.create_task(hold())
+    while not tail(tmp_path / "log"):
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+    began = time.monotonic()
+    holding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
+    assert time.monotonic() - began < 6
+    assert not supervisor.children["stubborn"].is_alive
+
+
+def test_environment_of_a_service_names_its_own_place_only(tmp_path):
+    environ = {
+        "MILLRACE_SERVER": "1.2.3.4:5",
+        "MILLRACE_LISTEN": "1.2.3.4:6",
+        "AWS_REGION": "x",
+        "OMP_NUM_THREADS": "4",
+    }
+    stack = LocalStack(options(tmp_path, log_level="debug"), environ=environ)
+    addresses = {"orchestrator": "127.0.0.1:1", "inference": "127.0.0.1:2"}
+    spec = stack._service("inference", addresses, "127.0.0.1:3", "redis://127.0.0.1:4/0", "file:///s")
+    assert spec.argv == [sys.executable, "-m", "millrace.inference.main"]
+    settings = Settings.from_env(spec.env)
+    assert settings.listen == "127.0.0.1:2" and settings.http_listen == "127.0.0.1:3"
+    assert settings.orchestrator == "127.0.0.1:1" and settings.server is None
+    assert settings.log_level == "DEBUG" and settings.drain_s == 0
+    assert spec.env["AWS_REGION"] == "x" and spec.env["OMP_NUM_THREADS"] == "4"
+    assert (
+        stack._service("orchestrator", addresses, "h:3", "redis://r", "file:///s").env.get("MILLRACE_HTTP_LISTEN")
+        is None
+    )
