@@ -1,6 +1,7 @@
 """EnvService: opens environments, plays groups, answers what is being played."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -229,8 +230,17 @@ def _check_request(request: env_service_pb2.PlayGroupRequest) -> None:
         wrong.append(("members", list(request.members), f"must be distinct and below group_size {request.group_size}"))
     if not request.base_url:
         wrong.append(("base_url", "", "must be the engine's URL, ending in /v1"))
+    if not _is_json_object(request.sampling.extra_body_json or "{}"):
+        wrong.append(("sampling.extra_body_json", request.sampling.extra_body_json[:200], "must be a JSON object"))
     if not 0 < request.rollout_timeout_seconds < float("inf"):
         wrong.append(("rollout_timeout_seconds", request.rollout_timeout_seconds, "must be positive and finite"))
     if wrong:
         violations = [Violation(field=f, value=str(v), message=m, source="PlayGroupRequest") for f, v, m in wrong]
         raise InvalidSpecError(violations, reason="REQUEST_INVALID")
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except json.JSONDecodeError:
+        return False

@@ -121,12 +121,14 @@ async def test_older_epochs_are_fenced(server: Any) -> None:
 async def test_bad_requests_name_every_field(server: Any) -> None:
     await server.open("faulty-v0")
     bad = server.request("faulty-v0", 0, members=[0, 0, 7], base_url="", rollout_timeout_seconds=0.0)
+    bad.sampling.extra_body_json = "[1"
     with pytest.raises(InvalidSpecError) as caught:
         await play_group(server, bad)
     assert {violation.field for violation in caught.value.violations} == {
         "members",
         "base_url",
         "rollout_timeout_seconds",
+        "sampling.extra_body_json",
     }
     with pytest.raises(InvalidSpecError, match="14 training tasks"):
         await play_group(server, server.request("faulty-v0", 14))
