@@ -71,7 +71,7 @@ class EventWriter:
             with waits.waiting("room in the event queue", waits_on="redis"):
                 await self._put(copy)
         else:
-            await self._put(copy)
+            self._queue.put_nowait(copy)
 
     async def flush(self, *, timeout_s: float = FLUSH_S) -> None:
         """Return when every queued event is in the log; `UnavailableError` after `timeout_s`."""
@@ -101,6 +101,7 @@ class EventWriter:
                 await asyncio.wait((self._pump,), timeout=timeout_s)
 
     async def _put(self, event: event_pb2.Event) -> None:
+        """Wait for room, or for the end of the background task, which would leave none for ever."""
         put = asyncio.ensure_future(self._queue.put(event))
         assert self._pump is not None
         try:

@@ -297,8 +297,9 @@ class RunLog:
                         | {"detail": detail},
                     )
                 return result
-            # Redis lost the tail that held our epoch. The store says that it is ours, so write it again.
-            if not await self._raise_epoch(Epoch(role, epoch), raises=False):
+            # Redis lost the tail that held our epoch. The store knows whether ours is still the newest.
+            newest = await asyncio.to_thread(epochs.latest_epoch, self.store, self.names, role)
+            if newest > epoch or not await self._raise_epoch(Epoch(role, epoch), raises=False):
                 return AppendResult.FENCED
         raise InternalError(f"{what} of run {self.uid}: Redis forgets epochs", reason="EPOCH_LOST")
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import json
+import random
 
 import pytest
 
@@ -14,7 +16,7 @@ from millrace.errors import (
     LogGoneError,
 )
 from millrace.internal.v1 import policy_pb2
-from millrace.runlog import AppendResult, Epoch, RunLog, Stream
+from millrace.runlog import AppendResult, Epoch, RunLog, Stream, reappend_policies
 
 OK, ALREADY, CONFLICT = AppendResult.OK, AppendResult.ALREADY, AppendResult.CONFLICT
 FENCED, LOGGONE = AppendResult.FENCED, AppendResult.LOGGONE
@@ -226,3 +228,67 @@ async def test_concurrent_appends_of_one_step_write_it_once(log, make_batch):
     answers = await asyncio.gather(*(log.append_batch(epoch, header.SerializeToString(), chunks) for _ in range(16)))
     assert sorted(answers) == [ALREADY] * 15 + [OK]
     assert len(await log.read("batches")) == 1 + len(chunks)
+
+
+async def test_a_rebuilt_stream_begins_at_its_base(log, redis, make_batch):
+    """After a rebuild, the stream starts at the oldest kept checkpoint instead of 0."""
+    epoch = await log.acquire_epoch("orchestrator", "o1")
+    await redis.hset(log.names.meta, "base:batches", 5)
+    assert await log.next_position(Stream.BATCHES) == 5
+    for step, answer in ((0, CONFLICT), (4, CONFLICT), (6, CONFLICT), (5, OK), (6, OK)):
+        header, chunks = make_batch(step)
+        assert await log.append_batch(epoch, header.SerializeToString(), chunks) is answer
+
+
+async def test_published_policies_that_redis_lost_are_repeated(log, redis, local_store):
+    epoch = await log.acquire_epoch("trainer", "t")
+    for lineage, version in ((0, 0), (0, 1), (0, 2), (1, 2), (1, 3)):
+        manifest = json.dumps({"digest": f"d{lineage}-{version}"}).encode()
+        local_store.create(log.names.policy_manifest(lineage, version), manifest)
+    local_store.create(f"{log.names.policy(1, 4)}e00000001-ab/model.safetensors", b"uploaded, but without a manifest")
+    assert await reappend_policies(log, epoch) == 4
+    entries = [policy_pb2.PolicyEntry.FromString(entry.d) for entry in await log.read("policies")]
+    assert [(e.lineage, e.version, e.digest) for e in entries] == [
+        (0, 0, "d0-0"),
+        (0, 1, "d0-1"),
+        (1, 2, "d1-2"),
+        (1, 3, "d1-3"),
+    ]
+    for entry in entries:
+        manifest = local_store.get(entry.manifest_key)
+        assert entry.manifest_sha256 == hashlib.sha256(manifest).digest()
+    assert await reappend_policies(log, epoch) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_script_agrees_with_a_model(log, redis, seed):
+    """Random appends, repetitions, takeovers, trims and lost epochs against twenty lines of Python."""
+    rng = random.Random(seed)
+    epochs = [await log.acquire_epoch("trainer", "t0")]
+    stream: dict[int, bytes] = {}
+    last, base = -1, 0
+    for _ in range(150):
+        match rng.choice(["append", "append", "append", "append", "take over", "trim", "forget"]):
+            case "append":
+                epoch = rng.choice(epochs[-2:])
+                version = max(0, last + rng.choice([-2, -1, 0, 1, 1, 1, 2]))
+                data = policy_pb2.PolicyEntry(version=version, lineage=rng.choice([0, 0, 0, 1])).SerializeToString()
+                if epoch is not epochs[-1]:
+                    expected = FENCED
+                elif version == last + 1:
+                    expected = OK
+                    stream[version], last = data, version
+                elif base <= version <= last and stream[version] == data:
+                    expected = ALREADY
+                else:
+                    expected = CONFLICT
+                assert await log.append_policy(epoch, data, version) is expected
+            case "take over":
+                epochs.append(await log.acquire_epoch("trainer", "t"))
+            case "trim":
+                base = rng.randint(base, last + 1) if last >= base else base
+                await redis.execute_command("XTRIM", log.names.stream(Stream.POLICIES), "MINID", f"{base}-0")
+            case "forget":
+                await redis.hdel(log.names.meta, "epoch:trainer")
+    found = await log.read("policies", count=1000)
+    assert [(entry.id, entry.d) for entry in found] == [(f"{v}-1", stream[v]) for v in range(base, last + 1)]
