@@ -95,6 +95,12 @@ class Recorder:
 
     make_samples = staticmethod(make_samples)
 
+    prefix = PREFIX
+
+    @property
+    def store_url(self) -> str:
+        return self.store.uri("x").removesuffix("/x")
+
     @property
     def root(self) -> str:
         return f"{PREFIX}/runs/{self.uid}/"

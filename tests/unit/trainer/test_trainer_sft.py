@@ -1,0 +1,189 @@
+"""SFT: rows, tokens, order, and a fine-tuning that lowers the loss and can be continued."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.config.sft import SFTConfig, SFTDataConfig
+from millrace.errors import InvalidSpecError, NotFoundError
+from millrace.trainer.distributed import Gang
+from millrace.trainer.model import load_tokenizer
+from millrace.trainer.sft import SFTStep, run_sft
+from millrace.trainer.sft_data import Order, RowEncoder, load_rows
+from millrace.trainer.sft_main import load_config
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "reverse_text" / "make_model.py"
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's directory: base model and pairs."""
+    directory = tmp_path_factory.mktemp("reverse-text")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["make_model.py", "--output", str(directory)])
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(example: Path) -> Any:
+    return load_tokenizer(example / "base")
+
+
+def test_the_example_model_is_the_documented_one(example: Path, tokenizer: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(example / "base")
+    assert sum(p.numel() for p in model.parameters()) == 124_288
+    assert len(tokenizer) == 259 and tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
+    text = "vo povi é"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer(text)["input_ids"]) == len(text.encode())
+
+
+def test_the_warm_up_never_sees_a_held_out_text(example: Path) -> None:
+    import reverse_text
+
+    environment = reverse_text.load_environment()
+    held_out = set(environment.eval_dataset["question"])
+    prompts = [json.loads(line)["prompt"] for line in (example / "sft.jsonl").read_text().splitlines()]
+    assert len(held_out) == 64 and len(prompts) == 2000
+    assert not held_out & set(prompts)
+    assert set(prompts) == set(environment.dataset["question"])
+
+
+def test_loss_is_on_the_completion_and_its_stop_token_only(tokenizer: Any) -> None:
+    sample = RowEncoder(tokenizer, seq_len=64).encode({"prompt": "toma", "completion": "amot"})
+    assert sample is not None and sample.ce_weights is not None
+    assert (
+        tokenizer.decode(sample.token_ids) == "<|im_start|>user\ntoma<|im_end|>\n<|im_start|>assistant\namot<|im_end|>"
+    )
+    assert tokenizer.decode(sample.token_ids[sample.ce_weights == 1]) == "amot<|im_end|>"
+    assert not sample.loss_mask.any()
+
+
+def test_messages_and_text_give_the_same_sample(tokenizer: Any) -> None:
+    encoder = RowEncoder(tokenizer, seq_len=64)
+    messages = {
+        "prompt": [{"role": "user", "content": "toma"}],
+        "completion": [{"role": "assistant", "content": "amot"}],
+    }
+    assert encoder.encode(messages) == encoder.encode({"prompt": "toma", "completion": "amot"})
+
+
+def test_long_rows_are_cut_and_rows_without_a_completion_left_are_dropped(tokenizer: Any) -> None:
+    row = {"prompt": "toma", "completion": "a" * 20}
+    full = RowEncoder(tokenizer, seq_len=64).encode(row)
+    cut = RowEncoder(tokenizer, seq_len=30).encode(row)
+    assert full is not None and cut is not None and cut.ce_weights is not None
+    assert cut.num_tokens == 30 and np.array_equal(cut.token_ids, full.token_ids[:30])
+    assert RowEncoder(tokenizer, seq_len=10).encode(row) is None
+
+
+def test_without_a_chat_template_texts_are_joined(example: Path) -> None:
+    plain = load_tokenizer(example / "base")
+    plain.chat_template = None
+    sample = RowEncoder(plain, seq_len=64).encode({"prompt": "ab", "completion": "ba"})
+    assert sample is not None and sample.ce_weights is not None
+    assert plain.decode(sample.token_ids) == "abba<|im_end|>"
+    assert sample.ce_weights.tolist() == [0, 0, 1, 1, 1]
+    with pytest.raises(InvalidSpecError, match="no chat template"):
+        RowEncoder(plain, seq_len=64).encode({"prompt": [], "completion": []})
+
+
+def test_every_pass_takes_every_row_once_in_a_new_order() -> None:
+    order = Order(10, batch_size=4, shuffle=True, seed=3)
+    taken = [row for step in range(5) for row in order.rows_of(step)]
+    first, second = taken[:10], taken[10:]
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second
+    assert order.steps_per_pass == 3
+    assert order.rows_of(1) == Order(10, batch_size=4, shuffle=True, seed=3).rows_of(1)
+    assert Order(10, batch_size=4, shuffle=False, seed=3).rows_of(2) == [8, 9, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "Expecting"),
+        ('{"prompt": "a"}', "completion"),
+        ('{"prompt": "a", "completion": []}', "both"),
+        ("3", "JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
+    with pytest.raises(InvalidSpecError, match=message) as raised:
+        load_rows(SFTDataConfig(name=str(path)))
+    assert raised.value.violations[0].source == f"{path}:2"
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"nothing\.jsonl.*data\.name"):
+        load_rows(SFTDataConfig(name=str(tmp_path / "nothing.jsonl")))
+    with pytest.raises(NotFoundError, match="no rows"):
+        load_rows(SFTDataConfig(name=str(tmp_path)))
+
+
+def _config(example: Path, output: Path, **changes: Any) -> SFTConfig:
+    document: dict[str, Any] = {
+        "model": {"name": str(example / "base")},
+        "data": {"name": str(example / "sft.jsonl"), "batch_size": 16, "seq_len": 64},
+        "optim": {"lr": 4e-3},
+        "max_steps": 8,
+        "output_dir": str(output),
+        "run": {"name": "sft"},
+    }
+    return SFTConfig.model_validate({**document, **changes})
+
+
+def test_fine_tuning_lowers_the_loss_and_writes_a_model_that_loads(example: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    steps: list[SFTStep] = []
+    directory = run_sft(_config(example, tmp_path), gang=Gang(), on_step=steps.append)
+    assert directory == tmp_path / "sft" / "model"
+    assert [step.step for step in steps] == list(range(8))
+    assert steps[-1].loss < 0.8 * steps[0].loss
+    lines = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss/mean"] for line in lines] == [step.loss for step in steps]
+    tuned = AutoModelForCausalLM.from_pretrained(directory)
+    base = AutoModelForCausalLM.from_pretrained(example / "base")
+    assert not torch.equal(tuned.model.embed_tokens.weight, base.model.embed_tokens.weight)
+    assert AutoTokenizer.from_pretrained(directory).chat_template == load_tokenizer(example / "base").chat_template
+    assert not (tmp_path / "sft" / "checkpoints").exists()
+
+
+def test_an_interrupted_fine_tuning_continues_bit_for_bit(example: Path, tmp_path: Path) -> None:
+    config = _config(example, tmp_path / "broken", ckpt={"interval": 4})
+    whole = run_sft(_config(example, tmp_path / "whole", ckpt={"interval": 4}), gang=Gang(), on_step=lambda _: None)
+
+    def interrupt(step: SFTStep) -> None:
+        if step.step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(config, gang=Gang(), on_step=interrupt)
+    steps: list[SFTStep] = []
+    broken = run_sft(config, gang=Gang(), on_step=steps.append)
+    assert [step.step for step in steps] == [4, 5, 6, 7]
+    assert (broken / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    lines = [
+        json.loads(line)["step"] for line in (tmp_path / "broken" / "sft" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert lines == list(range(8))
+
+
+def test_a_bad_config_file_is_reported_whole(tmp_path: Path) -> None:
+    path = tmp_path / "sft.json"
+    path.write_text('{"max_steps": 0, "optim": {"lr": -1.0}}')
+    with pytest.raises(InvalidSpecError) as raised:
+        load_config(path)
+    assert {violation.field for violation in raised.value.violations} == {"max_steps", "optim.lr"}
+    with pytest.raises(NotFoundError, match=r"none\.json"):
+        load_config(tmp_path / "none.json")

@@ -1,0 +1,209 @@
+"""The worker's state machine, with jobs that end in every way."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from millrace.errors import FencedError, NotFoundError
+from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
+from millrace.rpc.health import PROCESS, HealthBoard
+from millrace.trainer.batches import StopRequested
+from millrace.trainer.distributed import Gang
+from millrace.trainer.publisher import PublishPlan, plan_publishing
+from millrace.trainer.worker import TrainerWorker
+
+
+class Clock:
+    """Monotonic seconds that a test can move."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def board(clock: Clock) -> HealthBoard:
+    return HealthBoard(clock=clock)
+
+
+@pytest.fixture
+def worker(clock: Clock, board: HealthBoard) -> TrainerWorker:
+    return TrainerWorker(gang=Gang(), board=board, clock=clock)
+
+
+@pytest.fixture
+def start(worker: TrainerWorker) -> Iterator[Callable[[Callable[[str], None]], None]]:
+    threads: list[threading.Thread] = []
+
+    def start(job: Callable[[str], None]) -> None:
+        threads.append(threading.Thread(target=worker.run, args=(job,), daemon=True))
+        threads[-1].start()
+
+    yield start
+    worker.stop()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def _assign(worker: TrainerWorker, *uids: str) -> None:
+    worker.hear(HeartbeatResponse(assignments=[Assignment(run_uid=uid) for uid in uids]))
+
+
+def _until(worker: TrainerWorker, condition: Callable[[TrainerStatus], bool]) -> TrainerStatus:
+    ends = time.monotonic() + 10
+    while not condition(status := worker.report().trainer):
+        assert time.monotonic() < ends, f"still {status}"
+        time.sleep(0.01)
+    return status
+
+
+def test_a_run_is_worked_on_once_and_reported_until_the_assignment_ends(
+    worker: TrainerWorker, start: Callable[..., None]
+) -> None:
+    jobs: list[str] = []
+
+    def job(uid: str) -> None:
+        jobs.append(uid)
+        worker.on_epoch(7)
+        worker.on_progress(3)
+
+    start(job)
+    _assign(worker, "run-a")
+    status = _until(worker, lambda status: status.is_finished)
+    assert (status.run_uid, status.epoch, status.step, status.error_reason) == ("run-a", 7, 3, "")
+    time.sleep(0.5)
+    assert jobs == ["run-a"]
+    _assign(worker)
+    _until(worker, lambda status: status.run_uid == "")
+    _assign(worker, "run-b")
+    _until(worker, lambda status: status.is_finished and status.run_uid == "run-b")
+    assert jobs == ["run-a", "run-b"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "message"),
+    [
+        (NotFoundError("no model at /x", reason="MODEL_NOT_FOUND", remedy="set model.name"), "MODEL_NOT_FOUND", "/x"),
+        (RuntimeError("out of memory"), "INTERNAL", "RuntimeError: out of memory"),
+    ],
+)
+def test_an_error_for_the_owner_is_reported_and_not_repeated(
+    worker: TrainerWorker, start: Callable[..., None], error: Exception, reason: str, message: str
+) -> None:
+    calls: list[str] = []
+
+    def job(uid: str) -> None:
+        calls.append(uid)
+        raise error
+
+    start(job)
+    _assign(worker, "run-a")
+    status = _until(worker, lambda status: bool(status.error_reason))
+    assert status.error_reason == reason and message in status.error_message and not status.is_finished
+    time.sleep(0.5)
+    assert calls == ["run-a"]
+    _assign(worker)
+    assert _until(worker, lambda status: status.run_uid == "").error_reason == ""
+
+
+def test_a_fenced_job_is_let_go_and_tried_again_while_assigned(
+    worker: TrainerWorker, start: Callable[..., None]
+) -> None:
+    calls: list[str] = []
+
+    def job(uid: str) -> None:
+        calls.append(uid)
+        if len(calls) == 1:
+            raise FencedError("a newer epoch exists")
+
+    start(job)
+    _assign(worker, "run-a")
+    _until(worker, lambda status: status.is_finished)
+    assert calls == ["run-a", "run-a"]
+
+
+def test_another_assignment_takes_the_job_away(worker: TrainerWorker, start: Callable[..., None]) -> None:
+    jobs: list[str] = []
+
+    def job(uid: str) -> None:
+        jobs.append(uid)
+        while uid == "run-a":
+            if worker.should_stop():
+                raise StopRequested
+            time.sleep(0.01)
+
+    start(job)
+    _assign(worker, "run-a")
+    _until(worker, lambda status: status.run_uid == "run-a")
+    assert not worker.should_stop()
+    _assign(worker, "run-b")
+    _until(worker, lambda status: status.is_finished and status.run_uid == "run-b")
+    assert jobs == ["run-a", "run-b"]
+
+
+def test_an_orchestrator_that_restarts_does_not_cost_the_run(
+    worker: TrainerWorker, start: Callable[..., None], clock: Clock
+) -> None:
+    release = threading.Event()
+
+    def job(uid: str) -> None:
+        release.wait(10)
+
+    start(job)
+    _assign(worker, "run-a")
+    _until(worker, lambda status: status.run_uid == "run-a")
+    _assign(worker)  # it knows of no run yet
+    assert not worker.should_stop()
+    clock.ahead_s += 60
+    assert worker.should_stop()
+    release.set()
+
+
+def test_health_runs_out_when_a_step_hangs(
+    worker: TrainerWorker, start: Callable[..., None], clock: Clock, board: HealthBoard
+) -> None:
+    release, stepped = threading.Event(), threading.Event()
+
+    def job(uid: str) -> None:
+        worker.on_progress(1)
+        stepped.set()
+        release.wait(10)
+
+    start(job)
+    clock.ahead_s += 10_000
+    assert board.is_serving(PROCESS)  # idle for long is healthy
+    _assign(worker, "run-a")
+    assert stepped.wait(10) and board.is_serving(PROCESS)
+    clock.ahead_s += 1000
+    assert not board.is_serving(PROCESS)
+    worker.should_stop()  # it waits for a batch: alive
+    assert board.is_serving(PROCESS)
+    release.set()
+
+
+@pytest.mark.parametrize(
+    ("start_step", "published", "is_strict", "expected"),
+    [
+        (0, None, True, PublishPlan(lineage=0, first_version=0)),
+        (4, (0, 9), True, PublishPlan(lineage=0, first_version=4)),  # strict: published again, digests compared
+        (0, None, False, PublishPlan(lineage=0, first_version=0)),
+        (4, (0, 4), False, PublishPlan(lineage=0, first_version=5)),
+        (4, (1, 6), False, PublishPlan(lineage=2, first_version=7)),
+        (4, (0, 3), False, PublishPlan(lineage=0, first_version=4)),
+    ],
+)
+def test_what_a_resumed_trainer_publishes(
+    start_step: int, published: tuple[int, int] | None, is_strict: bool, expected: PublishPlan
+) -> None:
+    plan = plan_publishing(start_step=start_step, start_lineage=0, published=published, is_strict=is_strict)
+    assert plan == expected
