@@ -45,8 +45,7 @@ class Collector:
             pass
         for group in self._loop.table.open.values():
             if not group.env_server:
-                group.attempt += 1
-                group.env_server = "lost"
+                group.attempt += 1  # whoever played it is silent or gone: the loop places the next attempt
 
     async def run(self) -> None:
         """Follow the stream; ends by cancellation."""

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millrace.config.schema import OrchestratorConfig
@@ -28,7 +29,7 @@ class RunIdentity:
 
 
 def sampling_message(
-    *, temperature: float, max_tokens: int | None, top_p: float, extra_body: dict[str, object]
+    *, temperature: float, max_tokens: int | None, top_p: float, extra_body: Mapping[str, object]
 ) -> env_service_pb2.Sampling:
     """The wire form of sampling parameters."""
     return env_service_pb2.Sampling(
@@ -77,11 +78,13 @@ class Dispatcher:
     def lost(self, table: GroupTable) -> list[Group]:
         """Open groups whose env-server lost its lease or whose deadline passed."""
         alive, now = set(self._envs.alive()), time.monotonic()
-        return [
-            group
-            for group in table.open.values()
-            if group.env_server and (group.env_server not in alive or now > group.deadline)
-        ]
+        lost = []
+        for group in table.open.values():
+            if group.env_server and (group.env_server not in alive or now > group.deadline):
+                fields = {"ordinal": group.ordinal, "attempt": group.attempt, "env_server": group.env_server}
+                log.warning("group lost, playing it again", extra=fields)
+                lost.append(group)
+        return lost
 
     def _pick_replica(self, table: GroupTable, *, min_version: int) -> Replica | None:
         load = Counter(group.replica for group in table.open.values())

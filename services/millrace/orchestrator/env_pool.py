@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -157,6 +157,6 @@ class EnvPool:
         return env_service_pb2_grpc.EnvServiceStub(self._channels[worker_id])
 
 
-def env_spec(name: str, env_id: str, args: dict[str, object]) -> env_service_pb2.EnvSpec:
+def env_spec(name: str, env_id: str, args: Mapping[str, object]) -> env_service_pb2.EnvSpec:
     """The wire form of an environment of the run config."""
     return env_service_pb2.EnvSpec(name=name, id=env_id, args_json=json.dumps(args, sort_keys=True))

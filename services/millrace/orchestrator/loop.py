@@ -21,7 +21,7 @@ stand in `admission.py`, the rules for whole groups in `groups.py`, the commit o
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.algorithms import Algorithm
 from millrace.orchestrator.admission import AdmissionRule
@@ -32,7 +32,7 @@ from millrace.orchestrator.ledger import Ledger
 from millrace.orchestrator.policy_driver import PolicyDriver
 from millrace.orchestrator.tasks import TaskOrder
 from millrace.rollouts.types import Rollout
-from millrace.telemetry import waits
+from millrace.telemetry.waits import LastingWait
 
 TICK_S = 1.0
 """Longest pause between two looks at lost groups and cancellation if nothing else wakes the loop."""
@@ -54,15 +54,23 @@ class RolloutLoop:
     filter_zero_advantages: bool
     changed: asyncio.Event
     is_cancelled: Callable[[], bool]
+    wait: LastingWait = field(default_factory=LastingWait)
 
     async def run(self) -> None:
         """Cut and commit batches until `max_steps` or cancellation."""
+        try:
+            await self._run()
+        finally:
+            self.wait.over()
+
+    async def _run(self) -> None:
         while self.ledger.step < self.max_steps and not self.is_cancelled():
             self.changed.clear()
             await self.drop_stale()
             await self.replay_lost()
             await self.admit()
             if groups := self.take():
+                self.wait.over()
                 await self.commit(groups)
             else:
                 await self.wait_for_change()
@@ -87,10 +95,13 @@ class RolloutLoop:
         return await self.dispatcher.dispatch(group, self.table, min_version=min_version)
 
     async def replay_lost(self) -> None:
-        """Play again, as the next attempt, what a dead or silent env-server held."""
+        """Play again, as the next attempt, what a dead or silent env-server held, and what failed."""
         for group in self.dispatcher.lost(self.table):
             group.attempt += 1
-            await self.play(group)
+            group.env_server = ""
+        for group in [group for group in self.table.open.values() if not group.env_server]:
+            if not await self.play(group):
+                return
 
     async def add(self, rollout: Rollout, *, entry_id: str) -> None:
         """Take one rollout of the stream: collect calls this for every entry, once."""
@@ -101,7 +112,7 @@ class RolloutLoop:
         elif group is not None and arrival is Arrival.RETRY:
             group.attempt += 1
             group.failures.clear()
-            group.deadline = 0.0  # counts as lost: the loop plays it again when somebody can take it
+            group.env_server = ""  # nobody plays it: the loop places it again
         if arrival is not Arrival.OPEN:
             self.changed.set()
 
@@ -133,17 +144,18 @@ class RolloutLoop:
         await self.ledger.commit(batch, self.table)
 
     async def wait_for_change(self) -> None:
-        """Sleep until a group finishes, a version is served or a worker changes; the wait has a name."""
-        have, need = len(self.table.finished), self.rule.groups_per_step
+        """Sleep until a group finishes, a version is served or a worker changes; the wait has a name and an age."""
+        step, have, need = self.ledger.step, len(self.table.finished), self.rule.groups_per_step
         if self.policies.served_version() is None:
-            reason, on = "a replica that serves this run's policy", "inference"
+            self.wait.on("a replica that serves this run's policy", waits_on="inference", key="replica")
         elif have < need and self.table.open:
-            reason, on = f"{need - have} of {need} groups for batch {self.ledger.step}", "env-server"
+            reason = f"{need - have} of {need} groups for batch {step}"
+            self.wait.on(reason, waits_on="env-server", key=f"groups {step}")
         else:
-            reason, on = f"policy {self.ledger.step - self.rule.async_level} to be served", "trainer"
-        with waits.waiting(reason, waits_on=on):
-            try:
-                async with asyncio.timeout(TICK_S):
-                    await self.changed.wait()
-            except TimeoutError:
-                return
+            version = step - self.rule.async_level
+            self.wait.on(f"policy {version} to be served", waits_on="trainer", key=f"policy {version}")
+        try:
+            async with asyncio.timeout(TICK_S):
+                await self.changed.wait()
+        except TimeoutError:
+            return

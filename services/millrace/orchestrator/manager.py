@@ -15,7 +15,6 @@ from millrace.orchestrator.run_view import RunView
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
 from millrace.storage import ObjectStore
-from millrace.telemetry import waits
 
 log = logging.getLogger(__name__)
 
@@ -130,8 +129,7 @@ class RunManager:
         while True:
             if any(intent.kind == "cancel" for intent in await run_log.read_intents()):
                 driver.cancel()
-            with waits.waiting("the next lease renewal", deadline_s=LEASE_TTL_S):
-                await asyncio.sleep(min(CANCEL_POLL_S, LEASE_TTL_S / 3))
+            await asyncio.sleep(min(CANCEL_POLL_S, LEASE_TTL_S / 3))
             if not await lease.renew():
                 raise FencedError(
                     f"the lease of run {run_log.uid} was lost to another orchestrator", reason="LEASE_LOST"

@@ -80,7 +80,7 @@ class RunDriver:
             await self._drive()
         except* (FencedError, LogGoneError):
             raise
-        except* Exception as group:  # noqa: BLE001 - the edge of a run: a defect there must not end the other runs
+        except* Exception as group:
             error = _first(group)
             log.error("run failed", extra={"run": self._record.name, "error": str(error)}, exc_info=error)
             await self._fail(_as_millrace(error))

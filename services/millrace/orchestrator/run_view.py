@@ -53,7 +53,7 @@ class RunView:
         self.run = run_pb2.Run(
             name=f"runs/{record.name}",
             uid=record.uid,
-            kind=run_pb2.RunKind.Value(f"RUN_KIND_{record.kind}"),
+            kind=f"RUN_KIND_{record.kind}",
             state=run_pb2.RUN_STATE_QUEUED,
             config_json=record.config_json,
             run_hash=record.run_hash,

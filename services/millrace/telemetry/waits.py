@@ -117,6 +117,38 @@ class WaitRegistry:
         return sorted((wait for wait in found if wait.age_s >= min_age_s), key=lambda wait: -wait.age_s)
 
 
+class LastingWait:
+    """One wait of a loop that looks up at every tick: its age counts from when the loop began to wait for that thing.
+
+    wait = LastingWait()
+    while not done:
+        wait.on("2 of 8 groups for batch 3", waits_on="env-server", key="groups 3")
+        await tick()
+    wait.over()
+    """
+
+    def __init__(self, registry: WaitRegistry | None = None) -> None:
+        self._registry = registry or _REGISTRY
+        self._key = ""
+        self._waiting: Waiting | None = None
+
+    def on(self, reason: str, *, waits_on: str = "", key: str) -> None:
+        """Wait, or go on waiting, for what `key` names; another key ends the wait before and begins a new one."""
+        if self._waiting is not None and self._key == key:
+            self._waiting.update(reason=reason, waits_on=waits_on)
+            return
+        self.over()
+        self._key = key
+        self._waiting = self._registry.waiting(reason, waits_on=waits_on)
+        self._waiting.__enter__()
+
+    def over(self) -> None:
+        """What was waited for is there."""
+        if self._waiting is not None:
+            self._waiting.__exit__(None, None, None)
+            self._waiting = None
+
+
 _REGISTRY = WaitRegistry()
 
 

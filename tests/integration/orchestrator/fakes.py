@@ -92,13 +92,13 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
 
     async def _play(self, request) -> None:
         await asyncio.sleep(self.delay_s * random.random())
-        log = await RunLog.open(
-            self.deps["redis"], self.deps["store"], prefix=self.deps["prefix"], uid=request.run_uid
-        )
+        log = await RunLog.open(self.deps["redis"], self.deps["store"], prefix=self.deps["prefix"], uid=request.run_uid)
         version = self.replica.status.version
         for member in request.members:
             status = self.broken.get((request.ordinal, member, request.attempt), RolloutStatus.OK)
-            (await log.append_rollout(encode_rollout(make_rollout(request, member, status, version)))).require("rollout")
+            (await log.append_rollout(encode_rollout(make_rollout(request, member, status, version)))).require(
+                "rollout"
+            )
 
 
 def make_rollout(request, member: int, status: RolloutStatus, version: int) -> Rollout:
