@@ -44,8 +44,10 @@ def event_line(event: event_pb2.Event, progress: Progress) -> str:
     match event.WhichOneof("body"):
         case "state_changed":
             change = event.state_changed
-            line = f"{state_name(change.old_state)} -> {state_name(change.new_state)}  {change.reason}".rstrip()
-            return f"{line}  error {change.error.reason}: {change.error.message}" if change.HasField("error") else line
+            line = f"{state_name(change.old_state)} -> {state_name(change.new_state)}"
+            if change.HasField("error"):
+                return f"{line} [{change.error.reason}]  {change.error.message}"
+            return f"{line}  {change.reason}".rstrip()
         case "step_completed":
             return step_line(progress.steps[-1], progress)
         case "eval_completed":

@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = cli.main([word for word in arguments if word != "--debug"], prog_name="millrace", standalone_mode=False)
     except click.exceptions.Abort:
         return 130
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return EXIT_USAGE
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "millrace"
         print(f"Error: {error.format_message()}\n  remedy: see {where} --help", file=sys.stderr)

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace.cli.address import check_address
 from millrace.cli.model_path import check_models, is_path
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
+from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings, parse_address
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -23,6 +25,8 @@ class Prepared:
     settings: Settings
     server: str | None
     """host:port of the orchestrator; None starts a local stack."""
+    server_origin: str
+    """Where the address of the server comes from, in words."""
     name: str | None
     """The name that the user chose."""
     is_dry_run: bool
@@ -35,11 +39,16 @@ def prepare(
 ) -> Prepared:
     """Load and check the config; InvalidSpecError with everything that is wrong, before anything starts."""
     settings = Settings.from_env(environ)
-    loaded = load(RLConfig, arguments, environ)
+    try:
+        loaded = load(RLConfig, arguments, environ)
+    except InvalidSpecError as error:
+        if not arguments and error.remedy is None:
+            error.remedy = "name a config file, such as: @ examples/reverse_text/rl.toml"
+        raise
     flags = loaded.flags
-    server = str(flags["server"]) if "server" in flags else settings.server or default_server
-    if server is not None:
-        settings = Settings.from_env({**environ, "MILLRACE_SERVER": server})  # checks its form
+    server, origin = settings.server or default_server, "MILLRACE_SERVER" if settings.server else "the default"
+    if "server" in flags:
+        server, origin = check_address(str(flags["server"]), option="--server"), "--server"
     is_here = server is None or parse_address(server)[0] in _LOOPBACK
     if is_here and not flags.get("dry-run"):
         names = {"model.name": loaded.config.model.name, "trainer.model.name": loaded.config.trainer.model.name}
@@ -51,6 +60,7 @@ def prepare(
         config=loaded.config,
         settings=settings,
         server=server,
+        server_origin=origin,
         name=str(name) if name else None,
         is_dry_run=bool(flags.get("dry-run")),
         is_plain=bool(flags.get("plain")),

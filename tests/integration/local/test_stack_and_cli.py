@@ -133,7 +133,8 @@ def test_interrupt_at_any_time_of_the_start(project, delay_s):
     time.sleep(delay_s)
     process.send_signal(signal.SIGINT)
     code, out, _ = finish(process, timeout=30)
-    assert code == 130 and out == ""
+    # Python itself ends with the signal when that comes during the very first imports; a shell shows 130 for both.
+    assert code in (130, -signal.SIGINT) and out == ""
     assert leftovers(project) == []
 
 

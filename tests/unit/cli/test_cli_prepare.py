@@ -54,7 +54,7 @@ def test_server_from_flag_before_environment(rl):
     assert prepare(["@", str(rl)], environ=environ).server == "10.0.0.1:1"
     assert prepare(["@", str(rl), "--server", "127.0.0.1:2"], environ=environ).server == "127.0.0.1:2"
     assert prepare(["@", str(rl)], default_server="127.0.0.1:3", environ={}).server == "127.0.0.1:3"
-    with pytest.raises(InvalidSpecError, match="MILLRACE_SERVER"):
+    with pytest.raises(InvalidSpecError, match="--server"):
         prepare(["@", str(rl), "--server", "nowhere"], environ={})
 
 

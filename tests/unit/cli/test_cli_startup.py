@@ -67,7 +67,8 @@ def test_version():
 def test_nobody_at_the_server_names_address_origin_and_remedy():
     done = run("run", "list", "--server", "127.0.0.1:1")
     assert done.returncode == 5
-    assert "127.0.0.1:1 (from --server)" in done.stderr and "millrace up" in done.stderr
+    assert "cannot reach the orchestrator at 127.0.0.1:1" in done.stderr
+    assert "(the address is from --server)" in done.stderr and "millrace up" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -80,4 +81,16 @@ def test_debug_shows_the_traceback():
 def test_malformed_server_is_a_usage_error():
     done = run("run", "list", "--server", "nowhere")
     assert done.returncode == 2
-    assert "MILLRACE_SERVER" in done.stderr and "must be host:port" in done.stderr
+    assert "--server: must be host:port" in done.stderr and "(got nowhere)" in done.stderr
+    done = run("up", "--listen", "nowhere")
+    assert done.returncode == 2 and "--listen: must be host:port" in done.stderr
+
+
+def test_group_without_a_command_shows_its_help():
+    done = run("run")
+    assert done.returncode == 2 and "Commands:" in done.stderr and "Error" not in done.stderr
+
+
+def test_rl_without_anything_says_what_to_name():
+    done = run("rl")
+    assert done.returncode == 2 and "@ examples/reverse_text/rl.toml" in done.stderr

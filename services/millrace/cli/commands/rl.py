@@ -20,10 +20,12 @@ def rl(arguments: tuple[str, ...]) -> int:
         print_config(prepared.config)
         return 0
     from millrace.cli import interrupts
+    from millrace.cli.address import explain_unreachable
     from millrace.cli.results import summary_lines
     from millrace.cli.session import run_local, run_remote
 
     flow = run_local if prepared.server is None else run_remote
-    data, path = interrupts.run(lambda signals: flow(prepared, signals))
+    with explain_unreachable(prepared.server_origin):
+        data, path = interrupts.run(lambda signals: flow(prepared, signals))
     click.echo("\n".join(["", *summary_lines(data), str(path)]))
     return 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from millrace.cli.commands.up import DEFAULT_LISTEN
+from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.raw import OPTIONS_HELP, RawCommand
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def run() -> None:
 def submit(arguments: tuple[str, ...]) -> int:
     """Submit a run: millrace run submit @ rl.toml [--KEY VALUE ...] [--follow]."""
     from millrace.cli import interrupts
+    from millrace.cli.address import explain_unreachable
     from millrace.cli.dry_run import print_config
     from millrace.cli.prepare import prepare
 
@@ -56,7 +57,8 @@ def submit(arguments: tuple[str, ...]) -> int:
     from millrace.client import Client
 
     if prepared.is_follow:
-        data, path = interrupts.run(lambda signals: run_remote(prepared, signals))
+        with explain_unreachable(prepared.server_origin):
+            data, path = interrupts.run(lambda signals: run_remote(prepared, signals))
         click.echo("\n".join(["", *summary_lines(data), str(path)]))
         return 0
 
@@ -64,7 +66,8 @@ def submit(arguments: tuple[str, ...]) -> int:
         async with Client(prepared.server or DEFAULT_LISTEN) as client:
             return submitted_line(await submit(client, prepared, run_id=prepared.name or ""))
 
-    click.echo(interrupts.run(create))
+    with explain_unreachable(prepared.server_origin):
+        click.echo(interrupts.run(create))
     return 0
 
 
@@ -224,5 +227,5 @@ def _with_client(server: str | None, act: "Callable[[Client], Coroutine[Any, Any
         async with Client(address) as client:
             await act(client)
 
-    with explain_unreachable(address, origin):
+    with explain_unreachable(origin):
         interrupts.run(work)

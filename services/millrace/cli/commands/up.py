@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-DEFAULT_LISTEN = "127.0.0.1:50051"
+from millrace.cli.defaults import DEFAULT_LISTEN
 
 
 @click.command()
@@ -24,10 +24,12 @@ def up(directory: Path, listen: str, http_port: int, log_level: str) -> None:
     import os
 
     from millrace.cli import interrupts
+    from millrace.cli.address import check_address
     from millrace.local.stack import LocalStack, StackOptions
     from millrace.telemetry.settings import Settings
 
-    settings = Settings.from_env({**os.environ, "MILLRACE_LISTEN": listen})  # checks the address
+    check_address(listen, option="--listen")
+    settings = Settings.from_env(os.environ)
     options = StackOptions.with_settings(
         settings, directory=directory, listen=listen, http_port=http_port, log_level=log_level
     )

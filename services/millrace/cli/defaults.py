@@ -1,0 +1,4 @@
+"""Defaults that help texts show; apart, because importing them must cost nothing."""
+
+DEFAULT_LISTEN = "127.0.0.1:50051"
+"""Where `millrace up` listens, and where commands look for an orchestrator, unless told otherwise."""
