@@ -1,0 +1,63 @@
+"""Two processes train one model (torchrun, gloo, FSDP2) and agree with one process."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.policies.pull import pull_tensors, read_manifest
+
+Recorder = Any  # conftest.Recorder; tests are not importable from one another
+
+
+def _torchrun(recorder: Recorder, *, stop_at: str = "") -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={port}", str(Path(__file__).with_name("gang_rank.py"))]
+    command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, stop_at]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def _weights(recorder: Recorder, version: int) -> np.ndarray:
+    manifest = read_manifest(recorder.store, f"{recorder.root}policies/0000-{version:08d}/manifest.json")
+    tensors = pull_tensors(recorder.store, manifest)
+    return np.concatenate([tensors[name].numpy().ravel() for name in sorted(tensors)])
+
+
+def _steps(recorder: Recorder) -> list[Any]:
+    return [event.step_completed for event in recorder.events() if event.HasField("step_completed")]
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_and_resume_bit_for_bit(new_recorder: Callable[[], Recorder], make_config: Any) -> None:
+    config = make_config(ckpt={"interval": 2}, optim={"lr": 1e-3}, micro_batch_tokens=48)
+    alone, gang, broken = new_recorder(), new_recorder(), new_recorder()
+    for recorder in (alone, gang, broken):
+        recorder.record(config, steps=4)
+    alone.train()
+    _torchrun(gang)
+    for one, two in zip(_steps(alone), _steps(gang), strict=True):
+        assert two.metrics["loss/mean"] == pytest.approx(one.metrics["loss/mean"], abs=1e-5)
+        assert two.metrics["optim/grad_norm"] == pytest.approx(one.metrics["optim/grad_norm"], rel=1e-4)
+        assert two.metrics["mismatch_kl/mean"] == pytest.approx(one.metrics["mismatch_kl/mean"], abs=1e-5)
+        assert set(one.metrics) == set(two.metrics)
+    assert gang.digests()[0] == alone.digests()[0]
+    assert np.allclose(_weights(gang, 4), _weights(alone, 4), atol=1e-3)  # Adam's first steps amplify rounding
+    scores = [next(e.score_completed for e in r.events() if e.HasField("score_completed")) for r in (alone, gang)]
+    assert scores[0].num_tokens == scores[1].num_tokens
+    assert scores[1].mismatch_kl == pytest.approx(scores[0].mismatch_kl, rel=1e-2)
+
+    _torchrun(broken, stop_at="3")
+    assert broken.checkpoints() == [2, 3]
+    _torchrun(broken)
+    assert broken.digests() == gang.digests()
