@@ -104,6 +104,14 @@ class RowCache(Cache):
         """Tokens before the next pass's first one; models ask only where no positions are given, and we give them."""
         return 0 if self._positions is None else self._span - 1
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the next pass's first token, for the mask of a prefill (a decode brings its own)."""
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Number of keys and offset of the first one, for the mask of a prefill."""
+        return self.get_seq_length(layer_idx) + query_length, 0
+
 
 def _grown(old: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     """A zeroed block of the new size with the old one in its corner."""

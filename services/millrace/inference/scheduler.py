@@ -145,7 +145,7 @@ class Scheduler:
         keep, position = np.unique(lengths - 1, return_inverse=True)
         logits = self.model(
             input_ids=torch.from_numpy(self._rows.tokens[rows, :longest]),
-            attention_mask=torch.ones(longest, longest, dtype=torch.bool).tril_()[None, None],
+            attention_mask=None,  # plain causal attention, which needs no [T, T] mask in memory
             position_ids=torch.arange(longest).expand(len(lengths), longest),
             past_key_values=self._cache,
             use_cache=True,

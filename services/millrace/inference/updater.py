@@ -246,7 +246,10 @@ class PolicyUpdater:
             await self._engine.load(directory, tensors, identity=desired.identity)
         except BaseException:
             self._slot.current = old  # the engine still holds what it held
+            owner.cleanup()
             raise
+        if old is not None and old.owner is not None:
+            old.owner.cleanup()  # config and tokenizer are in memory
         await self._prove(desired, manifest, tensors)
         self._slot.current = served
         self._pause_s = time.monotonic() - began

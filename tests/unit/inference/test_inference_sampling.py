@@ -1,0 +1,105 @@
+"""The sampler against probabilities computed in another way."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.inference.sampling import sample, uniforms
+
+VOCAB = 11
+
+
+def draw(logits: torch.Tensor, *, temperature=1.0, top_p=1.0, top_k=0, count=20_000):
+    """`count` independent draws from one row of logits."""
+    rows = logits.expand(count, -1)
+    return sample(
+        rows,
+        temperatures_B=np.full(count, temperature, np.float32),
+        top_ps_B=np.full(count, top_p, np.float32),
+        top_ks_B=np.full(count, top_k, np.int32),
+        uniforms_B=uniforms(np.arange(count).astype(np.uint64) * np.uint64(7919), np.zeros(count, np.int64)),
+    )
+
+
+def expected_probs(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> np.ndarray:
+    """By the definition: temperature, then the top_k most likely, then the smallest set that reaches top_p."""
+    probs = torch.softmax(logits.double() / temperature, -1).numpy()
+    order = np.argsort(-probs, kind="stable")
+    keep = order[: top_k or VOCAB]
+    share = probs[keep] / probs[keep].sum()
+    keep = keep[: int(np.searchsorted(np.cumsum(share), top_p)) + 1]
+    out = np.zeros_like(probs)
+    out[keep] = probs[keep] / probs[keep].sum()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.5, 1.0, 0), (2.0, 1.0, 3), (1.0, 0.7, 0), (0.8, 0.9, 4)]
+)
+def test_frequencies_and_logprobs_are_those_of_the_distribution(temperature, top_p, top_k):
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+    probs = expected_probs(logits, temperature, top_p, top_k)
+    tokens, logprobs = draw(logits, temperature=temperature, top_p=top_p, top_k=top_k)
+    frequencies = np.bincount(tokens.numpy(), minlength=VOCAB) / len(tokens)
+    bound = 5 * np.sqrt(probs * (1 - probs) / len(tokens)) + 1e-9  # five standard deviations; 0 where nothing may come
+    assert (np.abs(frequencies - probs) <= bound).all()
+    np.testing.assert_allclose(logprobs.numpy(), np.log(probs[tokens.numpy()]), atol=1e-5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.floats(-30, 30, width=32) | st.just(float("-inf")), min_size=VOCAB, max_size=VOCAB).filter(
+        lambda row: max(row) > float("-inf")
+    ),
+    uniform=st.sampled_from([0.0, 0.5, 1 - 2.0**-48]) | st.floats(0, 1, exclude_max=True),
+    temperature=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
+    top_p=st.sampled_from([1e-6, 0.5, 1.0]),
+    top_k=st.integers(0, VOCAB + 3),
+)
+def test_no_impossible_token_is_ever_drawn(logits, uniform, temperature, top_p, top_k):
+    tokens, logprobs = sample(
+        torch.tensor([logits]),
+        temperatures_B=np.array([temperature], np.float32),
+        top_ps_B=np.array([top_p], np.float32),
+        top_ks_B=np.array([top_k], np.int32),
+        uniforms_B=np.array([uniform]),
+    )
+    assert logits[int(tokens)] > float("-inf")
+    assert np.isfinite(float(logprobs)) and float(logprobs) <= 1e-6
+    if temperature == 0:
+        assert logits[int(tokens)] == max(logits)
+
+
+def test_rows_do_not_influence_each_other():
+    logits = torch.randn(4, VOCAB)
+    settings_ = {"temperature": [1.0, 0.0, 0.5, 1.0], "top_p": [1.0, 0.5, 0.3, 0.9], "top_k": [0, 2, 0, 3]}
+    numbers = np.array([0.1, 0.9, 0.5, 0.7])
+
+    def run(rows: slice):
+        return sample(
+            logits[rows],
+            temperatures_B=np.array(settings_["temperature"], np.float32)[rows],
+            top_ps_B=np.array(settings_["top_p"], np.float32)[rows],
+            top_ks_B=np.array(settings_["top_k"], np.int32)[rows],
+            uniforms_B=numbers[rows],
+        )
+
+    together = run(slice(0, 4))
+    for row in range(4):
+        alone = run(slice(row, row + 1))
+        assert int(alone[0]) == int(together[0][row])
+        torch.testing.assert_close(alone[1][0], together[1][row])
+
+
+def test_uniforms_are_uniform_and_differ_by_seed_and_counter():
+    seeds, counters = np.meshgrid(np.arange(300).astype(np.uint64), np.arange(100), indexing="ij")
+    numbers = uniforms(seeds.ravel(), counters.ravel())
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    assert len(np.unique(numbers)) == numbers.size
+    counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
+    expected = numbers.size / 20
+    assert ((counts - expected) ** 2 / expected).sum() < 60  # chi-square, 19 degrees of freedom: p < 1e-5
+    rows = numbers.reshape(seeds.shape)
+    assert abs(np.corrcoef(rows[:, 0], rows[:, 1])[0, 1]) < 0.25
