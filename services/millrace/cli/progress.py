@@ -1,8 +1,10 @@
 """What is known of a run from its events: a plain state that every view, the summary and the plot are drawn from."""
 
+import json
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Self
 
 from millrace.v1 import event_pb2, run_pb2
 
@@ -79,6 +81,16 @@ class Progress:
     last_time: float = 0.0
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_EVENTS))
     """The last events in words, kept by the views."""
+
+    @classmethod
+    def of(cls, run: run_pb2.Run) -> Self:
+        """The state before the first event, with the bounds that the run's config names."""
+        try:
+            orchestrator = json.loads(run.config_json or "{}").get("orchestrator", {})
+        except ValueError:  # a newer server may send another form; the bounds are only decoration
+            orchestrator = {}
+        bound = orchestrator.get("async_level")
+        return cls(name=run.name, uid=run.uid, max_steps=run.progress.max_steps, staleness_bound=bound)
 
     def apply(self, event: event_pb2.Event) -> None:
         """Take an event in. Events of a kind that this version does not know change nothing."""

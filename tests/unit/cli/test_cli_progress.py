@@ -66,7 +66,7 @@ def test_plain_lines_of_a_run():
         "step   1/3  reward 0.400  staleness 0.8/1  7.1k tok/s  2.00s (wait 1.50s, 75%)  kl 1.2e-05  eta 4s",
         "warning: 3 groups dropped; raise max_off_policy_steps [STALE_GROUPS]",
         "step   2/3  reward 0.550  staleness 0.8/1  14.2k tok/s  1.00s (wait 0.25s, 25%)  kl 1.2e-05  eta 2s",
-        "trainer-0 waits for batch 3 on orchestrator (12.0s of 60s)",
+        "trainer-0 waits for batch 3 ← orchestrator (12.0s of 60s)",
         "step   3/3  reward 0.700  staleness 0.8/1  14.2k tok/s  1.00s (wait 0.25s, 25%)  kl 1.2e-05  eta 0s",
         "eval reverse-text  policy v3  reward 0.750  (64 rollouts, 2.0s)",
         "RUNNING -> STOPPING  run_ended",
@@ -115,7 +115,7 @@ def test_picture_while_running():
     assert "\nreward " in text and "\n━" in text  # the bar has a line of its own
     assert "eval reverse-text  0.450 (v0)" in text
     assert "batches 1 committed, 2 tasks dropped → 0 queued → trainer step 2, waited 25% → policy v0" in text
-    assert "trainer-0 waits for batch 3 on orchestrator (12.0s of 60s)" in text
+    assert "trainer-0 waits for batch 3 ← orchestrator (12.0s of 60s)" in text
 
 
 def test_picture_at_the_end_and_in_a_narrow_terminal():

@@ -93,10 +93,10 @@ def test_denied_is_4(server, capsys):
 
 
 def test_watch_prints_progress_and_ends_with_the_run(server, capsys):
-    server.add("alpha")
+    server.add("alpha").config_json = '{"orchestrator": {"async_level": 2}}'
     code, out, _ = run(capsys, "watch", "alpha")
     assert code == 0
-    assert "step   3/3  reward 0.700" in out and out.splitlines()[-1] == "STOPPING -> SUCCEEDED  done"
+    assert "step   3/3  reward 0.700  staleness 0.8/2" in out and out.splitlines()[-1] == "STOPPING -> SUCCEEDED  done"
 
 
 def test_watch_of_a_failed_run_is_1(server, capsys):
@@ -126,7 +126,7 @@ def test_cancel_and_why(server, capsys):
     assert code == 0
     assert out.splitlines() == [
         "trainer <- orchestrator <- env-server",
-        "  trainer-0 waits for batch 3 on orchestrator (3.2s)",
+        "  trainer-0 waits for batch 3 ← orchestrator (3.2s)",
     ]
     server.add("omega", run_pb2.RUN_STATE_SUCCEEDED)
     code, _, err = run(capsys, "cancel", "omega")

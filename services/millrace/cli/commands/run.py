@@ -130,7 +130,7 @@ def watch(name: str, plain: bool, server: str | None) -> None:
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
-        progress = Progress(name=found.name, uid=found.uid, max_steps=found.progress.max_steps)
+        progress = Progress.of(found)
         with make_view(progress, plain=plain, stream=sys.stdout) as view:
             await follow_or_detach(client, progress, view)
         require_success(progress, where=f"see its events: millrace run logs {found.name.removeprefix('runs/')}")
@@ -156,7 +156,7 @@ def logs(name: str, follow: bool, component: str | None, server: str | None) -> 
         found = await resolve(client.runs, name)
         for path in process_logs(client.address, found.name, component=component):
             click.echo(f"process log: {path}", err=True)
-        progress = Progress(name=found.name, uid=found.uid, max_steps=found.progress.max_steps)
+        progress = Progress.of(found)
 
         async def events() -> AsyncIterator["event_pb2.Event"]:
             if follow:
