@@ -61,21 +61,25 @@ def _free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-async def test_a_trainer_process_from_registration_to_sigterm(
-    orchestrator: tuple[FakeOrchestrator, str], recorder: Recorder, make_config: Any, tmp_path: Path
-) -> None:
-    servicer, address = orchestrator
-    listen = _free_address()
-    environ = {
+def _environ(recorder: Recorder, orchestrator: str, listen: str) -> dict[str, str]:
+    return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "MILLRACE_REDIS_URL": recorder.redis_url,
         "MILLRACE_STORE_URL": recorder.store_url,
         "MILLRACE_PREFIX": recorder.prefix,
-        "MILLRACE_ORCHESTRATOR": address,
+        "MILLRACE_ORCHESTRATOR": orchestrator,
         "MILLRACE_LISTEN": listen,
         "MILLRACE_DRAIN_S": "0",
     }
+
+
+async def test_a_trainer_process_from_registration_to_sigterm(
+    orchestrator: tuple[FakeOrchestrator, str], recorder: Recorder, make_config: Any, tmp_path: Path
+) -> None:
+    servicer, address = orchestrator
+    listen = _free_address()
+    environ = _environ(recorder, address, listen)
     recorder.record(make_config(ckpt={"interval": 2}), steps=3)
     log_path = tmp_path / "trainer.log"
     with log_path.open("wb") as log:
@@ -109,6 +113,49 @@ async def test_a_trainer_process_from_registration_to_sigterm(
     finally:
         process.kill()
         process.wait(10)
+
+
+@pytest.mark.slow
+async def test_a_killed_trainer_is_continued_bit_for_bit(
+    orchestrator: tuple[FakeOrchestrator, str],
+    new_recorder: Callable[[], Recorder],
+    make_config: Any,
+    tmp_path: Path,
+) -> None:
+    servicer, address = orchestrator
+    config = make_config(ckpt={"interval": 4})
+    unbroken, killed = new_recorder(), new_recorder()
+    unbroken.record(config, steps=12)
+    unbroken.train()
+    killed.create(config)
+    for step in range(8):  # the rest comes after the kill, so that the kill always comes in time
+        killed.commit(step, killed.make_samples(step))
+    servicer.run_uid = killed.uid
+    with (tmp_path / "trainer.log").open("wb") as log:
+
+        def start() -> subprocess.Popen[bytes]:
+            environ = _environ(killed, address, _free_address())
+            command = [sys.executable, "-m", "millrace.trainer.main"]
+            return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+
+        first = start()
+        try:
+            await servicer.until(lambda status: status.step >= 6)
+        finally:
+            first.kill()
+            first.wait(10)
+        assert not servicer.status.is_finished
+        for step in range(8, 12):
+            killed.commit(step, killed.make_samples(step))
+        killed.commit(12, killed.make_samples(12, count=4, version=12), closing=True)
+        second = start()
+        try:
+            await servicer.until(lambda status: status.is_finished)  # after the first one's lease has run out
+        finally:
+            second.kill()
+            second.wait(10)
+    assert servicer.status.epoch == 2
+    assert killed.digests() == unbroken.digests()
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_versions_share_files_that_were_uploaded_once(store: LocalStore) -> None
     assert pull_files(store, published[1]) == {"config.json": b"{}", "tokenizer.json": b"[]"}
 
 
-def test_a_flipped_bit_is_caught(store: LocalStore) -> None:
+def test_a_flipped_bit_is_caught(store: LocalStore, tmp_path: Path) -> None:
     manifest = _publish(store).manifest
     entry = manifest.tensors[1]
     data = bytearray(store.get(entry.object))
@@ -121,7 +121,7 @@ def test_a_flipped_bit_is_caught(store: LocalStore) -> None:
     with pytest.raises(CorruptObjectError, match="sha256"):
         pull_tensors(store, manifest)
     with pytest.raises(CorruptObjectError, match="sha256"):
-        download_hf(store, manifest, "unused-because-it-fails")
+        download_hf(store, manifest, tmp_path / "hf")
 
 
 def test_a_replaced_manifest_is_caught(store: LocalStore) -> None:

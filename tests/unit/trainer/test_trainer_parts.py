@@ -1,0 +1,114 @@
+"""Smaller parts: the background loop, shards without arbitrary pickles, model directories, staleness."""
+
+import asyncio
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
+from millrace.internal.v1 import batch_pb2
+from millrace.trainer.background import BackgroundLoop
+from millrace.trainer.model import policy_files, policy_tensors, resolve_model_directory
+from millrace.trainer.reporter import staleness
+from millrace.trainer.shards import load_shards, save_shards
+
+
+def test_background_calls_return_raise_and_time_out() -> None:
+    async def answer() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    async def fail() -> None:
+        raise NotFoundError("gone")
+
+    async def own_timeout() -> None:
+        raise TimeoutError("its own")
+
+    with BackgroundLoop() as loop:
+        assert loop.call(answer(), what="asking", timeout_s=10) == 7
+        with pytest.raises(NotFoundError, match="gone"):
+            loop.call(fail(), what="failing", timeout_s=10)
+        with pytest.raises(TimeoutError, match="its own"):
+            loop.call(own_timeout(), what="timing out", timeout_s=10)
+        with pytest.raises(UnavailableError, match=r"sleeping did not finish within 0\.05 s"):
+            loop.call(asyncio.sleep(30), what="sleeping", timeout_s=0.05)
+        pending = loop.submit(asyncio.sleep(30))
+    assert pending.cancelled()
+
+
+def test_shards_restore_every_bit(tmp_path: Path) -> None:
+    state = {
+        "model.a": torch.randn(4, 3),
+        "model.b": torch.randn(5).bfloat16(),
+        "optim.a.step": torch.tensor(3.0),
+        "rng.cpu.0": torch.get_rng_state(),
+    }
+    save_shards(state, tmp_path, is_alone=True)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load_shards(loaded, tmp_path, is_alone=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("names", [{"model.a"}, {"model.a", "model.b", "model.c"}])
+def test_shards_of_another_model_are_refused(tmp_path: Path, names: set[str]) -> None:
+    save_shards({"model.a": torch.ones(2), "model.b": torch.ones(2)}, tmp_path, is_alone=True)
+    with pytest.raises(CorruptObjectError, match=r"model\.[bc]"):
+        load_shards({name: torch.zeros(2) for name in names}, tmp_path, is_alone=True)
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (os.environ["EVIL_DIRECTORY"],)
+
+
+def test_metadata_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "made-by-the-pickle"
+    monkeypatch.setenv("EVIL_DIRECTORY", str(target))
+    shards = tmp_path / "shards"
+    save_shards({"model.a": torch.ones(2)}, shards, is_alone=True)
+    (shards / ".metadata").write_bytes(pickle.dumps(_Evil()))
+    with pytest.raises(CorruptObjectError, match="does not belong in checkpoint metadata"):
+        load_shards({"model.a": torch.zeros(2)}, shards, is_alone=True)
+    assert not target.exists()
+
+
+def test_a_model_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
+    for name in (str(tmp_path / "none"), "outputs/reverse-text/none", "./none"):
+        with pytest.raises(NotFoundError, match=r"is not a directory; set model\.name") as raised:
+            resolve_model_directory(name)
+        assert raised.value.reason == "MODEL_NOT_FOUND" and raised.value.metadata["model"] == name
+    with pytest.raises(NotFoundError, match=r"no config\.json"):
+        resolve_model_directory(str(tmp_path))
+
+
+def test_published_files_say_the_published_dtype_and_leave_weights_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "torch_dtype": "float32"}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("x")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    files = policy_files(tmp_path, dtype=torch.bfloat16)
+    assert set(files) == {"config.json", "tokenizer.json", "chat_template.jinja"}
+    assert b'"dtype": "bfloat16"' in files["config.json"] and b"torch_dtype" not in files["config.json"]
+
+
+def test_tied_tensors_are_published_once_in_the_asked_dtype() -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4, bias=False)})
+    model["head"].weight = model["embed"].weight  # type: ignore[assignment]
+    tensors = dict(policy_tensors(model, dtype=torch.bfloat16))
+    assert list(tensors) == ["embed.weight"]
+    weight = tensors["embed.weight"]
+    assert (weight.dtype, weight.shape) == ("bfloat16", (4, 2))
+    expected = model["embed"].weight.detach().bfloat16().view(torch.int16).numpy().tobytes()  # type: ignore[operator]
+    assert bytes(weight.data) == expected
+
+
+def test_staleness_is_per_rollout_by_its_oldest_token() -> None:
+    header = batch_pb2.BatchHeader(step=9)
+    for ordinal, member, version in ((1, 0, 8), (1, 0, 6), (1, 1, 9)):  # the first rollout has two samples
+        header.samples.add(ordinal=ordinal, member=member, min_policy_version=version, max_policy_version=9)
+    assert staleness(header) == (1.5, 3)
+    assert staleness(batch_pb2.BatchHeader(step=9)) == (0.0, 0)
