@@ -19,6 +19,7 @@ from millrace.inference.sampling import sample, uniforms
 log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192  # padded prompt tokens per forward pass: bounds memory and how long running requests stand still
+_IDLE_CACHE_BYTES = 64 << 20  # cache that is kept while nothing runs
 _TAIL_EXTRA_TOKENS = 8  # tokens looked at for a stop string beyond its length: one may span incomplete characters
 
 
@@ -110,6 +111,8 @@ class Scheduler:
 
     def _admit(self) -> list[Running]:
         """Takes waiting requests, in order, as long as rows and cache allow; the first one always fits."""
+        if not self._rows.count and self._cache.size_bytes > _IDLE_CACHE_BYTES:
+            self._cache.release()  # one long request must not make every later row that long
         admitted: list[Running] = []
         longest = int(self._rows.limit[: self._rows.count].max(initial=0))
         while self._waiting and self._rows.count + len(admitted) < self._max_num_seqs:
