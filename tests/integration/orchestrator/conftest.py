@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fakes import FakeEnvServer, FakeReplica, FakeTrainer, worker
+from orchestrator_fakes import FakeEnvServer, FakeReplica, FakeTrainer, worker
 
 from millrace.internal.v1 import (
     env_service_pb2_grpc,

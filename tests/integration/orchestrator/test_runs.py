@@ -40,12 +40,9 @@ async def create(stack, *, run_id: str = "", request_id: str = "", **orchestrato
 
 
 async def watch(stack, run: run_pb2.Run, *, timeout_s: float = 40.0) -> list:
-    events = []
     async with asyncio.timeout(timeout_s):
-        async for response in stream(stack.runs.WatchRun, run_service_pb2.WatchRunRequest(name=run.name)):
-            if response.HasField("event"):
-                events.append(response.event)
-    return events
+        responses = stream(stack.runs.WatchRun, run_service_pb2.WatchRunRequest(name=run.name))
+        return [response.event async for response in responses if response.HasField("event")]
 
 
 def bodies(events, kind: str) -> list:
@@ -188,7 +185,7 @@ async def test_create_is_idempotent_by_request_id(stack) -> None:
     first = await create(stack, request_id="11111111-0000-4000-8000-000000000000")
     again = await create(stack, request_id="11111111-0000-4000-8000-000000000000")
     assert (again.uid, again.name) == (first.uid, first.name)
-    with pytest.raises(AlreadyExistsError, match="was used for run .* with another config"):
+    with pytest.raises(AlreadyExistsError, match=r"was used for run .* with another config"):
         await create(stack, request_id="11111111-0000-4000-8000-000000000000", batch_size=16)
     listed = await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest())
     assert [run.uid for run in listed.runs] == [first.uid]

@@ -1,5 +1,5 @@
 import numpy as np
-from builders import make_rollout
+from orchestrator_builders import make_rollout
 
 from millrace.algorithms import Grpo
 from millrace.internal.v1 import batch_pb2

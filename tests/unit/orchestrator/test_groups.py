@@ -1,4 +1,4 @@
-from builders import make_rollout
+from orchestrator_builders import make_rollout
 
 from millrace.orchestrator.groups import Arrival, Group, GroupTable
 from millrace.orchestrator.tasks import TaskRef
