@@ -1,0 +1,1 @@
+"""Generated code that only services of one release use."""

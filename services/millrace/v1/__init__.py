@@ -1,0 +1,1 @@
+"""Generated from proto/millrace/v1; never edited."""

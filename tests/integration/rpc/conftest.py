@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 import pytest
+
 from millrace.rpc.serve import serve
 
 

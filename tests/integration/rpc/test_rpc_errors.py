@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
+
 from millrace import errors
 from millrace.errors import InvalidSpecError, MillraceError, Violation
 from millrace.rpc.channel import call, open_channel, stream

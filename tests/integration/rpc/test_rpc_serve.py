@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
 from millrace.errors import InvalidSpecError, UnavailableError
 from millrace.rpc import probe
 from millrace.rpc.channel import call, open_channel, stream

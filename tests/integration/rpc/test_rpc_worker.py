@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator
 
 import pytest
+
 from millrace import errors
 from millrace.internal.v1 import worker_service_pb2 as pb
 from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server

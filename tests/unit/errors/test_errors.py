@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from millrace import errors
 from millrace.errors import InvalidSpecError, MillraceError, Violation
 

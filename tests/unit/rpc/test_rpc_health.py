@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+
 from millrace.rpc.health import HealthBoard
 
 

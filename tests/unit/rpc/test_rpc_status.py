@@ -4,6 +4,7 @@ import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+
 from millrace import errors
 from millrace.rpc import status
 from millrace.rpc.waits_wire import from_proto, to_proto

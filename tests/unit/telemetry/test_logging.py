@@ -7,10 +7,11 @@ import logging as stdlib_logging
 from collections.abc import Iterator
 
 import pytest
+from pydantic import SecretStr
+
 from millrace.errors import InvalidSpecError
 from millrace.telemetry import logging
 from millrace.telemetry.redact import redact, secrets_of
-from pydantic import SecretStr
 
 
 @pytest.fixture(autouse=True)

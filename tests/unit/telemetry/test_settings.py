@@ -1,6 +1,7 @@
 """Placement variables: parsing, all violations at once, misspellings, and no secret in a message."""
 
 import pytest
+
 from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings, parse_address
 

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+
 from millrace.telemetry import waits
 from millrace.telemetry.waits import Wait, WaitRegistry
 

@@ -1,0 +1,1 @@
+"""Generated from proto/millrace/internal/v1; never edited."""
