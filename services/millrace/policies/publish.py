@@ -67,25 +67,7 @@ def publish_policy(
         return _existing(store, key, digest)
 
     base = f"{policy_prefix(prefix, uid, lineage=lineage, version=version)}e{epoch}-{secrets.token_hex(6)}/"
-    objects: list[ObjectEntry] = []
-    entries: list[TensorEntry] = []
-    for number, shard in enumerate(_shards(items, shard_bytes), start=1):
-        data, places = pack_safetensors(shard)
-        name = f"{base}model-{number:05d}.safetensors"
-        store.put(name, data)
-        objects.append(ObjectEntry(key=name, sha256=sha256_hex(data), size_bytes=len(data)))
-        entries += [
-            TensorEntry(
-                name=place.name,
-                shape=place.shape,
-                dtype=place.dtype,
-                object=name,
-                offset=place.offset,
-                length_bytes=place.length_bytes,
-                digest=digests[place.name][2],
-            )
-            for place in places
-        ]
+    entries, objects = _put_tensors(store, base, items, digests, shard_bytes=shard_bytes)
     if isinstance(files, Mapping):
         files = _put_files(store, base, files)
     manifest = PolicyManifest(
@@ -133,6 +115,37 @@ def _existing(store: ObjectStore, key: str, digest: str) -> PublishedPolicy:
         size_bytes=manifest.size_bytes,
         already_existed=True,
     )
+
+
+def _put_tensors(
+    store: ObjectStore,
+    base: str,
+    items: list[tuple[str, TensorBytes]],
+    digests: Mapping[str, tuple[str, tuple[int, ...], str]],
+    *,
+    shard_bytes: int,
+) -> tuple[list[TensorEntry], list[ObjectEntry]]:
+    """Uploads the tensors as safetensors files under `base`."""
+    entries: list[TensorEntry] = []
+    objects: list[ObjectEntry] = []
+    for number, shard in enumerate(_shards(items, shard_bytes), start=1):
+        data, places = pack_safetensors(shard)
+        key = f"{base}model-{number:05d}.safetensors"
+        store.put(key, data)
+        objects.append(ObjectEntry(key=key, sha256=sha256_hex(data), size_bytes=len(data)))
+        entries += [
+            TensorEntry(
+                name=place.name,
+                shape=place.shape,
+                dtype=place.dtype,
+                object=key,
+                offset=place.offset,
+                length_bytes=place.length_bytes,
+                digest=digests[place.name][2],
+            )
+            for place in places
+        ]
+    return entries, objects
 
 
 def upload_files(

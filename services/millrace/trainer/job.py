@@ -3,10 +3,13 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import nn
 
 from millrace.config.rl import RLConfig
+from millrace.config.trainer import TrainerConfig
 from millrace.errors import CorruptObjectError
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publish import upload_files
@@ -70,47 +73,24 @@ def run_job(context: JobContext, uid: str) -> None:
 def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
     """The parts of a run, its state that of the newest checkpoint or of the start model."""
     config = parse_config(client.run_json(), uid=uid)
-    trainer = config.trainer
-    gang = context.gang
+    trainer, gang, names = config.trainer, context.gang, Names(context.prefix, uid)
     is_strict = set_determinism(trainer.determinism, seed=config.seed, device=gang.device)
-    names = Names(context.prefix, uid)
     directory = resolve_model_directory(trainer.model.name)
-    model = load_model(directory)
     compute_dtype = resolve_dtype(trainer.model.dtype, device=gang.device)
-    publish_dtype = (
-        compute_dtype
-        if trainer.model.publish_dtype == "auto"
-        else resolve_dtype(trainer.model.publish_dtype, device=gang.device)
-    )
-    vocabulary = int(model.config.vocab_size)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    gang.shard(model, compute_dtype=compute_dtype)
+    model = gang.shard(load_model(directory), compute_dtype=compute_dtype)
     optimizer = PolicyOptimizer(model, optim=trainer.optim, scheduler=trainer.scheduler, max_steps=trainer.max_steps)
     checkpoints = CheckpointStore(context.store, names, gang=gang)
     manifest = resume(checkpoints, model, optimizer, gang=gang, run_hash=client.run_hash, is_strict=is_strict)
-    start = (
-        Position(0, ZERO_CHAIN_HASH)
-        if manifest is None
-        else Position(manifest.step, bytes.fromhex(manifest.chain_hash))
-    )
-    writer = client if gang.is_leader else None
-    plan = agree_on_plan(
-        context, names, start_step=start.version, lineage=0 if manifest is None else manifest.lineage, strict=is_strict
-    )
-    reporter = Reporter(writer, world_size=gang.world_size)
-    if plan.first_version > start.version and plan.lineage > (0 if manifest is None else manifest.lineage):
+    position, lineage = Position(0, ZERO_CHAIN_HASH), 0
+    if manifest is not None:
+        position, lineage = Position(manifest.step, bytes.fromhex(manifest.chain_hash)), manifest.lineage
+    reporter = Reporter(client if gang.is_leader else None, world_size=gang.world_size)
+    plan = agree_on_plan(context, names, start_step=position.version, lineage=lineage, strict=is_strict)
+    if plan.lineage > lineage and plan.first_version > position.version:
         reporter.warning(
             "NEW_LINEAGE",
-            f"steps {start.version} to {plan.first_version - 1} are replayed and may not be bit-exact: version "
+            f"steps {position.version} to {plan.first_version - 1} are replayed and may not be bit-exact: version "
             f"{plan.first_version} begins lineage {plan.lineage}",
-        )
-    files: tuple[FileEntry, ...] = ()
-    if gang.is_leader:
-        files = upload_files(
-            context.store,
-            prefix=context.prefix,
-            uid=uid,
-            epoch=client.epoch,
-            files=policy_files(directory, dtype=publish_dtype),
         )
     return Training(
         config=trainer,
@@ -121,22 +101,12 @@ def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
             gang=gang,
             run_uid=uid,
             run_hash=client.run_hash,
-            previous_chain_hash=start.chain_hash,
+            previous_chain_hash=position.chain_hash,
             micro_batch_tokens=trainer.micro_batch_tokens,
             seq_len=trainer.model.seq_len,
         ),
         optimizer=optimizer,
-        publisher=Publisher(
-            model,
-            store=context.store,
-            names=names,
-            gang=gang,
-            log_client=writer,
-            files=files,
-            dtype=publish_dtype,
-            vocabulary=vocabulary,
-            plan=plan,
-        ),
+        publisher=make_publisher(context, names, client, model, directory=directory, config=trainer, plan=plan),
         checkpointer=Checkpointer(
             checkpoints,
             trainer.ckpt,
@@ -146,9 +116,40 @@ def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
             determinism="strict" if is_strict else "best_effort",
         ),
         reporter=reporter,
-        position=start,
+        position=position,
         autocast_dtype=compute_dtype if gang.is_alone and compute_dtype != torch.float32 else None,
         on_progress=context.on_progress,
+    )
+
+
+def make_publisher(
+    context: JobContext,
+    names: Names,
+    client: LogClient,
+    model: nn.Module,
+    *,
+    directory: Path,
+    config: TrainerConfig,
+    plan: PublishPlan,
+) -> Publisher:
+    """The publisher; rank 0 uploads once the files that all versions share."""
+    # `auto` for published policies is what the trainer computes in.
+    choice = config.model.dtype if config.model.publish_dtype == "auto" else config.model.publish_dtype
+    dtype = resolve_dtype(choice, device=context.gang.device)
+    shared = policy_files(directory, dtype=dtype)
+    files: tuple[FileEntry, ...] = ()
+    if context.gang.is_leader:
+        files = upload_files(context.store, prefix=names.prefix, uid=names.uid, epoch=client.epoch, files=shared)
+    return Publisher(
+        model,
+        store=context.store,
+        names=names,
+        gang=context.gang,
+        log_client=client if context.gang.is_leader else None,
+        files=files,
+        dtype=dtype,
+        vocabulary=int(json.loads(shared["config.json"])["vocab_size"]),
+        plan=plan,
     )
 
 

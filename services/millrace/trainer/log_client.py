@@ -172,6 +172,8 @@ class LogClient:
         acquired: Epoch = self._call(self._log.acquire_epoch(ROLE, owner), "acquiring an epoch", _WRITE_TIMEOUT_S)
         self._epoch = acquired
         self._renewal = self._background.submit(self._renew(self._lease, acquired))
+        # A predecessor may have died between a policy's manifest and its announcement, which others wait for.
+        self._call(reappend_policies(self._log, acquired), "announcing published policies", _WRITE_TIMEOUT_S)
 
         async def open_events() -> EventWriter:
             return EventWriter(self._log, f"trainer-{self.epoch}")

@@ -56,9 +56,11 @@ def plan_publishing(
     if is_strict or published is None:
         return PublishPlan(lineage=start_lineage, first_version=start_step)
     lineage, head = published
-    if head <= start_step:  # the start state is that version itself, not a replay of it
-        return PublishPlan(lineage=lineage, first_version=head + 1 if head == start_step else start_step)
-    return PublishPlan(lineage=lineage + 1, first_version=head + 1)
+    if head < start_step:
+        return PublishPlan(lineage=max(lineage, start_lineage), first_version=start_step)
+    if head == start_step and lineage == start_lineage:  # the start state is that version itself, not a replay of it
+        return PublishPlan(lineage=lineage, first_version=head + 1)
+    return PublishPlan(lineage=max(lineage + 1, start_lineage), first_version=head + 1)
 
 
 def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None:

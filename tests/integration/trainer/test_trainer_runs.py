@@ -147,6 +147,19 @@ def test_best_effort_replay_begins_a_new_lineage_above_what_is_published(
     assert [e.warning.reason for e in recorder.events() if e.HasField("warning")] == ["NEW_LINEAGE"]
 
 
+@pytest.mark.parametrize("determinism", ["strict", "best_effort"])
+def test_a_policy_whose_announcement_was_lost_is_announced_at_once(
+    recorder: Recorder, make_config: MakeConfig, determinism: str
+) -> None:
+    recorder.create(make_config(ckpt={"interval": 1}, determinism=determinism))
+    recorder.commit(0, recorder.make_samples(0))
+    recorder.train(stop_at=1)
+    recorder.call(recorder.log.command("losing", "DEL", recorder.log.names.stream(Stream.POLICIES)))
+    recorder.train(stop=lambda: bool(recorder.call(recorder.log.read(Stream.POLICIES))))
+    entries = recorder.call(recorder.log.read(Stream.POLICIES))
+    assert [entry.id for entry in entries] == ["0-1", "1-1"]
+
+
 def test_learning_rate_zero_changes_no_bit(recorder: Recorder, make_config: MakeConfig) -> None:
     recorder.record(make_config(optim={"lr": 0.0, "weight_decay": 0.1}), steps=3)
     recorder.train()

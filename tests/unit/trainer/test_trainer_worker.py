@@ -192,18 +192,19 @@ def test_health_runs_out_when_a_step_hangs(
 
 
 @pytest.mark.parametrize(
-    ("start_step", "published", "is_strict", "expected"),
+    ("start_step", "start_lineage", "published", "is_strict", "expected"),
     [
-        (0, None, True, PublishPlan(lineage=0, first_version=0)),
-        (4, (0, 9), True, PublishPlan(lineage=0, first_version=4)),  # strict: published again, digests compared
-        (0, None, False, PublishPlan(lineage=0, first_version=0)),
-        (4, (0, 4), False, PublishPlan(lineage=0, first_version=5)),
-        (4, (1, 6), False, PublishPlan(lineage=2, first_version=7)),
-        (4, (0, 3), False, PublishPlan(lineage=0, first_version=4)),
+        (0, 0, None, True, PublishPlan(lineage=0, first_version=0)),
+        (4, 0, (0, 9), True, PublishPlan(lineage=0, first_version=4)),  # strict: published again, digests compared
+        (0, 0, None, False, PublishPlan(lineage=0, first_version=0)),
+        (4, 0, (0, 4), False, PublishPlan(lineage=0, first_version=5)),
+        (4, 1, (0, 4), False, PublishPlan(lineage=1, first_version=5)),  # saved while replaying: not that version
+        (4, 1, (1, 6), False, PublishPlan(lineage=2, first_version=7)),
+        (4, 0, (0, 3), False, PublishPlan(lineage=0, first_version=4)),
     ],
 )
 def test_what_a_resumed_trainer_publishes(
-    start_step: int, published: tuple[int, int] | None, is_strict: bool, expected: PublishPlan
+    start_step: int, start_lineage: int, published: tuple[int, int] | None, is_strict: bool, expected: PublishPlan
 ) -> None:
-    plan = plan_publishing(start_step=start_step, start_lineage=0, published=published, is_strict=is_strict)
+    plan = plan_publishing(start_step=start_step, start_lineage=start_lineage, published=published, is_strict=is_strict)
     assert plan == expected
