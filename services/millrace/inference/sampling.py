@@ -45,7 +45,7 @@ def sample(
     if ((top_ps_B < 1) | (top_ks_B > 0)).any():
         logprobs_BV = _truncate(logprobs_BV, top_ps_B, top_ks_B, is_greedy)
     if is_greedy.all():
-        tokens_B = logprobs_BV.argmax(dim=-1)
+        tokens_B = logits_BV.argmax(dim=-1)  # of the logits: rounding in log_softmax can make ties of near ones
     else:
         cumulative_BV = logprobs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
         thresholds_B = torch.from_numpy(uniforms_B)[:, None] * cumulative_BV[:, -1:]
@@ -53,7 +53,7 @@ def sample(
         tokens_B = torch.searchsorted(cumulative_BV, thresholds_B, right=True)[:, 0]
         tokens_B.clamp_(max=logits_BV.shape[-1] - 1)  # only rows with NaN get here; their log-prob shows it
         if is_greedy.any():
-            tokens_B = torch.where(torch.from_numpy(is_greedy), logprobs_BV.argmax(dim=-1), tokens_B)
+            tokens_B = torch.where(torch.from_numpy(is_greedy), logits_BV.argmax(dim=-1), tokens_B)
     return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
 
 
