@@ -1,10 +1,11 @@
 """Generation speed of the embedded engine against Hugging Face `generate`, in one process, on the tiny model.
 
-    OMP_NUM_THREADS=1 python benchmarks/engine.py [--concurrency 64 128] [--tokens 64] [--requests 8]
+    OMP_NUM_THREADS=1 python benchmarks/engine.py [--quick] [--concurrency 16 64 128] [--tokens 64] [--requests 8]
 
 Both generate the same number of tokens per request (no end-of-sequence token) from prompts of 8 to 24 tokens, sampled
 at temperature 1. The engine works through `requests` x concurrency requests that arrive at once, `generate` through
 `requests` padded batches. Neither returns before every token is a Python-side result with its log-prob.
+The full run takes one to two minutes on one core; --quick (concurrency 16, 16 tokens, 2 requests) ten seconds.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from report import progress, table
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from millrace.inference.embedded import EmbeddedEngine
@@ -100,20 +102,27 @@ def run_generate(model: torch.nn.Module, prompts: list[tuple[int, ...]], concurr
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 64, 128])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--quick", action="store_true", help="the smallest of all three, unless given")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=None, help="default 16 64 128, 16 with --quick")
+    parser.add_argument("--tokens", type=int, default=None, help="per request; default 64, 16 with --quick")
+    parser.add_argument("--requests", type=int, default=None, help="times concurrency; default 8, 2 with --quick")
     options = parser.parse_args()
+    levels = options.concurrency or ([16] if options.quick else [16, 64, 128])
+    tokens = options.tokens or (16 if options.quick else 64)
+    requests = options.requests or (2 if options.quick else 8)
     torch.set_num_threads(1)
     model = make_model()
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
-        print(f"{'concurrency':>11} {'engine tok/s':>13} {'generate tok/s':>15}")
-        for concurrency in options.concurrency:
-            prompts = make_prompts(options.requests * concurrency)
-            engine = asyncio.run(run_engine(Path(directory), prompts, concurrency, options.tokens))
-            generate = run_generate(model, prompts, concurrency, options.tokens)
-            print(f"{concurrency:>11} {engine:>13.0f} {generate:>15.0f}", flush=True)
+        rows = []
+        for concurrency in levels:
+            progress(f"engine: concurrency {concurrency}")
+            prompts = make_prompts(requests * concurrency)
+            engine = asyncio.run(run_engine(Path(directory), prompts, concurrency, tokens))
+            generate = run_generate(model, prompts, concurrency, tokens)
+            rows.append([concurrency, f"{engine:.0f}", f"{generate:.0f}", f"{engine / generate:.2f}x"])
+    title = f"## Embedded engine against `generate`: {tokens} tokens per request"
+    print(f"{title}\n\n{table(['concurrency', 'engine tokens/s', 'generate tokens/s', 'ratio'], rows)}\n")
 
 
 if __name__ == "__main__":
