@@ -66,8 +66,12 @@ def machine() -> str:
 
 
 def end_like_interrupt() -> None:
-    """Let SIGTERM unwind like Ctrl-C, so that children are stopped and temporary directories removed."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Let SIGTERM unwind like Ctrl-C, so that children are stopped and temporary directories removed.
+
+    SIGINT is set, too: a shell starts background jobs with it ignored, and children would inherit that.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
 
 
 def _version(distribution: str) -> str:
