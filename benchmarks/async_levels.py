@@ -6,7 +6,7 @@ One warmed-up model (seed 0) for all runs, each on a local stack of its own, wit
 `async_level`, the number of steps and the run's name changed. Repetitions are interleaved (0, 1, 2, 0, 1, 2) so that a
 drift of the machine touches all levels; cells give the value of each repetition. On two cores trainer and engine share
 the processor: overlapping them can only win what one of them leaves idle.
-The full run takes about seven minutes on two cores; --quick (three steps, one repetition) two and a half.
+The full run takes about five minutes on two cores; --quick (three steps, one repetition) one and a half.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 For each seed, in a temporary directory: `examples/reverse_text/make_model.py`, `millrace sft`, `millrace rl`, with the
 files of examples/reverse_text and the seed for all three. Nothing else runs meanwhile. What `make demo` does besides,
 setting up the virtual environment, is not measured here. Writes one PNG with the training reward over the steps.
-The full run takes about two and a half minutes per seed on two cores; --quick (seed 0, three steps) one minute.
+The full run takes one and a half to two minutes per seed on two cores; --quick (seed 0, three steps) 40 seconds.
 """
 
 import argparse

@@ -6,7 +6,7 @@ Each benchmark is its own process, so that none inherits threads or memory of an
 report to stdout and, with --write, to benchmarks/results/latest.md (beside it the plot of the demo). A benchmark that
 fails leaves its error in the report and the exit status 1; the others still run. Close other programs meanwhile: the
 report states the load average at the start.
-The full run takes about 17 minutes on two cores, --quick about three.
+The full run takes about 13 minutes on two cores, --quick about two and a half.
 """
 
 import argparse
