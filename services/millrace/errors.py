@@ -214,11 +214,11 @@ class CorruptObjectError(InternalError):
 
 
 def error_classes() -> Iterator[type[MillraceError]]:
-    """Every class that can be raised, parents before children."""
+    """Every class of this tree, parents before children; subclasses that rooms add for themselves are not shared."""
     pending: list[type[MillraceError]] = [MillraceError]
     while pending:
         cls = pending.pop(0)
         children = cls.__subclasses__()
         pending.extend(children)
-        if cls is not MillraceError:
+        if cls is not MillraceError and cls.__module__ == __name__:
             yield cls

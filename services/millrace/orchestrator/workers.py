@@ -41,6 +41,11 @@ class WorkerRecord:
         """Unique id of the process."""
         return self.worker.worker_id
 
+    @property
+    def reported(self) -> str:
+        """Run that a trainer says it works on and has not finished; empty for the others."""
+        return self.trainer.run_uid if self.trainer is not None and not self.trainer.is_finished else ""
+
 
 class WorkerRegistry:
     """Registered workers by id; `changed` wakes whoever waits for a worker or its report."""
@@ -88,14 +93,18 @@ class WorkerRegistry:
         return [record for record in self.alive(kind) if record.run_uid == run_uid]
 
     def claim(self, kind: worker_service_pb2.WorkerKind, run_uid: str, *, limit: int | None = None) -> int:
-        """Give free workers of a kind to a run, `limit` at most; returns how many it has then."""
+        """Give free workers of a kind to a run, `limit` at most; returns how many it has then.
+
+        A worker that reports to work on the run already (we restarted) goes first; one that reports another run is
+        not free.
+        """
         mine = self.owned(kind, run_uid)
-        for record in self.alive(kind):
+        free = [record for record in self.alive(kind) if record.run_uid == "" and record.reported in ("", run_uid)]
+        for record in sorted(free, key=lambda record: record.reported != run_uid):
             if limit is not None and len(mine) >= limit:
                 break
-            if record.run_uid == "":
-                record.run_uid = run_uid
-                mine.append(record)
+            record.run_uid = run_uid
+            mine.append(record)
         return len(mine)
 
     def release(self, run_uid: str) -> None:

@@ -59,7 +59,7 @@ def open_redis(url: str) -> redis_asyncio.Redis:
         return redis_asyncio.Redis.from_url(
             url,
             decode_responses=False,
-            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_timeout=None,  # `call` bounds every command itself, see there
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_keepalive=True,
             health_check_interval=HEALTH_CHECK_S,
@@ -87,9 +87,15 @@ async def call(
     *,
     deadline_s: float = RETRY_DEADLINE_S,
 ) -> T:
-    """Await `command()`, repeating it while Redis is unreachable; `what` says in words what is being done."""
+    """Await `command()`, repeating it while Redis is unreachable; `what` says in words what is being done.
+
+    The deadline of one try is set here and not by redis-py's `socket_timeout`: that one sends through
+    `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that arrives while the send completes
+    (python/cpython#81839), so that a cancelled reader would go on reading for ever.
+    """
     try:
-        return await command()
+        async with asyncio.timeout(SOCKET_TIMEOUT_S):
+            return await command()
     except (AuthenticationError, *_RETRIED) as error:
         if isinstance(error, AuthenticationError):  # a ConnectionError by its class, but time does not heal it
             raise _translate(error, what, client) from error
@@ -105,7 +111,8 @@ async def call(
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
             try:
-                result = await command()
+                async with asyncio.timeout(SOCKET_TIMEOUT_S):
+                    result = await command()
             except _RETRIED as error:
                 first = error
             except RedisError as error:

@@ -118,12 +118,12 @@ async def test_a_new_orchestrator_continues_from_the_log(stack) -> None:
 
 
 async def test_a_cancelled_run_closes_its_log(stack) -> None:
-    await stack.env_server(silent=set(range(1000)))
-    await stack.inference()
-    trainer = await stack.trainer()
+    env, _, trainer = await stack.env_server(silent=set(range(1000))), await stack.inference(), await stack.trainer()
     run = await create(stack)
     watching = asyncio.create_task(watch(stack, run))
-    await asyncio.sleep(1.0)
+    async with asyncio.timeout(20):
+        while not any(request.purpose == rollout_pb2.PURPOSE_TRAIN for request in env.requests):
+            await asyncio.sleep(0.05)
     await call(stack.runs.CancelRun, run_service_pb2.CancelRunRequest(name=run.name, reason="test"))
     events = await watching
     assert bodies(events, "state_changed")[-1].new_state == run_pb2.RUN_STATE_CANCELLED

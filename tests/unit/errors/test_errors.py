@@ -34,13 +34,8 @@ def make(cls: type[MillraceError]) -> MillraceError:
     return cls("no run x", reason="RUN_MISSING", remedy="list the runs", metadata={"run": "x"})
 
 
-def shared_classes() -> list[type[MillraceError]]:
-    """The classes of this module; rooms add their own below them."""
-    return [cls for cls in errors.error_classes() if cls.__module__ == "millrace.errors"]
-
-
 def test_every_class_has_the_code_and_exit_code_of_the_table() -> None:
-    assert {cls.__name__: (cls.code, cls.exit_code) for cls in shared_classes()} == TABLE
+    assert {cls.__name__: (cls.code, cls.exit_code) for cls in errors.error_classes()} == TABLE
 
 
 def test_error_classes_names_parents_before_children() -> None:
@@ -61,7 +56,7 @@ def test_reason_falls_back_to_that_of_the_class() -> None:
 
 
 def test_only_what_a_retry_helps_has_a_delay() -> None:
-    delayed = {cls.__name__ for cls in shared_classes() if make(cls).retry_after_s is not None}
+    delayed = {cls.__name__ for cls in errors.error_classes() if make(cls).retry_after_s is not None}
     assert delayed == {"CapacityError", "UnavailableError", "LogGoneError"}
     assert errors.CapacityError("full", retry_after_s=0.5).retry_after_s == 0.5
 
