@@ -25,13 +25,20 @@ if [ "$have" = "$wanted" ] || [ "$have" = "${wanted%-demo}-dev" ]; then
 fi
 
 echo "Setting up .venv with $($python --version)"
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+  rm -rf .venv # absent, or left behind by a creation that failed half-way
+  if ! "$python" -m venv .venv; then
+    rm -rf .venv
+    echo "Error: $python cannot make virtual environments; install its venv module (Debian: python3-venv) and try again" >&2
+    exit 2
+  fi
+fi
 unset PYTHONDONTWRITEBYTECODE # imports of transformers and verifiers take twice as long without bytecode
-pip=(.venv/bin/pip --disable-pip-version-check install --quiet)
-"${pip[@]}" "uv>=0.5"
+pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet)
+"${pip[@]}" "uv>=0.8"
 # torch comes by pip: uv ignores pip's own configuration, which is where a CPU build is chosen.
 .venv/bin/python -c 'import torch' 2>/dev/null || "${pip[@]}" --constraint constraints.txt torch
-uv=(.venv/bin/uv pip install --quiet --python .venv/bin/python --constraint constraints.txt)
+uv=(.venv/bin/python -m uv pip install --quiet --python .venv/bin/python --constraint constraints.txt)
 "${uv[@]}" --editable '.[local]'
 "${uv[@]}" --no-deps --editable environments/reverse_text --editable environments/code_lookup
 if [ "${1:-}" = dev ]; then
