@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 from millrace.env_server.frames import encode_frame, read_frame
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.telemetry.settings import Settings, variable_name
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,9 @@ logger = logging.getLogger(__name__)
 # long after a rollout's deadline is blocked, and with it every rollout that it plays.
 DEFAULT_BLOCKED_GRACE_S = 12.0
 _CLOSE_S = 6.0
+# Where our processes are is no business of an environment; how to log is its worker's.
+_WITHHELD = {variable_name(part.name) for part in fields(Settings)} - {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON"}
+_STORE_CREDENTIALS = "AWS_"
 
 
 class WorkerDiedError(Exception):
@@ -68,6 +73,7 @@ class WorkerProcess:
                 "--fd",
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
+                env=worker_environ(os.environ),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -135,7 +141,8 @@ class WorkerProcess:
         """Close the socket, which ends it; kill it if it does not end."""
         self.writer.close()
         try:
-            await asyncio.wait_for(self._ended.wait(), _CLOSE_S)
+            async with asyncio.timeout(_CLOSE_S):
+                await self._ended.wait()
         except TimeoutError:
             self.kill("did not end when asked")
             await self._ended.wait()
@@ -160,7 +167,8 @@ class WorkerProcess:
     async def _reap(self) -> None:
         # A worker that closed its socket ends within its own exit time; one that does not is killed.
         try:
-            await asyncio.wait_for(self.process.wait(), _CLOSE_S)
+            async with asyncio.timeout(_CLOSE_S):
+                await self.process.wait()
         except TimeoutError:
             self.kill("closed its socket and did not end")
             await self.process.wait()
@@ -197,6 +205,17 @@ class WorkerProcess:
                 error = WorkerDiedError(f"worker {self.name} died: {how}", is_blocked=bool(self._blocked_reason))
                 answer.set_exception(error)
         logger.info("env worker ended", extra={"worker": self.name, "how": how})
+
+
+def worker_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a worker inherits: everything but our placement (Redis and its password, the store) and the store's keys.
+
+    Environments are foreign code that runs code of models: neither may write to the log or the store. All `AWS_*` goes,
+    because profiles and role files lead to the same keys; an environment that needs AWS of its own gets it by its args.
+    """
+    return {
+        key: value for key, value in environ.items() if key not in _WITHHELD and not key.startswith(_STORE_CREDENTIALS)
+    }
 
 
 def describe_exit(returncode: int | None) -> str:
