@@ -234,7 +234,8 @@ class EnvPool:
         timeout_s = self._limits.load_timeout_s
         with waits.waiting(f"environment {self.env.id} to load", waits_on="env worker", deadline_s=timeout_s):
             try:
-                info = await asyncio.wait_for(asyncio.shield(worker.loaded), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    info = await asyncio.shield(worker.loaded)
             except TimeoutError:
                 worker.kill("loading took too long")
                 message = f"not loaded within {timeout_s:g} s; load it once by hand to see what it waits for"

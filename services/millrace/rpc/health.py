@@ -158,6 +158,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             if self._draining.is_set():
                 return
             try:
-                await asyncio.wait_for(self._draining.wait(), _WATCH_POLL_S)
+                async with asyncio.timeout(_WATCH_POLL_S):
+                    await self._draining.wait()
             except TimeoutError:
                 continue
