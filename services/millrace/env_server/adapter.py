@@ -107,9 +107,9 @@ def load_adapter(env: env_service_pb2.EnvSpec) -> EnvAdapter:
 
 
 def describe_load_error(error: BaseException) -> tuple[str, str]:
-    """(class, message) of a failed load: message and place of the exception that began it."""
+    """(class, message) of a failed load: message and place of the exception that began it, and what to do."""
     if isinstance(error, NotFoundError):
         return "EnvironmentNotFound", str(error)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return type(error).__name__, f"{error}{where}"
+    return type(error).__name__, f"{error}{where}; correct the environment's args (orchestrator.env.args), or its code"
