@@ -6,7 +6,7 @@
 #   scripts/s3_server.sh start DIRECTORY [PORT]   starts it (about 20 s), prints the variables for the tests
 #   scripts/s3_server.sh stop DIRECTORY           ends the three daemons; the data stays
 #
-# Then: eval "$(scripts/s3_server.sh start /tmp/s3)" && pytest tests/integration/storage
+# Then: eval "$(scripts/s3_server.sh start DIRECTORY)" && pytest tests/integration/storage
 set -eu
 
 usage() { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }

@@ -17,12 +17,11 @@ from millrace.internal.v1.worker_service_pb2 import (
 from millrace.rpc.serve import serve
 from millrace.rpc.worker import WorkerAgent, new_worker_id
 from millrace.runlog.connection import open_redis
-from millrace.runlog.log import RunLog
+from millrace.runlog.log import FORMAT_MAJOR, RunLog
 from millrace.storage.base import open_store
 from millrace.telemetry.settings import Settings, parse_address
 
 SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_name
-LOG_FORMAT = 1
 
 
 async def run(settings: Settings, *, num_workers: int, capacity: int) -> None:
@@ -65,8 +64,8 @@ async def _serve_registered(settings: Settings, service: EnvService, *, worker_i
             kind=WORKER_KIND_ENV_SERVER,
             address=_advertised(settings, await port_known),
             version=__version__,
-            min_log_format=LOG_FORMAT,
-            max_log_format=LOG_FORMAT,
+            min_log_format=FORMAT_MAJOR,
+            max_log_format=FORMAT_MAJOR,
             capacity=capacity,
         )
         agent = WorkerAgent(

@@ -24,12 +24,12 @@ from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, Heart
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.serve import serve
 from millrace.rpc.worker import WorkerAgent, new_worker_id
+from millrace.runlog.log import FORMAT_MAJOR
 from millrace.storage.base import open_store
 from millrace.telemetry.settings import Settings, parse_address
 
 log = logging.getLogger(__name__)
 
-LOG_FORMAT = 1
 _HEALTH_PERIOD_S = 0.5
 # The engine's thread takes the interpreter lock between two torch operators; with Python's default of 5 ms it would
 # wait that long, several times per token, whenever the HTTP API has work.
@@ -108,8 +108,8 @@ class Replica:
             address=address,
             http_url=f"http://{shown_host}:{http_port}/v1",
             version=millrace.__version__,
-            min_log_format=LOG_FORMAT,
-            max_log_format=LOG_FORMAT,
+            min_log_format=FORMAT_MAJOR,
+            max_log_format=FORMAT_MAJOR,
         )
         agent = WorkerAgent(self._settings.orchestrator, worker, self._heartbeat, lambda reply: None)
         await agent.run(self._stopping)

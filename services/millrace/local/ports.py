@@ -38,6 +38,11 @@ def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
     )
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """One port that was free a moment ago."""
+    return free_ports(1, host=host)[0]
+
+
 def require_free(host: str, port: int, *, purpose: str, option: str) -> None:
     """UnavailableError naming the port, what it is for and the option that changes it, if it is taken."""
     if is_free(host, port):

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Literal, Self
 
 from millrace.errors import InvalidStateError, UnavailableError
+from millrace.local.ports import free_port
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only async-signal-safe work is allowed
-_POLL_S = 0.02
+READY_POLL_S = 0.02
 _STOP_S = 5.0  # SIGTERM makes the server flush its append-only file; it takes milliseconds unless the disk hangs
 _CONNECT_S = 1.0
 _LOG_TAIL_BYTES = 2000
@@ -46,13 +47,6 @@ def find_server() -> Path:
     )
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago; whoever binds it must be ready to lose the race."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
 def die_with_parent() -> None:
     """For `preexec_fn`: kill this process when the thread that started it ends (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
@@ -73,8 +67,11 @@ class EmbeddedRedis:
         port: int | None = None,
         append_only: AppendOnly = "everysec",
         max_memory_bytes: int = 0,
+        log_path: Path | None = None,
     ) -> None:
         self.directory = directory
+        self.log_path = log_path or directory / "redis.log"
+        """Where the server's output goes: sent there by `start`, or by the supervisor that runs `command()`."""
         self.host = "127.0.0.1"
         self.port = free_port() if port is None else port
         self._append_only = append_only
@@ -85,11 +82,6 @@ class EmbeddedRedis:
     def url(self) -> str:
         """What MILLRACE_REDIS_URL says for this server."""
         return f"redis://{self.host}:{self.port}/0"
-
-    @property
-    def log_path(self) -> Path:
-        """Where `start` sends the server's output."""
-        return self.directory / "redis.log"
 
     @property
     def pid(self) -> int | None:
@@ -135,17 +127,17 @@ class EmbeddedRedis:
             raise
 
     def wait_ready(self, *, deadline_s: float = 20.0) -> None:
-        """Return when the server answers PING with PONG (it answers LOADING while it reads its file)."""
+        """Return when the server answers; `UnavailableError` if it ends before, or after `deadline_s`."""
         ends = time.monotonic() + deadline_s
         while True:
             code = self._process.poll() if self._process else None
             if code is not None:
-                raise self._failed(f"ended with code {code} before it was ready")
-            if self._ping():
+                raise self.failed(f"ended with code {code} before it was ready")
+            if self.is_ready():
                 return
             if time.monotonic() > ends:
-                raise self._failed(f"did not answer within {deadline_s:g} s")
-            time.sleep(_POLL_S)
+                raise self.failed(f"did not answer within {deadline_s:g} s")
+            time.sleep(READY_POLL_S)
 
     def stop(self) -> None:
         """End the server: SIGTERM, then SIGKILL after 5 s. Does nothing if it does not run."""
@@ -174,7 +166,8 @@ class EmbeddedRedis:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _ping(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether it answers PING with PONG, within a second (it answers LOADING while it reads its file)."""
         try:
             with socket.create_connection((self.host, self.port), timeout=_CONNECT_S) as connection:
                 connection.sendall(b"PING\r\n")
@@ -182,7 +175,8 @@ class EmbeddedRedis:
         except OSError:
             return False
 
-    def _failed(self, what: str) -> UnavailableError:
+    def failed(self, what: str) -> UnavailableError:
+        """The error that says `what` happened, where, and the server's last output."""
         tail = ""
         if self.log_path.exists():
             tail = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()

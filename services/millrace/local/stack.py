@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.errors import InvalidStateError, UnavailableError
 from millrace.local.ports import free_ports, require_free
 from millrace.local.preflight import check_redis, check_store
-from millrace.local.redis import EmbeddedRedis
+from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.local.supervisor import ProcessSpec, Supervisor, tail
 from millrace.rpc.channel import open_channel
 from millrace.telemetry import waits
@@ -177,17 +177,22 @@ class LocalStack:
             return self.options.redis_url
         directory = self.directory / "redis"
         directory.mkdir(exist_ok=True)
-        redis = EmbeddedRedis(directory, port=port, append_only="everysec" if self.options.is_durable else "none")
+        redis = EmbeddedRedis(
+            directory,
+            port=port,
+            append_only="everysec" if self.options.is_durable else "none",
+            log_path=self.logs / "redis.log",
+        )
         await self.supervisor.start(
             ProcessSpec(
                 name="redis",
                 argv=redis.command(),
                 env=dict(self._environ),
-                log_path=self.logs / "redis.log",
+                log_path=redis.log_path,
                 tier=0,
             )
         )
-        await self.guard(_wait_redis(redis.host, redis.port))
+        await self.guard(_wait_redis(redis))
         return redis.url
 
     def _service(
@@ -260,34 +265,15 @@ class LocalStack:
                 self._note(f"waiting for {wait.reason} ({wait.age_s:.0f} s of {wait.deadline_s:.0f} s): {last}")
 
 
-async def _wait_redis(host: str, port: int) -> None:
-    """Return when the server answers PING with PONG (it answers LOADING while it reads its file)."""
+async def _wait_redis(redis: EmbeddedRedis) -> None:
+    """Return when the server answers. That it died is the caller's to see: here another object runs the process."""
     with waits.waiting("redis to be ready", waits_on="redis", deadline_s=REDIS_DEADLINE_S):
         try:
             async with asyncio.timeout(REDIS_DEADLINE_S):
-                while not await _pings(host, port):  # noqa: ASYNC110 - another process has no event to wait on
-                    await asyncio.sleep(0.02)
+                while not await asyncio.to_thread(redis.is_ready):  # noqa: ASYNC110 - another process has no event
+                    await asyncio.sleep(READY_POLL_S)
         except TimeoutError:
-            raise UnavailableError(
-                f"the embedded Redis on {host}:{port} did not answer within {REDIS_DEADLINE_S:g} s",
-                reason="EMBEDDED_REDIS_FAILED",
-                remedy="read logs/redis.log",
-            ) from None
-
-
-async def _pings(host: str, port: int) -> bool:
-    try:
-        reader, writer = await asyncio.open_connection(host, port)
-    except OSError:
-        return False
-    try:
-        writer.write(b"PING\r\n")
-        await writer.drain()
-        return (await reader.readline()).startswith(b"+PONG")
-    except OSError:
-        return False
-    finally:
-        writer.close()
+            raise redis.failed(f"did not answer within {REDIS_DEADLINE_S:g} s") from None
 
 
 def _lock(directory: Path) -> IO[str]:
