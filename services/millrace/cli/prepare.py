@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,13 @@ def prepare(
         is_plain=bool(flags.get("plain")),
         is_follow=bool(flags.get("follow")),
     )
+
+
+def warn_of_wandb(config: RLConfig) -> None:
+    """Say on stderr that `[wandb]` has no effect yet, if it is set; fine-tuning says the same."""
+    if config.wandb is not None:
+        text = "[wandb] is set, but the export to Weights & Biases is not there yet"
+        print(f"warning: {text}; the numbers are in the run's events and metrics.jsonl", file=sys.stderr)
 
 
 def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:

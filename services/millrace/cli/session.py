@@ -35,7 +35,7 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
     with make_view(progress, plain=prepared.is_plain) as view:
         async with ticking(view):
             try:
-                async with LocalStack(_options(prepared, directory), note=view.note) as stack:
+                async with LocalStack(stack_options(prepared, directory), note=view.note) as stack:
                     interrupts.on_second(stack.supervisor.hurry.set)
                     view.note(f"starting the local stack; process logs: {directory / 'logs'}")
                     await stack.start()
@@ -136,13 +136,16 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
     progress.name, progress.uid = run.name, run.uid
 
 
-def _options(prepared: Prepared, directory: Path) -> StackOptions:
+def stack_options(prepared: Prepared, directory: Path) -> StackOptions:
+    """The stack of a run: its place from the environment, its engine and its logs from the config."""
     config = prepared.config
     return StackOptions.with_settings(
         prepared.settings,
         directory=directory,
         http_host=config.inference.server.host,
         http_port=config.inference.server.port,
+        max_num_seqs=config.inference.max_num_seqs,
+        max_model_len=config.inference.model.max_model_len or config.orchestrator.seq_len,
         log_level=config.log.level,
         log_json=config.log.json_logging,
         is_durable=False,  # the run ends with the stack, and its log is in the store

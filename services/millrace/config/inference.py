@@ -4,23 +4,29 @@ from typing import Literal
 
 from millrace.config.section import Section, option, table
 from millrace.config.shared import DEFAULT_MODEL
-from millrace.config.trainer import Dtype
+
+DEFAULT_MAX_NUM_SEQS = 256
 
 
 class InferenceModelConfig(Section):
-    """The engine's copy of the model."""
+    """The engine's copy of the model. Its number format is that of the published policy."""
 
-    name: str = option(DEFAULT_MODEL, "Directory or Hub id. Shared: `model.name`.", min_length=1)
-    dtype: Dtype = option("auto", "Number format of the engine. auto: that of the published policy.")
+    name: str = option(
+        DEFAULT_MODEL,
+        "Only checked: has to be equal to `model.name`; the engine serves what the trainer publishes. Shared: "
+        "`model.name`.",
+        min_length=1,
+    )
     max_model_len: int | None = option(
         None,
-        "Longest sequence in tokens that the engine serves, at least `orchestrator.seq_len`; exactly that if left out.",
+        "Longest sequence in tokens that the engine serves, at least `orchestrator.seq_len`.",
+        default_text="`orchestrator.seq_len`",
         ge=2,
     )
 
 
 class ServerConfig(Section):
-    """Where a local engine listens for HTTP. Engines that run elsewhere listen where MILLRACE_HTTP_LISTEN says."""
+    """Where the engine listens for HTTP."""
 
     host: str = option("127.0.0.1", "Address to listen on.", min_length=1)
     port: int | None = option(
@@ -29,9 +35,17 @@ class ServerConfig(Section):
 
 
 class InferenceConfig(Section):
-    """The inference engine of an RL run."""
+    """The engine of the stack that `millrace rl` starts for the run.
 
-    engine: Literal["embedded"] = option("embedded", "Which engine. embedded: the transformers-based one, CPU or GPU.")
+    A stack that runs already (`--server`, `millrace up`) keeps its own settings: MILLRACE_MAX_NUM_SEQS,
+    MILLRACE_MAX_MODEL_LEN and MILLRACE_HTTP_LISTEN of its inference process.
+    """
+
+    engine: Literal["embedded"] = option(
+        "embedded", "Which engine. embedded, the transformers-based one for CPU and GPU, is the only one so far."
+    )
     model: InferenceModelConfig = table(InferenceModelConfig, "The model.")
     server: ServerConfig = table(ServerConfig, "Where it listens.")
-    max_num_seqs: int = option(128, "Most sequences that one engine generates at the same time, at least 1.", ge=1)
+    max_num_seqs: int = option(
+        DEFAULT_MAX_NUM_SEQS, "Most sequences that one engine generates at the same time, at least 1.", ge=1
+    )

@@ -5,7 +5,6 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from millrace.config.section import (
-    ENV_VAR_PATTERN,
     IDENTIFIER_PATTERN,
     FreeTable,
     Section,
@@ -14,7 +13,7 @@ from millrace.config.section import (
     required,
     table,
 )
-from millrace.config.shared import ModelConfig
+from millrace.config.shared import DEFAULT_MODEL
 from millrace.config.trainer import DEFAULT_SEQ_LEN
 
 _AS_IN_TRAINING = "as in `orchestrator.sampling`"
@@ -88,7 +87,10 @@ class EnvConfig(_NamedEnv):
 
 
 class EvalEnvConfig(_NamedEnv):
-    """One evaluation environment. Its held-out tasks are played."""
+    """One evaluation environment. Its held-out tasks are played.
+
+    One with the name of a training environment is that environment: `id` and `args` have to be the same.
+    """
 
 
 class EvalConfig(Section):
@@ -110,32 +112,24 @@ class AlgoConfig(Section):
     )
 
 
-class ClientConfig(Section):
-    """How the environments reach the engines."""
+class OrchestratorModelConfig(Section):
+    """The model whose policies are sampled: the trainer publishes them, so there is nothing to choose here."""
 
-    base_url: str | None = option(
-        None,
-        "Fixed OpenAI-compatible endpoint, beginning with http:// or https://. Left out: the engines that are "
-        "registered with the orchestrator.",
-        pattern=r"^https?://\S+$",
+    name: str = option(
+        DEFAULT_MODEL,
+        "Only checked: has to be equal to `model.name`, which decides. Shared: `model.name`.",
+        min_length=1,
     )
-    api_key_var: str = option(
-        "VLLM_API_KEY",
-        "Name of the environment variable that holds the key, never the key itself.",
-        pattern=ENV_VAR_PATTERN,
-    )
-    timeout: float = option(1200.0, "Seconds until one request to an engine is given up, above 0.", gt=0)
 
 
 class OrchestratorConfig(Section):
     """The loop of an RL run: which rollouts are played and what becomes a batch."""
 
-    model: ModelConfig = table(ModelConfig, "The model. Shared: `model`.")
+    model: OrchestratorModelConfig = table(OrchestratorModelConfig, "The model.")
     env: list[EnvConfig] = required("Training environments, at least one (`[[orchestrator.env]]`).", min_length=1)
     sampling: SamplingConfig = table(SamplingConfig, "How the policy is sampled.")
     algo: AlgoConfig = table(AlgoConfig, "How rewards become advantages.")
     eval: EvalConfig | None = option(None, "Evaluation during the run; off if left out.")
-    client: ClientConfig = table(ClientConfig, "How the environments reach the engines.")
     batch_size: int = option(
         128, "Rollouts per optimizer step, at least 1, a multiple of `orchestrator.rollouts_per_example`.", ge=1
     )
@@ -158,7 +152,9 @@ class OrchestratorConfig(Section):
         None, "Batches to cut, at least 1; unlimited if left out. Shared: `max_steps`.", ge=1
     )
     seq_len: int = option(
-        DEFAULT_SEQ_LEN, "Longest rollout in tokens, prompt included, at least 2. Shared: `seq_len`.", ge=2
+        DEFAULT_SEQ_LEN,
+        "Longest sample in tokens, prompt included, at least 2; longer ones are cut there. Shared: `seq_len`.",
+        ge=2,
     )
     seed: int = option(0, "Seed of the task order, at least 0. Shared: `seed`.", ge=0)
     filter_zero_advantages: bool = option(

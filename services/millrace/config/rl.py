@@ -39,7 +39,12 @@ class RLConfig(Section):
         aliases=("max_async_level",),
         ge=0,
     )
-    seed: int = option(0, "Seed of everything random, at least 0. Fills `orchestrator.seed`.", ge=0)
+    seed: int = option(
+        0,
+        "Seed of the task order and of the trainer, at least 0; sampled tokens are not seeded. Fills "
+        "`orchestrator.seed`.",
+        ge=0,
+    )
     output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
     run: RunConfig = table(RunConfig, "What the run is called.")
     log: LogConfig = table(LogConfig, "Logs.")

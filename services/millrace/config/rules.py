@@ -132,6 +132,7 @@ def _env_rules(config: OrchestratorConfig) -> Iterator[Finding]:
                 "must be -1 for all held-out tasks, or at least 1; leave out [orchestrator.eval] for no evaluation",
                 "orchestrator.eval.num_examples",
             )
+        yield from _eval_env_rules(config.env, config.eval.env)
     for path, envs in lists:
         seen: dict[str, int] = {}
         for index, env in enumerate(envs):
@@ -145,6 +146,21 @@ def _env_rules(config: OrchestratorConfig) -> Iterator[Finding]:
                     "give one of them another `name`",
                 )
             seen.setdefault(env.name, index)
+
+
+def _eval_env_rules(training: list[EnvConfig], evaluation: list[EvalEnvConfig]) -> Iterator[Finding]:
+    """One name is one environment: a run loads what training says, and other arguments here would mean nothing."""
+    names = [env.name for env in training]
+    known = {env.name: (index, env) for index, env in enumerate(training) if names.count(env.name) == 1}
+    for index, env in enumerate(evaluation):
+        first, trained = known.get(env.name, (0, env))
+        for key in ("id", "args"):
+            if getattr(env, key) != getattr(trained, key):
+                yield Finding(
+                    paths=(("orchestrator", "eval", "env", index, key), ("orchestrator", "env", first, key)),
+                    message=f"must be equal to `orchestrator.env[{first}].{key}`, because both environments are called "
+                    f"`{env.name}`; leave [[orchestrator.eval.env]] out, or give this one another `name`",
+                )
 
 
 def schedule_rules(

@@ -3,7 +3,6 @@
 from millrace.config.inference import InferenceConfig, InferenceModelConfig, ServerConfig
 from millrace.config.orchestrator import (
     AlgoConfig,
-    ClientConfig,
     EnvConfig,
     EvalConfig,
     EvalEnvConfig,
@@ -19,7 +18,6 @@ from millrace.config.trainer import LossConfig, OptimConfig, SchedulerConfig, Tr
 __all__ = [
     "AlgoConfig",
     "CheckpointConfig",
-    "ClientConfig",
     "EnvConfig",
     "EvalConfig",
     "EvalEnvConfig",

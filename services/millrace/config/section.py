@@ -12,7 +12,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_./@-]*$"
 RUN_NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
-ENV_VAR_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
 class Section(BaseModel):

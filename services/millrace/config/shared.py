@@ -29,14 +29,14 @@ class RunConfig(Section):
 
 
 class LogConfig(Section):
-    """Logs of the processes that `millrace rl` starts on this machine. Services elsewhere read MILLRACE_LOG_*."""
+    """Logs of the processes that `millrace rl` and `millrace sft` start. Services elsewhere read MILLRACE_LOG_*."""
 
     level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe level that is written.")
     json_logging: bool = option(False, "One JSON object per line instead of plain text.")
 
 
 class WandbConfig(Section):
-    """Weights & Biases. Accepted and checked; the export itself is not there yet, and submitting a run says so."""
+    """Weights & Biases. Accepted and checked; the export itself is not there yet, and starting a run says so."""
 
     project: str = option("millrace", "Project that the run is filed under.", min_length=1)
     name: str | None = option(None, "Display name; the run's name if left out.", min_length=1)

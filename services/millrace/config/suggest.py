@@ -17,12 +17,15 @@ MOVED = {
     "orchestrator.token_batch_size": "batches are counted in rollouts: use `orchestrator.batch_size`",
     "orchestrator.buffer": "there is no rollout buffer; see `orchestrator.filter_zero_advantages`",
     "orchestrator.ckpt": "the orchestrator's state is part of every checkpoint: use `[ckpt]`",
+    "orchestrator.client": "engines register with the orchestrator by themselves; there is no endpoint to set",
     "trainer.max_async_level": "use `async_level` at the top",
     "trainer.weight_broadcast": "policies go through the object store; there is nothing to choose",
     "orchestrator.weight_broadcast": "policies go through the object store; there is nothing to choose",
     "weight_broadcast": "policies go through the object store; there is nothing to choose",
     "rollout_transport": "rollouts go through Redis; there is nothing to choose",
     "monitors": "use `[wandb]`",
+    "inference.model.dtype": "the engine takes the number format of the published policy: use "
+    "`trainer.model.publish_dtype`",
     "inference.vllm": "the vLLM engine is not there yet; the model is `model.name` at the top",
     "bench": "not there yet",
 }

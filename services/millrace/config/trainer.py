@@ -19,7 +19,7 @@ class TrainerModelConfig(Section):
     name: str = option(DEFAULT_MODEL, "Directory or Hub id. Shared: `model.name`.", min_length=1)
     seq_len: int = option(
         DEFAULT_SEQ_LEN,
-        "Longest sample in tokens that the trainer accepts, at least 2 and at least `orchestrator.seq_len`. "
+        "Longest sample in tokens that the trainer takes whole, at least 2 and at least `orchestrator.seq_len`. "
         "Shared: `seq_len`.",
         ge=2,
     )

@@ -60,6 +60,10 @@ class StackOptions:
     http_host: str = HOST
     http_port: int | None = None
     """Where the engine's HTTP API listens."""
+    max_num_seqs: int | None = None
+    """Sequences that the engine generates at once; None leaves it to the environment, or the engine's default."""
+    max_model_len: int | None = None
+    """Longest sequence of the engine in tokens; None as above."""
     redis_url: str | None = None
     store_url: str | None = None
     prefix: str = "millrace"
@@ -218,9 +222,17 @@ class LocalStack:
         return ProcessSpec(
             name=name,
             argv=[sys.executable, "-m", self._modules[name]],
-            env={**threads, **inherited, **settings.to_environ()},
+            env={**threads, **inherited, **settings.to_environ(), **(self._engine() if name == "inference" else {})},
             log_path=self.logs / f"{name}.log",
         )
+
+    def _engine(self) -> dict[str, str]:
+        """What the options say about the engine, as the variables that its process reads."""
+        limits = {
+            "MILLRACE_MAX_NUM_SEQS": self.options.max_num_seqs,
+            "MILLRACE_MAX_MODEL_LEN": self.options.max_model_len,
+        }
+        return {name: str(value) for name, value in limits.items() if value is not None}
 
     async def _wait_ready(self, addresses: Mapping[str, str]) -> None:
         reporter = asyncio.create_task(self._report_waits(), name="report of waits")

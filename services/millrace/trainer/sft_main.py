@@ -4,7 +4,6 @@ Progress goes to stderr; the last line on stdout is the directory of the model.
 """
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ log = getLogger(__name__)
 def run(path: Path) -> int:
     """Fine-tunes as the resolved config in `path` says; returns the exit code."""
     config = load_config(path)
-    setup("trainer", level=os.environ.get("MILLRACE_LOG_LEVEL") or config.log.level.upper())
+    setup("trainer", level=config.log.level, json_lines=config.log.json_logging)
     if config.wandb is not None:
         log.warning("[wandb] is set, but the export to Weights & Biases is not there yet; see metrics.jsonl")
     gang = Gang.join()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from millrace.cli.model_path import is_path
 from millrace.cli.prepare import choose_run_id, prepare
+from millrace.cli.session import stack_options
 from millrace.errors import InvalidSpecError
 
 RL = """
@@ -121,6 +123,26 @@ def test_dry_run_prints_the_resolved_config(rl, tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     config = json.loads(done.stdout)
     assert config["orchestrator"]["batch_size"] == 8 and config["trainer"]["model"]["name"] == "outputs/nobody"
+
+
+def test_engine_of_the_stack_gets_what_the_config_says(rl, tmp_path):
+    defaults = stack_options(prepare(["@", str(rl)], environ={}), tmp_path)
+    assert (defaults.max_num_seqs, defaults.max_model_len) == (256, 64)
+    flags = ["--inference.max-num-seqs", "3", "--inference.model.max-model-len", "80", "--inference.server.port", "81"]
+    chosen = stack_options(prepare(["@", str(rl), *flags], environ={}), tmp_path)
+    assert (chosen.max_num_seqs, chosen.max_model_len, chosen.http_port) == (3, 80, 81)
+
+
+@pytest.mark.parametrize("command", [["rl"], ["run", "submit"], ["run", "submit", "--follow"]])
+def test_wandb_is_said_to_have_no_effect_yet(command, rl, tmp_path):
+    with socket.socket() as taken:  # bound and not listening: nobody answers there
+        taken.bind(("127.0.0.1", 0))
+        server = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run(*command, "@", "rl.toml", "--server", server, "--wandb", cwd=tmp_path)
+        without = run(*command, "@", "rl.toml", "--server", server, cwd=tmp_path)
+    assert done.returncode == without.returncode == 5
+    assert done.stderr.startswith("warning: [wandb] is set, but") and done.stderr.count("wandb") == 1
+    assert "wandb" not in without.stderr
 
 
 def test_sft_checks_its_model_and_dry_runs(tmp_path):

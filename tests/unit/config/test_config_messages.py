@@ -161,7 +161,8 @@ def test_keys_that_moved_say_where_to(key):
 def test_secrets_are_not_repeated(violations, tmp_path, table):
     (tmp_path / "a.toml").write_text(f"[orchestrator.client]\n{table}\n")
     found = violations("@", "a.toml")
-    assert found[0].value is None
+    assert [(violation.field, violation.value) for violation in found] == [("orchestrator.client", None)]
+    assert "engines register" in found[0].message
     assert not any(secret in str(violation) for violation in found for secret in ("hunter2", "sk-123"))
 
 

@@ -67,6 +67,25 @@ def test_env_names(violations, envs, field, says):
     assert says in found[0].message
 
 
+@pytest.mark.parametrize(
+    ("envs", "fields"),
+    [
+        ('[{"id": "a", "args": {"x": 1}}]', []),
+        ('[{"id": "a", "args": {"x": 2}, "name": "other"}]', []),
+        ('[{"id": "a", "args": {"x": 2}}]', ["orchestrator.eval.env[0].args"]),
+        ('[{"id": "c"}, {"id": "b", "name": "a", "args": {"x": 1}}]', ["orchestrator.eval.env[1].id"]),
+    ],
+)
+def test_an_eval_env_with_the_name_of_a_training_env_is_that_env(violations, load_rl, envs, fields):
+    argv = ["--orchestrator.env", '[{"id": "a", "args": {"x": 1}}]', "--orchestrator.eval.env", envs]
+    if not fields:
+        assert load_rl(*argv).config.orchestrator.eval is not None
+        return
+    found = violations(*argv)
+    assert [violation.field for violation in found] == fields
+    assert "both environments are called `a`" in found[0].message and found[0].source
+
+
 def test_eval_env_names_are_checked_on_their_own(violations):
     found = violations("--orchestrator.eval.env", '[{"id": "x", "name": "all"}]')
     assert [violation.field for violation in found] == ["orchestrator.eval.env[0].name"]
@@ -85,7 +104,7 @@ def test_eval_env_names_are_checked_on_their_own(violations):
         (["--orchestrator.sampling.max-tokens", "0"], "orchestrator.sampling.max_tokens"),
         (["--orchestrator.oversampling-factor", "0.5"], "orchestrator.oversampling_factor"),
         (["--orchestrator.rollout-timeout-s", "0"], "orchestrator.rollout_timeout_s"),
-        (["--orchestrator.client.base-url", "localhost:8000"], "orchestrator.client.base_url"),
+        (["--inference.max-num-seqs", "0"], "inference.max_num_seqs"),
         (["--inference.server.port", "70000"], "inference.server.port"),
         (["--run.name", "My Run"], "run.name"),
         (["--orchestrator.env", "[]"], "orchestrator.env"),

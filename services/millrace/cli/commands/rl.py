@@ -13,12 +13,13 @@ def rl(arguments: tuple[str, ...]) -> int:
     run there and follows it (Ctrl-C detaches, and the run continues).
     """
     from millrace.cli.dry_run import print_config
-    from millrace.cli.prepare import prepare
+    from millrace.cli.prepare import prepare, warn_of_wandb
 
     prepared = prepare(arguments)
     if prepared.is_dry_run:
         print_config(prepared.config)
         return 0
+    warn_of_wandb(prepared.config)
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable
     from millrace.cli.results import summary_lines

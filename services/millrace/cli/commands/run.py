@@ -44,7 +44,7 @@ def submit(arguments: tuple[str, ...]) -> int:
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable
     from millrace.cli.dry_run import print_config
-    from millrace.cli.prepare import prepare
+    from millrace.cli.prepare import prepare, warn_of_wandb
 
     if arguments and os.path.isfile(arguments[0]):
         arguments = ("@", *arguments)
@@ -52,6 +52,7 @@ def submit(arguments: tuple[str, ...]) -> int:
     if prepared.is_dry_run:
         print_config(prepared.config)
         return 0
+    warn_of_wandb(prepared.config)
     from millrace.cli.results import summary_lines
     from millrace.cli.session import run_remote, submit, submitted_line
     from millrace.client import Client
