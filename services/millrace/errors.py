@@ -213,6 +213,22 @@ class CorruptObjectError(InternalError):
     default_reason = "CORRUPT_OBJECT"
 
 
+def first_error(error: BaseException) -> BaseException:
+    """The first error inside an exception group, however deep; the error itself if it is no group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def all_errors(error: BaseException) -> Iterator[BaseException]:
+    """Every error inside an exception group, in order; the error itself if it is no group."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from all_errors(inner)
+    else:
+        yield error
+
+
 def error_classes() -> Iterator[type[MillraceError]]:
     """Every class of this tree, parents before children; subclasses that rooms add for themselves are not shared."""
     pending: list[type[MillraceError]] = [MillraceError]

@@ -35,25 +35,30 @@ class Batch:
     resolved: list[Resolved] = field(default_factory=list)
 
 
-def credit_group(group: Group, algorithm: Algorithm, *, filter_zero_advantages: bool) -> list[TrainSample]:
-    """Turn a whole group into training samples; samples whose every advantage is 0 are left out if filtered."""
+def credit_group(
+    group: Group, algorithm: Algorithm, *, filter_zero_advantages: bool, seq_len: int
+) -> list[TrainSample]:
+    """Turn a whole group into training samples of at most `seq_len` tokens, cut there as prime-rl's packing does.
+
+    Samples without a sampled token are left out, and if filtered those whose every advantage is 0.
+    """
     rollouts = group.rollouts()
     samples: list[TrainSample] = []
     for rollout, credits in zip(rollouts, algorithm.credit(rollouts), strict=True):
         for sample, credit in zip(rollout.samples, credits, strict=True):
-            if filter_zero_advantages and not credit.advantages.any():
-                continue
-            samples.append(train_sample(rollout, sample, credit))
+            row = train_sample(rollout, sample, credit, seq_len=seq_len)
+            if row.num_loss_tokens and (row.advantages.any() or not filter_zero_advantages):
+                samples.append(row)
     return samples
 
 
-def train_sample(rollout: Rollout, sample: Sample, credit: Credit) -> TrainSample:
-    """One row of a batch: a sample, its credit, and the facts of its rollout."""
+def train_sample(rollout: Rollout, sample: Sample, credit: Credit, *, seq_len: int) -> TrainSample:
+    """One row of a batch: the first `seq_len` tokens of a sample, their credit, and the facts of the rollout."""
     return TrainSample(
-        token_ids=sample.token_ids,
-        loss_mask=sample.loss_mask,
-        inference_logprobs=sample.inference_logprobs,
-        advantages=credit.advantages,
+        token_ids=sample.token_ids[:seq_len],
+        loss_mask=sample.loss_mask[:seq_len],
+        inference_logprobs=sample.inference_logprobs[:seq_len],
+        advantages=credit.advantages[:seq_len],
         ordinal=rollout.ordinal,
         member=rollout.member,
         attempt=rollout.attempt,
@@ -63,16 +68,18 @@ def train_sample(rollout: Rollout, sample: Sample, credit: Credit) -> TrainSampl
         min_version=sample.min_version or 0,
         max_version=sample.max_version or 0,
         lineage=sample.lineage or 0,
-        rl_weights=credit.rl_weights,
-        ce_weights=credit.ce_weights,
+        rl_weights=None if credit.rl_weights is None else credit.rl_weights[:seq_len],
+        ce_weights=None if credit.ce_weights is None else credit.ce_weights[:seq_len],
     )
 
 
-def cut(groups: Sequence[Group], algorithm: Algorithm, *, step: int, filter_zero_advantages: bool) -> Batch:
+def cut(
+    groups: Sequence[Group], algorithm: Algorithm, *, step: int, filter_zero_advantages: bool, seq_len: int
+) -> Batch:
     """Make a batch of whole groups. Groups without any advantage are resolved as dropped, and not replaced."""
     batch = Batch(step=step, samples=[], rewards=[])
     for group in groups:
-        samples = credit_group(group, algorithm, filter_zero_advantages=filter_zero_advantages)
+        samples = credit_group(group, algorithm, filter_zero_advantages=filter_zero_advantages, seq_len=seq_len)
         batch.samples += samples
         batch.rewards += [rollout.reward for rollout in group.rollouts()]
         batch.resolved.append(resolve(group, reason="" if samples else "zero_advantage"))
@@ -107,15 +114,15 @@ def resolutions(resolved: Sequence[Resolved]) -> list[batch_pb2.Resolution]:
     ]
 
 
-def score_samples(rollouts: Sequence[Rollout]) -> list[TrainSample]:
+def score_samples(rollouts: Sequence[Rollout], *, seq_len: int) -> list[TrainSample]:
     """The samples of an evaluation for the closing header: no advantage, scored but never trained on."""
     return [
-        train_sample(rollout, sample, Credit(advantages=np.zeros_like(sample.inference_logprobs)))
+        train_sample(rollout, sample, Credit(advantages=np.zeros_like(sample.inference_logprobs)), seq_len=seq_len)
         for rollout in rollouts
         for sample in rollout.samples
     ]
 
 
-def encode_state(next_ordinal: int) -> bytes:
-    """The bounded orchestrator state of a header."""
-    return json.dumps({"next_ordinal": next_ordinal}, sort_keys=True).encode()
+def encode_state(*, next_ordinal: int, num_duplicates: int) -> bytes:
+    """The bounded orchestrator state of a header: for people and audits, nothing is recovered from it."""
+    return json.dumps({"next_ordinal": next_ordinal, "num_duplicates": num_duplicates}, sort_keys=True).encode()

@@ -6,7 +6,7 @@ import logging
 
 import redis.asyncio
 
-from millrace.errors import LogGoneError, NotFoundError
+from millrace.errors import CorruptObjectError, MillraceError, NotFoundError
 from millrace.orchestrator.run_view import RunRecord, RunView
 from millrace.runlog import EventReader, RunLog
 from millrace.runlog.index import list_runs
@@ -24,45 +24,60 @@ class RunCatalog:
         self._store = store
         self._prefix = prefix
         self._views: dict[str, RunView] = {}
-        self._lock = asyncio.Lock()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._unreadable: dict[str, str] = {}
 
     async def refresh(self) -> list[RunView]:
-        """All runs, oldest first, with every event of their logs folded in."""
-        async with self._lock:
-            for uid in (await list_runs(self._redis, self._store, self._prefix)).values():
+        """All readable runs, oldest first, with every event of their logs folded in.
+
+        A run that cannot be read is left out and logged once: it must not hide the others.
+        """
+        for uid in (await list_runs(self._redis, self._store, self._prefix)).values():
+            try:
                 await self._refresh_one(uid)
-            return sorted(self._views.values(), key=lambda view: view.record.uid)
+            except (MillraceError, ValueError, KeyError) as error:  # run.json may hold anything
+                if self._unreadable.get(uid) != str(error):
+                    self._unreadable[uid] = str(error)
+                    log.error("run cannot be read", extra={"uid": uid, "error": str(error)})
+            else:
+                self._unreadable.pop(uid, None)
+        return sorted(self._views.values(), key=lambda view: view.record.uid)
 
     async def find(self, name: str) -> RunView:
         """The run called `runs/{name}`, `{name}` or with that uid; NotFoundError with a suggestion otherwise."""
         wanted = name.removeprefix("runs/")
-        views = await self.refresh()
-        for view in views:
-            if wanted in (view.record.name, view.record.uid):
-                return view
-        close = difflib.get_close_matches(wanted, [view.record.name for view in views], n=1)
-        raise NotFoundError(
-            f"run {wanted!r} does not exist",
-            reason="RUN_NOT_FOUND",
-            remedy=f"did you mean {close[0]!r}?" if close else "`millrace run list` shows the runs",
-            metadata={"run": wanted},
-        )
+        runs = await list_runs(self._redis, self._store, self._prefix)
+        uid = runs.get(wanted) or (wanted if wanted in runs.values() else None)
+        if uid is None:
+            close = difflib.get_close_matches(wanted, list(runs), n=1)
+            raise NotFoundError(
+                f"run {wanted!r} does not exist",
+                reason="RUN_NOT_FOUND",
+                remedy=f"did you mean {close[0]!r}?" if close else "`millrace run list` shows the runs",
+                metadata={"run": wanted},
+            )
+        try:
+            return await self._refresh_one(uid)
+        except (ValueError, KeyError) as error:
+            raise CorruptObjectError(
+                f"run.json of run {wanted!r} cannot be read: {error!r}",
+                reason="RUN_JSON_CORRUPT",
+                remedy="restore the object from a replica of the bucket",
+            ) from error
 
     async def open_log(self, uid: str) -> RunLog:
         """The run's log."""
         return await RunLog.open(self._redis, self._store, prefix=self._prefix, uid=uid)
 
-    async def _refresh_one(self, uid: str) -> None:
-        view = self._views.get(uid)
-        if view is None:
-            data = await asyncio.to_thread(self._store.get, Names(self._prefix, uid).run_json)
-            view = self._views[uid] = RunView(RunRecord.decode(data))
-        if view.is_terminal:
-            return
-        try:
-            reader = EventReader(await self.open_log(uid))
-            while events := await reader.read(after=view.cursor, block_s=0.0):
-                for event in events:
-                    view.apply(event)
-        except LogGoneError as error:
-            log.warning("log of a run is not in Redis", extra={"uid": uid, "error": str(error)})
+    async def _refresh_one(self, uid: str) -> RunView:
+        async with self._locks.setdefault(uid, asyncio.Lock()):
+            view = self._views.get(uid)
+            if view is None:
+                data = await asyncio.to_thread(self._store.get, Names(self._prefix, uid).run_json)
+                view = self._views[uid] = RunView(RunRecord.decode(data))
+            if not view.is_terminal:
+                reader = EventReader(await self.open_log(uid))
+                while events := await reader.read(after=view.cursor, block_s=0.0):
+                    for event in events:
+                        view.apply(event)
+            return view

@@ -10,7 +10,6 @@ from millrace.orchestrator.evals import Evaluator
 from millrace.orchestrator.groups import Group
 from millrace.orchestrator.ledger import Ledger
 from millrace.orchestrator.loop import RolloutLoop
-from millrace.orchestrator.tasks import TaskRef
 from millrace.rollouts.types import Purpose, Rollout
 from millrace.rollouts.wire import decode_rollout
 from millrace.runlog import RunLog
@@ -45,7 +44,7 @@ class Collector:
             pass
         for group in self._loop.table.open.values():
             if not group.env_server:
-                group.attempt += 1  # whoever played it is silent or gone: the loop places the next attempt
+                group.next_attempt()  # whoever played it is silent or gone: the loop places it
 
     async def run(self) -> None:
         """Follow the stream; ends by cancellation."""
@@ -62,10 +61,10 @@ class Collector:
                 # The entry's hash held, so its writer encoded it wrongly: the member stays missing and is played again.
                 log.error("rollout refused", extra={"entry": entry.id, "error": str(error)})
                 continue
-            await self._take(rollout, entry_id=entry.id, adopting=adopting)
+            self._take(rollout, entry_id=entry.id, adopting=adopting)
         return bool(entries)
 
-    async def _take(self, rollout: Rollout, *, entry_id: str, adopting: bool) -> None:
+    def _take(self, rollout: Rollout, *, entry_id: str, adopting: bool) -> None:
         if rollout.purpose == Purpose.EVAL:
             self._evals.add(rollout)
             return
@@ -73,14 +72,13 @@ class Collector:
             group = self._group(rollout.ordinal, planned_step=rollout.planned_step)
             if group is not None:
                 group.attempt = max(group.attempt, rollout.attempt)
-        await self._loop.add(rollout, entry_id=entry_id)
+        self._loop.add(rollout, entry_id=entry_id)
 
     def _group(self, ordinal: int, *, planned_step: int) -> Group | None:
         """The open group of an unresolved ordinal, made if it is not known."""
         table = self._loop.table
-        if self._ledger.frontier.is_resolved(ordinal):
+        if self._ledger.is_resolved(ordinal):
             return None
         if ordinal not in table:
-            task: TaskRef = self._loop.tasks.task(ordinal)
-            table.open[ordinal] = Group(task=task, group_size=self._loop.group_size, planned_step=planned_step)
+            table.open[ordinal] = self._loop.make_group(ordinal, planned_step)
         return table.open.get(ordinal)

@@ -60,10 +60,9 @@ class Dispatcher:
     async def dispatch(self, group: Group, table: GroupTable, *, min_version: int) -> bool:
         """Play the missing members of a group; False if no env-server or replica can take it now.
 
-        Only replicas at `min_version` or newer are asked. Environments that score groups get all members anew.
+        Only replicas at `min_version` or newer are asked. After a lost answer the group stays unplaced although an
+        env-server may play it: asking again is harmless there, and its rollouts count whoever asked.
         """
-        if self._envs.envs[group.task.env].requires_group:
-            group.members.clear()
         replica = self._pick_replica(table, min_version=min_version)
         if replica is None:
             return False

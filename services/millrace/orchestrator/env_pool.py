@@ -42,6 +42,7 @@ class EnvPool:
         self._registry = registry
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._ready: dict[str, set[str]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self.envs: dict[str, OpenedEnv] = {}
 
     def alive(self) -> list[str]:
@@ -57,22 +58,49 @@ class EnvPool:
     async def open_all(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:
         """Open every environment on at least one env-server.
 
-        Raises InvalidStateError naming the environment if it cannot be loaded, UnavailableError after the deadline.
+        Raises InvalidStateError naming the environment if it cannot be loaded, or is not within the deadline.
         """
-        async with asyncio.timeout(OPEN_TIMEOUT_S):
-            for spec in specs:
+        for spec in specs:
+            try:
                 with waits.waiting(
                     f"environment {spec.name} to load", waits_on="env-server", deadline_s=OPEN_TIMEOUT_S
                 ):
-                    while not await self._open_somewhere(spec):  # noqa: ASYNC110 - the loading is remote: poll it
-                        await asyncio.sleep(OPEN_POLL_S)
+                    async with asyncio.timeout(OPEN_TIMEOUT_S):
+                        while not await self._open_somewhere(spec):  # noqa: ASYNC110 - the loading is remote: poll it
+                            await asyncio.sleep(OPEN_POLL_S)
+            except TimeoutError as error:
+                raise InvalidStateError(
+                    f"environment {spec.name!r} (id {spec.id!r}) was not ready on any env-server within "
+                    f"{OPEN_TIMEOUT_S:.0f} s; env-servers registered: {', '.join(self.alive()) or 'none'}",
+                    reason="ENV_LOAD_TIMEOUT",
+                    remedy="start an env-server, or look at its log",
+                ) from error
+
+    def is_complete(self, specs: Sequence[env_service_pb2.EnvSpec]) -> bool:
+        """Whether every environment is ready on every living env-server."""
+        return all(worker_id in self._ready.get(spec.name, set()) for spec in specs for worker_id in self.alive())
 
     async def refresh(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:
-        """Open the environments on env-servers that joined since; failures there are left to a later call."""
+        """Open the environments on env-servers that joined since; what fails there is logged and tried again."""
+        self._forget_dead()
         for spec in specs:
-            await self._open_somewhere(spec)
+            try:
+                await self._open_somewhere(spec)
+            except MillraceError as error:
+                log.warning("environment not ready on an env-server", extra={"env": spec.name, "error": str(error)})
+
+    def _forget_dead(self) -> None:
+        alive = set(self.alive())
+        for ready in self._ready.values():
+            ready &= alive
+        for worker_id in self._channels.keys() - alive:
+            channel = self._channels.pop(worker_id)
+            closing = asyncio.get_running_loop().create_task(channel.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _open_somewhere(self, spec: env_service_pb2.EnvSpec) -> bool:
+        failure: InvalidStateError | None = None
         for worker_id in self.alive():
             if worker_id in self._ready.get(spec.name, set()):
                 continue
@@ -83,14 +111,17 @@ class EnvPool:
                 log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 continue
             if answer.state == env_service_pb2.ENV_STATE_FAILED:
-                raise InvalidStateError(
+                failure = InvalidStateError(
                     f"environment {spec.name!r} (id {spec.id!r}) could not be loaded on {worker_id}: "
                     f"{answer.error_type}: {answer.error_message}",
                     reason="ENV_LOAD_FAILED",
+                    remedy="mend the environment or its args in the run config, then submit again",
                     metadata={"env": spec.name, "error_type": answer.error_type},
                 )
             if answer.state == env_service_pb2.ENV_STATE_READY:
                 self._admit(spec, worker_id, answer)
+        if failure is not None and not self.servers_with(spec.name):
+            raise failure
         return bool(self.servers_with(spec.name))
 
     def _admit(self, spec: env_service_pb2.EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> None:
@@ -112,11 +143,16 @@ class EnvPool:
         self._ready.setdefault(spec.name, set()).add(worker_id)
 
     async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
-        """Ask an env-server to play a group; False if it cannot take it now (full, gone, or draining)."""
+        """Ask an env-server to play a group; False if it cannot take it now (full, gone, draining, or sick)."""
         try:
             await call(self._stub(worker_id).PlayGroup, request, timeout_s=RPC_TIMEOUT_S)
         except (CapacityError, UnavailableError) as error:
             log.info("group not taken", extra={"worker": worker_id, "ordinal": request.ordinal, "error": str(error)})
+            return False
+        except InvalidStateError as error:
+            # Its environment failed after it was ready: others may play it; `refresh` asks this one again.
+            log.warning("environment lost on an env-server", extra={"worker": worker_id, "error": str(error)})
+            self._ready.get(request.env.name, set()).discard(worker_id)
             return False
         return True
 
@@ -136,11 +172,14 @@ class EnvPool:
     async def cancel(self, groups: Sequence[env_service_pb2.PlayingGroup]) -> None:
         """Stop groups on every env-server (none named: all of the run); best effort, late rollouts are discarded."""
         request = env_service_pb2.CancelGroupsRequest(run_uid=self._run_uid, groups=groups, epoch=self._epoch)
-        for worker_id in self.alive():
+
+        async def cancel_on(worker_id: str) -> None:
             try:
                 await call(self._stub(worker_id).CancelGroups, request, timeout_s=RPC_TIMEOUT_S)
             except MillraceError as error:
                 log.warning("could not cancel groups", extra={"worker": worker_id, "error": str(error)})
+
+        await asyncio.gather(*(cancel_on(worker_id) for worker_id in self.alive()))
 
     async def close(self) -> None:
         """Close all channels."""
@@ -152,7 +191,9 @@ class EnvPool:
             records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
             address = next((r.worker.address for r in records if r.worker_id == worker_id), None)
             if address is None:
-                raise UnavailableError(f"env-server {worker_id} has no lease any more", reason="WORKER_LOST")
+                raise UnavailableError(
+                    f"env-server {worker_id} has no lease any more", reason="WORKER_LOST", remedy="start another one"
+                )
             self._channels[worker_id] = open_channel(address)
         return env_service_pb2_grpc.EnvServiceStub(self._channels[worker_id])
 

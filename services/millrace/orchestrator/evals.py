@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.config.schema import OrchestratorConfig
-from millrace.errors import UnavailableError
+from millrace.errors import InvalidStateError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.dispatcher import RunIdentity, sampling_message
 from millrace.orchestrator.env_pool import EnvPool
@@ -20,9 +20,48 @@ from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)
 
-SLACK_S = 60.0
-"""Beyond one rollout's deadline, for an evaluation to finish; what is missing then counts as failed."""
-PLACE_RETRY_S = 0.2
+STALL_SLACK_S = 60.0
+"""Beyond one rollout's deadline, without any answer, before an evaluation ends; what is missing counts as failed."""
+TICK_S = 0.5
+MAX_ATTEMPTS = 2
+"""Plays of a task whose rollouts fail; a play on an env-server that died does not count."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """One held-out task in an evaluation."""
+
+    index: int
+    group_size: int
+    attempt: int = 0
+    num_failed_attempts: int = 0
+    env_server: str = ""
+    good: dict[int, Rollout] = field(default_factory=dict)
+    failed: dict[int, Rollout] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        return [member for member in range(self.group_size) if member not in self.good]
+
+    @property
+    def is_done(self) -> bool:
+        return not self.missing or self.num_failed_attempts >= MAX_ATTEMPTS
+
+    def again(self) -> None:
+        """Play the missing members as the next attempt."""
+        self.attempt += 1
+        self.env_server = ""
+        if self.num_failed_attempts < MAX_ATTEMPTS:
+            self.failed.clear()
+
+    def add(self, rollout: Rollout) -> None:
+        if rollout.status == RolloutStatus.OK:
+            self.good.setdefault(rollout.member, rollout)
+        elif rollout.attempt == self.attempt:
+            self.failed[rollout.member] = rollout
+        if self.missing and all(member in self.failed for member in self.missing):
+            self.num_failed_attempts += 1
+            self.again()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,14 +70,15 @@ class _Eval:
 
     eval_id: str
     env: str
-    num_tasks: int
-    group_size: int
-    rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
+    use_train_tasks: bool
+    min_version: int
+    tasks: list[_Task]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    last_answer: float = field(default_factory=time.monotonic)
 
     @property
-    def num_expected(self) -> int:
-        return self.num_tasks * self.group_size
+    def num_missing(self) -> int:
+        return sum(len(task.missing) for task in self.tasks if not task.is_done)
 
 
 class Evaluator:
@@ -50,27 +90,35 @@ class Evaluator:
         self._envs = envs
         self._policies = policies
         self._open: dict[str, _Eval] = {}
+        settings = config.eval
+        self._sampling = settings and sampling_message(
+            temperature=settings.sampling.temperature,
+            max_tokens=settings.sampling.max_tokens,
+            top_p=settings.sampling.top_p,
+            extra_body=settings.sampling.extra_body,
+        )
 
-    def specs(self, default: Sequence[env_service_pb2.EnvSpec]) -> list[str]:
-        """Names of the environments that are evaluated: those of the config, else those trained on."""
-        chosen = self._config.eval.env if self._config.eval is not None else []
-        return [env.name for env in chosen] if chosen else [spec.name for spec in default]
+    @property
+    def names(self) -> list[str]:
+        """Names of the environments that are evaluated."""
+        return [] if self._config.eval is None else [env.name for env in self._config.eval.env]
 
     def add(self, rollout: Rollout) -> None:
         """Take an evaluation rollout of the stream; late ones of an ended evaluation are ignored."""
         current = self._open.get(rollout.eval_id)
-        if current is not None:
-            current.rollouts.setdefault((rollout.ordinal, rollout.member), rollout)
+        if current is not None and rollout.ordinal < len(current.tasks):
+            current.tasks[rollout.ordinal].add(rollout)
+            current.last_answer = time.monotonic()
             current.changed.set()
 
     async def evaluate(self, env: str, *, step: int, min_version: int) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
-        """Play the held-out tasks of `env` on replicas at `min_version` or newer.
+        """Play the held-out tasks of `env` (its training tasks if it has none) on replicas at `min_version` or newer.
 
-        Returns the report and the OK rollouts in order of (task, member). Raises UnavailableError if not one rollout
-        came back OK.
+        Returns the report and the OK rollouts in order of (task, member). It lasts as long as answers come; raises
+        InvalidStateError if not one rollout came back OK.
         """
         settings = self._config.eval
-        assert settings is not None
+        assert settings is not None, "evaluation is off"
         opened = self._envs.envs[env]
         num_tasks = opened.num_eval or opened.num_train
         if settings.num_examples > 0:
@@ -78,78 +126,80 @@ class Evaluator:
         current = _Eval(
             eval_id=f"{env}@{step}-e{self._run.epoch}",
             env=env,
-            num_tasks=num_tasks,
-            group_size=settings.rollouts_per_example,
+            use_train_tasks=opened.num_eval == 0,
+            min_version=min_version,
+            tasks=[_Task(index, settings.rollouts_per_example) for index in range(num_tasks)],
         )
         self._open[current.eval_id] = current
         began = time.monotonic()
-        timeout_s = self._config.rollout_timeout_s + SLACK_S
         try:
-            with waits.waiting(
-                f"evaluation of {env} with policy {min_version}", waits_on="env-server", deadline_s=timeout_s
-            ):
-                async with asyncio.timeout(timeout_s):
-                    await self._place(current, use_train_tasks=opened.num_eval == 0, min_version=min_version)
-                    while len(current.rollouts) < current.num_expected:
-                        current.changed.clear()
-                        await current.changed.wait()
-        except TimeoutError:
-            log.warning("evaluation incomplete", extra={"env": env, "have": len(current.rollouts)})
+            await self._play(current)
         finally:
             del self._open[current.eval_id]
         return self._report(current, step=step, seconds=time.monotonic() - began)
 
-    async def _place(self, current: _Eval, *, use_train_tasks: bool, min_version: int) -> None:
-        settings = self._config.eval
-        assert settings is not None
-        sampling = sampling_message(
-            temperature=settings.sampling.temperature,
-            max_tokens=settings.sampling.max_tokens,
-            top_p=settings.sampling.top_p,
-            extra_body=settings.sampling.extra_body,
-        )
-        policy = self._policies.desired
-        for index in range(current.num_tasks):
-            while True:
-                fit = [replica for replica in self._policies.ready() if replica.version >= min_version]
-                servers = self._envs.servers_with(current.env)
-                if fit and servers:
-                    replica = fit[index % len(fit)]
-                    request = env_service_pb2.PlayGroupRequest(
-                        run_uid=self._run.uid,
-                        purpose=rollout_pb2.PURPOSE_EVAL,
-                        eval_id=current.eval_id,
-                        ordinal=index,
-                        members=range(current.group_size),
-                        group_size=current.group_size,
-                        env=self._envs.envs[current.env].spec,
-                        use_train_tasks=use_train_tasks,
-                        task_index=index,
-                        base_url=replica.http_url,
-                        model=replica.model,
-                        sampling=sampling,
-                        rollout_timeout_seconds=self._config.rollout_timeout_s,
-                        epoch=self._run.epoch,
-                        generation=self._run.generation,
-                        tokenizer_manifest_key=policy.manifest_key if policy is not None else "",
-                    )
-                    if await self._envs.play(servers[index % len(servers)], request):
-                        break
-                await asyncio.sleep(PLACE_RETRY_S)
+    async def _play(self, current: _Eval) -> None:
+        stall_s = self._config.rollout_timeout_s + STALL_SLACK_S
+        with waits.waiting(
+            f"evaluation of {current.env} with policy {current.min_version}", waits_on="env-server", deadline_s=stall_s
+        ) as wait:
+            while current.num_missing:
+                current.changed.clear()
+                await self._place(current)
+                wait.update(reason=f"{current.num_missing} rollouts of the evaluation of {current.env}")
+                try:
+                    async with asyncio.timeout(TICK_S):
+                        await current.changed.wait()
+                except TimeoutError:
+                    if time.monotonic() - current.last_answer > stall_s:
+                        log.warning("evaluation incomplete", extra={"env": current.env, "missing": current.num_missing})
+                        return
+
+    async def _place(self, current: _Eval) -> None:
+        """Place every task that nobody plays; stop at the first one that nobody can take now."""
+        alive = set(self._envs.alive())
+        for task in current.tasks:
+            if task.env_server and task.env_server not in alive and not task.is_done:
+                log.warning("evaluation task lost, playing it again", extra={"env": current.env, "task": task.index})
+                task.again()
+            if task.env_server or task.is_done:
+                continue
+            fit = [replica for replica in self._policies.ready() if replica.version >= current.min_version]
+            servers = self._envs.servers_with(current.env)
+            if not fit or not servers:
+                return
+            replica, server = fit[task.index % len(fit)], servers[task.index % len(servers)]
+            policy = self._policies.desired
+            request = env_service_pb2.PlayGroupRequest(
+                run_uid=self._run.uid,
+                purpose=rollout_pb2.PURPOSE_EVAL,
+                eval_id=current.eval_id,
+                ordinal=task.index,
+                attempt=task.attempt,
+                members=task.missing,
+                group_size=task.group_size,
+                env=self._envs.envs[current.env].spec,
+                use_train_tasks=current.use_train_tasks,
+                task_index=task.index,
+                base_url=replica.http_url,
+                model=replica.model,
+                sampling=self._sampling,
+                rollout_timeout_seconds=self._config.rollout_timeout_s,
+                epoch=self._run.epoch,
+                generation=self._run.generation,
+                tokenizer_manifest_key=policy.manifest_key if policy is not None else "",
+            )
+            if not await self._envs.play(server, request):
+                return
+            task.env_server = server
 
     def _report(self, current: _Eval, *, step: int, seconds: float) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
-        rollouts = [current.rollouts[key] for key in sorted(current.rollouts)]
-        good = [rollout for rollout in rollouts if rollout.status == RolloutStatus.OK]
+        good = [task.good[member] for task in current.tasks for member in sorted(task.good)]
+        num_expected = sum(task.group_size for task in current.tasks)
         if not good:
-            first = next(iter(rollouts), None)
-            cause = "no answer within the deadline"
-            if first is not None:
-                cause = (
-                    f"{first.status}: {first.error.type}: {first.error.message}" if first.error else str(first.status)
-                )
-            raise UnavailableError(
-                f"evaluation of {current.env} at step {step}: none of {current.num_expected} rollouts finished; first "
-                f"failure: {cause}",
+            raise InvalidStateError(
+                f"evaluation of {current.env} at step {step}: none of {num_expected} rollouts finished; first failure: "
+                f"{_first_failure(current.tasks)}",
                 reason="EVAL_FAILED",
                 remedy="look at the env-server's log",
             )
@@ -160,8 +210,15 @@ class Evaluator:
             step=step,
             reward_mean=float(np.mean([rollout.reward for rollout in good])),
             num_rollouts=len(good),
-            num_failed=current.num_expected - len(good),
+            num_failed=num_expected - len(good),
             metrics={name: float(np.mean([r.metrics[name] for r in good if name in r.metrics])) for name in names},
             seconds=seconds,
         )
         return report, good
+
+
+def _first_failure(tasks: Sequence[_Task]) -> str:
+    for rollout in (rollout for task in tasks for rollout in task.failed.values()):
+        error = rollout.error
+        return f"{rollout.status}: {error.type}: {error.message}" if error else str(rollout.status)
+    return "no answer within the deadline"

@@ -24,7 +24,7 @@ def explain(view: RunView, registry: WorkerRegistry, *, owner: str) -> run_servi
 
 def chain(found: Sequence[event_pb2.Wait], view: RunView) -> str:
     """One line: the oldest wait of each service, from the trainer down."""
-    if not found and view.run.state == run_pb2.RUN_STATE_QUEUED:
+    if view.run.state == run_pb2.RUN_STATE_QUEUED:
         return "queued: no trainer worker is free (none registered, or all have runs)"
     parts = []
     for service in CHAIN:

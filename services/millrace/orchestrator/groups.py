@@ -46,6 +46,8 @@ class Group:
     """OK rollouts by member."""
     failures: dict[int, Rollout] = field(default_factory=dict)
     """Failed rollouts of the current attempt by member."""
+    is_scored_whole: bool = False
+    """Its environment compares the members, so all must come from one attempt."""
     first_entry: str = ""
     """Stream id of its first rollout; nothing from there on may be trimmed while the group is unresolved."""
 
@@ -73,6 +75,17 @@ class Group:
     def rollouts(self) -> list[Rollout]:
         """The OK rollouts in order of member."""
         return [self.members[member] for member in sorted(self.members)]
+
+    def next_attempt(self) -> None:
+        """Give the current attempt up: nobody plays the group until it is placed again.
+
+        Members that came back OK are kept, late ones still count; a group that is scored whole begins anew.
+        """
+        self.attempt += 1
+        self.env_server = ""
+        self.failures.clear()
+        if self.is_scored_whole:
+            self.members.clear()
 
     def failure_reason(self) -> str:
         """Why the group cannot be whole: the first failure's status, in the words of a resolution."""
@@ -106,11 +119,13 @@ class GroupTable:
         """Put a rollout into its group.
 
         A late rollout of an older attempt still counts if its member is missing: rollouts are scored one by one, so
-        members of several attempts may be combined (environments that score groups are played whole, see the
-        dispatcher).
+        members of several attempts may be combined. A group that is scored whole takes those of one attempt only.
         """
         group = self.open.get(rollout.ordinal)
         if group is None or rollout.member in group.members or rollout.group_size != group.group_size:
+            self.num_duplicates += 1
+            return Arrival.DUPLICATE
+        if group.is_scored_whole and rollout.attempt != group.attempt:
             self.num_duplicates += 1
             return Arrival.DUPLICATE
         self.archive.setdefault(rollout.ordinal, []).append(rollout)

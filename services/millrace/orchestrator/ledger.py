@@ -23,7 +23,7 @@ from millrace.orchestrator.groups import Group, GroupTable
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import Rollout, TrainSample
 from millrace.rollouts.wire import encode_archive
-from millrace.runlog import Epoch, Frontier, RunLog, chain_hash, commit_batch
+from millrace.runlog import Epoch, Frontier, Lease, RunLog, chain_hash, commit_batch
 from millrace.v1 import run_pb2
 
 log = logging.getLogger(__name__)
@@ -40,17 +40,23 @@ class Ledger:
         *,
         run_log: RunLog,
         epoch: Epoch,
+        lease: Lease,
         run_hash: str,
         envs: EnvPool,
         events: RunEvents,
-        generation_lineage: int = 0,
+        seq_len: int,
     ) -> None:
         self._log = run_log
+        self._lease = lease
+        self._seq_len = seq_len
         self._epoch = epoch
         self._run_hash = run_hash
         self._envs = envs
         self._events = events
-        self.lineage = generation_lineage
+        self.lineage = 0
+        """Lineage of the newest published policy; the driver keeps it up to date."""
+        self.closing: batch_pb2.BatchHeader | None = None
+        """The closing header once it is committed; nothing may follow it."""
         self.step = 0
         self.frontier = Frontier()
         self.chain = bytes(32)
@@ -62,15 +68,20 @@ class Ledger:
     def restore(self, last: batch_pb2.BatchHeader | None, chain: bytes) -> None:
         """Continue behind the last committed header."""
         if last is not None:
+            self.closing = last if last.kind == batch_pb2.BATCH_KIND_CLOSE else None
+            self.lineage = last.lineage
             self.step = last.step + 1
             self.frontier = Frontier.from_header(last)
             self.chain = chain
             self._cursor = self.frontier.resolved_below
 
+    def is_resolved(self, ordinal: int) -> bool:
+        """Whether an ordinal is resolved by a committed header, or dropped and waits for the next one."""
+        return self.frontier.is_resolved(ordinal) or any(item.ordinal == ordinal for item in self._pending)
+
     def next_ordinal(self, table: GroupTable) -> int:
         """Smallest ordinal that is neither resolved nor in the table."""
-        dropped = {item.ordinal for item in self._pending}
-        while self.frontier.is_resolved(self._cursor) or self._cursor in table or self._cursor in dropped:
+        while self._cursor in table or self.is_resolved(self._cursor):
             self._cursor += 1
         return self._cursor
 
@@ -99,7 +110,7 @@ class Ledger:
             return
         self._num_empty = 0
         resolved = [*self._pending, *batch.resolved]
-        header = self._header(batch_pb2.BATCH_KIND_TRAIN, resolved)
+        header = self._header(batch_pb2.BATCH_KIND_TRAIN, resolved, table)
         header.num_rollouts = len(batch.rewards)
         header.reward_mean = sum(batch.rewards) / len(batch.rewards)
         await self._write(header, batch.samples, resolved, rollouts)
@@ -126,13 +137,14 @@ class Ledger:
         for group in list(table):
             self.drop(group, table, reason=reason)
         resolved = list(self._pending)
-        header = self._header(batch_pb2.BATCH_KIND_CLOSE, resolved)
+        header = self._header(batch_pb2.BATCH_KIND_CLOSE, resolved, table)
         header.outcome = outcome
         header.final_version = final_version
         if error is not None:
             header.error_reason, header.error_message = error.reason, error.message
             header.error_component = error.component
-        await self._write(header, score_samples(evaluation), resolved, [])
+        await self._write(header, score_samples(evaluation, seq_len=self._seq_len), resolved, [])
+        self.closing = header
 
     def _count_empty(self, batch: Batch, rollouts: list[Rollout]) -> None:
         self._pending += batch.resolved
@@ -147,7 +159,9 @@ class Ledger:
                 remedy="check the reward function, or raise orchestrator.rollouts_per_example or the temperature",
             )
 
-    def _header(self, kind: batch_pb2.BatchKind, resolved: Sequence[Resolved]) -> batch_pb2.BatchHeader:
+    def _header(
+        self, kind: batch_pb2.BatchKind, resolved: Sequence[Resolved], table: GroupTable
+    ) -> batch_pb2.BatchHeader:
         frontier = self.frontier.resolve(item.ordinal for item in resolved)
         header = batch_pb2.BatchHeader(
             run_uid=self._log.uid,
@@ -158,7 +172,7 @@ class Ledger:
             writer_epoch=self._epoch.number,
             lineage=self.lineage,
             run_hash=self._run_hash,
-            orchestrator_state=encode_state(self._cursor),
+            orchestrator_state=encode_state(next_ordinal=self._cursor, num_duplicates=table.num_duplicates),
         )
         frontier.fill(header)
         return header
@@ -170,6 +184,7 @@ class Ledger:
         resolved: Sequence[Resolved],
         rollouts: Sequence[Rollout],
     ) -> None:
+        self._lease.require()
         # Taken before the first await: what is dropped while the commit is under way belongs to the next header.
         archived, self._pending, self._archive = [*self._archive, *rollouts], [], []
         chunks = pack_batch(header, samples)

@@ -16,7 +16,8 @@
 | finish     | version `max_steps`, the last evaluation   | the trainer                           |
 
 Components do not know the loop; the loop holds them and moves groups between them. The admission formula and its proof
-stand in `admission.py`, the rules for whole groups in `groups.py`, the commit of a step in `ledger.py`.
+stand in `admission.py`, the rules for whole groups in `groups.py`, the commit of a step in `ledger.py`. The collector
+calls `add` between any two awaits of the loop, so a group may finish or be dropped while the loop waits for an answer.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from millrace.algorithms import Algorithm
 from millrace.orchestrator.admission import AdmissionRule
 from millrace.orchestrator.batcher import cut
 from millrace.orchestrator.dispatcher import Dispatcher
+from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.groups import Arrival, Group, GroupTable
 from millrace.orchestrator.ledger import Ledger
 from millrace.orchestrator.policy_driver import PolicyDriver
@@ -36,6 +38,8 @@ from millrace.telemetry.waits import LastingWait
 
 TICK_S = 1.0
 """Longest pause between two looks at lost groups and cancellation if nothing else wakes the loop."""
+STALE_STEPS_BEFORE_WARNING = 2
+"""Steps' worth of groups dropped as stale in a row before an event says so."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,36 +48,37 @@ class RolloutLoop:
 
     max_steps: float
     rule: AdmissionRule
-    group_size: int
+    make_group: Callable[[int, int], Group]
+    """From ordinal and planned step to an open group."""
     tasks: TaskOrder
     table: GroupTable
     dispatcher: Dispatcher
     policies: PolicyDriver
     ledger: Ledger
+    events: RunEvents
     algorithm: Algorithm
     filter_zero_advantages: bool
+    seq_len: int
     changed: asyncio.Event
     is_cancelled: Callable[[], bool]
     wait: LastingWait = field(default_factory=LastingWait)
+    num_stale_in_a_row: int = 0
 
     async def run(self) -> None:
         """Cut and commit batches until `max_steps` or cancellation."""
         try:
-            await self._run()
+            while self.ledger.step < self.max_steps and not self.is_cancelled():
+                self.changed.clear()
+                await self.drop_stale()
+                await self.place_open()
+                await self.admit()
+                if groups := self.take():
+                    self.wait.over()
+                    await self.commit(groups)
+                else:
+                    await self.wait_for_change()
         finally:
             self.wait.over()
-
-    async def _run(self) -> None:
-        while self.ledger.step < self.max_steps and not self.is_cancelled():
-            self.changed.clear()
-            await self.drop_stale()
-            await self.replay_lost()
-            await self.admit()
-            if groups := self.take():
-                self.wait.over()
-                await self.commit(groups)
-            else:
-                await self.wait_for_change()
 
     async def admit(self) -> None:
         """Start new groups while there is room and somebody to play them."""
@@ -81,67 +86,78 @@ class RolloutLoop:
             room = self.rule.num_allowed(step=self.ledger.step, served_version=served)
             if len(self.table) >= room:
                 return
-            ordinal = self.ledger.next_ordinal(self.table)
             planned = self.rule.planned_step(step=self.ledger.step, num_ahead=len(self.table))
-            group = Group(task=self.tasks.task(ordinal), group_size=self.group_size, planned_step=planned)
-            self.table.open[ordinal] = group
-            if not await self.play(group):
-                del self.table.open[ordinal]
+            group = self.make_group(self.ledger.next_ordinal(self.table), planned)
+            self.table.open[group.ordinal] = group
+            if not await self.place(group):
+                return  # it stays open, and `place_open` tries again
+
+    async def place_open(self) -> None:
+        """Play again, as the next attempt, what a dead or silent env-server held; place what nobody plays."""
+        for group in self.dispatcher.lost(self.table):
+            group.next_attempt()
+        for group in [group for group in self.table.open.values() if not group.env_server]:
+            if group.ordinal in self.table.open and not await self.place(group):
                 return
 
-    async def play(self, group: Group) -> bool:
+    async def place(self, group: Group) -> bool:
         """Dispatch a group's missing members to a replica that is new enough for its planned step."""
         min_version = self.rule.min_version(planned_step=group.planned_step)
         return await self.dispatcher.dispatch(group, self.table, min_version=min_version)
 
-    async def replay_lost(self) -> None:
-        """Play again, as the next attempt, what a dead or silent env-server held, and what failed."""
-        for group in self.dispatcher.lost(self.table):
-            group.attempt += 1
-            group.env_server = ""
-        for group in [group for group in self.table.open.values() if not group.env_server]:
-            if not await self.play(group):
-                return
-
-    async def add(self, rollout: Rollout, *, entry_id: str) -> None:
-        """Take one rollout of the stream: collect calls this for every entry, once."""
+    def add(self, rollout: Rollout, *, entry_id: str) -> None:
+        """Take one rollout of the stream: the collector calls this for every entry, once."""
         arrival = self.table.add(rollout, entry_id=entry_id)
         group = self.table.open.get(rollout.ordinal)
         if group is not None and arrival is Arrival.HOPELESS:
             self.ledger.drop(group, self.table, reason=group.failure_reason())
         elif group is not None and arrival is Arrival.RETRY:
-            group.attempt += 1
-            group.failures.clear()
-            group.env_server = ""  # nobody plays it: the loop places it again
+            group.next_attempt()
         if arrival is not Arrival.OPEN:
             self.changed.set()
 
     async def drop_stale(self) -> None:
         """Drop every group that can no longer be trained, so that it never holds a slot."""
-        step = self.ledger.step
-        stale = [
-            group
-            for group in self.table
-            if (oldest := group.min_policy_version) is not None
-            and not self.rule.is_eligible(step=step, min_policy_version=oldest)
-        ]
-        await self.ledger.drop_all(stale, self.table, reason="stale")
+        stale = [group for group in self.table if not self.is_eligible(group)]
+        if stale:
+            await self.ledger.drop_all(stale, self.table, reason="stale")
+        before = self.num_stale_in_a_row
+        self.num_stale_in_a_row += len(stale)
+        threshold = STALE_STEPS_BEFORE_WARNING * self.rule.groups_per_step
+        if before // threshold < self.num_stale_in_a_row // threshold:
+            await self.events.warning(
+                "GROUPS_STALE",
+                f"{self.num_stale_in_a_row} groups in a row were dropped as stale before batch {self.ledger.step}: "
+                "inference is slower than the trainer; add replicas, or raise orchestrator.max_off_policy_steps",
+            )
+
+    def is_eligible(self, group: Group) -> bool:
+        """Whether the group may still be trained at the step that is cut next."""
+        oldest = group.min_policy_version
+        return oldest is None or self.rule.is_eligible(step=self.ledger.step, min_policy_version=oldest)
 
     def take(self) -> list[Group]:
         """The groups of the next batch in order of arrival, or nothing if there are not enough."""
-        finished, need = list(self.table.finished.values()), self.rule.groups_per_step
-        served = self.policies.served_version()
+        served, need = self.policies.served_version(), self.rule.groups_per_step
         if served is None or not self.rule.may_cut(step=self.ledger.step, served_version=served):
             return []
-        return finished[:need] if len(finished) >= need else []
+        ready = [group for group in self.table.finished.values() if self.is_eligible(group)]
+        return ready[:need] if len(ready) >= need else []
 
     async def commit(self, groups: list[Group]) -> None:
         """Turn groups into batch n and commit it; at async level 0 what is left over is dropped."""
-        batch = cut(groups, self.algorithm, step=self.ledger.step, filter_zero_advantages=self.filter_zero_advantages)
+        batch = cut(
+            groups,
+            self.algorithm,
+            step=self.ledger.step,
+            filter_zero_advantages=self.filter_zero_advantages,
+            seq_len=self.seq_len,
+        )
         if self.rule.async_level == 0:
             surplus = [group for group in self.table if group not in groups]
             await self.ledger.drop_all(surplus, self.table, reason="surplus")
         await self.ledger.commit(batch, self.table)
+        self.num_stale_in_a_row = 0
 
     async def wait_for_change(self) -> None:
         """Sleep until a group finishes, a version is served or a worker changes; the wait has a name and an age."""

@@ -22,6 +22,7 @@ UPDATE_WAIT_S = 10.0
 """How long one UpdatePolicy call waits inside the replica."""
 UPDATE_TIMEOUT_S = UPDATE_WAIT_S + 10.0
 RETRY_S = 1.0
+PACE_S = 0.05
 RESCAN_S = 1.0
 """How often the registry is looked at for replicas that joined or left, if nothing wakes us."""
 
@@ -34,7 +35,6 @@ class Replica:
     http_url: str
     model: str
     version: int
-    num_requests: int
 
 
 class PolicyDriver:
@@ -49,6 +49,7 @@ class PolicyDriver:
         self._events = events
         self._on_change = on_change
         self._served: dict[str, policy_service_pb2.PolicyStatus] = {}
+        self._failures: dict[str, str] = {}
         self._published = asyncio.Event()
         self.desired: policy_pb2.PolicyEntry | None = None
 
@@ -73,7 +74,6 @@ class PolicyDriver:
                         http_url=record.worker.http_url,
                         model=status.model_name,
                         version=status.version,
-                        num_requests=status.num_requests,
                     )
                 )
         return replicas
@@ -87,7 +87,9 @@ class PolicyDriver:
         tasks: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             while True:
-                self._registry.claim(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)
+                # Only a run that has a trainer takes replicas, else two runs could each hold half of what they need.
+                if self._registry.owned(worker_service_pb2.WORKER_KIND_TRAINER, self._run_uid):
+                    self._registry.claim(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)
                 owned = {
                     record.worker_id: record
                     for record in self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)
@@ -152,11 +154,13 @@ class PolicyDriver:
                     pause_s=status.pause_seconds,
                 )
         elif status.error:
-            await self._events.warning(
-                "POLICY_UPDATE_FAILED",
-                f"replica {record.worker_id} could not take policy {desired.version}: {status.error}; trying again",
-            )
+            failure = f"replica {record.worker_id} could not take policy {desired.version}: {status.error}"
+            if self._failures.get(record.worker_id) != failure:
+                self._failures[record.worker_id] = failure
+                await self._events.warning("POLICY_UPDATE_FAILED", f"{failure}; trying again every {RETRY_S:g} s")
             await asyncio.sleep(RETRY_S)
+        else:
+            await asyncio.sleep(PACE_S)  # the replica answered before it was done: do not ask in a busy loop
 
     async def _refresh(self, stub: policy_service_pb2_grpc.PolicyServiceStub, record: WorkerRecord) -> None:
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import grpc.aio
 
+from millrace.errors import first_error
 from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.manager import RunManager
@@ -85,5 +86,7 @@ async def serve_orchestrator(
                 handle_signals=handle_signals,
             )
             managing.cancel()
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
     finally:
         await redis.aclose()

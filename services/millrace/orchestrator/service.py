@@ -116,7 +116,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         if view.is_terminal and view.run.state != run_pb2.RUN_STATE_CANCELLED:
             state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
             raise InvalidStateError(
-                f"run {view.record.name!r} has already ended as {state}", reason="RUN_ENDED", metadata={"state": state}
+                f"run {view.record.name!r} has already ended as {state}",
+                reason="RUN_ENDED",
+                remedy="nothing is left to cancel",
+                metadata={"state": state},
             )
         if not view.is_terminal:
             run_log = await self._catalog.open_log(view.record.uid)
@@ -203,7 +206,8 @@ def _validate(request: run_service_pb2.CreateRunRequest) -> RLConfig:
     if request.run_id and not RUN_ID.match(request.run_id):
         violations.append(Violation(field="run_id", value=request.run_id, message=f"must match {RUN_ID.pattern}"))
     if request.kind != run_pb2.RUN_KIND_RL:
-        kind = run_pb2.RunKind.Name(request.kind)
+        known = request.kind in run_pb2.RunKind.values()
+        kind = run_pb2.RunKind.Name(request.kind) if known else str(request.kind)
         violations.append(
             Violation(
                 field="kind", value=kind, message="only RUN_KIND_RL runs as a service; run `millrace sft` for SFT"
@@ -212,7 +216,7 @@ def _validate(request: run_service_pb2.CreateRunRequest) -> RLConfig:
     try:
         document = json.loads(request.config_json)
     except ValueError as error:
-        violations.append(Violation(field="config_json", message=f"is not JSON: {error}"))
+        violations.append(Violation(field="config_json", message=f"is not JSON: {error}; send one JSON object"))
         raise InvalidSpecError(violations) from error
     try:
         config = validate_document(document)
@@ -252,8 +256,10 @@ def _page(size: int, token: str) -> tuple[int, int]:
         raise InvalidSpecError([Violation(field="page_size", value=str(size), message="must not be negative")])
     try:
         start = int(base64.urlsafe_b64decode(token.encode())) if token else 0
+        if start < 0:
+            raise ValueError("negative")
     except ValueError as error:
-        problem = Violation(field="page_token", value=token, message="is not a token of this API")
+        problem = Violation(field="page_token", value=token, message="is not a token of this API: leave it out")
         raise InvalidSpecError([problem]) from error
     return min(size or PAGE_DEFAULT, PAGE_MAX), start
 

@@ -29,6 +29,7 @@ class Stack:
     def __init__(self, redis_url: str, store_url: str, prefix: str) -> None:
         self.redis_url, self.store_url, self.prefix = redis_url, store_url, prefix
         self.exit = AsyncExitStack()
+        self.lives: dict[str, AsyncExitStack] = {}
         self.replica = FakeReplica()
         self.orchestrator: asyncio.Task | None = None
         self.address = ""
@@ -67,16 +68,20 @@ class Stack:
 
     async def env_server(self, **options) -> FakeEnvServer:
         servicer = FakeEnvServer(self.deps, self.replica, **options)
-        servicer.address = await self.exit.enter_async_context(
-            worker(
-                self.address,
-                worker_service_pb2.WORKER_KIND_ENV_SERVER,
-                servicer.worker_id,
-                servicer=servicer,
-                adder=env_service_pb2_grpc.add_EnvServiceServicer_to_server,
-            )
+        context = worker(
+            self.address,
+            worker_service_pb2.WORKER_KIND_ENV_SERVER,
+            servicer.worker_id,
+            servicer=servicer,
+            adder=env_service_pb2_grpc.add_EnvServiceServicer_to_server,
         )
+        life = self.lives[servicer.worker_id] = await self.exit.enter_async_context(AsyncExitStack())
+        servicer.address = await life.enter_async_context(context)
         return servicer
+
+    async def kill_worker(self, worker_id: str) -> None:
+        """End a worker: it neither answers nor sends heartbeats any more."""
+        await self.lives.pop(worker_id).aclose()
 
     async def inference(self) -> FakeReplica:
         await self.exit.enter_async_context(
@@ -113,6 +118,11 @@ def _report(task: asyncio.Task) -> None:
     """Show what ended the orchestrator: a test only sees its calls fail."""
     if not task.cancelled() and (error := task.exception()) is not None:
         traceback.print_exception(error)
+
+
+@pytest.fixture
+def stack_urls(redis_url, tmp_path) -> tuple[str, str]:
+    return redis_url, f"file://{tmp_path}/store"
 
 
 @pytest.fixture

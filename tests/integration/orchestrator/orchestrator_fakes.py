@@ -52,7 +52,7 @@ class FakeReplica(policy_service_pb2_grpc.PolicyServiceServicer):
 
 @dataclass
 class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
-    """Plays a group by appending rollouts with random rewards; `broken` maps (ordinal, member, attempt) to a status."""
+    """Plays a group by appending rollouts with random rewards; `broken` maps plays to a status."""
 
     deps: dict
     replica: FakeReplica
@@ -61,7 +61,8 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
     num_tasks: int = 20
     fail_open: str = ""
     delay_s: float = 0.0
-    broken: dict[tuple[int, int, int], RolloutStatus] = field(default_factory=dict)
+    broken: dict[tuple, RolloutStatus] = field(default_factory=dict)
+    """Key: (ordinal, member, attempt), with \"eval\" in front for evaluations."""
     requests: list = field(default_factory=list)
     silent: set[int] = field(default_factory=set)
     tasks: set = field(default_factory=set)
@@ -95,7 +96,9 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
         log = await RunLog.open(self.deps["redis"], self.deps["store"], prefix=self.deps["prefix"], uid=request.run_uid)
         version = self.replica.status.version
         for member in request.members:
-            status = self.broken.get((request.ordinal, member, request.attempt), RolloutStatus.OK)
+            key = (request.ordinal, member, request.attempt)
+            key = ("eval", *key) if request.purpose == rollout_pb2.PURPOSE_EVAL else key
+            status = self.broken.get(key, RolloutStatus.OK)
             (await log.append_rollout(encode_rollout(make_rollout(request, member, status, version)))).require(
                 "rollout"
             )
@@ -137,6 +140,7 @@ class FakeTrainer:
         self.status = worker_service_pb2.TrainerStatus()
         self.headers: list[batch_pb2.BatchHeader] = []
         self.error: tuple[str, str] | None = None
+        self.error_at_close: tuple[str, str] | None = None
         self.task: asyncio.Task | None = None
         self.hold = asyncio.Event()
         self.hold.set()
@@ -163,7 +167,10 @@ class FakeTrainer:
             header, _, _ = await log.read_batch(version, timeout_s=60.0)
             self.headers.append(header)
             if header.kind == batch_pb2.BATCH_KIND_CLOSE:
-                self.status.is_finished = True
+                if self.error_at_close is not None:
+                    self.status.error_reason, self.status.error_message = self.error_at_close
+                else:
+                    self.status.is_finished = True
                 return
             await self.hold.wait()
             version += 1

@@ -19,7 +19,7 @@ def make_group(ordinal: int, rewards: list[float]) -> Group:
 
 
 def test_advantages_stand_on_sampled_tokens_only() -> None:
-    batch = cut([make_group(4, [0.0, 1.0])], Grpo(), step=7, filter_zero_advantages=True)
+    batch = cut([make_group(4, [0.0, 1.0])], Grpo(), step=7, filter_zero_advantages=True, seq_len=64)
     assert [sample.ordinal for sample in batch.samples] == [4, 4]
     np.testing.assert_array_equal(batch.samples[0].advantages, np.float32([0, 0, -0.5, -0.5, -0.5, -0.5]))
     np.testing.assert_array_equal(batch.samples[1].advantages, np.float32([0, 0, 0.5, 0.5, 0.5, 0.5]))
@@ -28,7 +28,7 @@ def test_advantages_stand_on_sampled_tokens_only() -> None:
 
 def test_a_group_without_advantage_is_dropped_and_still_counts_in_the_mean() -> None:
     groups = [make_group(0, [1.0, 1.0]), make_group(1, [0.0, 1.0])]
-    batch = cut(groups, Grpo(), step=0, filter_zero_advantages=True)
+    batch = cut(groups, Grpo(), step=0, filter_zero_advantages=True, seq_len=64)
     assert {sample.ordinal for sample in batch.samples} == {1}
     assert count_dropped(batch.resolved) == {"zero_advantage": 1}
     assert batch.rewards == [1.0, 1.0, 0.0, 1.0]
@@ -39,12 +39,20 @@ def test_a_group_without_advantage_is_dropped_and_still_counts_in_the_mean() -> 
 
 
 def test_without_the_filter_every_sample_is_trained() -> None:
-    batch = cut([make_group(0, [1.0, 1.0])], Grpo(), step=0, filter_zero_advantages=False)
+    batch = cut([make_group(0, [1.0, 1.0])], Grpo(), step=0, filter_zero_advantages=False, seq_len=64)
     assert len(batch.samples) == 2
     assert count_dropped(batch.resolved) == {}
 
 
 def test_evaluation_samples_carry_no_advantage() -> None:
-    samples = score_samples([make_rollout(0, 0, reward=1.0)])
+    samples = score_samples([make_rollout(0, 0, reward=1.0)], seq_len=64)
     assert len(samples) == 1
     assert not samples[0].advantages.any()
+
+
+def test_samples_are_cut_at_the_sequence_length_and_vanish_without_sampled_tokens() -> None:
+    batch = cut([make_group(0, [0.0, 1.0])], Grpo(), step=0, filter_zero_advantages=False, seq_len=4)
+    assert [sample.num_tokens for sample in batch.samples] == [4, 4]
+    assert all(len(sample.advantages) == len(sample.loss_mask) == 4 for sample in batch.samples)
+    prompt_only = cut([make_group(0, [0.0, 1.0])], Grpo(), step=0, filter_zero_advantages=False, seq_len=2)
+    assert prompt_only.samples == [] and count_dropped(prompt_only.resolved) == {"zero_advantage": 1}

@@ -39,7 +39,7 @@ def test_failed_members_are_played_again_once_then_the_ordinal_is_hopeless() -> 
     assert table.add(make_rollout(0, 0, group_size=2), entry_id="2-0") is Arrival.RETRY
     group = table.open[0]
     assert group.missing == [1]
-    group.attempt, group.failures = 1, {}
+    group.next_attempt()
     again = make_rollout(0, 1, group_size=2, attempt=1, status=RolloutStatus.ENV_ERROR)
     assert table.add(again, entry_id="3-0") is Arrival.HOPELESS
     assert group.failure_reason() == "error"
@@ -50,8 +50,7 @@ def test_members_of_several_attempts_combine() -> None:
     table = table_with(0)
     table.add(make_rollout(0, 1, group_size=2, status=RolloutStatus.TIMEOUT), entry_id="1-0")
     table.add(make_rollout(0, 0, group_size=2), entry_id="2-0")
-    table.open[0].attempt = 1
-    table.open[0].failures.clear()
+    table.open[0].next_attempt()
     assert table.add(make_rollout(0, 1, group_size=2, attempt=1), entry_id="3-0") is Arrival.FINISHED
     assert [rollout.attempt for rollout in table.finished[0].rollouts()] == [0, 1]
 
@@ -76,3 +75,25 @@ def test_the_oldest_version_of_a_group_counts() -> None:
     table.add(make_rollout(0, 0, group_size=2, version=3), entry_id="1-0")
     table.add(make_rollout(0, 1, group_size=2, version=2), entry_id="2-0")
     assert table.finished[0].min_policy_version == 2
+
+
+def test_a_lost_attempt_leaves_no_failures_behind() -> None:
+    table = table_with(0, group_size=3)
+    table.add(make_rollout(0, 1, group_size=3, status=RolloutStatus.ENV_ERROR), entry_id="1-0")
+    table.open[0].next_attempt()  # its env-server died
+    assert table.add(make_rollout(0, 0, group_size=3, attempt=1), entry_id="2-0") is Arrival.OPEN
+    assert table.add(make_rollout(0, 2, group_size=3, attempt=1), entry_id="3-0") is Arrival.OPEN, (
+        "member 1 still plays"
+    )
+    assert table.add(make_rollout(0, 1, group_size=3, attempt=1), entry_id="4-0") is Arrival.FINISHED
+
+
+def test_a_group_that_is_scored_whole_never_mixes_attempts() -> None:
+    table = table_with(0)
+    table.open[0].is_scored_whole = True
+    table.add(make_rollout(0, 0, group_size=2), entry_id="1-0")
+    table.open[0].next_attempt()
+    assert table.open[0].missing == [0, 1]
+    assert table.add(make_rollout(0, 1, group_size=2), entry_id="2-0") is Arrival.DUPLICATE, "late, of attempt 0"
+    assert table.add(make_rollout(0, 0, group_size=2, attempt=1), entry_id="3-0") is Arrival.OPEN
+    assert table.add(make_rollout(0, 1, group_size=2, attempt=1), entry_id="4-0") is Arrival.FINISHED
