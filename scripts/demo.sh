@@ -4,6 +4,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset PYTHONDONTWRITEBYTECODE
-[ -f outputs/reverse-text/base/config.json ] || .venv/bin/python examples/reverse_text/make_model.py
+# make_model.py writes the pairs last; the model is asked for as well, in case somebody removed it.
+[ -f outputs/reverse-text/base/config.json ] && [ -f outputs/reverse-text/sft.jsonl ] ||
+  .venv/bin/python examples/reverse_text/make_model.py
 .venv/bin/millrace sft @ examples/reverse_text/sft.toml
 exec .venv/bin/millrace rl @ examples/reverse_text/rl.toml "$@"

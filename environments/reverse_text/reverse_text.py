@@ -9,10 +9,11 @@ Train and held-out texts are disjoint by construction: one shuffled list of uniq
 
 import random
 from difflib import SequenceMatcher
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import verifiers as vf
-from datasets import Dataset
+if TYPE_CHECKING:
+    import verifiers as vf
+    from datasets import Dataset
 
 CONSONANTS = "bdfgklmnprstvz"
 VOWELS = "aeiou"
@@ -53,7 +54,7 @@ def reverse_similarity(completion: list[Any], answer: str) -> float:
     return SequenceMatcher(None, (reply or "").rstrip(), answer, autojunk=False).ratio()
 
 
-def load_environment(num_train: int = 2000, num_eval: int = 64, seed: int = 0) -> vf.Environment:
+def load_environment(num_train: int = 2000, num_eval: int = 64, seed: int = 0) -> "vf.Environment":
     """Build the environment.
 
     Args:
@@ -63,8 +64,11 @@ def load_environment(num_train: int = 2000, num_eval: int = 64, seed: int = 0) -
     """
     if num_train < 1 or num_eval < 1:
         raise ValueError(f"reverse-text: num_train and num_eval must be at least 1, got {num_train} and {num_eval}")
+    # Imported here because they take seconds, and those who only want the texts do without them.
+    import verifiers as vf
+    from datasets import Dataset
 
-    def build(texts: list[str]) -> Dataset:
+    def build(texts: list[str]) -> "Dataset":
         return Dataset.from_list([{"question": text, "answer": text[::-1]} for text in texts])
 
     # Held-out texts come first: their set then does not change when num_train does.

@@ -5,10 +5,13 @@
 
 The texts are the environment's own training texts; the held-out texts of its evaluation are none of them, because the
 environment cuts one list of unique texts in two.
+
+Both are written whole or not at all, the pairs last: where they exist, nothing has to be made again.
 """
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -80,6 +83,26 @@ def make_pairs() -> list[dict[str, str]]:
     return [{"prompt": text, "completion": text[::-1]} for text in training]
 
 
+def write_base(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, base: Path) -> None:
+    """Writes model and tokenizer to a directory beside `base` and then puts it in the place of `base`."""
+    fresh, old = base.with_name(f".{base.name}.new"), base.with_name(f".{base.name}.old")
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    model.save_pretrained(fresh)
+    tokenizer.save_pretrained(fresh)
+    if base.exists():
+        base.rename(old)
+    fresh.rename(base)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_pairs(pairs: list[dict[str, str]], data: Path) -> None:
+    """Writes the pairs as JSON lines to a file beside `data` and then puts it in the place of `data`."""
+    fresh = data.with_name(f".{data.name}.new")
+    fresh.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    fresh.replace(data)
+
+
 def main() -> None:
     """Writes model, tokenizer and pairs."""
     parser = argparse.ArgumentParser(description="Make the tiny model and the warm-up data of the example.")
@@ -88,12 +111,11 @@ def main() -> None:
     arguments = parser.parse_args()
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed=arguments.seed)
-    base = arguments.output / "base"
-    model.save_pretrained(base)
-    tokenizer.save_pretrained(base)
     pairs = make_pairs()
-    data = arguments.output / "sft.jsonl"
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    base, data = arguments.output / "base", arguments.output / "sft.jsonl"
+    data.unlink(missing_ok=True)  # until the new model is there, nothing says that both are
+    write_base(model, tokenizer, base)
+    write_pairs(pairs, data)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{base}: {parameters} parameters", file=sys.stderr)
     print(f"{data}: {len(pairs)} pairs", file=sys.stderr)
