@@ -74,7 +74,10 @@ class SFTStep:
 
 
 def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]) -> Path:
-    """Fine-tunes as the config says and returns the directory of the model. Every rank of a gang calls it."""
+    """Fine-tunes as the config says and returns the directory of the model. Every rank of a gang calls it.
+
+    InvalidSpecError if no row that it would take has a completion token within `data.seq_len`.
+    """
     set_determinism("auto", seed=config.seed, device=gang.device)
     output = Path(config.output_dir) / (config.run.name or "sft")
     directory = resolve_model_directory(config.model.name)
@@ -82,11 +85,13 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     encoder = RowEncoder(load_tokenizer(directory), seq_len=config.data.seq_len)
     order = Order(len(rows), batch_size=config.data.batch_size, shuffle=config.data.shuffle, seed=config.data.seed)
     max_steps = config.max_steps or order.steps_per_pass
+    encoder.require_completion(rows[index] for index in order.first_pass(max_steps=max_steps))
     dtype = resolve_dtype(config.model.dtype, device=gang.device)
     model = gang.shard(load_model(directory), compute_dtype=dtype)
     optimizer = PolicyOptimizer(model, optim=config.optim, scheduler=config.scheduler, max_steps=max_steps)
     session = _Session(config, gang=gang, model=model, optimizer=optimizer, output=output)
     start = session.resume()
+    counted = {start + 1, min(start + order.steps_per_pass, max_steps)}  # early, and when every row was seen
     with session.open_metrics(start) as metrics:
         for step in range(start, max_steps):
             samples = [sample for index in order.rows_of(step) if (sample := encoder.encode(rows[index])) is not None]
@@ -95,6 +100,8 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
                 metrics.write(json.dumps(report.metrics()) + "\n")
                 metrics.flush()
                 on_step(report)
+                if step + 1 in counted:
+                    encoder.warn_of_losses()
             session.maybe_save(step + 1, is_last=step + 1 == max_steps)
     publish = config.model.publish_dtype
     save_dtype = dtype if publish == "auto" else resolve_dtype(publish, device=gang.device)
@@ -209,7 +216,21 @@ def save_model(model: nn.Module, *, source: Path, target: Path, dtype: Any, gang
         (fresh / "model.safetensors").write_bytes(data)
         for name, content in policy_files(source, dtype=dtype).items():
             (fresh / name).write_bytes(content)
-        shutil.rmtree(target, ignore_errors=True)
-        fresh.rename(target)
+        replace_directory(fresh, target)
     gang.barrier()
     return target
+
+
+def replace_directory(fresh: Path, target: Path) -> None:
+    """Puts `fresh` in the place of `target`; the old one is deleted last, and stays if the new one cannot be moved."""
+    aside = target.with_name(f".{target.name}.old")
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    try:
+        fresh.rename(target)
+    except OSError:
+        if aside.exists():
+            aside.rename(target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)

@@ -6,7 +6,7 @@ end-of-sequence token. Only completion tokens count in the loss.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +97,17 @@ def _not_found(name: str, problem: str) -> NotFoundError:
 
 
 class RowEncoder:
-    """Turns rows into samples whose cross-entropy weight is 1 on completion tokens and 0 elsewhere."""
+    """Turns rows into samples whose cross-entropy weight is 1 on completion tokens and 0 elsewhere.
+
+    Counts what became of the rows: `num_rows` encoded, `num_dropped` without a completion token left, `num_cut` others
+    longer than `seq_len`; `longest` is in tokens, before cutting.
+    """
 
     def __init__(self, tokenizer: Any, *, seq_len: int) -> None:
         self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._has_warned = False
+        self._count_from_zero()
 
     def encode(self, row: Row) -> TrainSample | None:
         """The sample of a row, cut at `seq_len`; None if no completion token is left."""
@@ -115,12 +120,17 @@ class RowEncoder:
                 "two renderings part",
                 extra={"prompt_tokens": len(prompt_ids), "common": start},
             )
+        full_length = len(token_ids)
+        self.num_rows += 1
+        self.longest = max(self.longest, full_length)
         token_ids = token_ids[: self._seq_len]
         length = len(token_ids)
         weights = np.zeros(length, np.float32)
         weights[max(start, 1) :] = 1.0
         if not weights.any():
+            self.num_dropped += 1
             return None
+        self.num_cut += length < full_length
         zeros = np.zeros(length, np.float32)
         return TrainSample(
             token_ids=np.array(token_ids, np.int32),
@@ -138,6 +148,39 @@ class RowEncoder:
             max_version=0,
             lineage=0,
         )
+
+    def require_completion(self, rows: Iterable[Row]) -> None:
+        """InvalidSpecError unless one of the rows keeps a completion token; reads no further than to the first."""
+        if any(self.encode(row) is not None for row in rows):
+            self._count_from_zero()
+            return
+        if self.longest > self._seq_len:
+            problem = Violation(
+                field="data.seq_len",
+                value=str(self._seq_len),
+                message=f"leaves no completion token in any of {self.num_rows} rows, so there is nothing to train on; "
+                f"the longest row has {self.longest} tokens",
+            )
+            raise InvalidSpecError([problem], remedy=f"set data.seq_len to {self.longest} to cut no row")
+        problem = Violation(field="data.name", message=f"none of {self.num_rows} rows has a completion token")
+        raise InvalidSpecError([problem], remedy="give the rows completions")
+
+    def warn_of_losses(self) -> None:
+        """Logs how many rows were cut or dropped so far, if any were."""
+        if self.num_cut or self.num_dropped:
+            log.warning(
+                "rows were cut at data.seq_len, or dropped because no completion token was left",
+                extra={
+                    "rows": self.num_rows,
+                    "cut": self.num_cut,
+                    "dropped": self.num_dropped,
+                    "seq_len": self._seq_len,
+                    "longest": self.longest,
+                },
+            )
+
+    def _count_from_zero(self) -> None:
+        self.num_rows = self.num_cut = self.num_dropped = self.longest = 0
 
     def _token_ids(self, row: Row) -> tuple[list[int], list[int]]:
         """Tokens of the prompt, up to where the policy speaks, and of the whole row, up to its last stop token."""
@@ -190,6 +233,10 @@ class Order:
     def steps_per_pass(self) -> int:
         """Steps until every row was taken once."""
         return -(-self._num_rows // self._batch_size)
+
+    def first_pass(self, *, max_steps: int) -> Iterator[int]:
+        """Row indices that `max_steps` steps take, each once, in the order of the first pass."""
+        return (int(index) for index in self._pass(0)[: max_steps * self._batch_size])
 
     def rows_of(self, step: int) -> list[int]:
         """Row indices of a step; a step may reach into the next pass."""

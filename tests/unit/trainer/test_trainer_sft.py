@@ -1,7 +1,6 @@
 """SFT: rows, tokens, order, and a fine-tuning that lowers the loss and can be continued."""
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,9 @@ from millrace.config.sft import SFTConfig, SFTDataConfig
 from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.trainer.distributed import Gang
 from millrace.trainer.model import load_tokenizer
-from millrace.trainer.sft import SFTStep, run_sft
+from millrace.trainer.sft import SFTStep, replace_directory, run_sft
 from millrace.trainer.sft_data import Order, RowEncoder, load_rows
 from millrace.trainer.sft_main import load_config
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "reverse_text" / "make_model.py"
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example's directory: base model and pairs."""
-    directory = tmp_path_factory.mktemp("reverse-text")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["make_model.py", "--output", str(directory)])
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +164,71 @@ def test_an_interrupted_fine_tuning_continues_bit_for_bit(example: Path, tmp_pat
         json.loads(line)["step"] for line in (tmp_path / "broken" / "sft" / "metrics.jsonl").read_text().splitlines()
     ]
     assert lines == list(range(8))
+
+
+@pytest.mark.parametrize("max_steps", [None, 1])
+def test_nothing_to_train_on_is_an_error_before_the_first_step(
+    example: Path, tmp_path: Path, max_steps: int | None
+) -> None:
+    data = {"name": str(example / "sft.jsonl"), "batch_size": 16, "seq_len": 8}
+    steps: list[SFTStep] = []
+    with pytest.raises(
+        InvalidSpecError, match=r"data\.seq_len.*no completion token.*set data\.seq_len to \d+"
+    ) as raised:
+        run_sft(_config(example, tmp_path, data=data, max_steps=max_steps), gang=Gang(), on_step=steps.append)
+    assert raised.value.exit_code == 2 and raised.value.violations[0].field == "data.seq_len"
+    assert not steps and not (tmp_path / "sft").exists()
+
+
+def test_rows_without_any_completion_are_named_as_such(tokenizer: Any) -> None:
+    row = {"prompt": [{"role": "user", "content": "a"}], "completion": []}
+    encoder = RowEncoder(tokenizer, seq_len=64)
+    with pytest.raises(InvalidSpecError, match="none of 3 rows has a completion token") as raised:
+        encoder.require_completion([row] * 3)
+    assert raised.value.violations[0].field == "data.name"
+
+
+def test_only_the_rows_that_will_be_taken_are_looked_at() -> None:
+    order = Order(10, batch_size=4, shuffle=True, seed=3)
+    assert list(order.first_pass(max_steps=2)) == [*order.rows_of(0), *order.rows_of(1)]
+    assert sorted(order.first_pass(max_steps=9)) == list(range(10))
+
+
+def test_cut_and_dropped_rows_are_counted_and_warned_of(
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [("a", "b"), ("a", "b" * 40), ("a" * 60, "b"), ("a", "b")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in rows))
+    data = {"name": str(path), "batch_size": 2, "seq_len": 40, "shuffle": False}
+    run_sft(_config(example, tmp_path, data=data, max_steps=2), gang=Gang(), on_step=lambda _: None)
+    counts = [(r.rows, r.cut, r.dropped) for r in caplog.records if "data.seq_len" in r.getMessage()]  # type: ignore[attr-defined]
+    assert counts == [(2, 1, 0), (4, 1, 1)]
+    caplog.clear()
+    run_sft(_config(example, tmp_path, max_steps=2), gang=Gang(), on_step=lambda _: None)
+    assert not [record for record in caplog.records if "data.seq_len" in record.getMessage()]
+
+
+def test_a_directory_is_replaced_and_kept_if_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, fresh = tmp_path / "model", tmp_path / ".model.new"
+    for directory, text in ((target, "old"), (fresh, "new")):
+        directory.mkdir()
+        (directory / "x").write_text(text)
+    rename = Path.rename
+
+    def refuse(self: Path, other: Path) -> Path:
+        assert all(path.exists() for path in (fresh, target) if path != other)  # nothing is deleted before the end
+        if self == fresh:
+            raise PermissionError("no")
+        return rename(self, other)
+
+    with monkeypatch.context() as patch, pytest.raises(PermissionError):
+        patch.setattr(Path, "rename", refuse)
+        replace_directory(fresh, target)
+    assert (target / "x").read_text() == "old"
+    replace_directory(fresh, target)
+    assert (target / "x").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_bad_config_file_is_reported_whole(tmp_path: Path) -> None:
