@@ -29,7 +29,10 @@ _END_S = 15.0
 
 
 def run(settings: Settings) -> int:
-    """Works until a signal; returns the exit code. Raises what the orchestrator refuses for good."""
+    """Works until a signal; returns the exit code: 1 if a companion ended by itself with an unexpected error.
+
+    Raises the companion's error if it has an exit code of its own: a port in use, a refused registration.
+    """
     gang = Gang.join()
     board = HealthBoard()
     worker = TrainerWorker(gang=gang, board=board)
@@ -56,6 +59,8 @@ def run(settings: Settings) -> int:
             finally:
                 companions.stop()
             companions.raise_failure()
+            if companions.have_failed:
+                return 1
     finally:
         gang.leave()
     return 130 if signals.was_interrupted else 0
@@ -100,8 +105,13 @@ class _Companions:
         self._stopping: asyncio.Event | None = None
         self._futures: list[concurrent.futures.Future[None]] = []
 
+    @property
+    def have_failed(self) -> bool:
+        """Whether one ended with an error, or was cancelled by somebody else."""
+        return any(future.done() and (future.cancelled() or future.exception()) for future in self._futures)
+
     def start(self) -> None:
-        """Starts both; the end of either, which only an error causes, stops the worker."""
+        """Starts both; the end of either, which only an error causes, stops the worker and is logged at once."""
         self._stopping = self._background.call(self._new_event(), what="starting", timeout_s=_END_S)
         description = Worker(
             worker_id=self._worker_id,
@@ -115,7 +125,7 @@ class _Companions:
         if self._settings.listen:
             self._futures.append(self._background.submit(self._serve(self._settings.listen, self._stopping)))
         for future in self._futures:
-            future.add_done_callback(lambda _: self._worker.stop())
+            future.add_done_callback(self._ended)
 
     def stop(self) -> None:
         """Ends both in order."""
@@ -125,10 +135,21 @@ class _Companions:
         concurrent.futures.wait(self._futures, self._settings.drain_s + self._settings.grace_s + _END_S)
 
     def raise_failure(self) -> None:
-        """Raises what ended a companion: a port in use, a refused registration."""
+        """Raises what ended a companion if it is one of our errors."""
         for future in self._futures:
-            if future.done() and isinstance(error := future.exception(), MillraceError):
+            if future.done() and not future.cancelled() and isinstance(error := future.exception(), MillraceError):
                 raise error
+
+    def _ended(self, future: concurrent.futures.Future[None]) -> None:
+        """Logs how a companion ended, on the background thread, and lets the worker end too."""
+        if future.cancelled():
+            log.error("a companion of the trainer was cancelled")
+        elif (error := future.exception()) is not None:
+            is_ours = isinstance(error, MillraceError)
+            log.error(
+                "a companion of the trainer ended", extra={"error": repr(error)}, exc_info=None if is_ours else error
+            )
+        self._worker.stop()
 
     async def _serve(self, address: str, stopping: asyncio.Event) -> None:
         await serve(
