@@ -29,6 +29,9 @@ _POLL_S = 0.2
 _RETRY_S = 1.0
 # An orchestrator that restarted knows no assignments until it has claimed its runs again; the run is kept meanwhile.
 _UNASSIGNED_GRACE_S = 30.0
+# The other ranks outwait rank 0, whose end torchrun turns into a SIGTERM for them: if one of them ended first, torchrun
+# would end rank 0 before it has reported.
+_PEER_GRACE_S = _UNASSIGNED_GRACE_S + 15.0
 _FIRST_STEP_WITHIN_S = 1800.0
 _LATER_STEPS_WITHIN_S = 300.0
 _SLOWEST_STEP_FACTOR = 10.0
@@ -184,10 +187,13 @@ class TrainerWorker:
 
     def _fail_gang(self, error: MillraceError) -> None:
         """Rank 0 reports until the orchestrator has taken note, then every rank ends with the error."""
-        if self._gang.is_leader:
+        is_leader = self._gang.is_leader
+        if is_leader:
             self._fail(error.reason, str(error))
-            ends = self._clock() + _UNASSIGNED_GRACE_S
-            while self._assigned == self._status.run_uid and self._clock() < ends:
-                if self._stopping.wait(_POLL_S):
-                    break
+        else:
+            log.error("run given up at this rank; rank 0 reports", extra={"reason": error.reason, "error": str(error)})
+        ends = self._clock() + (_UNASSIGNED_GRACE_S if is_leader else _PEER_GRACE_S)
+        while self._clock() < ends and (not is_leader or self._assigned == self._status.run_uid):
+            if self._stopping.wait(_POLL_S):
+                break
         raise error

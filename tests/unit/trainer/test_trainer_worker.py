@@ -191,6 +191,47 @@ def test_health_runs_out_when_a_step_hangs(
     release.set()
 
 
+class PeerGang(Gang):
+    """Rank 1 of two, whose rank 0 says that there is a run to work on."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=1, world_size=2)
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        return b"work run-a"
+
+
+@pytest.mark.parametrize("end", ["signal", "time"])
+def test_another_rank_waits_with_its_error_until_rank_0_has_reported(
+    board: HealthBoard, clock: Clock, end: str
+) -> None:
+    peer = TrainerWorker(gang=PeerGang(), board=board, clock=clock)
+    ended: list[BaseException] = []
+
+    def work() -> None:
+        def job(uid: str) -> None:
+            raise NotFoundError("no model at /x", reason="MODEL_NOT_FOUND")
+
+        try:
+            peer.run(job)
+        except NotFoundError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(0.6)
+    assert thread.is_alive()
+    clock.ahead_s += 31  # rank 0 would be done with reporting now
+    thread.join(0.6)
+    assert thread.is_alive()
+    if end == "signal":
+        peer.stop()  # torchrun's SIGTERM, after rank 0 has ended
+    else:
+        clock.ahead_s += 31
+    thread.join(10)
+    assert not thread.is_alive() and len(ended) == 1
+
+
 @pytest.mark.parametrize(
     ("start_step", "start_lineage", "published", "is_strict", "expected"),
     [
