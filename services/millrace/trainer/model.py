@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from millrace.errors import NotFoundError
+from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import Probe
 from millrace.policies.tensors import TensorBytes
 
@@ -52,13 +53,25 @@ def resolve_model_directory(name: str) -> Path:
 
 
 def load_model(directory: Path) -> nn.Module:
-    """The causal language model in `directory` with float32 weights, in eval mode: no dropout, as in the engine."""
+    """The causal language model in `directory` with float32 weights, in eval mode: no dropout, as in the engine.
+
+    NotFoundError (MODEL_NOT_FOUND) if files are missing or unknown; CorruptObjectError (MODEL_CORRUPT) if the weights
+    are damaged or of other sizes than `config.json` says.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise _model_not_found(str(directory), f"the files there do not load: {error}") from error
+    except (SafetensorError, RuntimeError) as error:  # RuntimeError: sizes that differ; transformers logs which
+        raise CorruptObjectError(
+            f"model {str(directory)!r} cannot be loaded: its *.safetensors are damaged or do not fit its config.json: "
+            f"{str(error).strip().partition(chr(10))[0]}",
+            reason="MODEL_CORRUPT",
+            remedy="copy, download or make the model again, or set model.name to another one",
+            metadata={"model": str(directory)},
+        ) from error
     return model.eval()
 
 
