@@ -66,14 +66,15 @@ def token_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
     ce_members = inputs.ce_weights != 0
     # Outside the mask the inference log-prob is not one: a zero log-ratio keeps those tokens out of exp and gradient.
     log_ratio = torch.where(inputs.loss_mask, inputs.trainer_logprobs - inputs.inference_logprobs, 0.0)
-    ratio = torch.exp(log_ratio)
     with torch.no_grad():
         difference = torch.exp(inputs.trainer_logprobs) - torch.exp(inputs.inference_logprobs)
         is_positive = inputs.advantages > 0
         is_masked_high = rl_members & is_positive & (difference > config.dppo_mask_high)
         is_masked_low = rl_members & ~is_positive & (difference < -config.dppo_mask_low)
         keep = rl_members & ~is_masked_high & ~is_masked_low
-        mismatch_kl = ratio - log_ratio - 1
+        mismatch_kl = torch.exp(log_ratio) - log_ratio - 1
+    # A dropped token must not reach exp: its ratio may be infinite (log-ratio above 88), and 0 * inf is NaN backwards.
+    ratio = torch.exp(torch.where(keep, log_ratio, 0.0))
     policy_term = torch.where(keep, -config.adv_tau * inputs.advantages * ratio, 0.0)
     kl_term = config.kl_tau * log_ratio**2
     rl = torch.where(rl_members, inputs.rl_weights * (policy_term + kl_term), 0.0)

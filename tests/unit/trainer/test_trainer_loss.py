@@ -120,3 +120,47 @@ def test_low_knob_drops_what_fell() -> None:
     dropped = token_losses(_inputs(_log(0.4), _log(0.5), [-1.0], [1]), LossConfig(dppo_mask_low=0.05))
     assert kept.rl.item() == pytest.approx(0.8 + 1e-3 * math.log(0.8) ** 2, abs=1e-9)
     assert dropped.rl.item() == pytest.approx(1e-3 * math.log(0.8) ** 2, abs=1e-9)
+
+
+def _float32(trainer: list[float], inference: list[float], advantages: list[float]) -> LossInputs:
+    ones = torch.ones(len(trainer))
+    return LossInputs(
+        trainer_logprobs=torch.tensor(trainer).requires_grad_(),
+        inference_logprobs=torch.tensor(inference),
+        advantages=torch.tensor(advantages),
+        loss_mask=ones.bool(),
+        rl_weights=ones,
+        ce_weights=ones * 0,
+    )
+
+
+def test_a_dropped_token_with_an_infinite_ratio_keeps_the_gradient_finite() -> None:
+    # exp(100) overflows float32: the trust region drops the token, and what is left of it is the squared log-ratio.
+    inputs = _float32([-0.01, -0.5], [-100.01, -0.6], [1.0, 1.0])
+    losses = token_losses(inputs, LossConfig())
+    assert losses.is_masked_high.tolist() == [True, False]
+    assert losses.rl.tolist() == pytest.approx([1e-3 * 100**2, -math.exp(0.1) + 1e-3 * 0.1**2], rel=1e-5)
+    losses.rl.sum().backward()
+    gradient = inputs.trainer_logprobs.grad
+    assert gradient is not None
+    assert gradient.tolist() == pytest.approx([2e-3 * 100, -math.exp(0.1) + 2e-3 * 0.1], rel=1e-5)
+
+
+def test_ordinary_tokens_are_bit_for_bit_those_of_the_formula() -> None:
+    generator = torch.Generator().manual_seed(0)
+    trainer = -torch.rand(1000, generator=generator) * 6
+    inference = trainer + torch.randn(1000, generator=generator) * 0.5
+    advantages = torch.randn(1000, generator=generator)
+    inputs = _float32(trainer.tolist(), inference.tolist(), advantages.tolist())
+    losses = token_losses(inputs, LossConfig())
+    losses.rl.sum().backward()
+    leaf = trainer.clone().requires_grad_()
+    log_ratio = leaf - inference
+    difference = leaf.detach().exp() - inference.exp()
+    keep = ~torch.where(advantages > 0, difference > 0.2, difference < -0.2)
+    assert 0 < int(keep.sum()) < 1000
+    expected = torch.where(keep, -advantages * torch.exp(log_ratio), 0.0) + 1e-3 * log_ratio**2
+    expected.sum().backward()
+    assert torch.equal(losses.rl, expected)
+    assert inputs.trainer_logprobs.grad is not None and leaf.grad is not None
+    assert torch.equal(inputs.trainer_logprobs.grad, leaf.grad)
