@@ -23,7 +23,7 @@ import torch
 
 import millrace
 from millrace.config.shared import CheckpointConfig
-from millrace.errors import CorruptObjectError, InvalidStateError
+from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import logging
@@ -142,14 +142,15 @@ class CheckpointStore:
         epoch: int,
         determinism: str,
     ) -> CheckpointManifest:
-        """Writes and commits a checkpoint; one that exists is returned as it is. Collective in a gang.
+        """Writes and commits a checkpoint; one that exists and follows the same batches is returned as it is.
 
+        ConflictError if the one that exists is of another history or config. Collective in a gang.
         Every rank uploads its own files; rank 0 collects their hashes and writes the manifest when all are there.
         """
         key = self._names.checkpoint(step) + _MANIFEST
         exists = self._gang.broadcast(bytes([self._store.head(key) is not None]) if self._gang.is_leader else None)
         if exists[0]:
-            return self._read(key)
+            return self._existing(key, chain_hash=chain_hash, run_hash=run_hash)
         nonce = self._gang.broadcast(secrets.token_hex(6).encode() if self._gang.is_leader else None).decode()
         objects = self._upload(state, base=f"{self._names.checkpoint(step)}e{epoch:08d}-{nonce}/")
         manifest = CheckpointManifest(
@@ -167,7 +168,8 @@ class CheckpointStore:
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         )
         if self._gang.is_leader and not self._store.create(key, manifest.to_bytes()):
-            manifest = self._read(key)  # another writer committed the same step first; ours is collected later
+            # Another writer committed the same step first; our objects are collected later.
+            manifest = self._existing(key, chain_hash=chain_hash, run_hash=run_hash)
         self._gang.barrier()
         return manifest
 
@@ -215,6 +217,21 @@ class CheckpointStore:
                 mine.append(CheckpointObject(name=path.name, key=key, sha256=_file_sha256(path), size_bytes=size_bytes))
         gathered = self._gang.gather(json.dumps([asdict(item) for item in mine]).encode())
         return tuple(CheckpointObject(**item) for part in gathered for item in json.loads(part))
+
+    def _existing(self, key: str, *, chain_hash: bytes, run_hash: str) -> CheckpointManifest:
+        """The committed manifest, if it is of the history that this trainer was trained on."""
+        manifest = self._read(key)
+        expected = {"chain_hash": chain_hash.hex(), "run_hash": run_hash}
+        wrong = {name: [found, ours] for name, ours in expected.items() if (found := getattr(manifest, name)) != ours}
+        if wrong:
+            raise ConflictError(
+                f"checkpoint {manifest.step} of run {manifest.run_uid} exists with another history (found, expected): "
+                f"{json.dumps(wrong)}",
+                reason="CHECKPOINT_CONFLICT",
+                remedy=f"two trainers disagree: find out which log is the run's, then delete {self._store.uri(key)} "
+                "if it is not that one's",
+            )
+        return manifest
 
     def _read(self, key: str) -> CheckpointManifest:
         return CheckpointManifest.from_bytes(self._store.get(key), source=self._store.uri(key))

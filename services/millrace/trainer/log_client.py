@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
-from millrace.errors import FencedError, InternalError, LogGoneError, UnavailableError
+from millrace.errors import CapacityError, FencedError, InternalError, LogGoneError, MillraceError, UnavailableError
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.runlog import AppendResult, Epoch, EventWriter, Lease, RunLog, Stream, open_redis, reappend_policies
 from millrace.storage import ObjectStore
@@ -43,7 +43,7 @@ class LogClient:
         self._epoch: Epoch | None = None
         self._events: EventWriter | None = None
         self._renewal: concurrent.futures.Future[None] | None = None
-        self._lost: FencedError | None = None
+        self._lost: MillraceError | None = None  # why the lease is no longer renewed
         self._reading: tuple[int, concurrent.futures.Future[ReadBatch]] | None = None
         self._wants_chunks = False
 
@@ -97,7 +97,7 @@ class LogClient:
     # BatchLog
 
     def is_stop_requested(self) -> bool:
-        """Whether to let go of the run; raises FencedError if the lease was lost to another trainer."""
+        """Whether to let go of the run; raises why the lease is no longer renewed, if so (FencedError: lost)."""
         if self._lost is not None:
             raise self._lost
         return self._should_stop()
@@ -152,8 +152,8 @@ class LogClient:
             self._renewal.cancel()
         try:
             self._call(self._close(), "closing the log", _WRITE_TIMEOUT_S)
-        except UnavailableError as error:
-            log.warning("the run's log was not closed in order", extra={"error": str(error)})
+        except (MillraceError, OSError) as error:  # OSError: also a TimeoutError of the coroutine itself
+            log.warning("the run's log was not closed in order", extra={"error": str(error) or repr(error)})
 
     # On the background loop
 
@@ -182,15 +182,19 @@ class LogClient:
         log.info("holding the run", extra={"run": uid, "epoch": self.epoch})
 
     async def _renew(self, lease: Lease, epoch: Epoch) -> None:
-        """Renews at a third of the ttl; losing the lease to another holder ends the job."""
+        """Renews at a third of the ttl; losing the lease to another holder ends the job, and so does any defect."""
         while True:
             try:
                 if not await lease.renew(epoch=epoch.number):
                     reason = f"the trainer lease of run {self._log.uid} was lost"
                     self._lost = FencedError(reason, reason="LEASE_LOST", remedy="another trainer continues the run")
                     return
-            except UnavailableError as error:
+            except (UnavailableError, CapacityError) as error:
                 log.warning("lease not renewed; trying again", extra={"error": str(error)})
+            except Exception as error:  # the edge of a task that nobody awaits: the job must hear of it
+                log.exception("the lease is no longer renewed", extra={"run": self._log.uid})
+                self._lost = _renewal_failure(error, uid=self._log.uid)
+                return
             await asyncio.sleep(lease.ttl_s / 3)
 
     async def _read(self, step: int) -> ReadBatch:
@@ -217,7 +221,7 @@ class LogClient:
         result.require(what)
 
     async def _until_may_write(self, what: str) -> None:
-        """Waits until the lease is fresh again; FencedError once it is lost."""
+        """Waits until the lease is fresh again; raises why once it is no longer renewed."""
         if self._lease is not None and self._lease.may_write:
             return
         with waits.waiting(f"the lease's renewal before {what}", waits_on="redis", deadline_s=_WRITE_TIMEOUT_S):
@@ -230,7 +234,7 @@ class LogClient:
         try:
             if self._events is not None:
                 await self._events.close()
-            if self._lease is not None and self._lost is None:
+            if self._lease is not None and not isinstance(self._lost, FencedError):
                 await self._lease.release()
         finally:
             await self._log.redis.aclose()
@@ -248,3 +252,16 @@ class LogClient:
 
     def _call(self, coroutine: Coroutine[Any, Any, Any], what: str, timeout_s: float) -> Any:
         return self._background.call(coroutine, what=what, timeout_s=timeout_s)
+
+
+def _renewal_failure(error: Exception, *, uid: str) -> MillraceError:
+    """What the job fails with when renewing raised `error`."""
+    if isinstance(error, MillraceError):
+        return error
+    failure = InternalError(
+        f"renewing the trainer lease of run {uid} failed: {type(error).__name__}: {error}",
+        reason="LEASE_RENEWAL_FAILED",
+        remedy="this is a defect: see the trainer's log",
+    )
+    failure.__cause__ = error
+    return failure

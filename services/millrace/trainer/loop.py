@@ -40,8 +40,8 @@ def train(run: Training) -> None:
             else:
                 step(run, batch)
     except StopRequested:
-        if run.checkpointer.is_enabled and run.position.version > start:
-            run.save_checkpoint()
+        if run.position.version > start:
+            run.save_last_checkpoint()
         raise
 
 
@@ -103,8 +103,7 @@ def close(run: Training, batch: Batch) -> None:
                     max_abs_logprob_diff=result.max_abs_logprob_diff,
                 )
             )
-    if run.checkpointer.is_enabled:
-        run.save_checkpoint()
+    run.save_last_checkpoint()
     log.info("run ended", extra={"version": version, "outcome": batch.header.outcome})
 
 

@@ -27,7 +27,7 @@ class Position:
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """The parts; only `position` changes.
+    """The parts; only `position` and `saved_version`, the newest checkpoint saved here, change.
 
     `on_progress` hears the version after every step; `autocast_dtype` is None where none is needed.
     """
@@ -43,6 +43,7 @@ class Training:
     position: Position
     autocast_dtype: torch.dtype | None
     on_progress: Callable[[int], None]
+    saved_version: int | None = None
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of a micro-batch under the live model, [B, T]."""
@@ -55,7 +56,13 @@ class Training:
             state, step=self.position.version, chain_hash=self.position.chain_hash, lineage=self.publisher.lineage
         )
         self.reporter.checkpoint_saved(step=self.position.version, uri=saved.uri, size_bytes=saved.size_bytes)
+        self.saved_version = self.position.version
         return saved.seconds
+
+    def save_last_checkpoint(self) -> None:
+        """Saves the position on the way out, if the run has checkpoints and the interval has not just saved it."""
+        if self.checkpointer.is_enabled and self.saved_version != self.position.version:
+            self.save_checkpoint()
 
 
 def state_tensors(model: nn.Module, optimizer: PolicyOptimizer, *, gang: Gang) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """The trainer over recorded logs: consumes, publishes, reports, checkpoints, resumes bit for bit."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,17 @@ import pytest
 import torch
 
 from millrace.config.rl import RLConfig
-from millrace.errors import ConflictError, CorruptObjectError, FencedError, InvalidStateError, NotFoundError
+from millrace.errors import (
+    ConflictError,
+    CorruptObjectError,
+    FencedError,
+    InternalError,
+    InvalidStateError,
+    NotFoundError,
+)
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.pull import download_hf, read_manifest
-from millrace.runlog import Stream
+from millrace.runlog import Lease, Stream
 
 MakeConfig = Callable[..., RLConfig]
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -269,3 +277,39 @@ def test_a_cancelled_run_ends_at_its_closing_header(recorder: Recorder, make_con
     assert recorder.train() == 1
     assert recorder.checkpoints() == [1]
     assert not any(event.HasField("score_completed") for event in recorder.events())
+
+
+def test_a_checkpoint_is_saved_and_reported_once(recorder: Recorder, make_config: MakeConfig) -> None:
+    recorder.record(make_config(ckpt={"interval": 2}), steps=4)
+    recorder.train(stop_at=2)  # both at the interval and on the way out
+    recorder.train()  # both at the interval and at the closing header
+    assert recorder.checkpoints() == [2, 4]
+    assert [e.checkpoint_saved.step for e in recorder.events() if e.HasField("checkpoint_saved")] == [2, 4]
+
+
+def test_a_defect_of_the_renewal_ends_the_job_with_its_cause(
+    recorder: Recorder, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.create(make_config())  # no batch: the trainer waits
+
+    async def broken(self: Lease, *, epoch: int = 0) -> bool:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(Lease, "renew", broken)
+    ends = time.monotonic() + 30
+    with pytest.raises(InternalError, match=r"renewing the trainer lease.*KeyError") as raised:
+        recorder.train(stop=lambda: time.monotonic() > ends)
+    assert raised.value.reason == "LEASE_RENEWAL_FAILED" and isinstance(raised.value.__cause__, KeyError)
+
+
+def test_an_error_of_closing_does_not_replace_the_error_of_the_job(
+    recorder: Recorder, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(self: Lease) -> None:
+        raise InternalError("the lease cannot be given back")
+
+    monkeypatch.setattr(Lease, "release", broken)
+    recorder.record(make_config(name="/nowhere/model"), steps=1)
+    with pytest.raises(NotFoundError, match="/nowhere/model"):
+        recorder.train()
+    assert any("not closed in order" in record.getMessage() for record in caplog.records)
