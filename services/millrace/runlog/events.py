@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from millrace.errors import (
     CapacityError,
     CorruptObjectError,
+    InternalError,
     InvalidSpecError,
     InvalidStateError,
     LogGoneError,
@@ -123,6 +124,14 @@ class EventWriter:
                 "event writer ended", extra={"uid": self._log.uid, "writer": self._writer, "error": str(error)}
             )
             self._failure = error
+        except Exception as error:  # the edge of a task that nobody awaits: `write` and `flush` must hear of it
+            logger.exception("event writer ended", extra={"uid": self._log.uid, "writer": self._writer})
+            self._failure = InternalError(
+                f"writing events of {self._writer} to run {self._log.uid} failed: {type(error).__name__}: {error}",
+                reason="EVENT_WRITER_FAILED",
+                remedy="this is a defect: see the log of this process",
+            )
+            self._failure.__cause__ = error
 
     async def _append(self, event: event_pb2.Event) -> None:
         """Append one event, for as long as Redis is away; raises what waiting cannot mend."""
