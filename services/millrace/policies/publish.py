@@ -70,23 +70,31 @@ def publish_policy(
     entries, objects = _put_tensors(store, base, items, digests, shard_bytes=shard_bytes)
     if isinstance(files, Mapping):
         files = _put_files(store, base, files)
-    manifest = PolicyManifest(
-        format=FORMAT,
-        run_uid=uid,
-        lineage=lineage,
-        version=version,
-        base=None,
-        codec=CODEC_FULL,
-        tensors=tuple(entries),
-        objects=tuple(objects),
-        files=tuple(files),
-        digest=digest,
-        probe=probe,
-        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+    return _commit(
+        store,
+        key,
+        PolicyManifest(
+            format=FORMAT,
+            run_uid=uid,
+            lineage=lineage,
+            version=version,
+            base=None,
+            codec=CODEC_FULL,
+            tensors=tuple(entries),
+            objects=tuple(objects),
+            files=tuple(files),
+            digest=digest,
+            probe=probe,
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        ),
     )
+
+
+def _commit(store: ObjectStore, key: str, manifest: PolicyManifest) -> PublishedPolicy:
+    """Writes the manifest, unless another writer was faster; then what it committed must have our weights."""
     data = manifest.to_bytes()
     if not store.create(key, data):
-        return _existing(store, key, digest)  # lost a race; our data objects are unreferenced and collected later
+        return _existing(store, key, manifest.digest)  # our data objects are unreferenced and collected later
     return PublishedPolicy(
         manifest_key=key,
         manifest_sha256=hashlib.sha256(data).digest(),
