@@ -113,7 +113,7 @@ class RunDriver:
         """
         try:
             await self._drive()
-        except Exception as error:
+        except Exception as error:  # the edge of a run: a defect there must not end the other runs
             first = _decisive(error)
             if isinstance(first, FencedError | UnavailableError | CapacityError):
                 raise first from error
