@@ -68,8 +68,7 @@ def publish_policy(
 
     base = f"{policy_prefix(prefix, uid, lineage=lineage, version=version)}e{epoch}-{secrets.token_hex(6)}/"
     entries, objects = _put_tensors(store, base, items, digests, shard_bytes=shard_bytes)
-    if isinstance(files, Mapping):
-        files = _put_files(store, base, files)
+    file_entries = _put_files(store, base, files) if isinstance(files, Mapping) else tuple(files)
     return _commit(
         store,
         key,
@@ -82,7 +81,7 @@ def publish_policy(
             codec=CODEC_FULL,
             tensors=tuple(entries),
             objects=tuple(objects),
-            files=tuple(files),
+            files=file_entries,
             digest=digest,
             probe=probe,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
