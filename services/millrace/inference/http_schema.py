@@ -33,7 +33,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 
+# The bounds below are those of the engine's columns (rows.py): what passes here must not overflow there.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
+MAX_STOP_TOKENS = 1024  # the engine holds a column per stop token, for all of its rows
+MIN_TEMPERATURE = 1e-6  # below it, logits divided by it leave float32
 
 
 class Body(BaseModel):
@@ -56,14 +60,21 @@ class Sampling(Body):
 
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    seed: int | None = None
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool = False
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: TokenCount | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_almost_greedy(cls, temperature: float | None) -> float | None:
+        if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
+            raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
+        return temperature
 
     @field_validator("stop")
     @classmethod
@@ -114,7 +125,7 @@ class ChatBody(CompletionCommon):
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True

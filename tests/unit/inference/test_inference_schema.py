@@ -1,0 +1,70 @@
+"""Bounds of numbers in HTTP bodies: whatever passes fits the engine's columns."""
+
+import pytest
+from pydantic import ValidationError
+
+from millrace.inference.engine import GenerateRequest
+from millrace.inference.http_schema import ChatBody, CompletionBody, GenerateSampling, Sampling
+from millrace.inference.rows import RowTable, Running
+
+INT32, INT64 = 2**31, 2**63
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_k": 3_000_000_000},
+        {"top_k": INT32},
+        {"top_k": -2},
+        {"seed": INT64},
+        {"seed": -INT64 - 1},
+        {"max_tokens": INT32},
+        {"max_tokens": 0},
+        {"temperature": 1e-30},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": float("nan")},
+        {"stop_token_ids": [INT32]},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [1] * 1025},
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_by_name(wrong):
+    with pytest.raises(ValidationError) as caught:
+        Sampling.model_validate(wrong)
+    assert {item["loc"][0] for item in caught.value.errors()} == set(wrong)
+
+
+@pytest.mark.parametrize("field", ["n", "logprobs", "max_completion_tokens"])
+def test_numbers_of_single_routes_are_bounded(field):
+    bodies = {
+        "n": lambda value: GenerateSampling(n=value),
+        "logprobs": lambda value: CompletionBody(prompt="x", logprobs=value),
+        "max_completion_tokens": lambda value: ChatBody(messages=[{}], max_completion_tokens=value),
+    }
+    bodies[field](1)
+    with pytest.raises(ValidationError):
+        bodies[field](INT32)
+
+
+@pytest.mark.parametrize("seed", [0, -INT64, INT64 - 1])
+def test_the_largest_numbers_that_pass_fit_the_columns(seed):
+    sampling = Sampling(
+        top_k=INT32 - 1, seed=seed, max_tokens=INT32 - 1, temperature=100, top_p=1e-300, stop_token_ids=[INT32 - 1]
+    ).params(INT32 - 1, choice=127)
+    assert sampling.seed is not None
+    request = GenerateRequest(request_id="a", prompt_token_ids=(1,), sampling=sampling)
+    table = RowTable()
+    table.add(
+        [
+            Running(
+                request=request,
+                seed=sampling.seed & (1 << 64) - 1,  # as the engine does
+                limit=8,
+                deliver=lambda _: None,
+                refuse=lambda _: None,
+            )
+        ],
+        [9],
+    )
+    assert (table.count, table.top_k[0]) == (1, INT32 - 1)
