@@ -6,6 +6,7 @@ forward pass, and results need no locks.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import threading
@@ -13,12 +14,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, UnavailableError, Violation
+from millrace.errors import (
+    CapacityError,
+    InternalError,
+    InvalidSpecError,
+    InvalidStateError,
+    UnavailableError,
+    Violation,
+)
 from millrace.inference import loader, model_files, weights
 from millrace.inference.engine import (
     EngineState,
@@ -44,6 +53,14 @@ _CLOSE_TIMEOUT_S = 30.0
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """What the thread shall do between two steps; `refuse` takes the reason if it does not get to it or fails."""
+
+    run: Callable[[], None]
+    refuse: Callable[[Exception], None]
+
+
 class EmbeddedEngine:
     """Implements `Engine`. `num_threads` is for torch's operators; more than one rarely helps small models."""
 
@@ -65,9 +82,10 @@ class EmbeddedEngine:
         self._error = ""
         self._scheduler: Scheduler | None = None
         self._pauses: set[str] = set()
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        self._death = ""
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
         self._thread.start()
@@ -76,6 +94,7 @@ class EmbeddedEngine:
         self, model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, identity: PolicyIdentity
     ) -> None:
         """See `Engine.load`. Old and new model are both in memory until the swap."""
+        self._require_thread()  # before the work, not after it
         scheduler, model_len, vocab_size = await asyncio.to_thread(self._build, model_dir, tensors, identity)
 
         def swap() -> None:
@@ -129,12 +148,14 @@ class EmbeddedEngine:
             seed=secrets.randbits(64) if seed is None else seed & (1 << 64) - 1,
             limit=min(prompt_length + max(1, request.sampling.max_tokens), self._model_len),
             deliver=done.set_result,
+            refuse=done.set_exception,
         )
-        self._post(lambda: self._submit(entry))
+        self._post(_Command(lambda: self._submit(entry), entry.fail))
         try:
             return await asyncio.wrap_future(done)
         except asyncio.CancelledError:
-            self._post(lambda: self._abort(request.request_id))
+            with contextlib.suppress(UnavailableError):  # a thread that ends ends its requests as well
+                self._post(_Command(lambda: self._abort(request.request_id), lambda _: None))
             raise
 
     async def abort(self, request_id: str) -> None:
@@ -169,6 +190,7 @@ class EmbeddedEngine:
             num_waiting=scheduler.num_waiting if scheduler else 0,
             max_num_seqs=self._max_num_seqs,
             max_model_len=self._model_len,
+            is_dead=bool(self._death),
             progress_age_s=time.monotonic() - self._progress if is_busy or self._commands else 0.0,
             num_generated_tokens=scheduler.num_generated_tokens if scheduler else 0,
             num_finished=scheduler.num_finished if scheduler else 0,
@@ -177,8 +199,9 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        self._closing = True
-        self._post(lambda: None)
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             log.error("the engine's thread did not end", extra={"timeout_s": _CLOSE_TIMEOUT_S})
@@ -204,9 +227,10 @@ class EmbeddedEngine:
 
     def _held(self) -> Scheduler:
         """The scheduler of the held model; UnavailableError if there is none that may generate."""
+        scheduler = self._scheduler  # once: the thread may drop it meanwhile
         match self._state:
-            case EngineState.READY if self._scheduler is not None and not self._closing:
-                return self._scheduler
+            case EngineState.READY if scheduler is not None and not self._closing:
+                return scheduler
             case EngineState.FAILED:
                 raise UnavailableError(self._error, reason="ENGINE_FAILED", remedy="retry on another replica")
             case _:
@@ -227,11 +251,22 @@ class EmbeddedEngine:
             )
             raise InvalidSpecError([wrong], reason="TOKEN_UNKNOWN", remedy="use this model's tokenizer")
 
-    # ---- what follows runs in the engine's thread, except _post and _in_thread ----
+    # ---- what follows runs in the engine's thread, except _require_thread, _post and _in_thread ----
 
-    def _post(self, command: Callable[[], None]) -> None:
-        """Has the thread run a command that raises nothing."""
+    def _require_thread(self) -> None:
+        """UnavailableError if the thread runs no commands any more."""
+        if self._death:
+            raise UnavailableError(self._death, reason="ENGINE_DEAD", remedy="restart the replica")
+        if self._closing:
+            raise UnavailableError("the engine is closed", reason="ENGINE_CLOSED", remedy="retry on another replica")
+
+    def _post(self, command: _Command) -> None:
+        """Has the thread run a command; UnavailableError if it does not any more.
+
+        Checked under the lock that ending takes as well, so what is posted is run or refused, never forgotten.
+        """
         with self._wake:
+            self._require_thread()
             if not self._commands:
                 self._progress = time.monotonic() if self._is_idle() else self._progress
             self._commands.append(command)
@@ -241,16 +276,18 @@ class EmbeddedEngine:
         """Runs a function in the thread, between two steps; its result or error comes back."""
         done: Future[T] = Future()
 
-        def command() -> None:
+        def run() -> None:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(function())
                 except BaseException as error:  # noqa: BLE001 - crosses the thread border as the caller's error
                     done.set_exception(error)
 
-        if self._closing:
-            raise UnavailableError("the engine is closed", reason="ENGINE_CLOSED", remedy="retry on another replica")
-        self._post(command)
+        def refuse(error: Exception) -> None:
+            if not done.done() and done.set_running_or_notify_cancel():
+                done.set_exception(error)
+
+        self._post(_Command(run, refuse))
         return await asyncio.wrap_future(done)
 
     def _is_idle(self) -> bool:
@@ -258,6 +295,14 @@ class EmbeddedEngine:
         return bool(self._pauses) or scheduler is None or not (scheduler.num_running or scheduler.num_waiting)
 
     def _run(self) -> None:
+        """The thread, from start to end. It never ends unseen: callers would wait for ever."""
+        try:
+            self._loop()
+        except BaseException as error:  # nothing is expected here: `_drain` and `_step` catch
+            log.critical("the engine's thread died", exc_info=True)
+            self._die(f"the engine's thread died: {type(error).__name__}: {error}")
+
+    def _loop(self) -> None:
         torch.set_num_threads(self._num_threads)  # counts per calling thread
         with torch.inference_mode():
             while not self._closing:
@@ -266,18 +311,28 @@ class EmbeddedEngine:
                         self._wake.wait(_IDLE_WAIT_S)
                 self._drain()
                 self._step()
+        self._drain()  # what was posted before closing; nothing is since
         if self._scheduler is not None:
             self._scheduler.abort_all()
-        self._drain()
+
+    def _die(self, reason: str) -> None:
+        """Ends everything that waits for the thread, and everything that will come."""
+        with self._wake:
+            self._death = reason
+            commands, self._commands = self._commands, deque()
+        self._fail(reason)
+        for command in commands:
+            command.refuse(UnavailableError(reason, reason="ENGINE_DEAD", remedy="restart the replica"))
 
     def _drain(self) -> None:
         while self._commands:
             command = self._commands.popleft()
             try:
-                command()
-            except Exception as error:  # without the thread every caller would wait for ever
+                command.run()
+            except BaseException as error:  # without the thread every caller would wait for ever
                 log.exception("a command of the engine failed")
                 self._fail(f"a command of the engine failed: {error}")
+                command.refuse(InternalError(f"a command of the engine failed: {error}", reason="ENGINE_FAILED"))
             self._progress = time.monotonic()
 
     def _step(self) -> None:
@@ -285,7 +340,7 @@ class EmbeddedEngine:
             return
         try:
             self._scheduler.step()
-        except Exception as error:  # a failed pass must end its requests, not the thread
+        except BaseException as error:  # a failed pass, or a Rust panic, which is no Exception: ends its requests only
             log.exception("a forward pass failed")
             self._fail(f"a forward pass failed: {error}")
         self._progress = time.monotonic()
@@ -303,6 +358,8 @@ class EmbeddedEngine:
             self._scheduler.abort(request_id)
 
     def _fail(self, error: str) -> None:
+        """Drops the model and ends its requests. Called where nothing catches any more, so it raises nothing."""
         self._state, self._error = EngineState.FAILED, error
-        if self._scheduler is not None:
-            self._scheduler.abort_all()
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            scheduler.abort_all()

@@ -112,7 +112,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """What an engine does at the moment. `progress_age_s` is the time since it last did something it had to do."""
+    """What an engine does at the moment. `progress_age_s` is the time since it last did something it had to do.
+
+    A dead engine does nothing any more, not even `load`: its process has to be restarted.
+    """
 
     state: EngineState
     identity: PolicyIdentity | None
@@ -125,6 +128,7 @@ class EngineStatus:
     num_generated_tokens: int
     num_finished: int
     error: str = ""
+    is_dead: bool = False
 
     @property
     def num_requests(self) -> int:

@@ -1,7 +1,7 @@
 """One inference replica: engine, HTTP API, PolicyService and registration in one event loop, from start to drain.
 
 Readiness is the PolicyService's name: SERVING while a policy is served. Liveness is the process: it fails when the
-engine has work and makes no progress.
+engine has work and makes no progress, or its thread is dead.
 """
 
 import asyncio
@@ -124,8 +124,11 @@ class Replica:
                 self._board.set_ready(SERVICE_NAME)
             else:
                 self._board.set_unready(SERVICE_NAME, status.error or "no policy")
-            idle_s = self._engine.status().progress_age_s
-            if idle_s > STALL_S:
+            engine = self._engine.status()
+            idle_s = engine.progress_age_s
+            if engine.is_dead:
+                self._board.set_unready(PROCESS, engine.error)
+            elif idle_s > STALL_S:
                 self._board.set_unready(PROCESS, f"the engine has work and made no progress for {idle_s:.0f} s")
             else:
                 self._board.set_ready(PROCESS)

@@ -18,14 +18,17 @@ _NO_TOKEN = -1
 class Running:
     """A request from its arrival to its end.
 
-    `seed` is drawn if the caller gave none. `limit` is in tokens, with prompt. `deliver` takes the result; `marks` are
-    the positions in the completion where a policy version begins to generate.
+    `seed` is drawn if the caller gave none. `limit` is in tokens, with prompt. `deliver` takes the result or `refuse`
+    the error, whichever comes first, once; `marks` are the positions in the completion where a policy version begins
+    to generate.
     """
 
     request: GenerateRequest
     seed: int
     limit: int
     deliver: Callable[[Generation], None]
+    refuse: Callable[[Exception], None]
+    is_finished: bool = False
     marks: list[tuple[PolicyIdentity, int]] = field(default_factory=list)
 
     def mark(self, identity: PolicyIdentity, position: int) -> None:
@@ -54,7 +57,9 @@ class Running:
         logprobs: np.ndarray | None = None,
         stop_reason: int | str | None = None,
     ) -> None:
-        """Delivers the result; without tokens it is an empty one."""
+        """Delivers the result; without tokens it is an empty one. Does nothing if the request has ended already."""
+        if self.is_finished:
+            return
         ids = np.zeros(0, np.int32) if tokens is None else tokens.astype(np.int32)
         self.deliver(
             Generation(
@@ -65,6 +70,13 @@ class Running:
                 stop_reason=stop_reason,
             )
         )
+        self.is_finished = True
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request with an error. Does nothing if it has ended already."""
+        if not self.is_finished:
+            self.is_finished = True
+            self.refuse(error)
 
 
 class RowTable:
@@ -86,8 +98,8 @@ class RowTable:
         self.has_stop_strings = np.zeros(0, np.bool_)
 
     def add(self, entries: Sequence[Running], eos_token_ids: Sequence[int]) -> slice:
-        """Appends requests; returns their rows."""
-        first, self.count = self.count, self.count + len(entries)
+        """Appends requests; returns their rows. All or nothing: an error leaves the table as it was."""
+        first, count = self.count, self.count + len(entries)
         stops = [
             tuple(
                 dict.fromkeys(
@@ -96,7 +108,7 @@ class RowTable:
             )
             for e in entries
         ]
-        self._reserve(self.count, max(e.limit for e in entries), max(map(len, stops)))
+        self._reserve(count, max(e.limit for e in entries), max(map(len, stops)))
         for row, (entry, stop) in enumerate(zip(entries, stops, strict=True), start=first):
             prompt, sampling = entry.request.prompt_token_ids, entry.request.sampling
             self.tokens[row, : len(prompt)] = prompt
@@ -110,7 +122,8 @@ class RowTable:
             self.stop_ids[row, : len(stop)] = stop
             self.has_stop_strings[row] = bool(sampling.stop)
         self.running.extend(entries)
-        return slice(first, self.count)
+        self.count = count  # only now: rows beyond the count are nobody's, so a half-written one is harmless
+        return slice(first, count)
 
     def append(self, rows: slice, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """Appends one token per row; returns bool [rows]: the row ends by a stop token, its limit or a bad log-prob."""
@@ -166,18 +179,22 @@ class RowTable:
         )
 
     def _reserve(self, rows: int, length: int, stops: int) -> None:
-        """Grows the columns; what is held stays, new stop ids match no token."""
+        """Grows the columns, all or none of them; what is held stays, new stop ids match no token."""
         have_rows, have_length = self.tokens.shape
         have_stops = self.stop_ids.shape[1]
         if rows <= have_rows and length <= have_length and stops <= have_stops:
             return
         rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows, 8)
         length, stops = max(length, have_length), max(stops, have_stops)
-        self.tokens = _grown(self.tokens, (rows, length))
-        self.logprobs = _grown(self.logprobs, (rows, length))
-        self.stop_ids = _grown(self.stop_ids, (rows, stops), fill=_NO_TOKEN)
+        grown = {
+            "tokens": _grown(self.tokens, (rows, length)),
+            "logprobs": _grown(self.logprobs, (rows, length)),
+            "stop_ids": _grown(self.stop_ids, (rows, stops), fill=_NO_TOKEN),
+        }
         for name in ("length", "prompt_length", "limit", "temperature", "top_p", "top_k", "seed", "has_stop_strings"):
-            setattr(self, name, _grown(getattr(self, name), (rows,)))
+            grown[name] = _grown(getattr(self, name), (rows,))
+        for name, column in grown.items():  # memory can run out above, so that columns would differ in length
+            setattr(self, name, column)
 
 
 def _grown(old: np.ndarray, shape: tuple[int, ...], *, fill: int = 0) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from millrace.errors import InternalError
 from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity
 from millrace.inference.kv_cache import RowCache
 from millrace.inference.rows import RowTable, Running
@@ -82,11 +83,18 @@ class Scheduler:
                 entry.finish(FinishReason.ABORT)
                 return
 
-    def abort_all(self, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends every request."""
-        self._retire(list(range(self._rows.count)), reason)
-        while self._waiting:
-            self._waiting.popleft().finish(reason)
+    def abort_all(self) -> None:
+        """Ends every request, without tokens. Raises nothing, whatever a failed step left in table and cache."""
+        entries = [*self._rows.running, *self._waiting]
+        self.num_finished += len(self._rows.running)
+        self._rows, self._waiting = RowTable(), deque()
+        self._cache.release()
+        for entry in entries:
+            try:
+                entry.finish(FinishReason.ABORT)
+            except Exception as error:  # the others must hear of their end all the same
+                log.exception("a request could not be aborted", extra={"request": entry.request.request_id})
+                entry.fail(error)
 
     def step(self) -> bool:
         """One prefill or decode step; False if there was nothing to do."""
@@ -126,15 +134,32 @@ class Scheduler:
     def _prefill_new(self, admitted: list[Running]) -> None:
         # Similar lengths side by side waste the least padding.
         admitted.sort(key=lambda entry: len(entry.request.prompt_token_ids))
-        for entry in admitted:
-            entry.mark(self.identity, 0)
-        new = self._rows.add(admitted, self._eos_token_ids)
+        new = self._add(admitted)
+        if new.start == new.stop:
+            return
         lengths = self._rows.length[new].copy()
         ended: list[int] = []
         for rows in _chunks(new.start, lengths):
             logits = self._forward_prompts(rows, lengths[rows.start - new.start : rows.stop - new.start])
             ended += self._append(rows, logits)
         self._retire(ended)
+
+    def _add(self, admitted: list[Running]) -> slice:
+        """Gives requests their rows; one that does not fit the table ends with an error, the others go on."""
+        first = self._rows.count
+        for entry in admitted:
+            entry.mark(self.identity, 0)
+        try:
+            return self._rows.add(admitted, self._eos_token_ids)
+        except Exception:  # nobody waits for these requests any more: whatever it is must reach their callers
+            log.exception("requests could not be admitted together; trying each", extra={"requests": len(admitted)})
+        for entry in admitted:
+            try:
+                self._rows.add([entry], self._eos_token_ids)
+            except Exception as error:  # noqa: BLE001 - as above: the caller gets it
+                problem = f"the request could not be admitted: {type(error).__name__}: {error}"
+                entry.fail(InternalError(problem, reason="REQUEST_NOT_ADMITTED", remedy="check its parameters"))
+        return slice(first, self._rows.count)
 
     def _forward_prompts(self, rows: slice, lengths: np.ndarray, *, wants_logits: bool = True) -> torch.Tensor:
         """Computes the first `lengths` tokens of contiguous rows into the cache; logits [N, V] of each last one.

@@ -252,7 +252,7 @@ class HttpApi:
         match generation.finish_reason:
             case FinishReason.ABORT:
                 raise UnavailableError(
-                    "the generation was aborted: the model was replaced or the replica is shutting down",
+                    "the generation was aborted: the model was replaced or failed, or the replica is shutting down",
                     reason="GENERATION_ABORTED",
                     remedy="retry",
                 )

@@ -14,8 +14,13 @@ from verifiers.legacy.errors import OverlongPromptError
 
 from millrace.errors import UnavailableError
 from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import ModelSlot
+from millrace.inference.replica import Replica
 from millrace.inference.server import HttpApi, start_http
+from millrace.inference.service import SERVICE_NAME
+from millrace.rpc.health import PROCESS
+from millrace.telemetry.settings import Settings
 
 MESSAGES = [{"role": "user", "content": "turn me around"}]
 
@@ -253,3 +258,35 @@ async def test_metrics_and_a_taken_port(served, http):
     port = int(served.base_url.rsplit(":", 1)[1])
     with pytest.raises(UnavailableError, match=str(port)):
         await start_http(served.api, "127.0.0.1", port)
+
+
+async def test_numbers_that_overflow_are_bad_requests_and_the_engine_goes_on(served, client):
+    for wrong in ({"top_k": 3_000_000_000}, {"seed": 2**63}, {"max_tokens": 2**31}, {"temperature": 1e-30}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+            async with asyncio.timeout(20):
+                await client.chat.completions.create(model="policy", messages=MESSAGES, extra_body=wrong)
+    async with asyncio.timeout(20):
+        largest = {"top_k": 2**31 - 1, "seed": 2**63 - 1}
+        answer = await client.chat.completions.create(
+            model="policy", messages=MESSAGES, max_tokens=4, n=2, extra_body=largest
+        )
+    assert answer.usage.completion_tokens > 0
+
+
+async def test_health_fails_when_the_engines_thread_is_dead(monkeypatch):
+    environ = {"MILLRACE_LISTEN": "127.0.0.1:0", "MILLRACE_HTTP_LISTEN": "127.0.0.1:0"}
+    replica = Replica(Settings.from_env(environ, required=["listen", "http_listen"]), InferenceSettings())
+    watching = asyncio.create_task(replica._watch_health())
+
+    def die() -> None:
+        raise SystemExit("boom")
+
+    await asyncio.sleep(0)
+    assert replica._board.is_serving(PROCESS)
+    monkeypatch.setattr(replica._engine, "_step", die)
+    async with asyncio.timeout(20):
+        while replica._board.is_serving(PROCESS):
+            await asyncio.sleep(0.05)
+    assert "boom" in replica._board.reason(PROCESS) and not replica._board.is_serving(SERVICE_NAME)
+    watching.cancel()
+    await replica._engine.close()
