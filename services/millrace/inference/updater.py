@@ -66,8 +66,19 @@ class DesiredPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProvedPolicy:
+    """A version and the digest that was found in the engine for it: one value, so nobody sees halves of two."""
+
+    identity: PolicyIdentity
+    held: HeldDigest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStatus:
-    """Where the update is. `identity` and `digest` are those of what serves; None and empty if nothing does."""
+    """Where the update is. `identity` and `digest` are those of what serves; None and empty if nothing does.
+
+    While a version is applied they are those of the one before: the new one counts when its digest is proved.
+    """
 
     state: UpdateState
     identity: PolicyIdentity | None
@@ -95,7 +106,7 @@ class PolicyUpdater:
         self._served: DesiredPolicy | None = None
         self._settled: DesiredPolicy | None = None
         self._held_files: tuple[tuple[str, str], ...] | None = None
-        self._held = HeldDigest(digest="", proof="")
+        self._proved: ProvedPolicy | None = None
         self._error = ""
         self._pause_s = 0.0
         self._update_s = 0.0
@@ -106,14 +117,15 @@ class PolicyUpdater:
         """Where the update is."""
         engine = self._engine.status()
         serves = engine.state is EngineState.READY and self._slot.current is not None
+        proved = self._proved if serves else None
         state, error = self._state, self._error
         if engine.state is EngineState.FAILED and state is UpdateState.SERVING:
             state, error = UpdateState.BROKEN, engine.error  # it failed by itself, between two updates
         return UpdateStatus(
             state=state,
-            identity=engine.identity if serves else None,
-            digest=self._held.digest if serves else "",
-            proof=self._held.proof if serves else "",
+            identity=proved.identity if proved is not None else None,
+            digest=proved.held.digest if proved is not None else "",
+            proof=proved.held.proof if proved is not None else "",
             error=error,
             pause_s=self._pause_s,
             update_s=self._update_s,
@@ -159,7 +171,9 @@ class PolicyUpdater:
     async def serve_fixed(self, model_dir: Path) -> None:
         """Serves a model directory as version 0 of no run."""
         tokenizer = await asyncio.to_thread(model_files.load_tokenizer, model_dir)
-        await self._engine.load(model_dir, None, identity=PolicyIdentity(run_uid="", lineage=0, version=0))
+        identity = PolicyIdentity(run_uid="", lineage=0, version=0)
+        await self._engine.load(model_dir, None, identity=identity)
+        self._proved = ProvedPolicy(identity=identity, held=HeldDigest(digest="", proof=""))  # there is no manifest
         self._slot.current = ServedModel(names=self._names, directory=model_dir, tokenizer=tokenizer)
         self._set(UpdateState.SERVING)
 
@@ -257,15 +271,19 @@ class PolicyUpdater:
     async def _prove(
         self, desired: DesiredPolicy, manifest: PolicyManifest, tensors: Mapping[str, TensorBytes]
     ) -> None:
-        """Compares what the engine holds with the manifest; declares the engine failed if it differs."""
-        held = await self._engine.read_digest(tensors)
+        """Compares what the engine holds with the manifest; declares the engine failed if it differs or is unknown."""
+        try:
+            held = await self._engine.read_digest(tensors)
+        except Exception as error:
+            await self._engine.fail(f"what the engine holds after the update to {desired.identity} is unknown: {error}")
+            raise
         if held.digest != manifest.digest:
             problem = (
                 f"after the update to {desired.identity} the engine holds digest {held.digest}, not {manifest.digest}"
             )
             await self._engine.fail(problem)
             raise InternalError(problem, reason="POLICY_READBACK_MISMATCH", remedy="the policy is loaded anew")
-        self._held = held
+        self._proved = ProvedPolicy(identity=desired.identity, held=held)
 
     def _require_store(self) -> ObjectStore:
         if self._store is None:
