@@ -5,13 +5,13 @@ import grpc.aio
 from millrace.errors import InvalidSpecError, InvalidStateError, Violation
 from millrace.inference.engine import Engine, InflightMode
 from millrace.inference.model_files import POLICY_NAME
+from millrace.inference.pauses import CallerPause
 from millrace.inference.updater import DesiredPolicy, PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PolicyService"].full_name
 MAX_WAIT_S = 10.0
-_OPERATOR = "operator"
 
 
 class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
@@ -20,6 +20,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     def __init__(self, engine: Engine, updater: PolicyUpdater) -> None:
         self._engine = engine
         self._updater = updater
+        self._pause = CallerPause(engine)
 
     async def UpdatePolicy(
         self, request: pb.UpdatePolicyRequest, context: grpc.aio.ServicerContext
@@ -44,17 +45,18 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def PauseGeneration(
         self, request: pb.PauseGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.PauseGenerationResponse:
-        """Stops generation between two tokens."""
+        """Stops generation between two tokens, for `pauses.PAUSE_LIMIT_S` at most; asking again prolongs it."""
         self._require_run(request.run_uid)
-        await self._engine.pause(_OPERATOR)
+        await self._pause.pause(request.run_uid)
         return pb.PauseGenerationResponse(status=self.status())
 
     async def ResumeGeneration(
         self, request: pb.ResumeGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeGenerationResponse:
         """Goes on with generation."""
-        self._require_run(request.run_uid)
-        await self._engine.resume(_OPERATOR)
+        if not self._pause.is_by(request.run_uid):  # its own pause a run ends also when another one is served by now
+            self._require_run(request.run_uid)
+        await self._pause.resume()
         return pb.ResumeGenerationResponse(status=self.status())
 
     def status(self) -> pb.PolicyStatus:

@@ -28,6 +28,7 @@ class Orchestrator(worker_service_pb2_grpc.WorkerServiceServicer):
     def __init__(self) -> None:
         self.worker: asyncio.Future[workers.Worker] = asyncio.get_running_loop().create_future()
         self.reported = pb.PolicyStatus()
+        self.waits: list[str] = []
 
     async def RegisterWorker(self, request, context):
         if not self.worker.done():
@@ -36,6 +37,7 @@ class Orchestrator(worker_service_pb2_grpc.WorkerServiceServicer):
 
     async def Heartbeat(self, request, context):
         self.reported = request.policy
+        self.waits = [wait.reason for wait in request.waits]
         return workers.HeartbeatResponse()
 
 
@@ -99,6 +101,11 @@ async def test_process_from_registration_to_drain(orchestrator, local_store: Loc
             async with asyncio.timeout(10):
                 while not (servicer.reported.has_version and await is_serving(SERVICE_NAME)):
                     await asyncio.sleep(0.05)
+            await call(stub.PauseGeneration, pb.PauseGenerationRequest(run_uid="run1"))
+            async with asyncio.timeout(10):
+                while "paused by run1" not in servicer.waits:
+                    await asyncio.sleep(0.05)
+            await call(stub.ResumeGeneration, pb.ResumeGenerationRequest(run_uid="run1"))
             slow = asyncio.create_task(
                 client.completions.create(
                     model="policy", prompt="x", max_tokens=120, n=100, extra_body={"ignore_eos": True}

@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import logging
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -9,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.errors import FencedError, InvalidSpecError, InvalidStateError
-from millrace.inference import weights
+from millrace.errors import FencedError, InvalidSpecError, InvalidStateError, UnavailableError
+from millrace.inference import pauses, weights
 from millrace.inference.embedded import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, SamplingParams
 from millrace.inference.model_files import ModelSlot
@@ -21,6 +23,7 @@ from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.rpc.channel import call, open_channel
 from millrace.rpc.serve import serve
 from millrace.storage.local import LocalStore
+from millrace.telemetry import waits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,6 +195,44 @@ async def test_weights_that_read_back_differently_break_the_replica_until_a_relo
     assert (await client.generate()).policy_spans[0].version == 1
 
 
+async def test_a_version_counts_only_when_its_digest_is_proved(client, local_store, publish, make_model, monkeypatch):
+    entries = [publish(local_store, make_model(seed), seed) for seed in range(2)]
+    await client.update(entries[0])
+    real, reached, go_on = weights.read_digest, threading.Event(), threading.Event()
+
+    def slow(model, names):
+        reached.set()
+        assert go_on.wait(20)
+        return real(model, names)
+
+    monkeypatch.setattr(weights, "read_digest", slow)
+    await client.update(entries[1], wait_s=0)
+    try:
+        assert await asyncio.to_thread(reached.wait, 20)  # the new weights are in, the proof is not
+        status = await client.status()  # heartbeats carry the same message
+        assert status.state == pb.POLICY_STATE_APPLYING
+        assert (status.has_version, status.version, status.digest) == (True, 0, entries[0].digest)
+    finally:
+        go_on.set()
+    assert_serves(await client.update(entries[1]), entries[1])
+
+
+async def test_weights_that_cannot_be_read_back_do_not_serve(client, local_store, publish, make_model, monkeypatch):
+    entries = [publish(local_store, make_model(seed), seed) for seed in range(2)]
+    await client.update(entries[0])
+
+    def unreadable(model, names):
+        raise MemoryError("no room to read back")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "read_digest", unreadable)
+        status = await client.update(entries[1])
+    assert status.state == pb.POLICY_STATE_BROKEN and not status.has_version and "read back" in status.error
+    with pytest.raises(UnavailableError):
+        await client.generate()
+    assert_serves(await client.update(entries[1]), entries[1])
+
+
 async def test_another_run_replaces_the_model(client, local_store, publish, make_model):
     await client.update(publish(local_store, make_model(0), 5))
     other = publish(local_store, make_model(1), 0, uid="run2")
@@ -215,6 +256,40 @@ async def test_without_waiting_the_answer_is_the_present_state(client, local_sto
     async with asyncio.timeout(20):
         while (await client.status()).state != pb.POLICY_STATE_SERVING:
             await asyncio.sleep(0.01)
+
+
+def pause_waits() -> list[waits.Wait]:
+    return [wait for wait in waits.snapshot("test") if wait.reason.startswith("paused by")]
+
+
+async def test_a_pause_is_a_wait_until_it_is_resumed(client, local_store, publish, make_model):
+    await client.update(publish(local_store, make_model(0), 0))
+    await call(client.stub.PauseGeneration, pb.PauseGenerationRequest(run_uid="run1"))
+    await call(client.stub.PauseGeneration, pb.PauseGenerationRequest(run_uid="run1"))
+    await asyncio.sleep(0)
+    (wait,) = pause_waits()
+    assert (wait.reason, wait.deadline_s) == ("paused by run1", pauses.PAUSE_LIMIT_S)
+    other = publish(local_store, make_model(1), 0, uid="run2")
+    assert_serves(await client.update(other, uid="run2"), other, uid="run2")
+    await call(client.stub.ResumeGeneration, pb.ResumeGenerationRequest(run_uid="run1"))  # its own pause
+    await asyncio.sleep(0)
+    assert pause_waits() == [] and not client.engine.status().is_paused
+
+
+async def test_a_pause_that_nobody_ends_ends_by_itself(client, local_store, publish, make_model, monkeypatch, caplog):
+    monkeypatch.setattr(pauses, "PAUSE_LIMIT_S", 0.5)
+    await client.update(publish(local_store, make_model(0), 0))
+    await call(client.stub.PauseGeneration, pb.PauseGenerationRequest())
+    task = asyncio.create_task(client.generate())
+    await asyncio.sleep(0.3)
+    await call(client.stub.PauseGeneration, pb.PauseGenerationRequest())  # prolongs it
+    await asyncio.sleep(0.3)
+    assert not task.done() and client.engine.status().is_paused
+    assert [wait.reason for wait in pause_waits()] == ["paused by an operator"]
+    with caplog.at_level(logging.WARNING):
+        async with asyncio.timeout(20):
+            assert (await task).token_ids.size == 20
+    assert "a pause was not resumed" in caplog.text and pause_waits() == []
 
 
 async def test_pause_resume_and_bad_requests(client, local_store, publish, make_model):

@@ -1,0 +1,59 @@
+"""Pauses that callers of PolicyService ask for: visible while they last, and never without end.
+
+A paused engine has nothing to do, so neither its health nor its progress shows that rollouts stand still. Therefore a
+pause is a wait of this process, which heartbeats carry, and it ends by itself when its caller forgets it.
+"""
+
+import asyncio
+import contextlib
+import logging
+
+from millrace.errors import UnavailableError
+from millrace.inference.engine import Engine
+from millrace.telemetry import waits
+
+log = logging.getLogger(__name__)
+
+# Longer than an update or a look at one replica takes, shorter than the deadlines of rollouts (600 s by default), so a
+# forgotten pause costs time but no rollouts. A caller that needs longer asks again.
+PAUSE_LIMIT_S = 300.0
+_HOLDER = "operator"
+
+
+class CallerPause:
+    """The one pause that callers share: the last one to ask sets its end, `resume` ends it for all."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._run_uid = ""
+        self._ending: asyncio.Task[None] | None = None
+
+    def is_by(self, run_uid: str) -> bool:
+        """Whether the pause that lasts is this run's."""
+        return self._ending is not None and bool(run_uid) and self._run_uid == run_uid
+
+    async def pause(self, run_uid: str) -> None:
+        """Stops generation for at most `PAUSE_LIMIT_S` from now; again makes that anew. An empty run is an operator."""
+        # The end comes first: the engine must not be paused without one if this call is cancelled while it waits.
+        self._cancel()
+        self._run_uid = run_uid
+        self._ending = asyncio.create_task(self._end_later(run_uid or "an operator", PAUSE_LIMIT_S))
+        await self._engine.pause(_HOLDER)
+
+    async def resume(self) -> None:
+        """Goes on with generation."""
+        self._cancel()
+        await self._engine.resume(_HOLDER)
+
+    def _cancel(self) -> None:
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            ending.cancel()
+
+    async def _end_later(self, caller: str, limit_s: float) -> None:
+        with waits.waiting(f"paused by {caller}", waits_on="ResumeGeneration", deadline_s=limit_s):
+            await asyncio.sleep(limit_s)
+        log.warning("a pause was not resumed; generation goes on", extra={"caller": caller, "limit_s": limit_s})
+        self._ending = None  # from here on a new pause has nothing to cancel, so it must come after this one's end
+        with contextlib.suppress(UnavailableError):  # a closed engine has no pauses
+            await self._engine.resume(_HOLDER)
