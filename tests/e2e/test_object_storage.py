@@ -26,4 +26,6 @@ def test_a_run_over_s3(warm, s3_endpoint) -> None:
     logs = (warm.path / summary["policy_path"]).parent / "logs"
     assert logs.is_dir() and all("test-secret" not in log.read_text() for log in logs.glob("*.log"))
     listed = client.list_objects_v2(Bucket="e2e", Prefix="tenant/millrace/runs/")["Contents"]
-    assert sum(item["Key"].endswith(".pb") and "/chunk-" not in item["Key"] for item in listed) == 4, "3 steps and close"
+    assert sum(item["Key"].endswith(".pb") and "/chunk-" not in item["Key"] for item in listed) == 4, (
+        "3 steps and close"
+    )
