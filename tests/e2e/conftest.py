@@ -92,10 +92,11 @@ class Workplace:
 
     @contextlib.contextmanager
     def up(self, **options) -> Iterator[str]:
-        """`millrace up` for the length of the block; gives the address of its orchestrator."""
+        """`millrace up` for the length of the block; gives the address of its orchestrator. It knows no earlier runs."""
         port, http_port = free_ports(2)
         address = f"127.0.0.1:{port}"
-        with self.following("up", "--listen", address, "--http-port", str(http_port), **options) as process:
+        place = ["--dir", f"outputs/up-{port}", "--listen", address, "--http-port", str(http_port)]
+        with self.following("up", *place, **options) as process:
             seen = self.read_until(process, "export MILLRACE_SERVER=")
             assert f"ready. The orchestrator listens on {address}" in seen
             yield address
