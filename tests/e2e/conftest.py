@@ -92,7 +92,7 @@ class Workplace:
 
     @contextlib.contextmanager
     def up(self, **options) -> Iterator[str]:
-        """`millrace up` for the length of the block; gives the address of its orchestrator. It knows no earlier runs."""
+        """`millrace up`, without earlier runs, for the length of the block; gives the address of its orchestrator."""
         port, http_port = free_ports(2)
         address = f"127.0.0.1:{port}"
         place = ["--dir", f"outputs/up-{port}", "--listen", address, "--http-port", str(http_port)]
