@@ -51,7 +51,7 @@ async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None =
     """
     started = time.monotonic()
     limit_s = 0.0
-    with waits.waiting(f"batch {step} of run {log.uid}", waits_on="orchestrator", deadline_s=timeout_s or 0.0):
+    with waits.waiting(f"batch {step}", waits_on="orchestrator", deadline_s=timeout_s or 0.0):
         while True:
             left_s = MAX_BLOCK_S if timeout_s is None else timeout_s - (time.monotonic() - started)
             block_s = max(0.0, min(limit_s, left_s))
