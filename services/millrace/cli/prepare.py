@@ -5,7 +5,7 @@ import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.cli.address import check_address
@@ -55,7 +55,7 @@ def prepare(
         names = {"model.name": loaded.config.model.name, "trainer.model.name": loaded.config.trainer.model.name}
         check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=True)
         if server is not None:
-            loaded = _with_absolute_model(loaded, arguments, environ)
+            loaded = _with_absolute_model(loaded)
     name = flags.get("name") or loaded.config.run.name
     return Prepared(
         config=loaded.config,
@@ -92,12 +92,10 @@ def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
     return chosen
 
 
-def _with_absolute_model(
-    loaded: Loaded[RLConfig], arguments: Sequence[str], environ: Mapping[str, str]
-) -> Loaded[RLConfig]:
+def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
     """Name the model by its absolute path: a stack that runs already was started in another directory."""
     name = loaded.config.model.name
     if not is_path(name, output_dir=loaded.config.output_dir) or Path(name).is_absolute():
         return loaded
     absolute = str(Path(name).expanduser().resolve())
-    return load(RLConfig, [*arguments, "--model.name", absolute], environ)
+    return replace(loaded, config=loaded.config.with_model(absolute))

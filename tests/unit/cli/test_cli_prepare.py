@@ -66,6 +66,24 @@ def test_relative_model_is_absolute_for_a_stack_of_this_machine(rl, tmp_path):
     assert prepare(["@", str(rl), "--server", "10.0.0.1:2"], environ={}).config.model.name == "outputs/warm"
 
 
+@pytest.fixture
+def split(rl, tmp_path) -> list[str]:
+    """The arguments of a run with one file per service."""
+    (tmp_path / "trainer.toml").write_text('max_steps = 60\n[model]\nname = "outputs/warm"\nseq_len = 64\n')
+    (tmp_path / "orchestrator.toml").write_text(
+        "max_steps = 60\nseq_len = 64\nbatch_size = 8\nrollouts_per_example = 4\n"
+        '[model]\nname = "outputs/warm"\n[[env]]\nid = "reverse-text"\n'
+    )
+    (tmp_path / "inference.toml").write_text('[model]\nname = "outputs/warm"\n')
+    return [word for part in ("trainer", "orchestrator", "inference") for word in (f"--{part}", "@", f"{part}.toml")]
+
+
+def test_relative_model_of_the_split_form_is_absolute_everywhere(split, tmp_path):
+    config = prepare([*split, "--server", "127.0.0.1:2"], environ={}).config
+    names = {part.model.name for part in (config, config.trainer, config.orchestrator, config.inference)}
+    assert names == {str(tmp_path / "outputs" / "warm")}
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
