@@ -10,7 +10,7 @@ LONG_WAIT_S = 10.0  # shorter waits are ordinary and no news
 
 
 def step_line(point: StepPoint, progress: Progress) -> str:
-    """`step  12/60  reward 0.612  staleness 0.8/1  14.2k tok/s  0.91s (wait 0.33s, 36%)  kl 1.2e-05  eta 43s`."""
+    """`step  12/60  reward 0.612  staleness 0.8/8  14.2k tok/s  0.91s (wait 0.33s, 36%)  kl 1.2e-05  eta 43s`."""
     width = max(3, len(str(progress.max_steps)))
     of = f"/{progress.max_steps}" if progress.max_steps else ""
     bound = "" if progress.staleness_bound is None else f"/{progress.staleness_bound}"

@@ -58,7 +58,7 @@ class Progress:
     max_steps: int = 0
     """0 is unlimited."""
     staleness_bound: int | None = None
-    """`async_level`: steps that sampling may run ahead."""
+    """`max_off_policy_steps`: rollouts that are older are dropped."""
     state: run_pb2.RunState = run_pb2.RUN_STATE_QUEUED
     steps: list[StepPoint] = field(default_factory=list)
     evals: list[EvalPoint] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Progress:
             orchestrator = json.loads(run.config_json or "{}").get("orchestrator", {})
         except ValueError:  # a newer server may send another form; the bounds are only decoration
             orchestrator = {}
-        bound = orchestrator.get("async_level")
+        bound = orchestrator.get("max_off_policy_steps")
         return cls(name=run.name, uid=run.uid, max_steps=run.progress.max_steps, staleness_bound=bound)
 
     def apply(self, event: event_pb2.Event) -> None:

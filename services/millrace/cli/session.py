@@ -129,7 +129,8 @@ async def _finish(
 
 def _progress(prepared: Prepared, name: str) -> Progress:
     config = prepared.config
-    return Progress(name=name, max_steps=config.max_steps or 0, staleness_bound=config.orchestrator.async_level)
+    bound = config.orchestrator.max_off_policy_steps
+    return Progress(name=name, max_steps=config.max_steps or 0, staleness_bound=bound)
 
 
 def _adopt(progress: Progress, run: run_pb2.Run) -> None:

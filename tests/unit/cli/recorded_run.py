@@ -78,7 +78,7 @@ def recorded(uid: str = "u1", policy_uri: str = "", checkpoint_uri: str = "") ->
         at(7, "trainer-0", policy_published=published),
         at(7.2, policy_served=event_pb2.PolicyServed(replica="inference-1", version=3, pause_seconds=0.01)),
         evaluation(3, 8, 0.75),
-        state(9, "RUNNING", "STOPPING", "run_ended"),
+        state(9, "RUNNING", "STOPPING", "every step is done"),
         at(
             9.2,
             "trainer-0",
@@ -96,7 +96,7 @@ def recorded(uid: str = "u1", policy_uri: str = "", checkpoint_uri: str = "") ->
 
 
 def progress_of(events: list[event_pb2.Event], **options) -> Progress:
-    progress = Progress(name="runs/reverse-text-7f3a", **{"uid": "u1", "max_steps": 3, "staleness_bound": 1, **options})
+    progress = Progress(name="runs/reverse-text-7f3a", **{"uid": "u1", "max_steps": 3, "staleness_bound": 8, **options})
     for event in events:
         progress.apply(event)
     return progress

@@ -15,7 +15,7 @@ from millrace.v1 import event_pb2, run_pb2
 
 
 def plain_lines(events: list[event_pb2.Event]) -> list[str]:
-    progress = Progress(name="runs/x", max_steps=3, staleness_bound=1)
+    progress = Progress(name="runs/x", max_steps=3, staleness_bound=8)
     out = io.StringIO()
     with PlainView(out, progress) as view:
         for event in events:
@@ -63,13 +63,13 @@ def test_plain_lines_of_a_run():
         "QUEUED -> STARTING  claimed by an orchestrator",
         "STARTING -> RUNNING  workers, environments and policy are ready",
         "eval reverse-text  policy v0  reward 0.450  (64 rollouts, 2.0s)",
-        "step   1/3  reward 0.400  staleness 0.8/1  7.1k tok/s  2.00s (wait 1.50s, 75%)  kl 1.2e-05  eta 4s",
+        "step   1/3  reward 0.400  staleness 0.8/8  7.1k tok/s  2.00s (wait 1.50s, 75%)  kl 1.2e-05  eta 4s",
         "warning: 3 groups dropped; raise max_off_policy_steps [STALE_GROUPS]",
-        "step   2/3  reward 0.550  staleness 0.8/1  14.2k tok/s  1.00s (wait 0.25s, 25%)  kl 1.2e-05  eta 2s",
+        "step   2/3  reward 0.550  staleness 0.8/8  14.2k tok/s  1.00s (wait 0.25s, 25%)  kl 1.2e-05  eta 2s",
         "trainer-0 waits for batch 3 ← orchestrator (12.0s of 60s)",
-        "step   3/3  reward 0.700  staleness 0.8/1  14.2k tok/s  1.00s (wait 0.25s, 25%)  kl 1.2e-05  eta 0s",
+        "step   3/3  reward 0.700  staleness 0.8/8  14.2k tok/s  1.00s (wait 0.25s, 25%)  kl 1.2e-05  eta 0s",
         "eval reverse-text  policy v3  reward 0.750  (64 rollouts, 2.0s)",
-        "RUNNING -> STOPPING  run_ended",
+        "RUNNING -> STOPPING  every step is done",
         "score of policy v3  mismatch kl 2.0e-09  largest log-prob difference 4.0e-06  (600 tokens)",
         "checkpoint of step 3 saved  1.4 MB  ",
         "STOPPING -> SUCCEEDED  done",
@@ -143,7 +143,7 @@ def test_live_view_draws_the_run(monkeypatch):
     from millrace.cli.live import LiveView
 
     monkeypatch.setenv("NO_COLOR", "1")
-    progress = Progress(name="runs/x", max_steps=3, staleness_bound=1)
+    progress = Progress(name="runs/x", max_steps=3, staleness_bound=8)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     with LiveView(console, progress) as view:
@@ -153,7 +153,7 @@ def test_live_view_draws_the_run(monkeypatch):
             view.refresh()
         view.note("the end")
     text = out.getvalue()
-    assert "SUCCEEDED" in text and "the end" in text
+    assert "SUCCEEDED" in text and "the end" in text and "0.8/8" in text
     assert "\x1b[3" not in text  # no colours
 
 

@@ -93,7 +93,7 @@ def test_denied_is_4(server, capsys):
 
 
 def test_watch_prints_progress_and_ends_with_the_run(server, capsys):
-    server.add("alpha").config_json = '{"orchestrator": {"async_level": 2}}'
+    server.add("alpha").config_json = '{"orchestrator": {"async_level": 1, "max_off_policy_steps": 2}}'
     code, out, _ = run(capsys, "watch", "alpha")
     assert code == 0
     assert "step   3/3  reward 0.700  staleness 0.8/2" in out and out.splitlines()[-1] == "STOPPING -> SUCCEEDED  done"
