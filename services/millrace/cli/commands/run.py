@@ -120,7 +120,7 @@ def show(name: str, form: str, server: str | None) -> None:
 @click.option("--plain", is_flag=True, help="One line per step also on a terminal.")
 @_server
 def watch(name: str, plain: bool, server: str | None) -> None:
-    """Follow a run to its end; Ctrl-C detaches, and the run continues. Exits 1 if the run fails."""
+    """Follow a run to its end; Ctrl-C detaches, and the run continues. Exits 1 if it failed or was cancelled."""
     import sys
 
     from millrace.cli.follow import require_success
