@@ -145,7 +145,9 @@ class RunDriver:
                 except RunCancelledError:
                     evaluation, outcome, reason = [], batch_pb2.RUN_OUTCOME_CANCELLED, "cancelled"
                     await self._envs.cancel([])
-                await self._events.state_changed(run_pb2.RUN_STATE_STOPPING, reason)
+                succeeded = outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
+                why = "every step is done" if succeeded else "cancelled on request"
+                await self._events.state_changed(run_pb2.RUN_STATE_STOPPING, why)
                 await self._ledger.close(
                     self._table, outcome=outcome, reason=reason, final_version=self._ledger.step, evaluation=evaluation
                 )
@@ -274,13 +276,15 @@ class RunDriver:
             )
             await self._events.state_changed(run_pb2.RUN_STATE_FAILED, closing.error_message, error=error)
             return
-        try:
-            await self._trainer.wait_finished(is_needed=closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED)
-        except InternalError as error:
-            await self._events.warning(error.reason, str(error))
         succeeded = closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
+        why = "the trainer has written everything" if succeeded else "cancelled on request"
+        try:
+            await self._trainer.wait_finished(is_needed=succeeded)
+        except InternalError as error:
+            why = "the trainer did not say that it has written everything"
+            await self._events.warning(error.reason, str(error))
         state = run_pb2.RUN_STATE_SUCCEEDED if succeeded else run_pb2.RUN_STATE_CANCELLED
-        await self._events.state_changed(state, "closing header consumed")
+        await self._events.state_changed(state, why)
 
     async def _fail(self, error: MillraceError) -> None:
         """Close the run as failed, unless it is closed; the header says why even if the events are lost."""
