@@ -13,7 +13,7 @@ from millrace.config.environment import WHOLE_LISTS, below_list, put, spell
 from millrace.config.files import UnreadableFileError, read_file
 from millrace.config.paths import Path, dotted
 from millrace.config.redact import shown
-from millrace.config.sources import Origin, Source
+from millrace.config.sources import Origin, Source, Strength
 from millrace.config.suggest import close
 from millrace.config.text import NotJsonError, free_value, is_boolean, is_none, typed_value
 from millrace.config.tree import Kind, Node
@@ -63,7 +63,8 @@ class _Reader:
         self._cwd = cwd
         self._names: dict[Path, str] = {}
         self._tree: dict[str, Any] = {}
-        self._result = CommandLine(values=Source(tree=self._tree, origin=Origin(label=COMMAND_LINE, names=self._names)))
+        origin = Origin(label=COMMAND_LINE, names=self._names, strength=Strength.COMMAND_LINE)
+        self._result = CommandLine(values=Source(tree=self._tree, origin=origin))
 
     def read(self) -> CommandLine:
         """Read all arguments."""

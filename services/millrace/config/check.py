@@ -15,8 +15,8 @@ from millrace.config.redact import shown
 from millrace.config.rl import RLConfig
 from millrace.config.rules import COLLECT_RULES, Finding
 from millrace.config.sft import SFTConfig
-from millrace.config.sharing import fill_shared, shared_top
-from millrace.config.sources import Merged
+from millrace.config.sharing import SEQ_LEN, SHARED_KEYS, fill_shared, shared_top
+from millrace.config.sources import Merged, Strength
 from millrace.config.suggest import close
 from millrace.config.tree import Kind, Node, type_text
 from millrace.errors import InvalidSpecError, Violation
@@ -89,12 +89,22 @@ def _report_conflicts(merged: Merged) -> set[Path]:
         places = "; ".join(
             f"`{dotted(path)}` is {shown(path, value)} ({merged.locate(path)})" for path, value in others
         )
-        merged.report(first[0], f"has to be equal to the keys of the same meaning, but {places}; set one of them only")
+        remedy = f"set one of them only{_way_out(first[0], merged)}"
+        merged.report(first[0], f"has to be equal to the keys of the same meaning, but {places}; {remedy}")
         for path, _ in others:
             bad.add(path)
             _remove(merged.tree, path)
         bad.add(first[0])
     return bad
+
+
+def _way_out(path: Path, merged: Merged) -> str:
+    """The flag that overrules what files say about a shared key, for the end of a message."""
+    known = next((shared.top for shared in (*SHARED_KEYS, SEQ_LEN) if path in (shared.top, *shared.targets)), None)
+    origin = merged.origins.get(known) if known else None
+    if known is None or (origin and origin.strength is Strength.COMMAND_LINE):
+        return ""
+    return f", or give --{'.'.join(known).replace('_', '-')}, which overrules files"
 
 
 def _report_and_repair(error: ValidationError, merged: Merged) -> set[Path]:
@@ -209,11 +219,14 @@ def _distinct(violations: list[Violation]) -> list[Violation]:
 def _message(detail: ErrorDetails, node: Node | None) -> str:
     """What is wrong and what would be right, for one pydantic error."""
     kind, context = detail["type"], detail.get("ctx", {})
+    description = node.description if node is not None else ""
     if kind == "missing":
-        wrong = "is required"
+        return f"is required; {_how_to_write(node)}"
     elif kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        wrong = f"must be {words} {context[name]:g}"
+        bound = f"{words} {context[name]:g}"
+        wrong = f"must be {bound}"
+        description = description.replace(f", {bound}", "", 1)  # said once is enough
     elif kind == "literal_error" and node is not None:
         near = close(str(detail["input"]), type_text(node).replace('"', "").split(" or "), most=1)
         wrong = f"must be {type_text(node)}" + (f'; did you mean "{near[0]}"?' if near else "")
@@ -229,9 +242,20 @@ def _message(detail: ErrorDetails, node: Node | None) -> str:
         wrong = f"must be {_article(type_text(node))}, not {_article(_type_of(detail['input']))}"
     else:
         wrong = detail["msg"][:1].lower() + detail["msg"][1:]
-    if node is None or not node.description:
+    if not description:
         return wrong
-    return f"{wrong}{'' if wrong.endswith('?') else '.'} {node.description}"
+    return f"{wrong}{'' if wrong.endswith('?') else '.'} {description}"
+
+
+def _how_to_write(node: Node | None) -> str:
+    """How a required key is written, as the end of a message."""
+    match node:
+        case Node(kind=Kind.SECTION, path=path):
+            return f"write a table [{'.'.join(map(str, path))}] into the config file"
+        case Node(kind=Kind.SECTION_LIST, path=path):
+            return f"write a table [[{'.'.join(map(str, path))}]] into the config file"
+        case _:
+            return "write it into the config file"
 
 
 def _article(noun: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.config.paths import Path, dotted
-from millrace.config.sources import Origin, Source
+from millrace.config.sources import Origin, Source, Strength
 from millrace.config.text import NotJsonError, free_value, typed_value
 from millrace.config.tree import Kind, Node
 from millrace.errors import Violation
@@ -38,7 +38,7 @@ def read_environment(env: Mapping[str, str], schema: Node) -> tuple[Source, list
             violations.append(Violation(field=dotted(path), value=env[variable], message=message, source=variable))
             continue
         names[path] = variable
-    return Source(tree=tree, origin=Origin(label="environment", names=names)), violations
+    return Source(tree=tree, origin=Origin(label="environment", names=names, strength=Strength.ENVIRONMENT)), violations
 
 
 def spell(parts: list[str], schema: Node) -> tuple[tuple[str, ...], Node | None, bool]:

@@ -14,6 +14,7 @@ from millrace.config.argv import RESERVED_FLAGS, read_command_line
 from millrace.config.check import ConfigT, build
 from millrace.config.environment import read_environment
 from millrace.config.paths import dotted
+from millrace.config.precedence import drop_overruled
 from millrace.config.rl import RLConfig
 from millrace.config.sources import Origin, Source, merge
 from millrace.config.tree import schema_tree
@@ -52,6 +53,8 @@ def load(
     environment, violations = read_environment(os.environ if env is None else env, schema)
     line = read_command_line(argv, schema, reserved=reserved, cwd=cwd)
     merged = merge([environment, *line.files, line.values], schema)
+    if model is RLConfig:
+        drop_overruled(merged)
     merged.violations = [*violations, *line.violations, *merged.violations]
     if any(violation.field == "@" for violation in line.violations):
         # Without one of the files nothing can be said about keys that are missing or do not fit together.

@@ -37,8 +37,11 @@ is set by `--wandb.offline` and cleared by `--no-wandb.offline`. Where a source 
 
 ## One file or one per service
 
-The keys at the top of a combined file are shared: they fill the keys of the services that mean the same. Writing both
-with different values is an error that lists every place.
+The keys at the top of a combined file are shared: they fill the keys of the services that mean the same. Where
+both are written, the shared key wins if it comes from a stronger source: flags over files over the environment, so
+`--max-steps 3` shortens any run. A shared key is overruled in turn where all the keys that it fills come from a
+stronger source. Different values in equally strong sources, and in one of several services' keys alone, are an error
+that lists every place.
 
 | Shared key | Fills |
 |---|---|

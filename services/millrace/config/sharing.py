@@ -2,7 +2,8 @@
 
 Each shared key fills the services' keys of the same meaning where those are absent. Where only the services' keys are
 set (the split form: one file per service) and agree, they fill the shared key. Set twice with different values is an
-error that lists every place. Filling a filled config changes nothing, so a resolved config loads unchanged.
+error that lists every place; what stronger sources overrule is gone by then (see ``precedence``). Filling a filled
+config changes nothing, so a resolved config loads unchanged.
 """
 
 from dataclasses import dataclass

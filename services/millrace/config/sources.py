@@ -6,6 +6,7 @@ one by one (aliases renamed, unknown keys reported and left out) and then merged
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 from millrace.config.paths import Path, dotted
@@ -16,13 +17,21 @@ from millrace.config.tree import Kind, Node
 from millrace.errors import Violation
 
 
+class Strength(IntEnum):
+    """How strong the kinds of sources are; among files, and where keys are not shared, the later one wins."""
+
+    ENVIRONMENT = 0
+    FILE = 1
+    COMMAND_LINE = 2
+
+
 @dataclass(slots=True, kw_only=True)
 class Origin:
     """Where the values of one source are written.
 
     ``label`` names the source; ``lines`` holds line numbers of a file by path as written; ``names`` holds a label per
     path where each value has its own (a flag, a variable); ``prefix`` is where in the config a file was put;
-    ``written`` maps paths whose keys were aliases to the paths as they were written.
+    ``written`` maps paths whose keys were aliases to the paths as they were written; ``strength`` is the source's kind.
     """
 
     label: str
@@ -30,6 +39,7 @@ class Origin:
     names: Mapping[Path, str] = field(default_factory=dict)
     prefix: Path = ()
     written: dict[Path, Path] = field(default_factory=dict)
+    strength: Strength = Strength.FILE
 
     def locate(self, path: Path) -> str:
         """The place of the value at a path: `rl.toml:12`, `command line (--max-steps)`, or the label alone."""
@@ -94,6 +104,13 @@ class Merged:
                 case _:
                     return False, None
         return True, here
+
+    def drop(self, path: Path) -> None:
+        """Take out the value at a path of table keys, as if it had not been written."""
+        _, parent = self.value(path[:-1])
+        if isinstance(parent, dict):
+            parent.pop(path[-1], None)
+        _forget(self, path)
 
     def report(self, path: Path, message: str) -> None:
         """Add a violation of the value at a path."""

@@ -169,3 +169,13 @@ def test_secrets_are_not_repeated(violations, tmp_path, table):
 def test_long_values_are_cut(violations):
     (found,) = violations("--max-steps", "9" * 50 + "x" * 500)
     assert found.value is not None and len(found.value) == 80
+
+
+def test_a_required_key_says_how_it_is_written(violations):
+    (found,) = violations(minimal=False)
+    assert str(found) == "orchestrator: is required; write a table [orchestrator] into the config file"
+
+
+def test_a_bound_is_said_once(violations):
+    (found,) = violations("--async-level", "-1")
+    assert found.message.count("at least 0") == 1

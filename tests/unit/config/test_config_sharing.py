@@ -1,6 +1,7 @@
 import pytest
 
 from millrace.config import RLConfig, validate_document
+from millrace.config.load import load
 
 ENV = {"env": [{"id": "a"}], "rollouts_per_example": 2}
 
@@ -90,3 +91,44 @@ def test_another_model_is_another_model_for_every_service():
     other = config.with_model("/b")
     assert {section.model.name for section in (other, other.trainer, other.orchestrator, other.inference)} == {"/b"}
     assert other.with_model("a") == config
+
+
+SPLIT = ("--trainer", "@", "trainer.toml", "--orchestrator", "@", "orchestrator.toml")
+
+
+@pytest.fixture
+def split(tmp_path):
+    (tmp_path / "trainer.toml").write_text('max_steps = 60\n[model]\nname = "a"\nseq_len = 64\n[ckpt]\ninterval = 9\n')
+    (tmp_path / "orchestrator.toml").write_text('max_steps = 60\nseq_len = 64\nasync_level = 1\n[model]\nname = "a"\n')
+    return tmp_path
+
+
+def test_a_shared_flag_overrules_the_services_files(split, load_rl):
+    flags = ("--max-steps", "3", "--seq-len", "32", "--async-level", "2", "--model.name", "b", "--ckpt.interval", "4")
+    found = load_rl(*SPLIT, *flags).config
+    assert (found.max_steps, found.trainer.max_steps, found.orchestrator.max_steps) == (3, 3, 3)
+    assert (found.trainer.model.seq_len, found.orchestrator.seq_len) == (32, 32)
+    assert (found.orchestrator.async_level, found.trainer.model.name, found.trainer.ckpt.interval) == (2, "b", 4)
+    assert load_rl(*SPLIT, "--no-ckpt").config.trainer.ckpt is None
+
+
+def test_flags_for_all_services_overrule_a_shared_key_of_a_file(tmp_path, load_rl, violations):
+    (tmp_path / "rl.toml").write_text("max_steps = 60\nasync_level = 1\n")
+    both = ("--trainer.max-steps", "3", "--orchestrator.max-steps", "3", "--orchestrator.async-level", "0")
+    found = load_rl("@", "rl.toml", *both).config
+    assert (found.max_steps, found.async_level) == (3, 0)
+    (alone,) = violations("@", "rl.toml", "--trainer.max-steps", "3")
+    assert alone.field == "max_steps" and "give --max-steps, which overrules files" in alone.message
+
+
+def test_equally_strong_contradictions_stay_errors(split, violations):
+    (split / "top.toml").write_text("max_steps = 5\n")
+    (found,) = violations(*SPLIT, "@", "top.toml")
+    assert found.field == "max_steps" and "trainer.max_steps" in found.message
+
+
+def test_a_file_overrules_the_environment(tmp_path):
+    (tmp_path / "rl.toml").write_text("max_steps = 60\n")
+    flags = ["@", "rl.toml", "--orchestrator.env", '[{"id": "a"}]', "--orchestrator.rollouts-per-example", "2"]
+    found = load(RLConfig, flags, {"MILLRACE_CONFIG__trainer__max_steps": "7"}, cwd=tmp_path)
+    assert found.config.trainer.max_steps == 60 and "trainer.max_steps" not in found.sources
