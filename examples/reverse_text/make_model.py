@@ -19,6 +19,7 @@ import torch
 from reverse_text import make_texts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 VOCABULARY = 272  # 259 are used; a multiple of 16 is kinder to the matrix kernels
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/reverse-text"), help="where to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     arguments = parser.parse_args()
+    disable_progress_bar()
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed=arguments.seed)
     pairs = make_pairs()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.cli.address import check_address
+from millrace.cli.config_file import missing_file, require_file_or_model
 from millrace.cli.model_path import check_models, is_path
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
@@ -36,17 +37,29 @@ class Prepared:
 
 
 def prepare(
-    arguments: Sequence[str], *, default_server: str | None = None, environ: Mapping[str, str] = os.environ
+    arguments: Sequence[str],
+    *,
+    command: str = "millrace rl",
+    default_server: str | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> Prepared:
-    """Load and check the config; InvalidSpecError with everything that is wrong, before anything starts."""
+    """Load and check the config; InvalidSpecError with everything that is wrong, before anything starts.
+
+    CliError where neither a file nor a model is named; `command` is what its example begins with.
+    """
     settings = Settings.from_env(environ)
+    example = f"{command} @ examples/reverse_text/rl.toml"
     try:
         loaded = load(RLConfig, arguments, environ)
     except InvalidSpecError as error:
-        if not arguments and error.remedy is None:
-            error.remedy = "name a config file, such as: @ examples/reverse_text/rl.toml"
+        if not arguments:
+            raise missing_file(example) from error
+        if "@" not in arguments and error.remedy is None:
+            error.remedy = f"name a config file: {example}"
         raise
     flags = loaded.flags
+    if not flags.get("dry-run"):
+        require_file_or_model(loaded, example=example)
     server, origin = settings.server or default_server, "MILLRACE_SERVER" if settings.server else "the default"
     if "server" in flags:
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils.logging import disable_progress_bar
 
 from millrace.config.sft import SFTConfig
 from millrace.errors import InvalidSpecError, NotFoundError, Violation
@@ -27,6 +28,7 @@ def run(path: Path) -> int:
     setup("trainer", level=config.log.level, json_lines=config.log.json_logging)
     if config.wandb is not None:
         log.warning("[wandb] is set, but the export to Weights & Biases is not there yet; see metrics.jsonl")
+    disable_progress_bar()  # the bars of loading and saving a model would stand between the lines of the steps
     gang = Gang.join()
     try:
         with _progress() as on_step:

@@ -181,3 +181,11 @@ def test_run_ids(rl, tmp_path):
     assert choose_run_id(config, "demo", root=tmp_path) == "demo-3"
     (tmp_path / "empty").mkdir()
     assert choose_run_id(config, "empty", root=tmp_path) == "empty"
+
+
+@pytest.mark.parametrize("command", ["rl", "sft"])
+def test_without_a_file_the_hub_is_not_asked(command, tmp_path):
+    done = run(command, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"Error: name a config file: millrace {command} @ examples/reverse_text/{command}.toml\n"
+    assert run("sft", "--max-steps", "3", cwd=tmp_path).returncode == 2 and not list(tmp_path.iterdir())

@@ -48,7 +48,7 @@ def submit(arguments: tuple[str, ...]) -> int:
 
     if arguments and os.path.isfile(arguments[0]):
         arguments = ("@", *arguments)
-    prepared = prepare(arguments, default_server=DEFAULT_LISTEN)
+    prepared = prepare(arguments, command="millrace run submit", default_server=DEFAULT_LISTEN)
     if prepared.is_dry_run:
         print_config(prepared.config)
         return 0

@@ -14,6 +14,7 @@ Options:
 @click.command(cls=RawCommand, epilog=_HELP)
 def sft(arguments: tuple[str, ...]) -> int:
     """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
+    from millrace.cli.config_file import require_file_or_model
     from millrace.cli.dry_run import print_config
     from millrace.cli.model_path import check_models
     from millrace.config.load import load
@@ -23,6 +24,7 @@ def sft(arguments: tuple[str, ...]) -> int:
     if loaded.flags.get("dry-run"):
         print_config(loaded.config)
         return 0
+    require_file_or_model(loaded, example="millrace sft @ examples/reverse_text/sft.toml")
     names = {"model.name": loaded.config.model.name}
     check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=False)
 
