@@ -69,8 +69,9 @@ class Dispatcher:
         request = self._request(group, replica)
         for worker_id in self._servers(group.task.env, table):
             if await self._envs.play(worker_id, request):
-                group.env_server, group.replica = worker_id, replica.worker_id
-                group.deadline = time.monotonic() + self.timeout_s
+                if group.attempt == request.attempt:  # else it failed already, before the answer came: place it again
+                    group.env_server, group.replica = worker_id, replica.worker_id
+                    group.deadline = time.monotonic() + self.timeout_s
                 return True
         return False
 

@@ -191,7 +191,8 @@ class Evaluator:
             )
             if not await self._envs.play(server, request):
                 return
-            task.env_server = server
+            if task.attempt == request.attempt:  # else it failed already, before the answer came: play it again
+                task.env_server = server
 
     def _report(self, current: _Eval, *, step: int, seconds: float) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
         good = [task.good[member] for task in current.tasks for member in sorted(task.good)]
