@@ -25,11 +25,11 @@ def test_held_out_reward_rises(seed: int, make_workplace) -> None:
     workplace.warm_up(seed)
     summary, output = workplace.train("--seed", str(seed))
     assert summary["reward_after"] - summary["reward_before"] >= 0.10, output[-3000:]
-    assert summary["steps"] == 60
+    assert summary["steps"] == 80
     assert 0 <= summary["mismatch_kl"] <= 1e-4
     assert 0 <= summary["trainer_wait_ratio"] <= 1
     assert all(key in summary for key in KEYS)
-    assert output.count("\nstep ") == 60, "one plain line per step"
+    assert output.count("\nstep ") == 80, "one plain line per step"
     _check_policy(workplace.path / summary["policy_path"])
     assert (workplace.path / summary["plot_path"]).read_bytes().startswith(b"\x89PNG")
     assert (workplace.path / summary["checkpoint_path"] / "manifest.json").is_file()
@@ -41,7 +41,7 @@ def test_without_learning_rate_nothing_changes(warm) -> None:
     # 256 rollouts of the same 64 tasks before and after: the difference of the means has a deviation of about 0.02.
     assert abs(summary["reward_after"] - summary["reward_before"]) < 0.06
     policies = sorted((warm.path / summary["checkpoint_path"]).parents[1].glob("policies/*/manifest.json"))
-    assert len(policies) == 61
+    assert len(policies) == 81
     digests = {json.loads(manifest.read_text())["digest"] for manifest in policies}
     assert len(digests) == 1, "with learning rate 0 every version has the same weights, bit for bit"
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from millrace.algorithms import ALGORITHMS
@@ -21,7 +21,7 @@ from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.orchestrator.admission import AdmissionRule
 from millrace.orchestrator.collector import Collector
 from millrace.orchestrator.dispatcher import Dispatcher, RunIdentity
-from millrace.orchestrator.env_pool import EnvPool, env_spec
+from millrace.orchestrator.env_pool import EnvPool, OpenedEnv, env_spec
 from millrace.orchestrator.evals import Evaluator
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.groups import Group, GroupTable
@@ -199,18 +199,7 @@ class RunDriver:
                     "EVAL_ON_TRAINING_TASKS",
                     f"environment {name!r} has no held-out tasks: it is evaluated on its training tasks",
                 )
-        order = TaskOrder(
-            [
-                TaskSource(
-                    env=env.name,
-                    num_tasks=opened[env.name].num_train,
-                    digest=opened[env.name].train_digest,
-                    weight=env.weight,
-                )
-                for env in settings.env
-            ],
-            seed=settings.seed,
-        )
+        order = self._task_order(opened)
 
         def make_group(ordinal: int, planned_step: int) -> Group:
             task = order.task(ordinal)
@@ -243,6 +232,20 @@ class RunDriver:
             changed=self._changed,
             is_cancelled=self._cancelled.is_set,
         )
+
+    def _task_order(self, opened: Mapping[str, OpenedEnv]) -> TaskOrder:
+        """The order over the training tasks of every environment."""
+        settings = self._config.orchestrator
+        sources = [
+            TaskSource(
+                env=env.name,
+                num_tasks=opened[env.name].num_train,
+                digest=opened[env.name].train_digest,
+                weight=env.weight,
+            )
+            for env in settings.env
+        ]
+        return TaskOrder(sources, seed=settings.seed)
 
     async def _evaluate_periodically(self) -> None:
         """Evaluate beside training whenever a version that is a multiple of the interval is served."""
