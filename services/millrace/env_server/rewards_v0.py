@@ -48,7 +48,7 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = func(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
-        except Exception as error:
+        except Exception as error:  # foreign reward code: recorded for the rollout, then raised
             errors = _errors.get()
             if errors is not None:
                 name = getattr(func, "__name__", repr(func))

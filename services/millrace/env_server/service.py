@@ -180,7 +180,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             tokenizer_dir = await self._tokenizers.directory(part.tokenizer_manifest_key)
             return await pool.play(part, tokenizer_dir=tokenizer_dir)
         # A rollout that the orchestrator waits for must end; what is not a rollout's own failure is ours.
-        except Exception as error:
+        except Exception as error:  # a rollout's edge: it ends with a typed error
             kind = error.reason if isinstance(error, MillraceError) else type(error).__name__
             logger.exception("rollout could not be played", extra={"ordinal": part.ordinal, "run": part.run_uid})
             outcome = failed(RolloutStatus.ENV_ERROR, kind, str(error))

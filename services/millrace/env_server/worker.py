@@ -54,7 +54,7 @@ def main() -> None:
     try:
         adapter = load_adapter(command.load.env)
     # The environment is foreign code: whatever it raises, exit included, is the reason why it could not be loaded.
-    except BaseException as error:
+    except BaseException as error:  # environment code: whatever it raises is the answer
         kind, message = describe_load_error(error)
         logger.exception("environment could not be loaded", extra={"env": command.load.env.id})
         report = env_worker_pb2.EnvFailed(error_type=kind, error_message=message)

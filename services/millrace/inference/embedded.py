@@ -122,7 +122,7 @@ class EmbeddedEngine:
             try:
                 weights.copy_tensors(scheduler.model, tensors)
                 scheduler.set_identity(identity, inflight_mode)
-            except BaseException as error:
+            except BaseException as error:  # marks the engine as failed, then raises
                 self._fail(f"applying policy {identity} failed half-way: {error}")
                 raise
 

@@ -258,7 +258,7 @@ class PolicyUpdater:
         old, self._slot.current = self._slot.current, None
         try:
             await self._engine.load(directory, tensors, identity=desired.identity)
-        except BaseException:
+        except BaseException:  # restores what was held, then raises
             self._slot.current = old  # the engine still holds what it held
             owner.cleanup()
             raise

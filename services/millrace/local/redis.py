@@ -122,7 +122,7 @@ class EmbeddedRedis:
             )
         try:
             self.wait_ready(deadline_s=deadline_s)
-        except BaseException:
+        except BaseException:  # leaves no server behind, then raises
             self.kill()
             raise
 

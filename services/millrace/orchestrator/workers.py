@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from millrace.internal.v1 import policy_service_pb2, worker_service_pb2, worker_service_pb2_grpc
+from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
 from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ class WorkerRecord:
     worker: worker_service_pb2.Worker
     last_seen: float
     waits: list[event_pb2.Wait] = field(default_factory=list)
-    policy: policy_service_pb2.PolicyStatus | None = None
     trainer: worker_service_pb2.TrainerStatus | None = None
     num_playing: int = 0
     run_uid: str = ""
@@ -73,8 +72,6 @@ class WorkerRegistry:
         record.last_seen = time.monotonic()
         record.waits = list(request.waits)
         record.num_playing = request.num_playing
-        if request.HasField("policy"):
-            record.policy = request.policy
         if request.HasField("trainer"):
             record.trainer = request.trainer
         self.notify()

@@ -62,7 +62,7 @@ async def _guarded(method: str, request_id: str, context: grpc.aio.ServicerConte
             tell = log.error if defect else log.info
             tell("call failed", exc_info=defect, extra=fields(error.code, **more))
             await status.abort(context, error, request_id=request_id)
-        except Exception:
+        except Exception:  # the edge of a call: a defect becomes INTERNAL
             log.exception("call failed by a defect", extra=fields("INTERNAL", peer=context.peer()))
             hidden = InternalError(
                 f"internal error in {method}",

@@ -75,7 +75,7 @@ class LogClient:
         if is_leader:
             try:
                 client._hold(owner)
-            except BaseException:
+            except BaseException:  # cleans up, then raises
                 client.close()
                 raise
         return client
