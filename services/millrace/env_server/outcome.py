@@ -125,4 +125,5 @@ def make_rollout(
         planned_step=request.planned_step,
         eval_id=request.eval_id,
         messages_json=bounded_json(outcome.messages),
+        dispatched_after=request.dispatched_after,
     )

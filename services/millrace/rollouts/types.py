@@ -39,6 +39,7 @@ class RolloutStatus(StrEnum):
     CANCELLED = "cancelled"
     WORKER_DIED = "worker_died"
     QUARANTINED = "quarantined"
+    ENGINE_LOST = "engine_lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +147,12 @@ class Rollout:
     planned_step: int = 0
     eval_id: str = ""
     messages_json: str = ""
+    dispatched_after: str = ""
+    """Newest entry of the rollout stream that the orchestrator had read when it asked for this play."""
+    entry_id: str = ""
+    """In the archive only: id of its entry in the rollout stream."""
+    is_duplicate: bool = False
+    """In the archive only: its member was there already, so it was discarded."""
 
     @property
     def num_tokens(self) -> int:

@@ -122,6 +122,9 @@ def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
         planned_step=rollout.planned_step,
         eval_id=rollout.eval_id,
         messages_json=rollout.messages_json,
+        dispatched_after=rollout.dispatched_after,
+        entry_id=rollout.entry_id,
+        is_duplicate=rollout.is_duplicate,
     )
 
 
@@ -155,6 +158,9 @@ def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
         planned_step=message.planned_step,
         eval_id=message.eval_id,
         messages_json=message.messages_json,
+        dispatched_after=message.dispatched_after,
+        entry_id=message.entry_id,
+        is_duplicate=message.is_duplicate,
     )
     validate_rollout(rollout)
     return rollout

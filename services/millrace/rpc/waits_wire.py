@@ -15,6 +15,7 @@ def to_proto(waits: Iterable[Wait]) -> list[event_pb2.Wait]:
             waits_on=wait.waits_on,
             age_seconds=wait.age_s,
             deadline_seconds=wait.deadline_s,
+            run_uid=wait.run,
         )
         for wait in waits
     ]
@@ -29,6 +30,7 @@ def from_proto(messages: Iterable[event_pb2.Wait]) -> list[Wait]:
             waits_on=message.waits_on,
             age_s=message.age_seconds,
             deadline_s=message.deadline_seconds,
+            run=message.run_uid,
         )
         for message in messages
     ]

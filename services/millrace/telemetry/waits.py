@@ -10,10 +10,12 @@ Registering costs about a microsecond, works from any thread and needs no event 
 `millrace.rpc.waits_wire`, because this package stays free of protobuf.
 """
 
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -33,6 +35,8 @@ class Wait:
     """Seconds since the wait began."""
     deadline_s: float = 0.0
     """Seconds after which the owner gives up or acts; 0 is a wait without end that reports itself."""
+    run: str = ""
+    """Uid of the run that it holds up; empty if it concerns the whole process."""
 
     @property
     def is_overdue(self) -> bool:
@@ -43,13 +47,14 @@ class Wait:
 class Waiting:
     """A wait that is under way while its `with` block runs. Not reentrant: one object is one wait."""
 
-    __slots__ = ("_began", "_deadline_s", "_key", "_reason", "_registry", "_waits_on")
+    __slots__ = ("_began", "_deadline_s", "_key", "_reason", "_registry", "_run", "_waits_on")
 
     def __init__(self, registry: "WaitRegistry", reason: str, waits_on: str, deadline_s: float) -> None:
         self._registry = registry
         self._reason = reason
         self._waits_on = waits_on
         self._deadline_s = deadline_s
+        self._run = ""
         self._began = 0.0
         self._key = 0
 
@@ -64,6 +69,7 @@ class Waiting:
 
     def __enter__(self) -> Self:
         self._began = self._registry.clock()
+        self._run = _RUN.get()
         self._key = self._registry.add(self)
         return self
 
@@ -80,6 +86,7 @@ class Waiting:
             waits_on=self._waits_on,
             age_s=max(0.0, now - self._began),
             deadline_s=self._deadline_s,
+            run=self._run,
         )
 
 
@@ -150,6 +157,17 @@ class LastingWait:
 
 
 _REGISTRY = WaitRegistry()
+_RUN: ContextVar[str] = ContextVar("millrace_waits_run", default="")
+
+
+@contextlib.contextmanager
+def of_run(uid: str) -> Iterator[None]:
+    """Waits that begin in this block, and in tasks and calls to other loops that are made in it, are of this run."""
+    token = _RUN.set(uid)
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
 
 
 def waiting(reason: str, *, waits_on: str = "", deadline_s: float = 0.0) -> Waiting:

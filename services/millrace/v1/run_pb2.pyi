@@ -43,7 +43,7 @@ RUN_STATE_FAILED: RunState
 RUN_STATE_CANCELLED: RunState
 
 class Run(_message.Message):
-    __slots__ = ("name", "uid", "kind", "state", "config_json", "run_hash", "progress", "error", "create_time", "start_time", "end_time", "labels")
+    __slots__ = ("name", "uid", "kind", "state", "config_json", "run_hash", "progress", "error", "create_time", "start_time", "end_time", "labels", "parent")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class Run(_message.Message):
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     END_TIME_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     name: str
     uid: str
     kind: RunKind
@@ -75,7 +76,18 @@ class Run(_message.Message):
     start_time: _timestamp_pb2.Timestamp
     end_time: _timestamp_pb2.Timestamp
     labels: _containers.ScalarMap[str, str]
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., kind: _Optional[_Union[RunKind, str]] = ..., state: _Optional[_Union[RunState, str]] = ..., config_json: _Optional[str] = ..., run_hash: _Optional[str] = ..., progress: _Optional[_Union[RunProgress, _Mapping]] = ..., error: _Optional[_Union[RunError, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    parent: RunParent
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., kind: _Optional[_Union[RunKind, str]] = ..., state: _Optional[_Union[RunState, str]] = ..., config_json: _Optional[str] = ..., run_hash: _Optional[str] = ..., progress: _Optional[_Union[RunProgress, _Mapping]] = ..., error: _Optional[_Union[RunError, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[_Union[RunParent, _Mapping]] = ...) -> None: ...
+
+class RunParent(_message.Message):
+    __slots__ = ("name", "uid", "step")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    uid: str
+    step: int
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class RunProgress(_message.Message):
     __slots__ = ("step", "max_steps", "policy_version", "min_inference_version", "num_rollouts", "num_tokens", "reward")

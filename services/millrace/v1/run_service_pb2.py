@@ -22,12 +22,13 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from millrace.v1 import audit_pb2 as millrace_dot_v1_dot_audit__pb2
 from millrace.v1 import checkpoint_pb2 as millrace_dot_v1_dot_checkpoint__pb2
 from millrace.v1 import event_pb2 as millrace_dot_v1_dot_event__pb2
 from millrace.v1 import run_pb2 as millrace_dot_v1_dot_run__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmillrace/v1/run_service.proto\x12\x0bmillrace.v1\x1a\x1cmillrace/v1/checkpoint.proto\x1a\x17millrace/v1/event.proto\x1a\x15millrace/v1/run.proto\"\xf0\x01\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.millrace.v1.RunKind\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\x12\x39\n\x06labels\x18\x06 \x03(\x0b\x32).millrace.v1.CreateRunRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"2\n\x11\x43reateRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"\x1d\n\rGetRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"/\n\x0eGetRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"_\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12%\n\x06states\x18\x03 \x03(\x0e\x32\x15.millrace.v1.RunState\"K\n\x10ListRunsResponse\x12\x1e\n\x04runs\x18\x01 \x03(\x0b\x32\x10.millrace.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"D\n\x10\x43\x61ncelRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"2\n\x11\x43\x61ncelRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\".\n\x0fWatchRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\"5\n\x10WatchRunResponse\x12!\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x12.millrace.v1.Event\"O\n\x16ListCheckpointsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"`\n\x17ListCheckpointsResponse\x12,\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x17.millrace.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x11\x45xplainRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"G\n\x12\x45xplainRunResponse\x12 \n\x05waits\x18\x01 \x03(\x0b\x32\x11.millrace.v1.Wait\x12\x0f\n\x07summary\x18\x02 \x01(\t2\xa8\x04\n\nRunService\x12J\n\tCreateRun\x12\x1d.millrace.v1.CreateRunRequest\x1a\x1e.millrace.v1.CreateRunResponse\x12\x41\n\x06GetRun\x12\x1a.millrace.v1.GetRunRequest\x1a\x1b.millrace.v1.GetRunResponse\x12G\n\x08ListRuns\x12\x1c.millrace.v1.ListRunsRequest\x1a\x1d.millrace.v1.ListRunsResponse\x12J\n\tCancelRun\x12\x1d.millrace.v1.CancelRunRequest\x1a\x1e.millrace.v1.CancelRunResponse\x12I\n\x08WatchRun\x12\x1c.millrace.v1.WatchRunRequest\x1a\x1d.millrace.v1.WatchRunResponse0\x01\x12\\\n\x0fListCheckpoints\x12#.millrace.v1.ListCheckpointsRequest\x1a$.millrace.v1.ListCheckpointsResponse\x12M\n\nExplainRun\x12\x1e.millrace.v1.ExplainRunRequest\x1a\x1f.millrace.v1.ExplainRunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmillrace/v1/run_service.proto\x12\x0bmillrace.v1\x1a\x17millrace/v1/audit.proto\x1a\x1cmillrace/v1/checkpoint.proto\x1a\x17millrace/v1/event.proto\x1a\x15millrace/v1/run.proto\"\xf0\x01\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.millrace.v1.RunKind\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\x12\x39\n\x06labels\x18\x06 \x03(\x0b\x32).millrace.v1.CreateRunRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"2\n\x11\x43reateRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"\x1d\n\rGetRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"/\n\x0eGetRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"_\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12%\n\x06states\x18\x03 \x03(\x0e\x32\x15.millrace.v1.RunState\"K\n\x10ListRunsResponse\x12\x1e\n\x04runs\x18\x01 \x03(\x0b\x32\x10.millrace.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"D\n\x10\x43\x61ncelRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"2\n\x11\x43\x61ncelRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\".\n\x0fWatchRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\"5\n\x10WatchRunResponse\x12!\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x12.millrace.v1.Event\"O\n\x16ListCheckpointsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"`\n\x17ListCheckpointsResponse\x12,\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x17.millrace.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x11\x45xplainRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"G\n\x12\x45xplainRunResponse\x12 \n\x05waits\x18\x01 \x03(\x0b\x32\x11.millrace.v1.Wait\x12\x0f\n\x07summary\x18\x02 \x01(\t\"C\n\x0fPauseRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"1\n\x10PauseRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"4\n\x10ResumeRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"2\n\x11ResumeRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"\xcd\x01\n\x0e\x46orkRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x37\n\x06labels\x18\x06 \x03(\x0b\x32\'.millrace.v1.ForkRunRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x0f\x46orkRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"\x1f\n\x0f\x41uditRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x10\x41uditRunResponse\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.millrace.v1.AuditReport2\xcc\x06\n\nRunService\x12J\n\tCreateRun\x12\x1d.millrace.v1.CreateRunRequest\x1a\x1e.millrace.v1.CreateRunResponse\x12\x41\n\x06GetRun\x12\x1a.millrace.v1.GetRunRequest\x1a\x1b.millrace.v1.GetRunResponse\x12G\n\x08ListRuns\x12\x1c.millrace.v1.ListRunsRequest\x1a\x1d.millrace.v1.ListRunsResponse\x12J\n\tCancelRun\x12\x1d.millrace.v1.CancelRunRequest\x1a\x1e.millrace.v1.CancelRunResponse\x12G\n\x08PauseRun\x12\x1c.millrace.v1.PauseRunRequest\x1a\x1d.millrace.v1.PauseRunResponse\x12J\n\tResumeRun\x12\x1d.millrace.v1.ResumeRunRequest\x1a\x1e.millrace.v1.ResumeRunResponse\x12\x44\n\x07\x46orkRun\x12\x1b.millrace.v1.ForkRunRequest\x1a\x1c.millrace.v1.ForkRunResponse\x12G\n\x08\x41uditRun\x12\x1c.millrace.v1.AuditRunRequest\x1a\x1d.millrace.v1.AuditRunResponse\x12I\n\x08WatchRun\x12\x1c.millrace.v1.WatchRunRequest\x1a\x1d.millrace.v1.WatchRunResponse0\x01\x12\\\n\x0fListCheckpoints\x12#.millrace.v1.ListCheckpointsRequest\x1a$.millrace.v1.ListCheckpointsResponse\x12M\n\nExplainRun\x12\x1e.millrace.v1.ExplainRunRequest\x1a\x1f.millrace.v1.ExplainRunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,36 +37,56 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CREATERUNREQUEST_LABELSENTRY']._loaded_options = None
   _globals['_CREATERUNREQUEST_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_CREATERUNREQUEST']._serialized_start=125
-  _globals['_CREATERUNREQUEST']._serialized_end=365
-  _globals['_CREATERUNREQUEST_LABELSENTRY']._serialized_start=320
-  _globals['_CREATERUNREQUEST_LABELSENTRY']._serialized_end=365
-  _globals['_CREATERUNRESPONSE']._serialized_start=367
-  _globals['_CREATERUNRESPONSE']._serialized_end=417
-  _globals['_GETRUNREQUEST']._serialized_start=419
-  _globals['_GETRUNREQUEST']._serialized_end=448
-  _globals['_GETRUNRESPONSE']._serialized_start=450
-  _globals['_GETRUNRESPONSE']._serialized_end=497
-  _globals['_LISTRUNSREQUEST']._serialized_start=499
-  _globals['_LISTRUNSREQUEST']._serialized_end=594
-  _globals['_LISTRUNSRESPONSE']._serialized_start=596
-  _globals['_LISTRUNSRESPONSE']._serialized_end=671
-  _globals['_CANCELRUNREQUEST']._serialized_start=673
-  _globals['_CANCELRUNREQUEST']._serialized_end=741
-  _globals['_CANCELRUNRESPONSE']._serialized_start=743
-  _globals['_CANCELRUNRESPONSE']._serialized_end=793
-  _globals['_WATCHRUNREQUEST']._serialized_start=795
-  _globals['_WATCHRUNREQUEST']._serialized_end=841
-  _globals['_WATCHRUNRESPONSE']._serialized_start=843
-  _globals['_WATCHRUNRESPONSE']._serialized_end=896
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=898
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=977
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=979
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=1075
-  _globals['_EXPLAINRUNREQUEST']._serialized_start=1077
-  _globals['_EXPLAINRUNREQUEST']._serialized_end=1110
-  _globals['_EXPLAINRUNRESPONSE']._serialized_start=1112
-  _globals['_EXPLAINRUNRESPONSE']._serialized_end=1183
-  _globals['_RUNSERVICE']._serialized_start=1186
-  _globals['_RUNSERVICE']._serialized_end=1738
+  _globals['_FORKRUNREQUEST_LABELSENTRY']._loaded_options = None
+  _globals['_FORKRUNREQUEST_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_CREATERUNREQUEST']._serialized_start=150
+  _globals['_CREATERUNREQUEST']._serialized_end=390
+  _globals['_CREATERUNREQUEST_LABELSENTRY']._serialized_start=345
+  _globals['_CREATERUNREQUEST_LABELSENTRY']._serialized_end=390
+  _globals['_CREATERUNRESPONSE']._serialized_start=392
+  _globals['_CREATERUNRESPONSE']._serialized_end=442
+  _globals['_GETRUNREQUEST']._serialized_start=444
+  _globals['_GETRUNREQUEST']._serialized_end=473
+  _globals['_GETRUNRESPONSE']._serialized_start=475
+  _globals['_GETRUNRESPONSE']._serialized_end=522
+  _globals['_LISTRUNSREQUEST']._serialized_start=524
+  _globals['_LISTRUNSREQUEST']._serialized_end=619
+  _globals['_LISTRUNSRESPONSE']._serialized_start=621
+  _globals['_LISTRUNSRESPONSE']._serialized_end=696
+  _globals['_CANCELRUNREQUEST']._serialized_start=698
+  _globals['_CANCELRUNREQUEST']._serialized_end=766
+  _globals['_CANCELRUNRESPONSE']._serialized_start=768
+  _globals['_CANCELRUNRESPONSE']._serialized_end=818
+  _globals['_WATCHRUNREQUEST']._serialized_start=820
+  _globals['_WATCHRUNREQUEST']._serialized_end=866
+  _globals['_WATCHRUNRESPONSE']._serialized_start=868
+  _globals['_WATCHRUNRESPONSE']._serialized_end=921
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=923
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=1002
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=1004
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=1100
+  _globals['_EXPLAINRUNREQUEST']._serialized_start=1102
+  _globals['_EXPLAINRUNREQUEST']._serialized_end=1135
+  _globals['_EXPLAINRUNRESPONSE']._serialized_start=1137
+  _globals['_EXPLAINRUNRESPONSE']._serialized_end=1208
+  _globals['_PAUSERUNREQUEST']._serialized_start=1210
+  _globals['_PAUSERUNREQUEST']._serialized_end=1277
+  _globals['_PAUSERUNRESPONSE']._serialized_start=1279
+  _globals['_PAUSERUNRESPONSE']._serialized_end=1328
+  _globals['_RESUMERUNREQUEST']._serialized_start=1330
+  _globals['_RESUMERUNREQUEST']._serialized_end=1382
+  _globals['_RESUMERUNRESPONSE']._serialized_start=1384
+  _globals['_RESUMERUNRESPONSE']._serialized_end=1434
+  _globals['_FORKRUNREQUEST']._serialized_start=1437
+  _globals['_FORKRUNREQUEST']._serialized_end=1642
+  _globals['_FORKRUNREQUEST_LABELSENTRY']._serialized_start=345
+  _globals['_FORKRUNREQUEST_LABELSENTRY']._serialized_end=390
+  _globals['_FORKRUNRESPONSE']._serialized_start=1644
+  _globals['_FORKRUNRESPONSE']._serialized_end=1692
+  _globals['_AUDITRUNREQUEST']._serialized_start=1694
+  _globals['_AUDITRUNREQUEST']._serialized_end=1725
+  _globals['_AUDITRUNRESPONSE']._serialized_start=1727
+  _globals['_AUDITRUNRESPONSE']._serialized_end=1787
+  _globals['_RUNSERVICE']._serialized_start=1790
+  _globals['_RUNSERVICE']._serialized_end=2634
 # @@protoc_insertion_point(module_scope)

@@ -55,6 +55,26 @@ class RunServiceStub(object):
                 request_serializer=millrace_dot_v1_dot_run__service__pb2.CancelRunRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_run__service__pb2.CancelRunResponse.FromString,
                 _registered_method=True)
+        self.PauseRun = channel.unary_unary(
+                '/millrace.v1.RunService/PauseRun',
+                request_serializer=millrace_dot_v1_dot_run__service__pb2.PauseRunRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_run__service__pb2.PauseRunResponse.FromString,
+                _registered_method=True)
+        self.ResumeRun = channel.unary_unary(
+                '/millrace.v1.RunService/ResumeRun',
+                request_serializer=millrace_dot_v1_dot_run__service__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_run__service__pb2.ResumeRunResponse.FromString,
+                _registered_method=True)
+        self.ForkRun = channel.unary_unary(
+                '/millrace.v1.RunService/ForkRun',
+                request_serializer=millrace_dot_v1_dot_run__service__pb2.ForkRunRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_run__service__pb2.ForkRunResponse.FromString,
+                _registered_method=True)
+        self.AuditRun = channel.unary_unary(
+                '/millrace.v1.RunService/AuditRun',
+                request_serializer=millrace_dot_v1_dot_run__service__pb2.AuditRunRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_run__service__pb2.AuditRunResponse.FromString,
+                _registered_method=True)
         self.WatchRun = channel.unary_stream(
                 '/millrace.v1.RunService/WatchRun',
                 request_serializer=millrace_dot_v1_dot_run__service__pb2.WatchRunRequest.SerializeToString,
@@ -104,6 +124,34 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PauseRun(self, request, context):
+        """Asks a run to stop at a step boundary and to give its workers back. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeRun(self, request, context):
+        """Lets a paused run go on. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkRun(self, request, context):
+        """Creates a run that continues from a step of another run. Idempotent by `request_id`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AuditRun(self, request, context):
+        """Checks the promises of a run against its log: nothing lost, nothing counted twice, no gap, no other hash.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchRun(self, request, context):
         """Replays a run's events behind a cursor, then follows; ends after the terminal state.
         """
@@ -147,6 +195,26 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.CancelRun,
                     request_deserializer=millrace_dot_v1_dot_run__service__pb2.CancelRunRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_run__service__pb2.CancelRunResponse.SerializeToString,
+            ),
+            'PauseRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseRun,
+                    request_deserializer=millrace_dot_v1_dot_run__service__pb2.PauseRunRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_run__service__pb2.PauseRunResponse.SerializeToString,
+            ),
+            'ResumeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeRun,
+                    request_deserializer=millrace_dot_v1_dot_run__service__pb2.ResumeRunRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_run__service__pb2.ResumeRunResponse.SerializeToString,
+            ),
+            'ForkRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkRun,
+                    request_deserializer=millrace_dot_v1_dot_run__service__pb2.ForkRunRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_run__service__pb2.ForkRunResponse.SerializeToString,
+            ),
+            'AuditRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.AuditRun,
+                    request_deserializer=millrace_dot_v1_dot_run__service__pb2.AuditRunRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_run__service__pb2.AuditRunResponse.SerializeToString,
             ),
             'WatchRun': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRun,
@@ -273,6 +341,114 @@ class RunService(object):
             '/millrace.v1.RunService/CancelRun',
             millrace_dot_v1_dot_run__service__pb2.CancelRunRequest.SerializeToString,
             millrace_dot_v1_dot_run__service__pb2.CancelRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.RunService/PauseRun',
+            millrace_dot_v1_dot_run__service__pb2.PauseRunRequest.SerializeToString,
+            millrace_dot_v1_dot_run__service__pb2.PauseRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.RunService/ResumeRun',
+            millrace_dot_v1_dot_run__service__pb2.ResumeRunRequest.SerializeToString,
+            millrace_dot_v1_dot_run__service__pb2.ResumeRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.RunService/ForkRun',
+            millrace_dot_v1_dot_run__service__pb2.ForkRunRequest.SerializeToString,
+            millrace_dot_v1_dot_run__service__pb2.ForkRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AuditRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.RunService/AuditRun',
+            millrace_dot_v1_dot_run__service__pb2.AuditRunRequest.SerializeToString,
+            millrace_dot_v1_dot_run__service__pb2.AuditRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -74,7 +74,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., extra_body_json: _Optional[str] = ...) -> None: ...
 
 class PlayGroupRequest(_message.Message):
-    __slots__ = ("run_uid", "purpose", "eval_id", "ordinal", "attempt", "members", "group_size", "env", "use_train_tasks", "task_index", "base_url", "model", "sampling", "rollout_timeout_seconds", "epoch", "generation", "planned_step", "tokenizer_manifest_key")
+    __slots__ = ("run_uid", "purpose", "eval_id", "ordinal", "attempt", "members", "group_size", "env", "use_train_tasks", "task_index", "base_url", "model", "sampling", "rollout_timeout_seconds", "epoch", "generation", "planned_step", "tokenizer_manifest_key", "dispatched_after")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     EVAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class PlayGroupRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PLANNED_STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_MANIFEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    DISPATCHED_AFTER_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     purpose: _rollout_pb2.Purpose
     eval_id: str
@@ -111,7 +112,8 @@ class PlayGroupRequest(_message.Message):
     generation: int
     planned_step: int
     tokenizer_manifest_key: str
-    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[_rollout_pb2.Purpose, str]] = ..., eval_id: _Optional[str] = ..., ordinal: _Optional[int] = ..., attempt: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., group_size: _Optional[int] = ..., env: _Optional[_Union[EnvSpec, _Mapping]] = ..., use_train_tasks: bool = ..., task_index: _Optional[int] = ..., base_url: _Optional[str] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., rollout_timeout_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., generation: _Optional[int] = ..., planned_step: _Optional[int] = ..., tokenizer_manifest_key: _Optional[str] = ...) -> None: ...
+    dispatched_after: str
+    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[_rollout_pb2.Purpose, str]] = ..., eval_id: _Optional[str] = ..., ordinal: _Optional[int] = ..., attempt: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., group_size: _Optional[int] = ..., env: _Optional[_Union[EnvSpec, _Mapping]] = ..., use_train_tasks: bool = ..., task_index: _Optional[int] = ..., base_url: _Optional[str] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., rollout_timeout_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., generation: _Optional[int] = ..., planned_step: _Optional[int] = ..., tokenizer_manifest_key: _Optional[str] = ..., dispatched_after: _Optional[str] = ...) -> None: ...
 
 class PlayGroupResponse(_message.Message):
     __slots__ = ("already_playing",)
@@ -140,12 +142,14 @@ class PlayingGroup(_message.Message):
     def __init__(self, purpose: _Optional[_Union[_rollout_pb2.Purpose, str]] = ..., eval_id: _Optional[str] = ..., ordinal: _Optional[int] = ..., attempt: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., age_seconds: _Optional[float] = ..., planned_step: _Optional[int] = ..., base_url: _Optional[str] = ...) -> None: ...
 
 class ListPlayingRequest(_message.Message):
-    __slots__ = ("run_uid", "epoch")
+    __slots__ = ("run_uid", "epoch", "log_instance")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOG_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     epoch: int
-    def __init__(self, run_uid: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    log_instance: str
+    def __init__(self, run_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., log_instance: _Optional[str] = ...) -> None: ...
 
 class ListPlayingResponse(_message.Message):
     __slots__ = ("groups",)

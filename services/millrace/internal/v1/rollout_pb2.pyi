@@ -25,6 +25,7 @@ class RolloutStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLLOUT_STATUS_CANCELLED: _ClassVar[RolloutStatus]
     ROLLOUT_STATUS_WORKER_DIED: _ClassVar[RolloutStatus]
     ROLLOUT_STATUS_QUARANTINED: _ClassVar[RolloutStatus]
+    ROLLOUT_STATUS_ENGINE_LOST: _ClassVar[RolloutStatus]
 PURPOSE_UNSPECIFIED: Purpose
 PURPOSE_TRAIN: Purpose
 PURPOSE_EVAL: Purpose
@@ -38,6 +39,7 @@ ROLLOUT_STATUS_MISSING_TOKENS: RolloutStatus
 ROLLOUT_STATUS_CANCELLED: RolloutStatus
 ROLLOUT_STATUS_WORKER_DIED: RolloutStatus
 ROLLOUT_STATUS_QUARANTINED: RolloutStatus
+ROLLOUT_STATUS_ENGINE_LOST: RolloutStatus
 
 class PolicySpan(_message.Message):
     __slots__ = ("lineage", "version", "start", "end")
@@ -72,7 +74,7 @@ class RolloutError(_message.Message):
     def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("run_uid", "purpose", "ordinal", "member", "attempt", "group_size", "env", "task_index", "task_id", "status", "error", "samples", "reward", "metrics", "stop_condition", "is_truncated", "num_turns", "seconds", "model_seconds", "temperature", "env_server", "planned_step", "eval_id", "messages_json")
+    __slots__ = ("run_uid", "purpose", "ordinal", "member", "attempt", "group_size", "env", "task_index", "task_id", "status", "error", "samples", "reward", "metrics", "stop_condition", "is_truncated", "num_turns", "seconds", "model_seconds", "temperature", "env_server", "planned_step", "eval_id", "messages_json", "dispatched_after", "entry_id", "is_duplicate")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +106,9 @@ class Rollout(_message.Message):
     PLANNED_STEP_FIELD_NUMBER: _ClassVar[int]
     EVAL_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
+    DISPATCHED_AFTER_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     purpose: Purpose
     ordinal: int
@@ -128,7 +133,10 @@ class Rollout(_message.Message):
     planned_step: int
     eval_id: str
     messages_json: str
-    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., group_size: _Optional[int] = ..., env: _Optional[str] = ..., task_index: _Optional[int] = ..., task_id: _Optional[str] = ..., status: _Optional[_Union[RolloutStatus, str]] = ..., error: _Optional[_Union[RolloutError, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., is_truncated: bool = ..., num_turns: _Optional[int] = ..., seconds: _Optional[float] = ..., model_seconds: _Optional[float] = ..., temperature: _Optional[float] = ..., env_server: _Optional[str] = ..., planned_step: _Optional[int] = ..., eval_id: _Optional[str] = ..., messages_json: _Optional[str] = ...) -> None: ...
+    dispatched_after: str
+    entry_id: str
+    is_duplicate: bool
+    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., group_size: _Optional[int] = ..., env: _Optional[str] = ..., task_index: _Optional[int] = ..., task_id: _Optional[str] = ..., status: _Optional[_Union[RolloutStatus, str]] = ..., error: _Optional[_Union[RolloutError, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., is_truncated: bool = ..., num_turns: _Optional[int] = ..., seconds: _Optional[float] = ..., model_seconds: _Optional[float] = ..., temperature: _Optional[float] = ..., env_server: _Optional[str] = ..., planned_step: _Optional[int] = ..., eval_id: _Optional[str] = ..., messages_json: _Optional[str] = ..., dispatched_after: _Optional[str] = ..., entry_id: _Optional[str] = ..., is_duplicate: bool = ...) -> None: ...
 
 class RolloutArchive(_message.Message):
     __slots__ = ("rollouts",)

@@ -21,7 +21,7 @@ WORKER_KIND_INFERENCE: WorkerKind
 WORKER_KIND_TRAINER: WorkerKind
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "kind", "address", "http_url", "version", "min_log_format", "max_log_format", "capacity")
+    __slots__ = ("worker_id", "kind", "address", "http_url", "version", "min_log_format", "max_log_format", "capacity", "slot")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class Worker(_message.Message):
     MIN_LOG_FORMAT_FIELD_NUMBER: _ClassVar[int]
     MAX_LOG_FORMAT_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     kind: WorkerKind
     address: str
@@ -38,7 +39,8 @@ class Worker(_message.Message):
     min_log_format: int
     max_log_format: int
     capacity: int
-    def __init__(self, worker_id: _Optional[str] = ..., kind: _Optional[_Union[WorkerKind, str]] = ..., address: _Optional[str] = ..., http_url: _Optional[str] = ..., version: _Optional[str] = ..., min_log_format: _Optional[int] = ..., max_log_format: _Optional[int] = ..., capacity: _Optional[int] = ...) -> None: ...
+    slot: str
+    def __init__(self, worker_id: _Optional[str] = ..., kind: _Optional[_Union[WorkerKind, str]] = ..., address: _Optional[str] = ..., http_url: _Optional[str] = ..., version: _Optional[str] = ..., min_log_format: _Optional[int] = ..., max_log_format: _Optional[int] = ..., capacity: _Optional[int] = ..., slot: _Optional[str] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
     __slots__ = ("run_uid", "epoch", "step", "is_finished", "error_reason", "error_message")
@@ -71,31 +73,37 @@ class RegisterWorkerResponse(_message.Message):
     def __init__(self, heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker_id", "waits", "policy", "trainer", "num_playing")
+    __slots__ = ("worker_id", "waits", "policy", "trainer", "num_playing", "is_leaving")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     TRAINER_FIELD_NUMBER: _ClassVar[int]
     NUM_PLAYING_FIELD_NUMBER: _ClassVar[int]
+    IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     waits: _containers.RepeatedCompositeFieldContainer[_event_pb2.Wait]
     policy: _policy_service_pb2.PolicyStatus
     trainer: TrainerStatus
     num_playing: int
-    def __init__(self, worker_id: _Optional[str] = ..., waits: _Optional[_Iterable[_Union[_event_pb2.Wait, _Mapping]]] = ..., policy: _Optional[_Union[_policy_service_pb2.PolicyStatus, _Mapping]] = ..., trainer: _Optional[_Union[TrainerStatus, _Mapping]] = ..., num_playing: _Optional[int] = ...) -> None: ...
+    is_leaving: bool
+    def __init__(self, worker_id: _Optional[str] = ..., waits: _Optional[_Iterable[_Union[_event_pb2.Wait, _Mapping]]] = ..., policy: _Optional[_Union[_policy_service_pb2.PolicyStatus, _Mapping]] = ..., trainer: _Optional[_Union[TrainerStatus, _Mapping]] = ..., num_playing: _Optional[int] = ..., is_leaving: bool = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("run_uid", "resolved_below")
+    __slots__ = ("run_uid", "resolved_below", "log_instance")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     RESOLVED_BELOW_FIELD_NUMBER: _ClassVar[int]
+    LOG_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     resolved_below: int
-    def __init__(self, run_uid: _Optional[str] = ..., resolved_below: _Optional[int] = ...) -> None: ...
+    log_instance: str
+    def __init__(self, run_uid: _Optional[str] = ..., resolved_below: _Optional[int] = ..., log_instance: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("register_again", "assignments")
+    __slots__ = ("register_again", "assignments", "let_go")
     REGISTER_AGAIN_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
+    LET_GO_FIELD_NUMBER: _ClassVar[int]
     register_again: bool
     assignments: _containers.RepeatedCompositeFieldContainer[Assignment]
-    def __init__(self, register_again: bool = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ...) -> None: ...
+    let_go: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, register_again: bool = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ..., let_go: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -1,0 +1,133 @@
+"""Fault points: named places in the code where a test can kill, freeze or slow the process, or make a call fail.
+
+    faults.reach("trainer.after_publish", step=3)
+
+costs one comparison unless `MILLRACE_FAULTS` names a directory when the process starts. There, `arm` (the test's side)
+writes one file per fault; the process that reaches the point under the fault's conditions takes the file away by a
+rename, so each fault strikes once, in one process, and leaves a record of it.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from millrace.errors import UnavailableError
+
+VARIABLE = "MILLRACE_FAULTS"
+_DIRECTORY = os.environ.get(VARIABLE) or None
+
+
+class Point(StrEnum):
+    """Every fault point. `reach` refuses others, so that a test cannot wait for a point that does not exist."""
+
+    ORCHESTRATOR_AFTER_DISPATCH = "orchestrator.after_dispatch"
+    """An env-server has taken a group (`step`: planned step)."""
+    ORCHESTRATOR_AFTER_ROLLOUTS = "orchestrator.after_rollouts"
+    """A group became whole; nothing is committed of it (`step`: next step to cut)."""
+    ORCHESTRATOR_MID_COMMIT = "orchestrator.mid_commit"
+    """The data of a batch is uploaded, its header is not (`step`)."""
+    ORCHESTRATOR_AFTER_HEADER = "orchestrator.after_header"
+    """The header object exists, Redis does not have it (`step`)."""
+    ORCHESTRATOR_AFTER_COMMIT = "orchestrator.after_commit"
+    """The batch is committed and appended, the loop does not know it yet (`step`)."""
+    TRAINER_MID_BACKWARD = "trainer.mid_backward"
+    """Behind the first micro-batch's backward pass (`step`)."""
+    TRAINER_AFTER_STEP = "trainer.after_step"
+    """Behind the optimizer step, before anything is published (`step`)."""
+    TRAINER_AFTER_MANIFEST = "trainer.after_manifest"
+    """The policy's manifest exists, the log does not announce it (`version`)."""
+    TRAINER_AFTER_PUBLISH = "trainer.after_publish"
+    """Published and announced, before the checkpoint (`step`)."""
+    TRAINER_MID_CHECKPOINT = "trainer.mid_checkpoint"
+    """Some shards of the checkpoint are uploaded, its manifest is not (`step`)."""
+    ENV_SERVER_MID_EPISODE = "env_server.mid_episode"
+    """A group is being played (`step`: planned step)."""
+    ENV_SERVER_BEFORE_APPEND = "env_server.before_append"
+    """A rollout is finished and on disk, its append is not sent (`step`: planned step)."""
+    ENV_SERVER_AFTER_APPEND = "env_server.after_append"
+    """A rollout is in the log, the env-server has not noted it (`step`: planned step)."""
+    INFERENCE_MID_DECODE = "inference.mid_decode"
+    """The engine decoded some tokens of a batch (`version`)."""
+    INFERENCE_MID_APPLY = "inference.mid_apply"
+    """Generation is paused and the new weights are being applied (`version`)."""
+
+
+class Action(StrEnum):
+    """What a fault does."""
+
+    KILL = "kill"
+    """SIGKILL to the own process."""
+    FREEZE = "freeze"
+    """SIGSTOP to the own process: somebody has to continue or to kill it."""
+    SLEEP = "sleep"
+    """Blocks the thread for `seconds`."""
+    RAISE = "raise"
+    """Raises UnavailableError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One armed fault: strikes at `point` when every condition of `when` is met, `skip` times let pass before."""
+
+    point: Point
+    action: Action = Action.KILL
+    when: dict[str, int] = field(default_factory=dict)
+    """Lowest value of each named number of the point, such as {"step": 3}: at step 3 or later."""
+    skip: int = 0
+    seconds: float = 0.0
+
+
+def arm(directory: Path, fault: Fault) -> Path:
+    """Write a fault for processes that were started with this directory; returns the record it leaves when it fires."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{fault.point.value}.json"
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps(asdict(fault)))
+    fresh.rename(path)
+    return path.with_suffix(".fired")
+
+
+def reach(point: Point, **where: int) -> None:
+    """Pass a fault point; `where` are the numbers that a fault's conditions look at."""
+    if _DIRECTORY is not None:
+        _strike(Path(_DIRECTORY), Point(point), where)
+
+
+def _strike(directory: Path, point: Point, where: dict[str, int]) -> None:
+    path = directory / f"{point.value}.json"
+    try:
+        fault = json.loads(path.read_text())
+    except FileNotFoundError:
+        return
+    if any(where.get(name, -1) < least for name, least in fault["when"].items()):
+        return
+    if fault["skip"] > 0:
+        arm(directory, Fault(**{**fault, "point": point, "action": Action(fault["action"]), "skip": fault["skip"] - 1}))
+        return
+    fired = path.with_suffix(".fired")
+    try:
+        path.rename(fired)
+    except FileNotFoundError:
+        return  # another process was faster
+    fired.write_text(json.dumps({"pid": os.getpid(), "time": time.time(), "where": where, "action": fault["action"]}))
+    match Action(fault["action"]):
+        case Action.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case Action.FREEZE:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case Action.SLEEP:
+            time.sleep(fault["seconds"])
+        case Action.RAISE:
+            raise UnavailableError(f"fault injected at {point.value}", reason="FAULT_INJECTED")
+
+
+def disarm(directory: Path) -> None:
+    """Remove every fault that has not fired, and every record."""
+    for path in directory.glob("*.*"):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
