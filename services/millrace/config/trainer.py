@@ -31,6 +31,11 @@ class TrainerModelConfig(Section):
     publish_dtype: Dtype = option(
         "auto", "Number format of published policies. auto: the format that the trainer computes in."
     )
+    dropout: bool = option(
+        False,
+        "Whether the dropout that the model's config.json names is active in training steps. Off, the trainer computes "
+        "the log-probs that the engine computed.",
+    )
 
 
 class OptimConfig(Section):

@@ -45,6 +45,8 @@ class Point(StrEnum):
     """Published and announced, before the checkpoint (`step`)."""
     TRAINER_MID_CHECKPOINT = "trainer.mid_checkpoint"
     """Some shards of the checkpoint are uploaded, its manifest is not (`step`)."""
+    TRAINER_MID_RESUME = "trainer.mid_resume"
+    """The state of a checkpoint is loaded in part (`step`)."""
     ENV_SERVER_MID_EPISODE = "env_server.mid_episode"
     """A group is being played (`step`: planned step)."""
     ENV_SERVER_BEFORE_APPEND = "env_server.before_append"

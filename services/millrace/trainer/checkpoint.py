@@ -26,7 +26,8 @@ from millrace.config.shared import CheckpointConfig
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
-from millrace.telemetry import logging
+from millrace.telemetry import faults, logging
+from millrace.telemetry.faults import Point
 from millrace.trainer.distributed import Gang
 from millrace.trainer.shards import load_shards, save_shards
 
@@ -152,7 +153,7 @@ class CheckpointStore:
         if exists[0]:
             return self._existing(key, chain_hash=chain_hash, run_hash=run_hash)
         nonce = self._gang.broadcast(secrets.token_hex(6).encode() if self._gang.is_leader else None).decode()
-        objects = self._upload(state, base=f"{self._names.checkpoint(step)}e{epoch:08d}-{nonce}/")
+        objects = self._upload(state, step=step, base=f"{self._names.checkpoint(step)}e{epoch:08d}-{nonce}/")
         manifest = CheckpointManifest(
             format=FORMAT,
             run_uid=self._names.uid,
@@ -204,7 +205,7 @@ class CheckpointStore:
                 self._store.delete(item.key)
         return dropped
 
-    def _upload(self, state: dict[str, torch.Tensor], *, base: str) -> tuple[CheckpointObject, ...]:
+    def _upload(self, state: dict[str, torch.Tensor], *, step: int, base: str) -> tuple[CheckpointObject, ...]:
         """Saves to a temporary directory and uploads this rank's files; returns all ranks' objects at rank 0."""
         with tempfile.TemporaryDirectory(prefix="millrace-checkpoint-") as directory:
             # In a gang on several machines each rank's directory holds only what it wrote.
@@ -213,6 +214,7 @@ class CheckpointStore:
             for path in sorted(Path(directory).iterdir()):
                 key = base + path.name.lstrip(".")
                 self._store.put_file(key, path)
+                faults.reach(Point.TRAINER_MID_CHECKPOINT, step=step)
                 size_bytes = path.stat().st_size
                 mine.append(CheckpointObject(name=path.name, key=key, sha256=_file_sha256(path), size_bytes=size_bytes))
         gathered = self._gang.gather(json.dumps([asdict(item) for item in mine]).encode())

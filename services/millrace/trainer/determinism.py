@@ -1,5 +1,6 @@
 """Makes torch repeat itself bit for bit."""
 
+import hashlib
 import os
 
 import torch
@@ -18,3 +19,8 @@ def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
     torch.use_deterministic_algorithms(is_strict)
     torch.manual_seed(seed)
     return is_strict
+
+
+def seed_rank(seed: int, *, rank: int) -> None:
+    """Gives each rank random numbers of its own; before that, all load the same model with the same ones."""
+    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{rank}".encode()).digest()[:8]))

@@ -19,7 +19,7 @@ from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundLoop
 from millrace.trainer.batches import Batches
 from millrace.trainer.checkpoint import Checkpointer, CheckpointStore
-from millrace.trainer.determinism import set_determinism
+from millrace.trainer.determinism import seed_rank, set_determinism
 from millrace.trainer.distributed import Gang
 from millrace.trainer.log_client import LogClient
 from millrace.trainer.loop import train
@@ -78,6 +78,7 @@ def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
     directory = resolve_model_directory(trainer.model.name)
     compute_dtype = resolve_dtype(trainer.model.dtype, device=gang.device)
     model = gang.shard(load_model(directory), compute_dtype=compute_dtype)
+    seed_rank(config.seed, rank=gang.rank)
     optimizer = PolicyOptimizer(model, optim=trainer.optim, scheduler=trainer.scheduler, max_steps=trainer.max_steps)
     checkpoints = CheckpointStore(context.store, names, gang=gang)
     manifest = resume(checkpoints, model, optimizer, gang=gang, run_hash=client.run_hash, is_strict=is_strict)

@@ -12,7 +12,8 @@ import time
 
 import torch
 
-from millrace.telemetry import logging
+from millrace.telemetry import faults, logging
+from millrace.telemetry.faults import Point
 from millrace.trainer.batches import Batch, StopRequested
 from millrace.trainer.loss import LossInputs, token_losses, total_loss
 from millrace.trainer.metrics import StepMetrics
@@ -50,9 +51,11 @@ def step(run: Training, batch: Batch) -> None:
     began = time.monotonic()
     metrics = forward_backward(run, batch)
     report = run.optimizer.step(batch.step)
+    faults.reach(Point.TRAINER_AFTER_STEP, step=batch.step)
     forward_backward_s = time.monotonic() - began
     run.position = Position(batch.step + 1, batch.chain_hash)
     publish_s = run.publisher.publish(run.position.version)
+    faults.reach(Point.TRAINER_AFTER_PUBLISH, step=batch.step)
     checkpoint_s = run.save_checkpoint() if run.checkpointer.is_due(run.position.version) else 0.0
     phases = Phases(forward_backward_s=forward_backward_s, publish_s=publish_s, checkpoint_s=checkpoint_s)
     run.reporter.step_completed(batch, metrics=metrics, optimizer=report, phases=phases)
@@ -68,12 +71,14 @@ def forward_backward(run: Training, batch: Batch) -> dict[str, float]:
         counts[1] += micro_batch.num_ce_tokens
     num_rl_tokens, num_ce_tokens = (int(count) for count in run.gang.sum(counts))
     metrics = StepMetrics(batch.header.envs)
-    for micro_batch in batch.micro_batches:
-        logprobs_BT, entropy_BT = run.logprobs(micro_batch)
-        losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), run.config.loss)
-        loss = total_loss(losses, num_rl_tokens=num_rl_tokens, num_ce_tokens=num_ce_tokens)
-        (loss * run.gang.world_size).backward()  # FSDP averages gradients over the ranks; this makes it a sum
-        metrics.add(micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
+    with run.learning():
+        for micro_batch in batch.micro_batches:
+            logprobs_BT, entropy_BT = run.logprobs(micro_batch)
+            losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), run.config.loss)
+            loss = total_loss(losses, num_rl_tokens=num_rl_tokens, num_ce_tokens=num_ce_tokens)
+            (loss * run.gang.world_size).backward()  # FSDP averages gradients over the ranks; this makes it a sum
+            faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)
+            metrics.add(micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
     return metrics.reduce(run.gang)
 
 

@@ -12,7 +12,8 @@ from millrace.policies.manifest import FileEntry
 from millrace.policies.publish import PublishedPolicy, publish_policy
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
-from millrace.telemetry import logging
+from millrace.telemetry import faults, logging
+from millrace.telemetry.faults import Point
 from millrace.trainer.distributed import Gang
 from millrace.trainer.model import policy_tensors, probe
 from millrace.v1 import event_pb2
@@ -128,6 +129,7 @@ class Publisher:
             files=self._files,
             probe=probed,
         )
+        faults.reach(Point.TRAINER_AFTER_MANIFEST, version=version)
         seconds = time.monotonic() - began
         self._announce(self._log_client, published, seconds)
         return seconds

@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from millrace.telemetry import logging
+from millrace.telemetry import faults, logging
+from millrace.telemetry.faults import Point
 from millrace.trainer.checkpoint import CheckpointManifest, CheckpointStore, require_same_conditions
 from millrace.trainer.distributed import Gang
 from millrace.trainer.optimizer import PolicyOptimizer
@@ -29,6 +30,7 @@ def resume(
         require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
     state = state_tensors(model, optimizer, gang=gang)
     checkpoints.load(manifest, state)
+    faults.reach(Point.TRAINER_MID_RESUME, step=manifest.step)
     restore_random_state(state, gang=gang)
     log.info("resumed", extra={"step": manifest.step, "bytes": manifest.size_bytes})
     return manifest

@@ -1,6 +1,7 @@
 """What the loop works on: the parts of one run's training, put together by `job`."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,15 @@ class Training:
     def logprobs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of a micro-batch under the live model, [B, T]."""
         return token_logprobs(self.model, micro_batch, autocast_dtype=self.autocast_dtype)
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """In this block the model's dropout is active, if the run wants it; elsewhere it never is, as in the engine."""
+        self.model.train(self.config.model.dropout)
+        try:
+            yield
+        finally:
+            self.model.eval()
 
     def save_checkpoint(self) -> float:
         """Saves the live state as the checkpoint of the position, reports it, returns the seconds it took."""
