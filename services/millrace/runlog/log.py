@@ -5,25 +5,16 @@ import hashlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, TypeVar
 
 import redis.asyncio as redis_asyncio
 from redis.exceptions import ResponseError
 
-from millrace.errors import (
-    AlreadyExistsError,
-    ConflictError,
-    CorruptObjectError,
-    FencedError,
-    InternalError,
-    InvalidStateError,
-    LogGoneError,
-)
+from millrace.errors import AlreadyExistsError, InternalError, PermissionDeniedError
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog import batch_reader, connection, epochs, intents, script
 from millrace.runlog.connection import MAX_BLOCK_S, as_text
+from millrace.runlog.entry import FORMAT_MAJOR, AppendResult, Entry, check_format, decode_entry, log_gone
 from millrace.runlog.epochs import Epoch
 from millrace.runlog.intents import Intent
 from millrace.runlog.names import Names, Stream
@@ -33,49 +24,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT_MAJOR = 1
-"""Major format of entries (field `v`) that this release writes, and the newest that it reads."""
-
-
-class AppendResult(StrEnum):
-    """The five answers of the append script."""
-
-    OK = "OK"
-    ALREADY = "ALREADY"
-    CONFLICT = "CONFLICT"
-    FENCED = "FENCED"
-    LOGGONE = "LOGGONE"
-
-    def require(self, what: str) -> None:
-        """Return if the entry is in the log (a repeated append is a success), else raise the error of the answer."""
-        match self:
-            case AppendResult.OK | AppendResult.ALREADY:
-                return
-            case AppendResult.FENCED:
-                raise FencedError(
-                    f"{what}: another process holds a newer epoch",
-                    reason="STALE_EPOCH",
-                    remedy="exit; the newer holder continues",
-                )
-            case AppendResult.LOGGONE:
-                raise log_gone(what)
-            case AppendResult.CONFLICT:
-                raise ConflictError(
-                    f"{what}: the log holds something else at that place, or lacks what comes before",
-                    reason="APPEND_CONFLICT",
-                    remedy="read the committed headers again and continue behind them",
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One entry of a stream: its id, format major, sha256 of `d` in hex, stored bytes, trace context."""
-
-    id: str
-    v: int
-    h: str
-    d: bytes
-    tp: str
+__all__ = ["FORMAT_MAJOR", "AppendResult", "Entry", "RunLog", "check_format", "decode_entry", "log_gone"]
 
 
 class RunLog:
@@ -93,17 +42,9 @@ class RunLog:
     @classmethod
     async def open(cls, redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str) -> "RunLog":
         """Open the log of a run; `LogGoneError` if Redis does not hold it."""
-        names = Names(prefix, uid)
-        found: Any = await connection.call(
-            redis,
-            f"opening the log of run {uid}",
-            lambda: redis.execute_command("HMGET", names.meta, "generation", "format", "run_hash"),
-        )
-        generation, version, run_hash = (as_text(value) for value in found)
-        if not generation:
-            raise log_gone(f"opening run {uid}")
-        check_format(version, f"meta of run {uid}")
-        return cls(redis, store, names=names, generation=int(generation), run_hash=run_hash)
+        log = cls(redis, store, names=Names(prefix, uid), generation=0, run_hash="")
+        await log.reopen()
+        return log
 
     @classmethod
     async def create(
@@ -136,6 +77,34 @@ class RunLog:
                 metadata={"uid": uid},
             )
         return cls(redis, store, names=names, generation=generation, run_hash=run_hash)
+
+    async def reopen(self) -> None:
+        """Adopt, in place, the generation that Redis holds now; `LogGoneError` while it holds none.
+
+        A generation below ours is a copy that a restarted Redis brought back from before a rebuild: as good as none.
+        """
+        found: Any = await self.command("opening the log", "HMGET", self.names.meta, "generation", "format", "run_hash")
+        generation, version, run_hash = (as_text(value) for value in found)
+        if not generation or int(generation) < self.generation:
+            raise log_gone(f"opening run {self.uid}")
+        check_format(version, f"meta of run {self.uid}")
+        if self.generation not in (0, int(generation)):
+            where = {"uid": self.uid, "old": self.generation, "new": int(generation)}
+            logger.info("log of the run adopted in its new generation", extra=where)
+        self.generation, self.run_hash = int(generation), run_hash
+
+    async def read_instance(self) -> str:
+        """Which copy of the log Redis holds: `{generation}.{run id of the server}`; `LogGoneError` if not ours.
+
+        It changes when the log was rebuilt, and when the server restarted, which may have lost the newest entries:
+        whoever sees a change appends again what that copy lacks. Where INFO is denied the run id is empty.
+        """
+        try:
+            info = await self.command("asking for the server's run id", "INFO", "server")
+        except PermissionDeniedError:
+            info = {}
+        await self.check()
+        return f"{self.generation}.{as_text(info.get('run_id'))}"
 
     @property
     def uid(self) -> str:
@@ -319,49 +288,6 @@ class RunLog:
     async def _trim(self, stream: Stream, below: str) -> int:
         key = self.names.stream(stream)
         return await self.command(f"trimming {stream}", "XTRIM", key, "MINID", "=", below)
-
-
-def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    """Check format and hash of a raw stream entry."""
-    where = f"entry {as_text(id_)} of {key}"
-    try:
-        version, stored_hash, data = fields[b"v"], as_text(fields[b"h"]), fields[b"d"]
-    except KeyError as error:
-        raise CorruptObjectError(
-            f"{where} lacks the field {error}", reason="ENTRY_CORRUPT", remedy="find out who else writes to this key"
-        ) from error
-    major = check_format(as_text(version), where)
-    if hashlib.sha256(data).hexdigest() != stored_hash:
-        raise CorruptObjectError(
-            f"{where} has not the sha256 that its field h names",
-            reason="ENTRY_CORRUPT",
-            remedy="rebuild the log from the object store",
-        )
-    return Entry(id=as_text(id_), v=major, h=stored_hash, d=data, tp=as_text(fields.get(b"tp", b"")))
-
-
-def check_format(version: str, where: str) -> int:
-    """The major number of a format version; `InvalidStateError` if it is newer than what this release reads."""
-    major = version.partition(".")[0]
-    if not major.isdigit() or int(major) < 1:
-        raise CorruptObjectError(f"{where} has the format {version!r}", reason="ENTRY_CORRUPT")
-    if int(major) > FORMAT_MAJOR:
-        raise InvalidStateError(
-            f"{where} has format {version}, this release reads up to {FORMAT_MAJOR}",
-            reason="FORMAT_TOO_NEW",
-            remedy="upgrade this service to the release that wrote it",
-            metadata={"format": version},
-        )
-    return int(major)
-
-
-def log_gone(what: str) -> LogGoneError:
-    """The error of a log that Redis does not hold any more."""
-    return LogGoneError(
-        f"{what}: Redis does not hold the log of the run",
-        reason="LOG_GONE",
-        remedy="rebuild it from the object store",
-    )
 
 
 def _run_hash(run_json: bytes) -> str:

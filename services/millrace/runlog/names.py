@@ -102,6 +102,10 @@ class Names:
         """Hash: generation, format, run_hash, epoch:{role}, seq:{writer}, base:{stream}."""
         return f"{self._key}:meta"
 
+    def rebuilt_events(self, generation: int) -> str:
+        """Stream that a rebuild fills and then renames to the events; expires if it does not get to that."""
+        return f"{self.stream(Stream.EVENTS)}:rebuild:{generation}"
+
     def lease(self, role: str) -> str:
         """String with the holder of a role; expires."""
         return f"{self._key}:lease:{role}"
@@ -135,6 +139,24 @@ class Names:
     def epoch(self, role: str, number: int) -> str:
         """Create-only: who holds this epoch of the role."""
         return f"{self.epochs(role)}{number:08d}"
+
+    @property
+    def generations(self) -> str:
+        """Prefix of the marks of installed generations."""
+        return f"{self.root}generations/"
+
+    def generation(self, number: int) -> str:
+        """Create-only: this generation of the Redis copy was installed."""
+        return f"{self.generations}{number:08d}"
+
+    @property
+    def event_archive(self) -> str:
+        """Prefix of the archived events."""
+        return f"{self.root}events/"
+
+    def archived_events(self, first: str, last: str) -> str:
+        """Create-only: the events with the ids from `first` to `last`, such as `1-0` and `1-17`."""
+        return f"{self.event_archive}{'_'.join(_sortable(id_) for id_ in (first, last))}.zst"
 
     @property
     def intents(self) -> str:
@@ -187,6 +209,12 @@ class Names:
     @property
     def _key(self) -> str:
         return f"{self.prefix}:{{{self.uid}}}"
+
+
+def _sortable(id_: str) -> str:
+    """An entry id that sorts as text."""
+    major, _, minor = id_.partition("-")
+    return f"{int(major):08d}-{int(minor):012d}"
 
 
 def _check(pattern: re.Pattern[str], value: str, field: str, rule: str) -> str:

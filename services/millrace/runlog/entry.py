@@ -1,0 +1,96 @@
+"""What an append answers and what a read returns: results, entries, their format and hash checks."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from millrace.errors import ConflictError, CorruptObjectError, FencedError, InvalidStateError, LogGoneError
+from millrace.runlog.connection import as_text
+
+FORMAT_MAJOR = 1
+"""Major format of entries (field `v`) that this release writes, and the newest that it reads."""
+
+
+class AppendResult(StrEnum):
+    """The five answers of the append script."""
+
+    OK = "OK"
+    ALREADY = "ALREADY"
+    CONFLICT = "CONFLICT"
+    FENCED = "FENCED"
+    LOGGONE = "LOGGONE"
+
+    def require(self, what: str) -> None:
+        """Return if the entry is in the log (a repeated append is a success), else raise the error of the answer."""
+        match self:
+            case AppendResult.OK | AppendResult.ALREADY:
+                return
+            case AppendResult.FENCED:
+                raise FencedError(
+                    f"{what}: another process holds a newer epoch",
+                    reason="STALE_EPOCH",
+                    remedy="exit; the newer holder continues",
+                )
+            case AppendResult.LOGGONE:
+                raise log_gone(what)
+            case AppendResult.CONFLICT:
+                raise ConflictError(
+                    f"{what}: the log holds something else at that place, or lacks what comes before",
+                    reason="APPEND_CONFLICT",
+                    remedy="read the committed headers again and continue behind them",
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One entry of a stream: its id, format major, sha256 of `d` in hex, stored bytes, trace context."""
+
+    id: str
+    v: int
+    h: str
+    d: bytes
+    tp: str
+
+
+def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
+    """Check format and hash of a raw stream entry."""
+    where = f"entry {as_text(id_)} of {key}"
+    try:
+        version, stored_hash, data = fields[b"v"], as_text(fields[b"h"]), fields[b"d"]
+    except KeyError as error:
+        raise CorruptObjectError(
+            f"{where} lacks the field {error}", reason="ENTRY_CORRUPT", remedy="find out who else writes to this key"
+        ) from error
+    major = check_format(as_text(version), where)
+    if hashlib.sha256(data).hexdigest() != stored_hash:
+        raise CorruptObjectError(
+            f"{where} has not the sha256 that its field h names",
+            reason="ENTRY_CORRUPT",
+            remedy="rebuild the log from the object store",
+        )
+    return Entry(id=as_text(id_), v=major, h=stored_hash, d=data, tp=as_text(fields.get(b"tp", b"")))
+
+
+def check_format(version: str, where: str) -> int:
+    """The major number of a format version; `InvalidStateError` if it is newer than what this release reads."""
+    major = version.partition(".")[0]
+    if not major.isdigit() or int(major) < 1:
+        raise CorruptObjectError(f"{where} has the format {version!r}", reason="ENTRY_CORRUPT")
+    if int(major) > FORMAT_MAJOR:
+        raise InvalidStateError(
+            f"{where} has format {version}, this release reads up to {FORMAT_MAJOR}",
+            reason="FORMAT_TOO_NEW",
+            remedy="upgrade this service to the release that wrote it",
+            metadata={"format": version},
+        )
+    return int(major)
+
+
+def log_gone(what: str) -> LogGoneError:
+    """The error of a log that Redis does not hold any more."""
+    return LogGoneError(
+        f"{what}: Redis does not hold the log of the run",
+        reason="LOG_GONE",
+        remedy="rebuild it from the object store",
+    )
