@@ -6,7 +6,10 @@
         ...
         wait.update(reason="batch 12, chunk 3 of 7")
 
-Registering costs about a microsecond, works from any thread and needs no event loop. The conversion to the wire is in
+What is ordinary for a moment (a Redis command, a call to another service) is registered with `quiet_s` and shows itself
+only once it is older; what thousands wait for at once (an answer of the engine) is one wait with a count (`shared`).
+
+Registering costs a few microseconds, works from any thread and needs no event loop. The conversion to the wire is in
 `millrace.rpc.waits_wire`, because this package stays free of protobuf.
 """
 
@@ -16,9 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
+
+COUNT = "{n}"
+"""Stands in the reason of a shared wait for how many wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +50,27 @@ class Wait:
         return 0 < self.deadline_s < self.age_s
 
 
+class Registered(Protocol):
+    """What a registry holds."""
+
+    def describe(self, owner: str, now: float) -> Wait | None:
+        """The wait as a value, `now` on the registry's clock; None while it is too young to be shown."""
+        ...
+
+
 class Waiting:
     """A wait that is under way while its `with` block runs. Not reentrant: one object is one wait."""
 
-    __slots__ = ("_began", "_deadline_s", "_key", "_reason", "_registry", "_run", "_waits_on")
+    __slots__ = ("_began", "_deadline_s", "_key", "_quiet_s", "_reason", "_registry", "_run", "_waits_on")
 
-    def __init__(self, registry: "WaitRegistry", reason: str, waits_on: str, deadline_s: float) -> None:
+    def __init__(
+        self, registry: "WaitRegistry", reason: str, waits_on: str, deadline_s: float, quiet_s: float = 0.0
+    ) -> None:
         self._registry = registry
         self._reason = reason
         self._waits_on = waits_on
         self._deadline_s = deadline_s
+        self._quiet_s = quiet_s
         self._run = ""
         self._began = 0.0
         self._key = 0
@@ -78,15 +95,51 @@ class Waiting:
     ) -> None:
         self._registry.remove(self._key)
 
-    def describe(self, owner: str, now: float) -> Wait:
-        """The wait as a value; `now` is on the registry's clock."""
+    def describe(self, owner: str, now: float) -> Wait | None:
+        """See `Registered`."""
+        age_s = max(0.0, now - self._began)
+        if age_s < self._quiet_s:
+            return None
         return Wait(
             owner=owner,
             reason=self._reason,
             waits_on=self._waits_on,
-            age_s=max(0.0, now - self._began),
+            age_s=age_s,
             deadline_s=self._deadline_s,
             run=self._run,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Crowd:
+    """Everybody who waits for the same thing; its age is that of who has waited longest."""
+
+    reason: str
+    waits_on: str
+    deadline_s: float
+    quiet_s: float
+    run: str
+    key: int = 0
+    began: dict[int, float] = field(default_factory=dict)
+    """When each member began, oldest first."""
+
+    def describe(self, owner: str, now: float) -> Wait | None:
+        """See `Registered`; called under the registry's lock."""
+        count = len(self.began)
+        age_s = max(0.0, now - next(iter(self.began.values()), now))
+        if count == 0 or age_s < self.quiet_s:
+            return None
+        if COUNT in self.reason:
+            reason = self.reason.replace(COUNT, str(count))
+        else:
+            reason = self.reason if count == 1 else f"{self.reason} ({count} at once)"
+        return Wait(
+            owner=owner,
+            reason=reason,
+            waits_on=self.waits_on,
+            age_s=age_s,
+            deadline_s=self.deadline_s,
+            run=self.run,
         )
 
 
@@ -98,13 +151,36 @@ class WaitRegistry:
         self.clock = clock
         self.lock = threading.Lock()
         self._keys = itertools.count(1)
-        self._waits: dict[int, Waiting] = {}
+        self._waits: dict[int, Registered] = {}
+        self._crowds: dict[tuple[str, str, str], _Crowd] = {}
 
-    def waiting(self, reason: str, *, waits_on: str = "", deadline_s: float = 0.0) -> Waiting:
+    def waiting(self, reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0) -> Waiting:
         """A context manager that registers the wait while its block runs."""
-        return Waiting(self, reason, waits_on, deadline_s)
+        return Waiting(self, reason, waits_on, deadline_s, quiet_s)
 
-    def add(self, wait: Waiting) -> int:
+    @contextlib.contextmanager
+    def shared(
+        self, reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0
+    ) -> Iterator[None]:
+        """Join those of this run who wait for `reason`: all of them are one wait, with a count where it says {n}."""
+        name = (reason, waits_on, _RUN.get())
+        with self.lock:
+            crowd = self._crowds.get(name)
+            if crowd is None:
+                crowd = _Crowd(reason=reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s, run=name[2])
+                crowd.key = next(self._keys)
+                self._crowds[name] = self._waits[crowd.key] = crowd
+            member = next(self._keys)
+            crowd.began[member] = self.clock()
+        try:
+            yield
+        finally:
+            with self.lock:
+                del crowd.began[member]
+                if not crowd.began:
+                    del self._crowds[name], self._waits[crowd.key]
+
+    def add(self, wait: Registered) -> int:
         """Register a wait and return its key."""
         with self.lock:
             key = next(self._keys)
@@ -121,7 +197,8 @@ class WaitRegistry:
         now = self.clock()
         with self.lock:
             found = [wait.describe(owner, now) for wait in self._waits.values()]
-        return sorted((wait for wait in found if wait.age_s >= min_age_s), key=lambda wait: -wait.age_s)
+        shown = (wait for wait in found if wait is not None and wait.age_s >= min_age_s)
+        return sorted(shown, key=lambda wait: -wait.age_s)
 
 
 class LastingWait:
@@ -139,14 +216,14 @@ class LastingWait:
         self._key = ""
         self._waiting: Waiting | None = None
 
-    def on(self, reason: str, *, waits_on: str = "", key: str) -> None:
+    def on(self, reason: str, *, waits_on: str = "", key: str, deadline_s: float = 0.0) -> None:
         """Wait, or go on waiting, for what `key` names; another key ends the wait before and begins a new one."""
         if self._waiting is not None and self._key == key:
-            self._waiting.update(reason=reason, waits_on=waits_on)
+            self._waiting.update(reason=reason, waits_on=waits_on, deadline_s=deadline_s)
             return
         self.over()
         self._key = key
-        self._waiting = self._registry.waiting(reason, waits_on=waits_on)
+        self._waiting = self._registry.waiting(reason, waits_on=waits_on, deadline_s=deadline_s)
         self._waiting.__enter__()
 
     def over(self) -> None:
@@ -170,9 +247,22 @@ def of_run(uid: str) -> Iterator[None]:
         _RUN.reset(token)
 
 
-def waiting(reason: str, *, waits_on: str = "", deadline_s: float = 0.0) -> Waiting:
-    """Register a wait of this process while the `with` block runs; `deadline_s` 0 is a wait without end."""
-    return _REGISTRY.waiting(reason, waits_on=waits_on, deadline_s=deadline_s)
+def waiting(reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0) -> Waiting:
+    """Register a wait of this process while the `with` block runs.
+
+    `deadline_s` is the age from which it counts as overdue, 0 for a wait without end; it is shown from `quiet_s` on.
+    """
+    return _REGISTRY.waiting(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s)
+
+
+def shared(
+    reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0
+) -> contextlib.AbstractContextManager[None]:
+    """Like `waiting`, for what many wait for at once: those with the same reason (and run) are one wait.
+
+    "{n}" in the reason becomes their number; the age is that of who has waited longest.
+    """
+    return _REGISTRY.shared(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s)
 
 
 def snapshot(owner: str, *, min_age_s: float = 0.0) -> list[Wait]:

@@ -90,3 +90,55 @@ def test_the_module_functions_share_one_registry() -> None:
     with waits.waiting("module wait", waits_on="redis"):
         assert "module wait" in [wait.reason for wait in waits.snapshot("o")]
     assert "module wait" not in [wait.reason for wait in waits.snapshot("o")]
+
+
+def test_a_quiet_wait_shows_itself_once_it_is_old() -> None:
+    clock = Clock()
+    registry = WaitRegistry(clock=clock)
+    with registry.waiting("Redis", quiet_s=2):
+        clock.now += 1.9
+        assert registry.snapshot("o") == []
+        clock.now += 0.2
+        assert [round(wait.age_s, 3) for wait in registry.snapshot("o")] == [2.1]
+
+
+def test_what_many_wait_for_is_one_wait_with_a_count_and_the_age_of_the_oldest() -> None:
+    clock = Clock()
+    registry = WaitRegistry(clock=clock)
+    first = registry.shared("{n} rollouts for the engine", waits_on="inference", deadline_s=9)
+    first.__enter__()
+    clock.now += 3
+    with registry.shared("{n} rollouts for the engine", waits_on="inference", deadline_s=9):
+        clock.now += 1
+        assert [(w.reason, w.age_s, w.deadline_s) for w in registry.snapshot("o")] == [
+            ("2 rollouts for the engine", 4, 9)
+        ]
+        first.__exit__(None, None, None)
+        assert [(w.reason, w.age_s) for w in registry.snapshot("o")] == [("1 rollouts for the engine", 1)]
+    assert registry.snapshot("o") == []
+
+
+def test_shared_waits_of_two_runs_are_two() -> None:
+    registry = WaitRegistry()
+    with waits.of_run("a"), registry.shared("Redis"), waits.of_run("b"), registry.shared("Redis"):
+        assert sorted((w.run, w.reason) for w in registry.snapshot("o")) == [("a", "Redis"), ("b", "Redis")]
+        with registry.shared("Redis"):
+            assert sorted((w.run, w.reason) for w in registry.snapshot("o")) == [
+                ("a", "Redis"),
+                ("b", "Redis (2 at once)"),
+            ]
+
+
+def test_a_lasting_wait_keeps_its_age_under_one_key() -> None:
+    clock = Clock()
+    registry = WaitRegistry(clock=clock)
+    wait = waits.LastingWait(registry)
+    wait.on("2 of 8 groups", waits_on="env-server", key="groups 3", deadline_s=60)
+    clock.now += 5
+    wait.on("1 of 8 groups", waits_on="env-server-a", key="groups 3", deadline_s=70)
+    (found,) = registry.snapshot("o")
+    assert (found.reason, found.waits_on, found.age_s, found.deadline_s) == ("1 of 8 groups", "env-server-a", 5, 70)
+    wait.on("8 of 8 groups", key="groups 4")
+    assert [(w.reason, w.age_s) for w in registry.snapshot("o")] == [("8 of 8 groups", 0)]
+    wait.over()
+    assert registry.snapshot("o") == []
