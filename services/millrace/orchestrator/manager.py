@@ -82,6 +82,7 @@ class RunManager:
     async def run(self) -> None:
         """Claim and drive; ends by cancellation, which releases every lease."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._registry.keep_pulse())
             while True:
                 self._wake.clear()
                 self._on_scan()

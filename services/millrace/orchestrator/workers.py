@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
+from millrace.internal.v1 import policy_service_pb2, worker_service_pb2, worker_service_pb2_grpc
 from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,10 @@ HEARTBEAT_S = 1.0
 """Interval that workers are told."""
 LEASE_S = 10.0
 """Silence after which a worker counts as lost; ten missed heartbeats, so that a busy laptop does not lose anyone."""
+PULSE_S, STOOD_STILL_S = 0.5, 2.0
+"""How often this process looks whether it runs, and the gap from which on it says that it did not."""
+MAX_LOST = 64
+"""Lost workers that are remembered, to name them."""
 
 
 @dataclass(slots=True)
@@ -31,6 +35,7 @@ class WorkerRecord:
     last_seen: float
     waits: list[event_pb2.Wait] = field(default_factory=list)
     trainer: worker_service_pb2.TrainerStatus | None = None
+    policy: policy_service_pb2.PolicyStatus | None = None
     num_playing: int = 0
     run_uid: str = ""
     """Run that this trainer or replica is given to; empty when free. Env-servers serve every run."""
@@ -52,10 +57,16 @@ class WorkerRegistry:
     def __init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
         self._resolved_below: dict[str, int] = {}
+        self._pulse = 0.0
+        self.lost: dict[str, WorkerRecord] = {}
+        """Workers whose lease ran out and that did not come back, as they were; the newest `MAX_LOST`."""
+        self.stood_still_s = 0.0
+        """Seconds for which this process itself was stopped or starved, over its life: nobody else is to blame."""
         self.changed = asyncio.Event()
 
     def register(self, worker: worker_service_pb2.Worker) -> None:
         """Add a worker, or take its new description."""
+        self.lost.pop(worker.worker_id, None)
         known = self._records.get(worker.worker_id)
         if known is None:
             self._records[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
@@ -74,6 +85,8 @@ class WorkerRegistry:
         record.num_playing = request.num_playing
         if request.HasField("trainer"):
             record.trainer = request.trainer
+        if request.HasField("policy"):
+            record.policy = request.policy
         self.notify()
         return record
 
@@ -141,15 +154,40 @@ class WorkerRegistry:
         self.changed.set()
         self.changed = asyncio.Event()
 
+    def records(self) -> list[WorkerRecord]:
+        """Every registered worker, also one whose lease has just run out."""
+        return list(self._records.values())
+
+    async def keep_pulse(self) -> None:
+        """Notice when this process stood still, and do not count that time as the workers' silence.
+
+        Ends by cancellation. Without it a stopped orchestrator would lose every worker in the moment it goes on.
+        """
+        self._pulse = time.monotonic()
+        while True:
+            await asyncio.sleep(PULSE_S)
+            now = time.monotonic()
+            gap_s = now - self._pulse - PULSE_S
+            self._pulse = now
+            if gap_s > STOOD_STILL_S:
+                self.stood_still_s += gap_s
+                log.warning("this process stood still", extra={"seconds": round(gap_s, 1)})
+                for record in self._records.values():
+                    record.last_seen = min(now, record.last_seen + gap_s)
+
     def _expire(self) -> None:
         now = time.monotonic()
+        if self._pulse and now - self._pulse > PULSE_S + STOOD_STILL_S:
+            return  # we stood still and `keep_pulse` has not run since: nobody's silence is known
         for worker_id, record in list(self._records.items()):
             if now - record.last_seen > LEASE_S:
                 log.warning(
                     "worker lost: no heartbeat",
                     extra={"worker": worker_id, "seconds": round(now - record.last_seen, 1), "run": record.run_uid},
                 )
-                del self._records[worker_id]
+                self.lost[worker_id] = self._records.pop(worker_id)
+                while len(self.lost) > MAX_LOST:
+                    del self.lost[next(iter(self.lost))]
 
 
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
