@@ -4,41 +4,69 @@ import json
 import math
 import secrets
 import time
-from typing import Self
+from typing import NamedTuple, Self
 
-from millrace.errors import FencedError
+from millrace.errors import CorruptObjectError, FencedError
 from millrace.runlog import script
 from millrace.runlog.connection import as_text
-from millrace.runlog.log import AppendResult, RunLog
+from millrace.runlog.entry import log_gone
+from millrace.runlog.log import RunLog
+
+_MAX_TAKEOVERS = 3  # each repetition means that the dead holder's value changed meanwhile: somebody else was faster
+
+
+class LeaseHolder(NamedTuple):
+    """What a lease says of its holder."""
+
+    owner: str
+    epoch: int
+    slot: str
+    """The holder's place, such as `host/address`; empty if it has no lasting one."""
 
 
 class Lease:
     """A held lease. Renew it at a third of its ttl; write only while `may_write`."""
 
-    def __init__(self, log: RunLog, *, role: str, owner: str, ttl_s: float, value: str, renewed: float) -> None:
+    def __init__(
+        self, log: RunLog, *, role: str, owner: str, ttl_s: float, token: str, renewed: float, slot: str = ""
+    ) -> None:
         self._log = log
         self._key = log.names.lease(role)
-        self._value = value
+        self._token = token
+        self._epoch = 0
         self._renewed = renewed
+        self._is_released = False
         self.role = role
         self.owner = owner
+        self.slot = slot
         self.ttl_s = ttl_s
 
     @classmethod
-    async def acquire(cls, log: RunLog, role: str, owner: str, ttl_s: float) -> Self | None:
-        """Take the lease if it is free; None if somebody holds it."""
-        value = _value(owner, secrets.token_hex(8), 0)
-        began = time.monotonic()
-        keys, args = [log.names.lease(role), log.names.meta], [log.generation, value, _milliseconds(ttl_s)]
-        reply = await log.call(
-            f"acquiring the lease of {role}", lambda: script.ACQUIRE_LEASE.run(log.redis, keys, args)
-        )
-        answer, held = (as_text(part) for part in reply)
-        if answer == "LOGGONE":
-            AppendResult.LOGGONE.require(f"lease of {role} of run {log.uid}")
-        if answer != "OK" and held != value:  # equal: our own call, whose answer was lost
-            return None
-        return cls(log, role=role, owner=owner, ttl_s=ttl_s, value=value, renewed=began)
+    async def acquire(cls, log: RunLog, role: str, owner: str, ttl_s: float, *, slot: str = "") -> Self | None:
+        """Take the lease if it is free; None if somebody holds it.
+
+        `slot` is a place that only one process can have at a time (`host/address`): a lease of the same slot is a dead
+        predecessor's and is taken over at once.
+        """
+        token, expected = secrets.token_hex(8), ""
+        value = _value(owner, token, 0, slot)
+        keys = [log.names.lease(role), log.names.meta]
+        for _ in range(_MAX_TAKEOVERS):
+            began = time.monotonic()
+            args = [log.generation, value, _milliseconds(ttl_s), expected]
+            reply = await log.call(
+                f"acquiring the lease of {role}",
+                lambda args=args: script.ACQUIRE_LEASE.run(log.redis, keys, args),
+            )
+            answer, held = (as_text(part) for part in reply)
+            if answer == "LOGGONE":
+                raise log_gone(f"lease of {role} of run {log.uid}")
+            if answer == "OK" or held == value:  # equal: our own call, whose answer was lost
+                return cls(log, role=role, owner=owner, ttl_s=ttl_s, token=token, renewed=began, slot=slot)
+            if not slot or _decode(held, role, log.uid).slot != slot:
+                return None
+            expected = held
+        return None
 
     @property
     def may_write(self) -> bool:
@@ -55,42 +83,57 @@ class Lease:
             )
 
     async def renew(self, *, epoch: int = 0) -> bool:
-        """Extend the lease by its ttl and note the holder's epoch; False if it was lost (then stop writing)."""
-        old = json.loads(self._value)
-        value = _value(self.owner, old["token"], epoch or old["epoch"])
+        """Extend the lease by its ttl and note the holder's epoch; False if another holds it (then stop writing).
+
+        A lease that is not there (Redis was wiped, lost its tail, or it ran out and nobody took it) is taken again:
+        epochs, not leases, fence.
+        """
+        if self._is_released:
+            return False
+        self._epoch = epoch or self._epoch
+        value = _value(self.owner, self._token, self._epoch, self.slot)
         began = time.monotonic()
-        args = [self._value, value, _milliseconds(self.ttl_s)]
-        reply = await self._log.call(
+        args = [self._token, value, _milliseconds(self.ttl_s)]
+        answer, _ = await self._log.call(
             f"renewing the lease of {self.role}",
             lambda: script.RENEW_LEASE.run(self._log.redis, [self._key], args),
         )
-        answer, held = (as_text(part) for part in reply)
-        if answer != "OK" and held != value:
+        if as_text(answer) != "OK":
             self._renewed = -math.inf
             return False
-        self._value, self._renewed = value, began
+        self._renewed = began
         return True
 
     async def release(self) -> None:
         """Give the lease back if we still hold it."""
+        self._is_released = True
         self._renewed = -math.inf
         await self._log.call(
             f"releasing the lease of {self.role}",
-            lambda: script.RELEASE_LEASE.run(self._log.redis, [self._key], [self._value]),
+            lambda: script.RELEASE_LEASE.run(self._log.redis, [self._key], [self._token]),
         )
 
 
-async def lease_holder(log: RunLog, role: str) -> tuple[str, int] | None:
-    """Owner and epoch of the lease of a role; None if nobody holds it."""
+async def lease_holder(log: RunLog, role: str) -> LeaseHolder | None:
+    """Owner, epoch and slot of the lease of a role; None if nobody holds it."""
     held = await log.command(f"reading the lease of {role}", "GET", log.names.lease(role))
-    if held is None:
-        return None
-    body = json.loads(held)
-    return body["owner"], body["epoch"]
+    return None if held is None else _decode(as_text(held), role, log.uid)
 
 
-def _value(owner: str, token: str, epoch: int) -> str:
-    return json.dumps({"owner": owner, "token": token, "epoch": epoch}, sort_keys=True)
+def _value(owner: str, token: str, epoch: int, slot: str) -> str:
+    return json.dumps({"owner": owner, "token": token, "epoch": epoch, "slot": slot}, sort_keys=True)
+
+
+def _decode(value: str, role: str, uid: str) -> LeaseHolder:
+    try:
+        body = json.loads(value)
+        return LeaseHolder(body["owner"], body["epoch"], body.get("slot", ""))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptObjectError(
+            f"the lease of {role} of run {uid} holds {value[:100]!r}",
+            reason="LEASE_CORRUPT",
+            remedy="find out who else writes to that key; it expires by itself",
+        ) from error
 
 
 def _milliseconds(ttl_s: float) -> int:

@@ -139,30 +139,45 @@ return {'OK', ARGV[1]}
 """
 )
 
-# Take a lease that is free. KEYS: lease, meta. ARGV: generation, value, ttl in ms.
+# Take a lease that is free, or that has the value we expect there (of a holder whose place we took).
+# KEYS: lease, meta. ARGV: generation, value, ttl in ms, expected value or "".
 ACQUIRE_LEASE = Script.of(
     """
 local stored = redis.call('HGET', KEYS[2], 'generation')
 if stored ~= ARGV[1] then return {'LOGGONE', stored or 'no meta'} end
-if redis.call('SET', KEYS[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return {'OK', ''} end
-return {'HELD', redis.call('GET', KEYS[1]) or ''}
-"""
-)
-
-# Renew our lease, or change what it says. KEYS: lease. ARGV: value we hold, new value, ttl in ms.
-RENEW_LEASE = Script.of(
-    """
 local held = redis.call('GET', KEYS[1])
-if held ~= ARGV[1] then return {'LOST', held or ''} end
+if held and held ~= ARGV[4] then return {'HELD', held} end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return {'OK', ''}
 """
 )
 
-# Give our lease back. KEYS: lease. ARGV: value we hold.
+# Lua: whether a lease's value is of our token. A value that a restarted Redis brought back is older, but ours.
+_IS_OURS = """
+local function is_ours(held, token)
+  local decoded, body = pcall(cjson.decode, held)
+  return decoded and type(body) == 'table' and body['token'] == token
+end
+"""
+
+# Renew our lease, change what it says, or take it again where Redis lost it.
+# KEYS: lease. ARGV: token, value, ttl in ms.
+RENEW_LEASE = Script.of(
+    _IS_OURS
+    + """
+local held = redis.call('GET', KEYS[1])
+if held and not is_ours(held, ARGV[1]) then return {'LOST', held} end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return {'OK', ''}
+"""
+)
+
+# Give our lease back. KEYS: lease. ARGV: token.
 RELEASE_LEASE = Script.of(
-    """
-if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+    _IS_OURS
+    + """
+local held = redis.call('GET', KEYS[1])
+if held and is_ours(held, ARGV[1]) then return redis.call('DEL', KEYS[1]) end
 return 0
 """
 )

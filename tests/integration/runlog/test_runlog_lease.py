@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from millrace.errors import FencedError, LogGoneError
+from millrace.errors import CorruptObjectError, FencedError, LogGoneError
 from millrace.runlog import Lease, RunLog
 from millrace.runlog.lease import lease_holder
 
@@ -19,7 +19,7 @@ async def test_one_holder_until_released(log, other):
     assert lease is not None and lease.may_write
     assert await Lease.acquire(other, "orchestrator", "b", 30) is None
     assert await Lease.acquire(other, "trainer", "b", 30) is not None, "roles are independent"
-    assert await lease_holder(log, "orchestrator") == ("a", 0)
+    assert await lease_holder(log, "orchestrator") == ("a", 0, "")
     await lease.release()
     assert not lease.may_write
     assert await lease_holder(log, "orchestrator") is None
@@ -33,9 +33,9 @@ async def test_renewal_keeps_it_beyond_its_ttl_and_tells_the_epoch(log, other):
         await asyncio.sleep(0.2)
         assert await lease.renew(epoch=7)
     assert await Lease.acquire(other, "orchestrator", "b", 0.6) is None
-    assert await lease_holder(log, "orchestrator") == ("a", 7)
+    assert await lease_holder(log, "orchestrator") == ("a", 7, "")
     assert await lease.renew()
-    assert await lease_holder(log, "orchestrator") == ("a", 7)
+    assert await lease_holder(log, "orchestrator") == ("a", 7, "")
 
 
 async def test_a_lost_lease_is_noticed_and_not_taken_back(log, other):
@@ -49,7 +49,7 @@ async def test_a_lost_lease_is_noticed_and_not_taken_back(log, other):
     with pytest.raises(FencedError, match="not renewed"):
         lease.require()
     await lease.release()
-    assert await lease_holder(log, "orchestrator") == ("b", 0), "releasing must not drop the next holder's lease"
+    assert await lease_holder(log, "orchestrator") == ("b", 0, ""), "releasing must not drop the next holder's lease"
 
 
 async def test_the_holder_stops_writing_at_half_its_ttl(log, monkeypatch):
@@ -79,3 +79,71 @@ async def test_no_lease_without_a_log(log, redis):
 async def test_racing_processes_have_one_holder(log):
     found = await asyncio.gather(*(Lease.acquire(log, "orchestrator", f"o{i}", 30) for i in range(16)))
     assert sum(lease is not None for lease in found) == 1
+
+
+async def test_a_lease_of_our_own_slot_is_taken_over_at_once(log, other):
+    dead = await Lease.acquire(log, "orchestrator", "a", 30, slot="host/1")
+    assert dead is not None and await dead.renew(epoch=3)
+    assert await Lease.acquire(other, "orchestrator", "b", 30, slot="host/2") is None
+    assert await Lease.acquire(other, "orchestrator", "b", 30) is None, "no slot is nobody's slot"
+    ours = await Lease.acquire(other, "orchestrator", "b", 30, slot="host/1")
+    assert ours is not None
+    assert await lease_holder(log, "orchestrator") == ("b", 0, "host/1")
+    assert await dead.renew() is False and not dead.may_write
+    await dead.release()
+    assert await ours.renew(epoch=4) and await lease_holder(log, "orchestrator") == ("b", 4, "host/1")
+
+
+async def test_two_without_a_slot_never_take_each_other_over(log, other):
+    assert await Lease.acquire(log, "orchestrator", "a", 30) is not None
+    assert await Lease.acquire(other, "orchestrator", "a", 30, slot="") is None
+
+
+async def test_racing_successors_in_one_slot_have_one_holder(log):
+    assert await Lease.acquire(log, "trainer", "dead", 30, slot="s") is not None
+    found = await asyncio.gather(*(Lease.acquire(log, "trainer", f"t{i}", 30, slot="s") for i in range(8)))
+    renewed = [lease for lease in found if lease is not None and await lease.renew()]
+    assert len(renewed) == 1, "the last that took it over holds it; the others hear that they do not"
+
+
+async def test_a_lease_that_redis_lost_is_taken_again(log, redis):
+    lease = await Lease.acquire(log, "orchestrator", "a", 30)
+    assert lease is not None
+    await redis.delete(log.names.lease("orchestrator"))
+    assert await lease.renew(epoch=2) and lease.may_write
+    assert await lease_holder(log, "orchestrator") == ("a", 2, "")
+
+
+async def test_a_lease_outlives_the_loss_of_the_log(log, redis):
+    lease = await Lease.acquire(log, "orchestrator", "a", 30)
+    assert lease is not None
+    await redis.delete(log.names.lease("orchestrator"), log.names.meta)
+    assert await lease.renew() and lease.may_write
+
+
+async def test_an_older_value_of_ours_is_overwritten(log, redis):
+    """A restarted Redis brings back what the lease said before its last renewals."""
+    lease = await Lease.acquire(log, "orchestrator", "a", 30)
+    assert lease is not None
+    older = await redis.get(log.names.lease("orchestrator"))
+    assert await lease.renew(epoch=5)
+    await redis.set(log.names.lease("orchestrator"), older, px=30_000)
+    assert await lease.renew()
+    assert await lease_holder(log, "orchestrator") == ("a", 5, "")
+    await redis.set(log.names.lease("orchestrator"), older, px=30_000)
+    await lease.release()
+    assert await lease_holder(log, "orchestrator") is None
+
+
+async def test_a_released_lease_is_not_taken_again(log):
+    lease = await Lease.acquire(log, "orchestrator", "a", 30)
+    assert lease is not None
+    await lease.release()
+    assert await lease.renew() is False
+    assert await lease_holder(log, "orchestrator") is None
+
+
+async def test_a_foreign_value_is_named(log, redis):
+    await redis.set(log.names.lease("trainer"), "x", px=30_000)
+    with pytest.raises(CorruptObjectError, match="lease of trainer"):
+        await lease_holder(log, "trainer")
