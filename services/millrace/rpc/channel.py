@@ -20,12 +20,14 @@ import millrace
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rpc.interceptors import REQUEST_ID_KEY, DefaultDeadline, new_request_id
 from millrace.rpc.status import MAX_METADATA_BYTES, from_rpc_error
-from millrace.telemetry import logging
+from millrace.telemetry import logging, waits
 from millrace.telemetry.settings import parse_address
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message, both directions: a page of 1000 runs with their configs fits, bulk data travels elsewhere."""
 DEFAULT_TIMEOUT_S = 10.0
+QUIET_S = 1.0
+"""A call that lasts longer shows itself as a wait."""
 
 _SERVICE_CONFIG = json.dumps(
     {
@@ -86,14 +88,24 @@ def _metadata() -> tuple[tuple[str, str], ...]:
 
 
 async def call(
-    method: Callable[..., Any], request: object, *, timeout_s: float = DEFAULT_TIMEOUT_S, to: str = ""
+    method: Callable[..., Any],
+    request: object,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    to: str = "",
+    waits_on: str = "",
+    quiet_s: float = QUIET_S,
 ) -> Any:
     """Call a unary method of a stub; raises classes of `millrace.errors`.
 
-    `to` says in words who is called ("the orchestrator at host:port"), for messages when it cannot be reached.
+    `to` says in words who is called ("the orchestrator at host:port"), for messages when it cannot be reached;
+    `waits_on` names the component for `run why`, where the call shows itself once it lasts longer than `quiet_s`.
     """
+    asked = type(request).__name__.removesuffix("Request")
+    reason = f"an answer of {to or waits_on or 'a server'} to {asked}"
     try:
-        return await method(request, timeout=timeout_s, metadata=_metadata())
+        with waits.waiting(reason, waits_on=waits_on, deadline_s=timeout_s, quiet_s=quiet_s):
+            return await method(request, timeout=timeout_s, metadata=_metadata())
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, to=to, timeout_s=timeout_s) from error
 

@@ -11,12 +11,14 @@ shall do, so a lost one costs one interval and nothing else.
 
 import asyncio
 import inspect
+import math
 import os
 import random
 import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from millrace import errors
@@ -36,6 +38,10 @@ from millrace.telemetry import logging, waits
 log = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 5.0
+SILENT_S = 15.0
+"""Silence of the orchestrator after which the worker's `on_silence` hears of it; three attempts to reach it."""
+MAX_WAITS = 100
+"""Waits in one heartbeat, the longest first."""
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 # The interval is the orchestrator's choice, within these bounds: a reply of 0 must not become a busy loop.
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
@@ -56,6 +62,32 @@ OnAssignments = Callable[[HeartbeatResponse], Awaitable[None] | None]
 """Hears each reply. Must return soon: the next heartbeat waits for it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """The orchestrator does not answer, or answers again after it did not."""
+
+    orchestrator: str
+    """Its address."""
+    seconds: float
+    is_over: bool
+    problem: str
+    """What the last attempt met, in words."""
+
+    def describe(self) -> str:
+        """For people: who, how long, and what follows from it."""
+        who = f"the orchestrator at {self.orchestrator}"
+        if self.is_over:
+            return f"{who} answers again after {self.seconds:.0f} s of silence"
+        return (
+            f"{who} has not answered for {self.seconds:.0f} s ({self.problem}): it is frozen or gone, or the network "
+            "is; work goes on as far as it can without it"
+        )
+
+
+OnSilence = Callable[[Silence], None]
+"""Hears once when the orchestrator was silent for `SILENT_S`, and once when it answers again. Must not block."""
+
+
 def new_worker_id(service: str) -> str:
     """A worker id that is new at every start and says where it runs, such as `trainer-host7-4127-9f3ac1d2`."""
     return f"{service}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -72,14 +104,18 @@ class WorkerAgent:
         on_assignments: OnAssignments,
         *,
         rpc_timeout_s: float = RPC_TIMEOUT_S,
+        on_silence: OnSilence | None = None,
+        silent_s: float = SILENT_S,
     ) -> None:
-        """Make an agent; `report` and `on_assignments` are called on the event loop of `run`."""
+        """Make an agent; `report`, `on_assignments` and `on_silence` are called on the event loop of `run`."""
         self._to = f"the orchestrator at {address_of_orchestrator}"
         self._address = address_of_orchestrator
         self._worker = worker
         self._report = report
         self._on_assignments = on_assignments
         self._rpc_timeout_s = rpc_timeout_s
+        self._on_silence = on_silence
+        self._silent_s = silent_s
         self._lease_s = 0.0
         self._interval_s = MAX_INTERVAL_S
         self._is_registered = False
@@ -147,7 +183,7 @@ class WorkerAgent:
             heartbeat = self._report()
             heartbeat.worker_id = self._worker.worker_id
             if not heartbeat.waits:
-                heartbeat.waits.extend(to_proto(waits.snapshot(self._worker.worker_id)))
+                heartbeat.waits.extend(to_proto(waits.snapshot(self._worker.worker_id)[:MAX_WAITS]))
             return heartbeat
 
         try:
@@ -163,23 +199,37 @@ class WorkerAgent:
         answer, failure = await self._attempt(method, make())
         if failure is None:
             return answer
-        began, backoff_s = time.monotonic(), MIN_BACKOFF_S
+        began, backoff_s, is_told = time.monotonic(), MIN_BACKOFF_S, False
+        silent_since = began if self._last_contact is None else self._last_contact
         fields: dict[str, Any] = {"orchestrator": self._address, "error": str(failure)}
         log.warning("orchestrator does not answer; trying again", extra=fields)
-        with waits.waiting(f"{what} {self._to}", waits_on="orchestrator") as wait:
+        with waits.waiting(f"{what} {self._to}", waits_on="orchestrator", deadline_s=self._silent_s) as wait:
             while failure is not None:
                 wait.update(reason=f"{what} {self._to}: {failure.message}")
+                if not is_told and time.monotonic() - silent_since >= self._silent_s:
+                    is_told = True
+                    self._tell(time.monotonic() - silent_since, is_over=False, problem=failure.message)
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # spreads the workers after a restart
                 backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
                 answer, failure = await self._attempt(method, make())
-        fields = {"orchestrator": self._address, "after_s": round(time.monotonic() - began, 3)}
-        log.info("orchestrator answers again", extra=fields)
+        silent_s = time.monotonic() - silent_since
+        log.info("orchestrator answers again", extra={"orchestrator": self._address, "after_s": round(silent_s, 3)})
+        if is_told:
+            self._tell(silent_s, is_over=True, problem="")
         return answer
+
+    def _tell(self, seconds: float, *, is_over: bool, problem: str) -> None:
+        """Tell the worker, and the log in any case."""
+        silence = Silence(orchestrator=self._address, seconds=seconds, is_over=is_over, problem=problem)
+        log.warning(silence.describe())
+        if self._on_silence is not None:
+            self._on_silence(silence)
 
     async def _attempt(self, method: Callable[..., Any], request: Any) -> tuple[Any, MillraceError | None]:
         """The answer, or the error for which one tries again; raises the others."""
         try:
-            answer = await call(method, request, timeout_s=self._rpc_timeout_s, to=self._to)
+            # `_until_answered` registers the wait, over all attempts.
+            answer = await call(method, request, timeout_s=self._rpc_timeout_s, to=self._to, quiet_s=math.inf)
         except _NOT_RETRIED:
             raise
         except MillraceError as error:

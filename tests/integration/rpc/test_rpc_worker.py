@@ -223,3 +223,46 @@ async def test_an_interval_of_zero_is_not_a_busy_loop(running_server) -> None:
 def test_worker_ids_are_new_every_time() -> None:
     assert new_worker_id("trainer").startswith("trainer-")
     assert new_worker_id("trainer") != new_worker_id("trainer")
+
+
+async def test_a_silent_orchestrator_is_told_of_once_and_once_when_it_is_back(running_server) -> None:
+    class Frozen(Registry):
+        def __init__(self) -> None:
+            super().__init__()
+            self.thawed = asyncio.Event()
+            self.thawed.set()
+
+        async def Heartbeat(self, request, context):
+            await self.thawed.wait()
+            return await super().Heartbeat(request, context)
+
+    registry, told = Frozen(), asyncio.Queue()
+    async with (
+        running_server(registry.register, grace_s=0.0) as server,
+        running_agent(server.address, rpc_timeout_s=0.2, silent_s=0.5, on_silence=told.put_nowait),
+        asyncio.timeout(30),
+    ):
+        await registry.until(lambda: len(registry.heartbeats) >= 1)
+        registry.thawed.clear()
+        began = await told.get()
+        (wait,) = [w for w in waits.snapshot("env-1") if "an answer from" in w.reason]
+        registry.thawed.set()
+        ended = await told.get()
+    assert (began.is_over, ended.is_over, began.orchestrator) == (False, True, server.address)
+    assert 0.5 <= began.seconds <= ended.seconds
+    assert f"the orchestrator at {server.address} has not answered for" in began.describe()
+    assert "did not answer within 0.2 s" in began.describe()
+    assert "answers again after" in ended.describe()
+    assert (wait.waits_on, wait.deadline_s) == ("orchestrator", 0.5)
+    assert told.empty()
+
+
+async def test_a_heartbeat_carries_the_longest_waits_and_not_thousands(running_server) -> None:
+    registry = Registry()
+    with contextlib.ExitStack() as stack:
+        for index in range(worker_module.MAX_WAITS + 20):
+            stack.enter_context(waits.waiting(f"wait {index}"))
+        async with running_server(registry.register) as server, running_agent(server.address):
+            await registry.until(lambda: len(registry.heartbeats) >= 1)
+    assert len(registry.heartbeats[0].waits) == worker_module.MAX_WAITS
+    assert registry.heartbeats[0].waits[0].reason == "wait 0"
