@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 
 MARKER = "MILLRACE_STACK_ID"
+PROCESS_MARKER = "MILLRACE_STACK_PROCESS"
+"""Names the one process of the stack that a descendant belongs to."""
 TERM_GRACE_S = 3.0
 KILL_WAIT_S = 5.0
 _POLL_S = 0.05
@@ -44,9 +46,9 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def marked(stack_id: str) -> set[int]:
-    """The processes (not this one, no zombies) that carry the stack's marker; empty where there is no /proc."""
-    needle = f"{MARKER}={stack_id}".encode()
+def marked(mark: str, *, variable: str = MARKER) -> set[int]:
+    """The processes (not this one, no zombies) whose environment says so; empty where there is no /proc."""
+    needle = f"{variable}={mark}".encode()
     found: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
@@ -81,15 +83,21 @@ def send(pids: set[int], number: signal.Signals) -> None:
 
 
 def end_all(
-    stack_id: str, groups: dict[int, int], *, term_grace_s: float, kill_wait_s: float = KILL_WAIT_S
+    mark: str,
+    groups: dict[int, int],
+    *,
+    term_grace_s: float,
+    kill_wait_s: float = KILL_WAIT_S,
+    variable: str = MARKER,
 ) -> set[int]:
-    """TERM, then KILL everything of the stack; returns what is still there after `term_grace_s + kill_wait_s`.
+    """TERM, then KILL everything that is marked or grouped; returns what is left after `term_grace_s + kill_wait_s`.
 
+    The mark of a stack is its id.
     `term_grace_s` 0 kills at once. Processes that appear meanwhile are found too: each round looks again.
     """
     begun = time.monotonic()
     asked: set[int] = set()
-    while left := marked(stack_id) | members(groups):
+    while left := marked(mark, variable=variable) | members(groups):
         age_s = time.monotonic() - begun
         if age_s > term_grace_s + kill_wait_s:
             return left

@@ -166,10 +166,10 @@ class EmbeddedRedis:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def is_ready(self) -> bool:
+    def is_ready(self, *, timeout_s: float = _CONNECT_S) -> bool:
         """Whether it answers PING with PONG, within a second (it answers LOADING while it reads its file)."""
         try:
-            with socket.create_connection((self.host, self.port), timeout=_CONNECT_S) as connection:
+            with socket.create_connection((self.host, self.port), timeout=timeout_s) as connection:
                 connection.sendall(b"PING\r\n")
                 return connection.recv(64).startswith(b"+PONG")
         except OSError:

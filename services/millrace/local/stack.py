@@ -2,14 +2,15 @@
 
     async with LocalStack(StackOptions(directory=Path("outputs/local"))) as stack:
         await stack.start()
-        await stack.guard(work(stack.address))     # ends with ProcessDiedError when a process dies
+        await stack.guard(work(stack.address))     # ends with ProcessDiedError when a process cannot be kept alive
 
-Everything lies in one directory: `logs/<process>.log`, `store/` (the object store), `redis/`, and `stack.json`, which
-says where the stack listens. Services start at the same time, because each spends seconds on imports.
+Everything lies in one directory: `logs/<process>.log`, `store/` (the object store), `redis/`, `spool/` (finished
+rollouts of the env-server), `logs/stack.log` (what died, was started again or does not answer), and `stack.json`, which
+says where the stack listens and the pids. Services start at the same time, because each spends seconds on imports.
+Once all were ready, what dies is started again (see `millrace.local.keeper`).
 """
 
 import asyncio
-import contextlib
 import fcntl
 import json
 import os
@@ -17,19 +18,19 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Self, TypeVar
-
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typing import IO, NoReturn, Self, TypeVar
 
 from millrace.errors import InvalidStateError, UnavailableError
+from millrace.local.keeper import Keeper
+from millrace.local.liveness import Answer, Probe, probe_redis, probe_service
 from millrace.local.ports import free_ports, require_free
 from millrace.local.preflight import check_redis, check_store
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.local.supervisor import ProcessSpec, Supervisor, tail
-from millrace.rpc.channel import open_channel
 from millrace.telemetry import waits
+from millrace.telemetry.redact import redact
 from millrace.telemetry.settings import Settings, parse_address, variable_name
 
 HOST = "127.0.0.1"
@@ -37,7 +38,6 @@ READY_DEADLINE_S = 180.0  # imports of torch and transformers take 70 s on a bus
 REDIS_DEADLINE_S = 20.0
 SAY_WAIT_AFTER_S = 10.0
 _POLL_S = 0.1
-_CHECK_TIMEOUT_S = 2.0
 
 SERVICES = {
     "orchestrator": "millrace.orchestrator.main",
@@ -71,6 +71,10 @@ class StackOptions:
     log_json: bool = False
     is_durable: bool = True
     """Whether the embedded Redis keeps an append-only file, which a stack that is started again reads."""
+    is_restarting: bool = True
+    """Whether a process that dies after the start is started again; else its death ends the stack."""
+    has_liveness: bool = True
+    """Whether a process that does not answer its health check for long is killed."""
 
     @classmethod
     def with_settings(cls, settings: Settings, *, directory: Path, **options: object) -> Self:
@@ -102,6 +106,9 @@ class LocalStack:
         self._modules = modules
         self._ready_deadline_s = ready_deadline_s
         self._lock: IO[str] | None = None
+        self._where: dict[str, object] = {}
+        self._keeper: Keeper | None = None
+        self._keeping: asyncio.Task[NoReturn] | None = None
 
     @property
     def logs(self) -> Path:
@@ -115,6 +122,9 @@ class LocalStack:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
         try:
             await self.supervisor.stop_for_sure()
         finally:
@@ -129,7 +139,13 @@ class LocalStack:
         time; ProcessDiedError for one that dies.
         """
         ports = self._choose_ports()
-        redis_url = await self._start_redis(ports["redis"])
+        probes: dict[str, Probe] = {}
+        if self.options.redis_url:
+            await check_redis(self.options.redis_url)
+            redis_url = self.options.redis_url
+        else:
+            redis = await self._start_redis(ports["redis"])
+            redis_url, probes["redis"] = redis.url, probe_redis(redis)
         store_url = self.options.store_url or (self.directory / "store").as_uri()
         if self.options.store_url:
             await check_store(store_url, prefix=self.options.prefix)
@@ -141,13 +157,20 @@ class LocalStack:
         for name in self._modules:
             await self.supervisor.start(self._service(name, addresses, http, redis_url, store_url))
         await self.guard(self._wait_ready(addresses))
-        where = {"address": self.address, "http": f"http://{http}/v1", "logs": str(self.logs), "pid": os.getpid()}
-        (self.directory / "stack.json").write_text(json.dumps({**where, "store": store_url}, indent=2) + "\n")
+        self._where = {
+            "address": self.address,
+            "http": f"http://{http}/v1",
+            "logs": str(self.logs),
+            "pid": os.getpid(),
+            "redis": redact(redis_url),
+            "store": store_url,
+        }
+        self._keep({**probes, **{name: probe_service(address) for name, address in addresses.items()}})
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """Await `work` while the processes live; ProcessDiedError as soon as one dies."""
+        """Await `work` while the stack lives; ProcessDiedError as soon as a process is dead for good."""
         task = asyncio.ensure_future(work)
-        death = asyncio.create_task(self.supervisor.wait_death(), name="death of a process")
+        death = asyncio.create_task(self._wait_failure(), name="death of a process")
         try:
             await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -157,6 +180,44 @@ class LocalStack:
             for unfinished in (task, death):
                 unfinished.cancel()
             await asyncio.gather(task, death, return_exceptions=True)
+
+    def _keep(self, probes: Mapping[str, Probe]) -> None:
+        """From now on processes that die are started again."""
+        self._keeper = Keeper(
+            self.supervisor,
+            probes,
+            note=self._tell,
+            on_change=self._write_json,
+            ready_deadline_s=self._ready_deadline_s,
+            is_restarting=self.options.is_restarting,
+            has_liveness=self.options.has_liveness,
+        )
+        self._write_json()
+        self._tell("the stack is ready", is_shown=False)
+        self._keeping = asyncio.create_task(self._keeper.run(), name="keeper of the stack")
+
+    async def _wait_failure(self) -> BaseException:
+        """What ends the stack: any death before it was ready, later what the keeper gives up on."""
+        if self._keeping is None:
+            return await self.supervisor.wait_death()
+        await asyncio.wait({self._keeping})
+        return self._keeping.exception() or RuntimeError("the keeper ended")
+
+    def _tell(self, text: str, *, is_shown: bool = True) -> None:
+        """Say it to the user and in the stack's own log."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with (self.logs / "stack.log").open("a") as file:
+            file.write(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {text}\n")
+        if is_shown:
+            self._note(text)
+
+    def _write_json(self) -> None:
+        """`stack.json`: where it listens, the pids of now, and how often each process was started again."""
+        pids = {name: child.pid for name, child in self.supervisor.children.items()}
+        again = self._keeper.restarts() if self._keeper else {}
+        fresh = self.directory / "stack.json.new"
+        fresh.write_text(json.dumps({**self._where, "pids": pids, "restarts": again}, indent=2) + "\n")
+        fresh.rename(self.directory / "stack.json")
 
     def _choose_ports(self) -> dict[str, int]:
         if self.options.listen:
@@ -175,10 +236,7 @@ class LocalStack:
             ports["http"] = self.options.http_port
         return ports
 
-    async def _start_redis(self, port: int) -> str:
-        if self.options.redis_url:
-            await check_redis(self.options.redis_url)
-            return self.options.redis_url
+    async def _start_redis(self, port: int) -> EmbeddedRedis:
         directory = self.directory / "redis"
         directory.mkdir(exist_ok=True)
         redis = EmbeddedRedis(
@@ -197,7 +255,7 @@ class LocalStack:
             )
         )
         await self.guard(_wait_redis(redis))
-        return redis.url
+        return redis
 
     def _service(
         self, name: str, addresses: Mapping[str, str], http: str, redis_url: str, store_url: str
@@ -222,9 +280,19 @@ class LocalStack:
         return ProcessSpec(
             name=name,
             argv=[sys.executable, "-m", self._modules[name]],
-            env={**threads, **inherited, **settings.to_environ(), **(self._engine() if name == "inference" else {})},
+            env={**threads, **inherited, **settings.to_environ(), **self._own(name)},
             log_path=self.logs / f"{name}.log",
         )
+
+    def _own(self, name: str) -> dict[str, str]:
+        """The variables that only this service reads."""
+        match name:
+            case "inference":
+                return self._engine()
+            case "env-server":
+                return {"MILLRACE_SPOOL_DIR": str(self.directory / "spool")}
+            case _:
+                return {}
 
     def _engine(self) -> dict[str, str]:
         """What the options say about the engine, as the variables that its process reads."""
@@ -248,17 +316,13 @@ class LocalStack:
 
     async def _wait_healthy(self, name: str, address: str) -> None:
         ends = time.monotonic() + self._ready_deadline_s
-        request = health_pb2.HealthCheckRequest(service="")
+        probe = probe_service(address)
         with waits.waiting(f"{name} to be ready", waits_on=name, deadline_s=self._ready_deadline_s):
-            async with open_channel(address) as channel:
-                check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined] - set by its constructor
-                while time.monotonic() < ends:
-                    # Refused until the process has bound its port; whether it died is `guard`'s to see.
-                    with contextlib.suppress(grpc.aio.AioRpcError):
-                        answer = await check(request, timeout=_CHECK_TIMEOUT_S)
-                        if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                            return
-                    await asyncio.sleep(_POLL_S)
+            while time.monotonic() < ends:
+                # Silent until the process has bound its port; whether it died is `guard`'s to see.
+                if await probe() is Answer.SERVING:
+                    return
+                await asyncio.sleep(_POLL_S)
         path = self.logs / f"{name}.log"
         shown = "\n".join(f"  | {line}" for line in tail(path)) or "  | (it wrote nothing)"
         raise UnavailableError(

@@ -1,5 +1,7 @@
 """Starts processes, notices when one dies, and ends all of them with everything that they started.
 
+Who is started again is not decided here, see `millrace.local.keeper`.
+
 Each process leads a session of its own, so a Ctrl-C in the terminal reaches the supervisor alone and the order of the
 shutdown is ours: TERM in reverse order of `tier`, KILL to the process groups after the grace, then a sweep for
 descendants that left their group (see `millrace.local.reaper`, which also does this when the supervisor is killed).
@@ -7,6 +9,7 @@ descendants that left their group (see `millrace.local.reaper`, which also does 
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -54,6 +57,8 @@ class Child:
     process: asyncio.subprocess.Process
     started_s: float
     start_ticks: int
+    mark: str
+    """In the environment of everything that this life starts."""
     exited: asyncio.Task[int] = field(repr=False)
 
     @property
@@ -72,13 +77,20 @@ class ProcessDiedError(InternalError):
 
     default_reason = "PROCESS_DIED"
 
-    def __init__(self, name: str, *, how: str, log_path: Path | None, last_lines: Sequence[str]) -> None:
-        """`how` is `exit code 1` or `signal SIGKILL`; `last_lines` are the end of its log."""
+    def __init__(
+        self, name: str, *, how: str, age_s: float, log_path: Path | None, last_lines: Sequence[str], deaths: int = 1
+    ) -> None:
+        """`how` is `exit code 1` or `signal SIGKILL`, `age_s` the seconds that it lived.
+
+        `last_lines` are the end of its log. `deaths` in a row, above 1, are why it is not started again.
+        """
         self.process_name = name
+        self.how = how
         self.last_lines = list(last_lines)
         shown = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (it wrote nothing)"
+        again = f", for the {deaths}th time in a row, so it is not started again" if deaths > 1 else ""
         super().__init__(
-            f"{name} died: {how}. The last lines of its log:\n{shown}",
+            f"{name} died: {how}, {age_s:.1f} s after its start{again}. The last lines of its log:\n{shown}",
             remedy=f"read {log_path}" if log_path else "read its output above",
             metadata={"process": name, "how": how, "log": str(log_path or "")},
         )
@@ -94,13 +106,14 @@ class Supervisor:
         """Set it to skip the rest of the grace (a second Ctrl-C)."""
         self._term_grace_s = term_grace_s
         self._children: dict[str, Child] = {}
+        self._numbers = itertools.count(1)
         self._is_stopping = False
         self._died: asyncio.Queue[Child] = asyncio.Queue()
         self._reaper: subprocess.Popen[str] | None = None
 
     @property
     def children(self) -> Mapping[str, Child]:
-        """Every process that was started, by name."""
+        """Every process that was started, by name; of one that was started again, its newest life."""
         return self._children
 
     async def __aenter__(self) -> Self:
@@ -122,11 +135,12 @@ class Supervisor:
         """Start a process; NotFoundError if its program does not exist."""
         if self._is_stopping or self._reaper is None:
             raise RuntimeError("the supervisor is not running")
+        mark = f"{self.stack_id}/{spec.name}/{next(self._numbers)}"
         with _sink(spec.log_path) as sink:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.argv,
-                    env={**spec.env, reaper.MARKER: self.stack_id},
+                    env={**spec.env, reaper.MARKER: self.stack_id, reaper.PROCESS_MARKER: mark},
                     cwd=spec.cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
@@ -145,6 +159,7 @@ class Supervisor:
             process=process,
             started_s=time.monotonic(),
             start_ticks=reaper.start_ticks(process.pid),
+            mark=mark,
             exited=exited,
         )
         exited.add_done_callback(lambda _: self._note_exit(child))
@@ -154,7 +169,25 @@ class Supervisor:
 
     async def wait_death(self) -> ProcessDiedError:
         """Returns when a process ends unasked, with what to tell the user. May be cancelled."""
-        return await asyncio.to_thread(describe_death, await self._died.get())
+        return await asyncio.to_thread(describe_death, await self.next_death())
+
+    async def next_death(self) -> Child:
+        """Returns when a process ends unasked, each death once. May be cancelled."""
+        return await self._died.get()
+
+    async def bury(self, child: Child) -> None:
+        """Kill what is left of a process: itself, its group, and descendants that left the group."""
+        groups = {child.pid: child.start_ticks}
+        left = await asyncio.to_thread(
+            reaper.end_all,
+            child.mark,
+            groups,
+            term_grace_s=0.0,
+            kill_wait_s=SWEEP_WAIT_S,
+            variable=reaper.PROCESS_MARKER,
+        )
+        if left:
+            log.error("descendants of %s would not end: pids %s", child.spec.name, sorted(left))
 
     async def stop_for_sure(self) -> None:
         """Stop to the end even if this task is cancelled meanwhile (Ctrl-C during the stop), which only hurries it."""
@@ -237,8 +270,8 @@ def _sink(path: Path | None) -> Iterator[IO[bytes] | None]:
         yield sink
 
 
-def describe_death(child: Child) -> ProcessDiedError:
-    """What to tell the user about a process that ended unasked."""
+def describe_death(child: Child, *, given_up_after: int | None = None) -> ProcessDiedError:
+    """What to tell the user about a process that ended unasked; `given_up_after` deaths in a row."""
     code = child.process.returncode
     if code is None:
         raise RuntimeError(f"{child.spec.name} has not exited")
@@ -249,10 +282,11 @@ def describe_death(child: Child) -> ProcessDiedError:
             how = f"signal {-code}"
     else:
         how = f"exit code {code}"
-    age_s = time.monotonic() - child.started_s
     return ProcessDiedError(
         child.spec.name,
-        how=f"{how}, {age_s:.1f} s after its start",
+        how=how,
+        age_s=time.monotonic() - child.started_s,
+        deaths=given_up_after or 1,
         log_path=child.spec.log_path,
         last_lines=tail(child.spec.log_path) if child.spec.log_path else [],
     )

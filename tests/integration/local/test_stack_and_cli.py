@@ -101,7 +101,8 @@ def test_a_run_from_command_to_summary_twice(project):
         assert "step   3/3  reward 0.700" in err and "STOPPING -> SUCCEEDED" in err
         assert "held-out reward  0.450 → 0.750  (+0.300)" in out and "step   3/3" not in out
         logs = sorted(p.name for p in (path.parent / "logs").iterdir())
-        assert logs == ["env-server.log", "inference.log", "orchestrator.log", "redis.log", "trainer.log"]
+        services = ["env-server.log", "inference.log", "orchestrator.log", "redis.log", "stack.log", "trainer.log"]
+        assert logs == services
         assert len((path.parent / "metrics.jsonl").read_text().splitlines()) == 6
         assert leftovers(project) == []
 
@@ -154,10 +155,23 @@ def test_a_process_that_dies_at_the_start_is_named_with_its_last_lines(project):
     assert leftovers(project) == []
 
 
-def test_a_process_that_dies_later_stops_the_stack(project):
+def test_a_process_that_dies_later_is_started_again_until_that_is_hopeless(project):
     code, _, err = run(project, "rl", "@", "rl.toml", FAKE_DIE_LATER="trainer", FAKE_SLOW="1")
     assert code == 1
+    assert [f"started again (restart {n})" in err for n in range(1, 6)] == [True] * 4 + [False]
     assert "Error: trainer died: exit code 7" in err and "  | out of memory" in err
+    assert "for the 5th time in a row, so it is not started again" in err
+    assert leftovers(project) == []
+
+
+def test_a_death_stops_a_stack_that_does_not_restart(project):
+    options = ["up", "--no-restart", "--listen", f"127.0.0.1:{free_port()}", "--http-port", str(free_port())]
+    process = start(project, *options)
+    assert process.stdout is not None and "ready" in process.stdout.readline()
+    pids = json.loads((project / "outputs" / "local" / "stack.json").read_text())["pids"]
+    os.kill(pids["trainer"], signal.SIGKILL)
+    code, _, err = finish(process, timeout=30)
+    assert code == 1 and "Error: trainer died: signal SIGKILL" in err and "(restart" not in err
     assert leftovers(project) == []
 
 

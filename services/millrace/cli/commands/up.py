@@ -14,11 +14,17 @@ from millrace.cli.defaults import DEFAULT_LISTEN
 @click.option(
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
 )
-def up(directory: Path, listen: str, http_port: int, log_level: str) -> None:
+@click.option("--restart/--no-restart", default=True, help="Start again what dies (default), or stop with it.")
+@click.option(
+    "--liveness/--no-liveness",
+    default=True,
+    help="Kill what does not answer for 30 s (default), or leave it (debuggers).",
+)
+def up(directory: Path, listen: str, http_port: int, log_level: str, restart: bool, liveness: bool) -> None:
     """Start the one-machine stack and leave it running until Ctrl-C.
 
     Redis, object store, orchestrator, env-server, inference, trainer. Its data lies under --dir and is there again when
-    the stack is started again.
+    the stack is started again. A process that dies is started again, and runs go on.
     """
     import asyncio
     import os
@@ -31,7 +37,13 @@ def up(directory: Path, listen: str, http_port: int, log_level: str) -> None:
     check_address(listen, option="--listen")
     settings = Settings.from_env(os.environ)
     options = StackOptions.with_settings(
-        settings, directory=directory, listen=listen, http_port=http_port, log_level=log_level
+        settings,
+        directory=directory,
+        listen=listen,
+        http_port=http_port,
+        log_level=log_level,
+        is_restarting=restart,
+        has_liveness=liveness,
     )
 
     async def serve(signals: interrupts.Interrupts) -> None:

@@ -1,0 +1,73 @@
+"""When a process is started again, and when it is killed: the arithmetic."""
+
+from millrace.local import liveness, restarts
+from millrace.local.liveness import Answer, Pulse, Verdict
+from millrace.local.restarts import Lives
+
+
+def test_backoff_grows_until_a_crash_loop():
+    lives = Lives()
+    seen = [lives.end(float(second), is_orderly=False) for second in range(restarts.MOST_SHORT_LIVES)]
+    assert [round(each.delay_s, 2) for each in seen] == [0.2, 0.6, 1.8, 5.4, 10.0]
+    assert [each.is_hopeless for each in seen] == [False] * 4 + [True]
+    assert seen[-1].short_lives == 5
+
+
+def test_a_long_life_after_it_was_ready_starts_the_count_anew():
+    lives = Lives()
+    for start in range(0, 1000, 100):
+        lives.begin()
+        lives.ready(start + 60.0)
+        assert not lives.end(start + 90.0, is_orderly=False).is_hopeless, "30 s since it was ready"
+    for start in range(1000, 1400, 100):
+        lives.begin()
+        lives.ready(start + 61.0)
+        verdict = lives.end(start + 90.0, is_orderly=False)
+    assert verdict.is_hopeless, "29 s since it was ready, four times after one"
+    assert lives.restarts == 14
+
+
+def test_an_orderly_end_is_restarted_at_once_and_is_no_crash():
+    lives = Lives()
+    for _ in range(20):
+        lives.ready(1.0)
+        verdict = lives.end(2.0, is_orderly=True)
+        assert (verdict.delay_s, verdict.is_hopeless) == (0.0, False)
+    for _ in range(restarts.MOST_SHORT_LIVES):
+        verdict = lives.end(3.0, is_orderly=True)
+    assert verdict.is_hopeless, "exit code 0 before it was ever ready is a crash like another"
+
+
+def silence(pulse: Pulse, *, since: float, until: float, answer=Answer.SILENT, is_certain=True) -> dict[Verdict, float]:
+    """The first time of each verdict while every check of the period gets this answer."""
+    first: dict[Verdict, float] = {}
+    now = since
+    while now <= until:
+        first.setdefault(pulse.hear(answer, now, is_certain=is_certain), now)
+        now += liveness.PERIOD_S + liveness.CHECK_TIMEOUT_S
+    return first
+
+
+def test_silence_is_named_then_ends_in_a_kill():
+    first = silence(Pulse(0.0), since=5.0, until=60.0)
+    assert 10 <= first[Verdict.NAME] <= 17 and 30 <= first[Verdict.KILL] <= 40
+
+
+def test_an_answer_forgets_all_failures():
+    pulse = Pulse(0.0)
+    assert Verdict.KILL not in silence(pulse, since=5.0, until=27.0)
+    assert pulse.hear(Answer.SERVING, 30.0, is_certain=True) is Verdict.FINE
+    first = silence(pulse, since=35.0, until=90.0)
+    assert first[Verdict.NAME] >= 40 and first[Verdict.KILL] >= 60
+
+
+def test_nobody_is_killed_while_the_machine_may_be_to_blame():
+    assert set(silence(Pulse(0.0), since=5.0, until=300.0, is_certain=False)) == {Verdict.FINE, Verdict.NAME}
+    slept = Pulse(0.0)
+    assert slept.hear(Answer.SILENT, 3600.0, is_certain=True) is Verdict.FINE, "the laptop was closed"
+    assert slept.hear(Answer.SILENT, 3605.0, is_certain=True) is Verdict.FINE
+
+
+def test_who_says_that_it_is_sick_gets_longer():
+    first = silence(Pulse(0.0), since=5.0, until=100.0, answer=Answer.SICK)
+    assert first[Verdict.NAME] <= 17 and 60 <= first[Verdict.KILL] <= 67
