@@ -1,22 +1,29 @@
 """The object store in a directory: the default of the one-machine stack.
 
 Atomic by `link`/`rename` of a synced temporary file on the same filesystem, durable by syncing file and directory.
+A temporary file is locked while its writer lives, so that what a killed writer left is told apart and removed. A full
+disk is waited for like a store that does not answer: a bounded time, visibly.
 """
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from millrace.errors import CapacityError, ConflictError, CorruptObjectError, NotFoundError, UnavailableError
+from millrace.errors import CapacityError, CorruptObjectError, NotFoundError
 from millrace.storage.base import ObjectInfo, check_key, check_prefix
+from millrace.storage.disk import io_errors, key_is_directory
+from millrace.storage.retry import RetryPolicy, TransientError
 
 _TMP = ".tmp"
-_STALE_TMP_S = 24 * 3600.0  # a temporary file that old belongs to a dead process: no single write takes a day
+_STALE_TMP_S = 60.0  # younger files may be between their creation and their lock
+_UNLOCKABLE_TMP_S = 24 * 3600.0  # on a filesystem without locks: no single write takes a day
 _MKDIR_ATTEMPTS = 16  # a concurrent delete may prune a directory between mkdir and link
 _COPY_BYTES = 8 << 20
 
@@ -24,28 +31,40 @@ _COPY_BYTES = 8 << 20
 class LocalStore:
     """`ObjectStore` under `root`. Any number of processes of one machine may use it at once."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, retry: RetryPolicy | None = None) -> None:
         self._root = root.resolve()
         self._tmp = self._root / _TMP
-        with _io_errors(self._root, "open"):
+        self._retry = retry or RetryPolicy()
+        with io_errors(self._root, "open"):
             self._tmp.mkdir(parents=True, exist_ok=True)
             self._remove_stale()
 
     def put(self, key: str, data: bytes) -> None:
         """See `ObjectStore.put`."""
-        self._commit(key, _write_bytes(data), os.replace)
+
+        def write(file: BinaryIO) -> None:
+            file.write(data)
+
+        self._commit("PUT", key, write, os.replace, needed_bytes=len(data))
 
     def create(self, key: str, data: bytes) -> bool:
         """See `ObjectStore.create`; the race is decided by link(2)."""
         path = self._path(key)
         if path.is_file():  # spare the write; link below is what decides
             return False
+        tries = 0
+
+        def write(file: BinaryIO) -> None:
+            nonlocal tries
+            tries += 1
+            file.write(data)
+
         try:
-            self._commit(key, _write_bytes(data), os.link)
+            self._commit("create", key, write, os.link, needed_bytes=len(data))
         except FileExistsError:
             if path.is_dir():
-                raise _is_directory(path) from None
-            return False
+                raise key_is_directory(path) from None
+            return tries > 1 and self.get(key) == data  # an earlier try may have named it, then failed to sync the name
         return True
 
     def get(self, key: str) -> bytes:
@@ -95,7 +114,7 @@ class LocalStore:
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`; prunes directories that became empty."""
         path = self._path(key)
-        with _io_errors(path, "delete"):
+        with io_errors(path, "delete"):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
             for parent in path.parents:
@@ -109,23 +128,27 @@ class LocalStore:
     def put_file(self, key: str, path: Path) -> None:
         """See `ObjectStore.put_file`."""
 
-        def copy(target: Path) -> None:
-            with path.open("rb") as source, target.open("wb") as file:
+        def copy(file: BinaryIO) -> None:
+            with path.open("rb") as source:
                 shutil.copyfileobj(source, file, _COPY_BYTES)
-                _sync(file.fileno())
 
-        self._commit(key, copy, os.replace)
+        with io_errors(path, "read"):
+            size_bytes = path.stat().st_size
+        self._commit("PUT", key, copy, os.replace, needed_bytes=size_bytes)
 
     def get_file(self, key: str, path: Path) -> None:
         """See `ObjectStore.get_file`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
-        try:
-            with self._reading(key) as source:
-                shutil.copyfile(source, part)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with self._reading(key) as source_path:
+            source = source_path.open("rb")
+        with source, io_errors(path, "write", needed_bytes=os.fstat(source.fileno()).st_size):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with part.open("xb") as file:
+                    shutil.copyfileobj(source, file, _COPY_BYTES)
+                os.replace(part, path)
+            finally:
+                part.unlink(missing_ok=True)
 
     def uri(self, key: str) -> str:
         """See `ObjectStore.uri`."""
@@ -141,7 +164,7 @@ class LocalStore:
     @contextlib.contextmanager
     def _reading(self, key: str) -> Iterator[Path]:
         path = self._path(key)
-        with _io_errors(path, "read"):
+        with io_errors(path, "read"):
             try:
                 if path.is_dir():
                     raise FileNotFoundError
@@ -151,13 +174,37 @@ class LocalStore:
                     f"no object {self.uri(key)}", reason="OBJECT_NOT_FOUND", metadata={"key": key}
                 ) from None
 
-    def _commit(self, key: str, write: Callable[[Path], None], publish: Callable[[Path, Path], None]) -> None:
+    def _commit(
+        self,
+        action: str,
+        key: str,
+        write: Callable[[BinaryIO], None],
+        publish: Callable[[Path, Path], None],
+        *,
+        needed_bytes: int,
+    ) -> None:
         """Write a temporary file, then publish it under its name; FileExistsError is passed on."""
         path = self._path(key)
-        temporary = self._tmp / secrets.token_hex(16)
-        with _io_errors(path, "write"):
+
+        def attempt(_: int) -> None:
             try:
-                write(temporary)
+                with io_errors(path, "write", needed_bytes=needed_bytes):
+                    self._write_and_publish(path, write, publish)
+            except CapacityError as error:  # room may come: retention, another run's end, the operator
+                raise TransientError(error.message, final=error) from error
+
+        self._retry.run(f"{action} {self.uri(key)}", self.describe(), attempt)
+
+    def _write_and_publish(
+        self, path: Path, write: Callable[[BinaryIO], None], publish: Callable[[Path, Path], None]
+    ) -> None:
+        temporary = self._tmp / secrets.token_hex(16)
+        try:
+            with temporary.open("xb") as file:
+                _lock(file)  # until the file is closed, or its writer dies
+                write(file)
+                file.flush()
+                _sync(file.fileno())
                 for attempt in range(_MKDIR_ATTEMPTS):
                     _make_directories(path.parent, self._root)
                     try:
@@ -167,8 +214,8 @@ class LocalStore:
                         if attempt + 1 == _MKDIR_ATTEMPTS:
                             raise
                 _sync_directory(path.parent)
-            finally:
-                temporary.unlink(missing_ok=True)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def _walk(
         self, directory: Path, base: str, prefix: bytes, start_after: bytes
@@ -188,7 +235,8 @@ class LocalStore:
     def _remove_stale(self) -> None:
         for path in self._tmp.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _STALE_TMP_S:
+                age_s = time.time() - path.stat().st_mtime
+                if age_s > _STALE_TMP_S and (age_s > _UNLOCKABLE_TMP_S or _is_abandoned(path)):
                     path.unlink()
 
 
@@ -204,22 +252,23 @@ def _entries(directory: Path, base: str) -> list[tuple[str, bool]]:
     return sorted(entries, key=lambda entry: f"{entry[0]}/".encode() if entry[1] else entry[0].encode())
 
 
-def _is_directory(path: Path) -> ConflictError:
-    return ConflictError(
-        f"{path} is the directory of other objects",
-        reason="KEY_IS_PREFIX",
-        remedy="choose a key that is not the beginning of another one up to a '/'",
-        metadata={"path": str(path)},
-    )
+def _lock(file: BinaryIO) -> None:
+    """Say that the writer lives; a filesystem without locks does without."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EWOULDBLOCK):
+            raise
 
 
-def _write_bytes(data: bytes) -> Callable[[Path], None]:
-    def write(target: Path) -> None:
-        with target.open("wb") as file:
-            file.write(data)
-            _sync(file.fileno())
-
-    return write
+def _is_abandoned(path: Path) -> bool:
+    """Whether nobody writes this file any more; False where that cannot be told."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
 
 
 def _sync(descriptor: int) -> None:
@@ -254,28 +303,3 @@ def _make_directories(directory: Path, root: Path) -> None:
 
 def _info(key: str, stat: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key=key, size_bytes=stat.st_size, modified=stat.st_mtime)
-
-
-@contextlib.contextmanager
-def _io_errors(path: Path, action: str) -> Iterator[None]:
-    """Turn what the operating system refuses into our errors; a full disk is named as such."""
-    try:
-        yield
-    except FileExistsError:
-        raise
-    except IsADirectoryError:
-        raise _is_directory(path) from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CapacityError(
-                f"cannot {action} {path}: {error.strerror}",
-                reason="DISK_FULL",
-                remedy="free disk space or move the store (MILLRACE_STORE_URL)",
-                metadata={"path": str(path)},
-            ) from error
-        raise UnavailableError(
-            f"cannot {action} {path}: {error.strerror or error}",
-            reason="STORE_UNREACHABLE",
-            remedy="check that the directory of MILLRACE_STORE_URL exists and is writable",
-            metadata={"path": str(path)},
-        ) from error

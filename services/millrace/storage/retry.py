@@ -7,53 +7,67 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from millrace.errors import UnavailableError
+from millrace.errors import MillraceError, UnavailableError
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ATTEMPT_S = 60.0
+"""How long one attempt takes at most while nothing is wrong but the time; large objects may take longer."""
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 
 
 class TransientError(Exception):
-    """An attempt failed in a way that another one may mend: 5xx, throttling, time-out, lost connection."""
+    """An attempt failed in a way that another one may mend: 5xx, throttling, time-out, lost connection, no room."""
+
+    def __init__(self, message: str, *, final: MillraceError | None = None) -> None:
+        """Make one; `final` is what to raise when no attempt is left, instead of UnavailableError."""
+        super().__init__(message)
+        self.final = final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long to try: at most `deadline_s` seconds and `max_attempts` attempts, whichever ends first."""
+    """How long to try: no attempt begins after `deadline_s` seconds or `max_attempts` attempts."""
 
     deadline_s: float = 60.0
     max_attempts: int = 12
 
     def run(self, what: str, where: str, attempt: Callable[[int], T]) -> T:
-        """Call `attempt(number)` until it returns; `UnavailableError` naming `where` when the policy is exhausted."""
-        try:
-            return attempt(0)
-        except TransientError as error:
-            last = error
-        ends = time.monotonic() + self.deadline_s
+        """Call `attempt(number)` until it returns; `UnavailableError` naming `where` when the policy is exhausted.
+
+        The whole time is one wait, whose reason says what failed last.
+        """
+        began = time.monotonic()
         delay_s = _FIRST_DELAY_S
-        number = 1
-        logger.warning("object store fails, retrying: %s at %s: %s", what, where, last)
-        with waits.waiting(f"object store {where}: {what}", waits_on="store", deadline_s=self.deadline_s):
-            while number < self.max_attempts and time.monotonic() + delay_s < ends:
-                time.sleep(delay_s * random.uniform(0.5, 1.0))
-                delay_s = min(2 * delay_s, _MAX_DELAY_S)
+        number = 0
+        reason = f"object store {where}: {what}"
+        with waits.waiting(reason, waits_on="store", deadline_s=self.deadline_s + ATTEMPT_S) as wait:
+            while True:
                 try:
                     result = attempt(number)
                 except TransientError as error:
                     last = error
-                    number += 1
                 else:
-                    logger.info("object store answers again: %s", what)
+                    if number:
+                        logger.info("object store answers again: %s", what)
                     return result
+                number += 1
+                if number == 1:
+                    logger.warning("object store fails, retrying: %s at %s: %s", what, where, last)
+                if number >= self.max_attempts or time.monotonic() - began + delay_s > self.deadline_s:
+                    break
+                wait.update(reason=f"{reason}, attempt {number + 1} of at most {self.max_attempts} after {last}")
+                time.sleep(delay_s * random.uniform(0.5, 1.0))
+                delay_s = min(2 * delay_s, _MAX_DELAY_S)
+        if last.final is not None:
+            raise last.final from last
         raise UnavailableError(
-            f"the object store {where} failed {number} times in {self.deadline_s:g} s at most ({what}): {last}",
+            f"the object store {where} failed {number} times in {time.monotonic() - began:.1f} s ({what}): {last}",
             reason="STORE_UNREACHABLE",
             remedy="check that it runs and that MILLRACE_STORE_URL names its endpoint and bucket",
-            metadata={"store": where},
+            metadata={"store": where, "operation": what},
         ) from last

@@ -6,52 +6,36 @@ attempt may have succeeded (`create`). Integrity is the hashes that manifests an
 """
 
 import contextlib
+import io
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import boto3
-from boto3.exceptions import Boto3Error
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    HTTPClientError,
-    IncompleteReadError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    ResponseStreamingError,
-)
-from botocore.exceptions import ConnectionError as BotoConnectionError
-from urllib3.exceptions import HTTPError
+from botocore.exceptions import ClientError
 
-from millrace.errors import (
-    CorruptObjectError,
-    InternalError,
-    MillraceError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnavailableError,
-)
+from millrace.errors import CorruptObjectError
 from millrace.storage.base import ObjectInfo, check_key, check_prefix
-from millrace.storage.retry import RetryPolicy, TransientError
+from millrace.storage.disk import io_errors
+from millrace.storage.retry import ATTEMPT_S, RetryPolicy, TransientError
+from millrace.storage.s3_errors import ABSENT, CLIENT_ERRORS, error_code, http_status, translate
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 30.0  # between two packets, not for a whole object
+CONNECT_TIMEOUT_S = 10.0  # also for every block of a body that is sent
+READ_TIMEOUT_S = 20.0  # between two packets, not for a whole object
+_SLOWEST_BYTES_PER_S = 64 << 10  # a download below that, over its first minute and after, is given up and begun again
 _MAX_CONNECTIONS = 32
 _MULTIPART_BYTES = 64 << 20
-_COPY_BYTES = 8 << 20
+_COPY_BYTES = 64 << 10  # small, so that a trickle is noticed
 _TRANSFER = TransferConfig(
     multipart_threshold=_MULTIPART_BYTES, multipart_chunksize=16 << 20, max_concurrency=4, use_threads=True
 )
-_THROTTLED = frozenset({"SlowDown", "RequestTimeout", "RequestLimitExceeded", "Throttling", "ThrottlingException"})
-_DENIED = frozenset({"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "Forbidden", "403"})
-_ABSENT = frozenset({"NoSuchKey", "404", "NotFound"})
 
 
 class S3Store:
@@ -95,21 +79,21 @@ class S3Store:
             try:
                 self._client.head_bucket(Bucket=self._bucket)
             except ClientError as error:
-                if _code(error) not in (*_ABSENT, "NoSuchBucket"):
+                if error_code(error) not in (*ABSENT, "NoSuchBucket"):
                     raise
                 try:
                     self._client.create_bucket(Bucket=self._bucket, **where)
                 except ClientError as lost:
-                    if _code(lost) not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
+                    if error_code(lost) not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
                         raise
 
-        self._run("create bucket", attempt)
+        self._run("create bucket of", "", attempt)
         self._is_bucket_known = True
 
     def put(self, key: str, data: bytes) -> None:
         """See `ObjectStore.put`."""
         name = self._name(key)
-        self._run(f"PUT {key}", lambda _: self._client.put_object(Bucket=self._bucket, Key=name, Body=data))
+        self._run("PUT", key, lambda _: self._client.put_object(Bucket=self._bucket, Key=name, Body=data))
 
     def create(self, key: str, data: bytes) -> bool:
         """See `ObjectStore.create`: `If-None-Match: *`."""
@@ -119,20 +103,21 @@ class S3Store:
             try:
                 self._client.put_object(Bucket=self._bucket, Key=name, Body=data, IfNoneMatch="*")
             except ClientError as error:
-                if _status(error) == 412 or _code(error) == "PreconditionFailed":
+                if http_status(error) == 412 or error_code(error) == "PreconditionFailed":
                     # The answer to an earlier attempt may have been lost after it had written.
-                    return number > 0 and self._read(name) == data
-                if _code(error) == "ConditionalRequestConflict":  # another create is under way: ask again
+                    return number > 0 and self._is_stored(name, data)
+                # Another create or a delete of the same name is under way: ask again.
+                if error_code(error) in ("ConditionalRequestConflict", *ABSENT):
                     raise TransientError(str(error)) from error
                 raise
             return True
 
-        return self._run(f"create {key}", attempt)
+        return self._run("create", key, attempt)
 
     def get(self, key: str) -> bytes:
         """See `ObjectStore.get`."""
         name = self._name(key)
-        return self._run(f"GET {key}", lambda _: self._read(name), key=key)
+        return self._run("GET", key, lambda _: self._read(name), is_read=True)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """See `ObjectStore.get_range`."""
@@ -144,11 +129,11 @@ class S3Store:
             try:
                 return self._read(name, Range=f"bytes={start}-{start + length - 1}")
             except ClientError as error:
-                if _status(error) == 416:
+                if http_status(error) == 416:
                     return b""
                 raise
 
-        data = self._run(f"GET {key} from {start}", attempt, key=key)
+        data = self._run(f"GET {length} bytes from {start} of", key, attempt, is_read=True)
         if len(data) != length:
             raise CorruptObjectError(
                 f"object {self.uri(key)} ends before byte {start + length}",
@@ -166,19 +151,19 @@ class S3Store:
             try:
                 found = self._client.head_object(Bucket=self._bucket, Key=name)
             except ClientError as error:
-                if _code(error) in _ABSENT:
+                if error_code(error) in ABSENT:
                     self._check_bucket()  # HEAD answers a bare 404 for a missing bucket, too
                     return None
                 raise
             return ObjectInfo(key=key, size_bytes=found["ContentLength"], modified=found["LastModified"].timestamp())
 
-        return self._run(f"HEAD {key}", attempt)
+        return self._run("HEAD", key, attempt)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         """See `ObjectStore.list`."""
         check_prefix(prefix)
         after = {"StartAfter": self._prefix + start_after} if start_after else {}
-        for page in self._pages(f"LIST {prefix}", Prefix=self._prefix + prefix, **after):
+        for page in self._pages("LIST", prefix, Prefix=self._prefix + prefix, **after):
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._prefix)
                 if key > start_after or not start_after:  # some servers begin *at* StartAfter
@@ -189,40 +174,48 @@ class S3Store:
         check_prefix(prefix)
         if prefix and not prefix.endswith("/"):
             raise ValueError(f"prefix {prefix!r} must be empty or end in '/'")
-        for page in self._pages(f"LIST {prefix}*/", Prefix=self._prefix + prefix, Delimiter="/"):
+        for page in self._pages("LIST prefixes of", prefix, Prefix=self._prefix + prefix, Delimiter="/"):
             for item in page.get("CommonPrefixes", ()):
                 yield item["Prefix"].removeprefix(self._prefix)
 
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`."""
         name = self._name(key)
-        self._run(f"DELETE {key}", lambda _: self._client.delete_object(Bucket=self._bucket, Key=name))
+        self._run("DELETE", key, lambda _: self._client.delete_object(Bucket=self._bucket, Key=name))
 
     def put_file(self, key: str, path: Path) -> None:
         """See `ObjectStore.put_file`; in parts above 64 MiB."""
         name = self._name(key)
+        with io_errors(path, "read"):
+            path.stat()  # a file that is missing here is no failure of the store
         self._run(
-            f"PUT {key} from a file",
+            f"PUT {path.name} as",
+            key,
             lambda _: self._client.upload_file(str(path), self._bucket, name, Config=_TRANSFER),
         )
 
     def get_file(self, key: str, path: Path) -> None:
         """See `ObjectStore.get_file`."""
         name = self._name(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
 
         def attempt(_: int) -> None:
             found = self._client.get_object(Bucket=self._bucket, Key=name)
-            with contextlib.closing(found["Body"]) as body, part.open("wb") as file:
-                while data := body.read(_COPY_BYTES):
-                    file.write(data)
-                if file.tell() != found["ContentLength"]:
-                    raise TransientError(f"{file.tell()} of {found['ContentLength']} bytes came")
+            with io_errors(part, "write", needed_bytes=found["ContentLength"]):
+                file = part.open("wb")
+            with file:
+                for data in self._receive(found):
+                    with io_errors(part, "write", needed_bytes=found["ContentLength"]):
+                        file.write(data)
+                with io_errors(part, "write", needed_bytes=found["ContentLength"]):
+                    file.flush()
 
+        with io_errors(path, "write"):
+            path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._run(f"GET {key} to a file", attempt, key=key)
-            os.replace(part, path)
+            self._run("GET", key, attempt, is_read=True)
+            with io_errors(path, "write"):
+                os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
 
@@ -239,17 +232,38 @@ class S3Store:
 
     def _read(self, name: str, **options: Any) -> bytes:
         found = self._client.get_object(Bucket=self._bucket, Key=name, **options)
-        with contextlib.closing(found["Body"]) as body:
-            data = body.read()
-        if len(data) != found["ContentLength"]:
-            raise TransientError(f"{len(data)} of {found['ContentLength']} bytes came")
-        return data
+        data = io.BytesIO()
+        for part in self._receive(found):
+            data.write(part)
+        return data.getvalue()
 
-    def _pages(self, what: str, **options: Any) -> Iterator[dict[str, Any]]:
+    def _receive(self, found: Any) -> Iterator[bytes]:
+        """The body of an answer, exactly as long as was promised, or TransientError; no trickle lasts for ever."""
+        size_bytes, count = found["ContentLength"], 0
+        ends = time.monotonic() + ATTEMPT_S + size_bytes / _SLOWEST_BYTES_PER_S
+        with contextlib.closing(found["Body"]) as body:
+            while data := body.read(_COPY_BYTES):
+                count += len(data)
+                yield data
+                if time.monotonic() > ends and count < size_bytes:
+                    raise TransientError(f"only {count} of {size_bytes} bytes came in time")
+        if count != size_bytes:
+            raise TransientError(f"{count} of {size_bytes} bytes came")
+
+    def _is_stored(self, name: str, data: bytes) -> bool:
+        """Whether exactly these bytes are stored; TransientError if the object went away just now."""
+        try:
+            return self._read(name) == data
+        except ClientError as error:
+            if error_code(error) in ABSENT:
+                raise TransientError("the object was deleted while it was compared") from error
+            raise
+
+    def _pages(self, what: str, prefix: str, **options: Any) -> Iterator[dict[str, Any]]:
         token: dict[str, str] = {}
         while True:
             request = {"Bucket": self._bucket, **options, **token}
-            page = self._run(what, lambda _, request=request: self._client.list_objects_v2(**request))
+            page = self._run(what, prefix, lambda _, request=request: self._client.list_objects_v2(**request))
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -260,78 +274,15 @@ class S3Store:
             self._client.head_bucket(Bucket=self._bucket)
             self._is_bucket_known = True
 
-    def _run(self, what: str, attempt: Callable[[int], T], *, key: str = "") -> T:
+    def _run(self, action: str, key: str, attempt: Callable[[int], T], *, is_read: bool = False) -> T:
         """Run with retries; what is left over becomes one of our errors."""
+        where, uri = self.describe(), self.uri(key)
+        what = f"{action} {uri}"
 
         def translated(number: int) -> T:
             try:
                 return attempt(number)
-            except (ClientError, BotoCoreError, Boto3Error, HTTPError, ConnectionError, TimeoutError) as error:
-                raise self._translate(_root(error), what, key) from error
+            except CLIENT_ERRORS as error:
+                raise translate(error, what, where=where, bucket=self._bucket, uri=uri if is_read else "") from error
 
-        return self._retry.run(what, self.describe(), translated)
-
-    def _translate(self, error: BaseException, what: str, key: str) -> MillraceError | TransientError:
-        metadata = {"store": self.describe()}
-        if isinstance(error, ClientError):
-            code, status = _code(error), _status(error)
-            if code == "NoSuchBucket" or (code in _ABSENT and not key):
-                return UnavailableError(
-                    f"bucket {self._bucket!r} does not exist at {self._endpoint or 'AWS'}",
-                    reason="BUCKET_MISSING",
-                    remedy="create it, or correct MILLRACE_STORE_URL",
-                    metadata=metadata,
-                )
-            if code in _ABSENT:
-                return NotFoundError(f"no object {self.uri(key)}", reason="OBJECT_NOT_FOUND", metadata={"key": key})
-            if code in _DENIED or status in (401, 403):
-                return _denied(f"{self.describe()} denied {what}: {code}", metadata)
-            if status >= 500 or status == 429 or code in _THROTTLED:
-                return TransientError(f"{status} {code}")
-            return InternalError(
-                f"{self.describe()} refused {what}: {status} {code}: {error}",
-                reason="STORE_REFUSED",
-                remedy="see the store's log",
-                metadata=metadata,
-            )
-        if isinstance(error, NoCredentialsError | PartialCredentialsError):
-            return _denied(f"no complete credentials for {self.describe()}", metadata)
-        transient = (
-            BotoConnectionError,
-            HTTPClientError,
-            IncompleteReadError,
-            ResponseStreamingError,
-            HTTPError,
-            OSError,
-        )
-        if isinstance(error, transient):
-            return TransientError(f"{type(error).__name__}: {error}")
-        return InternalError(
-            f"{what} at {self.describe()}: {type(error).__name__}: {error}", reason="STORE_FAILED", metadata=metadata
-        )
-
-
-def _denied(message: str, metadata: dict[str, str]) -> PermissionDeniedError:
-    return PermissionDeniedError(
-        message,
-        reason="STORE_DENIED",
-        remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may read and write the bucket",
-        metadata=metadata,
-    )
-
-
-def _root(error: BaseException) -> BaseException:
-    """What an error of the transfer manager wraps, where it wraps something that we know."""
-    if isinstance(error, Boto3Error):
-        inner = error.__context__ or error.__cause__
-        if isinstance(inner, ClientError | BotoCoreError | HTTPError | OSError):
-            return inner
-    return error
-
-
-def _code(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
-
-
-def _status(error: ClientError) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        return self._retry.run(what, where, translated)

@@ -104,8 +104,8 @@ def test_server_errors_are_retried_visibly(flaky, caplog):
     done.set()
     watcher.join()
     assert handler.stored["/b/k"] == b"data" and len(handler.seen) == 3
-    assert "retrying: PUT k" in caplog.text
-    assert any("PUT k" in reason for reason in seen), "the wait must be registered"
+    assert "retrying: PUT s3://b/k" in caplog.text
+    assert any(f"{store.describe()}: PUT s3://b/k, attempt 2 of at most 4 after 500" in reason for reason in seen), "the wait must be registered"
     assert waits.snapshot("test") == []
 
 
@@ -133,7 +133,7 @@ def test_a_truncated_body_is_read_again(flaky):
 def test_giving_up_names_the_endpoint_the_bucket_and_the_remedy(flaky):
     handler, store = flaky
     handler.script += [500] * 10
-    with pytest.raises(UnavailableError, match=r"http://127.* bucket b failed 4 times.*MILLRACE_STORE_URL"):
+    with pytest.raises(UnavailableError, match=r"http://127.* bucket b failed 4 times.*GET s3://b/k.*MILLRACE_STORE_URL"):
         store.get("k")
     assert len(handler.seen) == 4
 

@@ -38,7 +38,7 @@ def test_everything_is_synced_before_it_is_named(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
-    store = LocalStore(tmp_path)
+    store = LocalStore(tmp_path, retry=RetryPolicy(max_attempts=2))
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
