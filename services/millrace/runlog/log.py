@@ -168,7 +168,7 @@ class RunLog:
         key = self.names.stream(Stream(stream))
         block_ms = round(min(block_s, MAX_BLOCK_S) * 1000)
         block = ("BLOCK", block_ms) if block_ms > 0 else ()  # BLOCK 0 would be for ever
-        found = await self.command(f"reading {stream}", "XREAD", "COUNT", count, *block, "STREAMS", key, after or "0")
+        found = await self.command(f"reading {stream}", "XREAD", "COUNT", count, *block, "STREAMS", key, after or "0", block_s=block_ms / 1000)
         await self.check()
         return [] if not found else [decode_entry(key, id_, fields) for id_, fields in found[0][1]]
 
@@ -237,13 +237,13 @@ class RunLog:
 
     # Inside.
 
-    async def command(self, what: str, *words: Any) -> Any:
+    async def command(self, what: str, *words: Any, block_s: float = 0.0) -> Any:
         """Run one Redis command by its words; see `call`."""
-        return await self.call(what, lambda: self.redis.execute_command(*words))
+        return await self.call(what, lambda: self.redis.execute_command(*words), block_s=block_s)
 
-    async def call(self, what: str, command: Callable[[], Awaitable[T]]) -> T:
-        """Run a Redis command of this run with bounded, visible retries."""
-        return await connection.call(self.redis, f"{what} of run {self.uid}", command)
+    async def call(self, what: str, command: Callable[[], Awaitable[T]], *, block_s: float = 0.0) -> T:
+        """Run a Redis command of this run with bounded, visible retries; it may block for `block_s` by itself."""
+        return await connection.call(self.redis, f"{what} of run {self.uid}", command, block_s=block_s)
 
     async def _append(
         self, stream: Stream, mode: str, role: str, epoch: int, position: int, entries: Sequence[bytes], tp: str
