@@ -9,7 +9,9 @@ import asyncio
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis.asyncio as redis_asyncio
@@ -45,12 +47,32 @@ CONNECT_TIMEOUT_S = 5.0
 HEALTH_CHECK_S = 30  # a connection that was idle that long is pinged before it is used
 MAX_BLOCK_S = 5.0  # ARCHITECTURE §3: no read blocks longer, so that a gone log is seen
 RETRY_DEADLINE_S = 30.0  # an append-only file of some GiB loads in that time; then the caller must know
+QUIET_S = 1.0  # a command that lasts longer shows itself as a wait; a blocking one that much beyond its block
+OUTAGE_S = 5.0  # a command that took so long was held up by Redis, not by its own work
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
 _MAX_CONNECTIONS = 512  # every blocked reader (a watcher of a run) holds one
 
 # ReadOnlyError: a failover is under way and this connection still leads to the demoted server.
 _RETRIED = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """A time in which Redis did not answer this process, on its monotonic clock. It is over."""
+
+    address: str
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted."""
+        return self.ended - self.began
+
+
+OUTAGES: deque[Outage] = deque(maxlen=16)
+"""The newest outages that this process saw, oldest first; commands that waited at the same time saw the same one."""
 
 
 def open_redis(url: str) -> redis_asyncio.Redis:
@@ -86,46 +108,71 @@ async def call(
     command: Callable[[], Awaitable[T]],
     *,
     deadline_s: float = RETRY_DEADLINE_S,
+    block_s: float = 0.0,
 ) -> T:
     """Await `command()`, repeating it while Redis is unreachable; `what` says in words what is being done.
+
+    `block_s` is how long the command itself may wait in Redis for something to come.
 
     The deadline of one try is set here and not by redis-py's `socket_timeout`: that one sends through
     `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that arrives while the send completes
     (python/cpython#81839), so that a cancelled reader would go on reading for ever.
     """
-    try:
-        async with asyncio.timeout(SOCKET_TIMEOUT_S):
-            return await command()
-    except (AuthenticationError, *_RETRIED) as error:
-        if isinstance(error, AuthenticationError):  # a ConnectionError by its class, but time does not heal it
+    address, began = describe(client), time.monotonic()
+    reason = f"Redis at {address}, which does not answer ({what})"
+    with waits.shared(reason, waits_on="redis", deadline_s=SOCKET_TIMEOUT_S, quiet_s=block_s + QUIET_S) as wait:
+        result = await _retry(client, what, command, deadline_s=deadline_s, on_failure=wait.show)
+    if time.monotonic() - began > block_s + OUTAGE_S:
+        _note_outage(address, began + block_s)
+    return result
+
+
+async def _retry(
+    client: redis_asyncio.Redis,
+    what: str,
+    command: Callable[[], Awaitable[T]],
+    *,
+    deadline_s: float,
+    on_failure: Callable[[], None],
+) -> T:
+    """Tries for `deadline_s` behind the first failure; that and the recovery are one log line each."""
+    address, delay_s, began = describe(client), _FIRST_DELAY_S, 0.0
+    while True:
+        try:
+            async with asyncio.timeout(SOCKET_TIMEOUT_S):
+                result = await command()
+        except AuthenticationError as error:  # a ConnectionError by its class, but time does not heal it
             raise _translate(error, what, client) from error
-        first = error
-    except RedisError as error:
-        raise _translate(error, what, client) from error
-    address = describe(client)
-    ends = time.monotonic() + deadline_s
-    delay_s = _FIRST_DELAY_S
-    logger.warning("Redis at %s is not reachable, retrying: %s: %s", address, what, first)
-    with waits.waiting(f"Redis at {address}: {what}", waits_on="redis", deadline_s=deadline_s):
-        while time.monotonic() < ends:
-            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-            delay_s = min(2 * delay_s, _MAX_DELAY_S)
-            try:
-                async with asyncio.timeout(SOCKET_TIMEOUT_S):
-                    result = await command()
-            except _RETRIED as error:
-                first = error
-            except RedisError as error:
-                raise _translate(error, what, client) from error
-            else:
+        except _RETRIED as error:
+            failure = error
+        except RedisError as error:
+            raise _translate(error, what, client) from error
+        else:
+            if began:
                 logger.info("Redis at %s answers again: %s", address, what)
-                return result
-    raise UnavailableError(
-        f"cannot reach Redis at {address} for {deadline_s:g} s ({what}): {first}",
-        reason="REDIS_UNREACHABLE",
-        remedy="start Redis or correct MILLRACE_REDIS_URL",
-        metadata={"address": address},
-    ) from first
+            return result
+        if not began:
+            began = time.monotonic()
+            on_failure()
+            logger.warning("Redis at %s is not reachable, retrying: %s: %s", address, what, failure)
+        if time.monotonic() - began >= deadline_s:
+            raise UnavailableError(
+                f"cannot reach Redis at {address} for {deadline_s:g} s ({what}): {failure}",
+                reason="REDIS_UNREACHABLE",
+                remedy="start Redis or correct MILLRACE_REDIS_URL",
+                metadata={"address": address},
+            ) from failure
+        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+        delay_s = min(2 * delay_s, _MAX_DELAY_S)
+
+
+def _note_outage(address: str, began: float) -> None:
+    """Remember an outage, or that the newest one was longer than other commands saw."""
+    now = time.monotonic()
+    if OUTAGES and OUTAGES[-1].address == address and OUTAGES[-1].ended >= began:
+        last = OUTAGES.pop()
+        began = min(began, last.began)
+    OUTAGES.append(Outage(address=address, began=began, ended=now))
 
 
 def _translate(error: RedisError, what: str, client: redis_asyncio.Redis) -> Exception:

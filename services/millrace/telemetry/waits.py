@@ -111,7 +111,7 @@ class Waiting:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Crowd:
+class Crowd:
     """Everybody who waits for the same thing; its age is that of who has waited longest."""
 
     reason: str
@@ -122,6 +122,10 @@ class _Crowd:
     key: int = 0
     began: dict[int, float] = field(default_factory=dict)
     """When each member began, oldest first."""
+
+    def show(self) -> None:
+        """It is known to be no ordinary moment: the wait is shown from now on, however young."""
+        self.quiet_s = 0.0
 
     def describe(self, owner: str, now: float) -> Wait | None:
         """See `Registered`; called under the registry's lock."""
@@ -152,7 +156,7 @@ class WaitRegistry:
         self.lock = threading.Lock()
         self._keys = itertools.count(1)
         self._waits: dict[int, Registered] = {}
-        self._crowds: dict[tuple[str, str, str], _Crowd] = {}
+        self._crowds: dict[tuple[str, str, str], Crowd] = {}
 
     def waiting(self, reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0) -> Waiting:
         """A context manager that registers the wait while its block runs."""
@@ -161,19 +165,19 @@ class WaitRegistry:
     @contextlib.contextmanager
     def shared(
         self, reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0
-    ) -> Iterator[None]:
+    ) -> Iterator[Crowd]:
         """Join those of this run who wait for `reason`: all of them are one wait, with a count where it says {n}."""
         name = (reason, waits_on, _RUN.get())
         with self.lock:
             crowd = self._crowds.get(name)
             if crowd is None:
-                crowd = _Crowd(reason=reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s, run=name[2])
+                crowd = Crowd(reason=reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s, run=name[2])
                 crowd.key = next(self._keys)
                 self._crowds[name] = self._waits[crowd.key] = crowd
             member = next(self._keys)
             crowd.began[member] = self.clock()
         try:
-            yield
+            yield crowd
         finally:
             with self.lock:
                 del crowd.began[member]
@@ -257,7 +261,7 @@ def waiting(reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s
 
 def shared(
     reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0
-) -> contextlib.AbstractContextManager[None]:
+) -> contextlib.AbstractContextManager[Crowd]:
     """Like `waiting`, for what many wait for at once: those with the same reason (and run) are one wait.
 
     "{n}" in the reason becomes their number; the age is that of who has waited longest.

@@ -1,6 +1,9 @@
 """Redis that cannot be reached, refuses, or comes back."""
 
 import asyncio
+import os
+import signal
+import time
 
 import pytest
 
@@ -65,3 +68,34 @@ async def test_a_full_redis_and_a_denied_command_are_named(tmp_path, local_store
         with pytest.raises(PermissionDeniedError, match="MILLRACE_REDIS_URL"):
             await RunLog.open(wrong, local_store, prefix="t", uid=log.uid)
         await wrong.aclose()
+
+
+async def test_a_frozen_redis_is_a_wait_that_names_it_and_an_outage_when_it_is_back(tmp_path, local_store, run_json):
+    server = EmbeddedRedis(tmp_path / "redis", append_only="none")
+    server.start()
+    client = open_redis(server.url)
+    try:
+        log = await RunLog.create(client, local_store, "t", new_uid(), run_json())
+        reading = asyncio.create_task(log.read("batches", block_s=0.5))
+        assert await reading == []
+        assert not [wait for wait in waits.snapshot("t") if "Redis" in wait.reason]  # an idle stream is no silent Redis
+        os.kill(server.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with waits.of_run(log.uid):
+            asking = [asyncio.create_task(log.current_epoch("trainer")) for _ in range(3)]
+        async with asyncio.timeout(10):
+            while not (found := [wait for wait in waits.snapshot("t") if "Redis" in wait.reason]):
+                await asyncio.sleep(0.05)
+        (wait,) = found
+        assert wait.reason.startswith(f"Redis at 127.0.0.1:{server.port}, which does not answer (reading the epoch")
+        assert wait.reason.endswith("(3 at once)") and (wait.waits_on, wait.run) == ("redis", log.uid)
+        await asyncio.sleep(connection.OUTAGE_S)
+        os.kill(server.pid, signal.SIGCONT)
+        assert await asyncio.gather(*asking) == [0, 0, 0]
+        outage = connection.OUTAGES[-1]
+        assert (outage.address, began <= outage.began + 0.5) == (f"127.0.0.1:{server.port}", True)
+        assert connection.OUTAGE_S < outage.seconds < time.monotonic() - began + 0.1
+        assert [o.address for o in connection.OUTAGES].count(outage.address) == 1
+    finally:
+        await client.aclose()
+        await asyncio.to_thread(server.kill)
