@@ -1,0 +1,125 @@
+"""Events: gapless per writer over what survived, no number used twice, progress that only goes forward.
+
+Events of the archive and of Redis overlap, and a writer repeats its newest ones after Redis lost them, under new ids:
+an event is known by (writer, writer_sequence), and nothing here depends on the order in which events are added.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from millrace.internal.v1 import batch_pb2
+from millrace.runlog.audit.findings import Audit
+from millrace.runlog.entry import Entry
+from millrace.v1 import event_pb2
+
+
+@dataclass(slots=True)
+class _Writer:
+    """What is known of one writer's events."""
+
+    seen: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    """sequence → generation of its id, first bytes of its hash: about 200 bytes an event."""
+    committed: dict[int, int] = field(default_factory=dict)
+    """sequence → step, of its batch_committed events."""
+
+
+class EventCheck:
+    """Takes every event of the archive and of Redis, then looks for what is not there."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._findings = audit.findings
+        self._report = audit.report
+        self._writers: defaultdict[str, _Writer] = defaultdict(_Writer)
+        self._completed: set[int] = set()
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Take entries of the event stream or of its archive, in any order."""
+        for entry in entries:
+            try:
+                self._add(entry, event_pb2.Event.FromString(entry.d))
+            except ValueError as error:  # DecodeError's base class
+                self._findings.violation("EVENT_CORRUPT", f"event {entry.id} does not decode: {error}")
+
+    def finish(
+        self, *, base_step: int, next_step: int, closing: batch_pb2.BatchHeader | None, trainer_epochs: int
+    ) -> None:
+        """Compare what was added with the committed steps; `trainer_epochs` above 1 are takeovers of the trainer."""
+        lost = sum([self._check_gaps(name, writer) for name, writer in sorted(self._writers.items())])
+        self._check_progress()
+        self._report.num_events = sum(len(writer.seen) for writer in self._writers.values())
+        self._report.num_writers = len(self._writers)
+        if closing is None or closing.outcome != batch_pb2.RUN_OUTCOME_SUCCEEDED:
+            return
+        silent = sorted(set(range(base_step, next_step)) - self._completed)
+        if not silent:
+            return
+        message = f"no event says that the steps {_some(silent)} were completed"
+        if lost or self._report.num_generations > 1 or trainer_epochs > 1:
+            # What a killed trainer had not sent yet, or a wiped Redis held alone, cannot be said any more.
+            self._findings.note("STEP_NOT_REPORTED", message)
+        else:
+            self._findings.violation("STEP_NOT_REPORTED", message)
+
+    def _add(self, entry: Entry, event: event_pb2.Event) -> None:
+        generation, digest = int(entry.id.partition("-")[0]), bytes.fromhex(entry.h)[:8]
+        writer = self._writers[event.writer]
+        known = writer.seen.get(event.writer_sequence)
+        if known is not None:
+            if known[1] != digest:
+                self._findings.violation(
+                    "EVENT_NUMBER_REUSED",
+                    f"event {event.writer_sequence} of {event.writer} exists with different contents (one at "
+                    f"{entry.id})",
+                )
+            writer.seen[event.writer_sequence] = min(known[0], generation), known[1]
+            return
+        writer.seen[event.writer_sequence] = generation, digest
+        match event.WhichOneof("body"):
+            case "step_completed":
+                self._completed.add(event.step_completed.step)
+            case "batch_committed":
+                writer.committed[event.writer_sequence] = event.batch_committed.step
+            case _:
+                pass
+
+    def _check_gaps(self, name: str, writer: _Writer) -> int:
+        """Missing numbers of one writer; returns how many a rebuild of Redis may have taken along."""
+        lost = 0
+        for before, after in pairwise([0, *sorted(writer.seen)]):
+            if after == before + 1:
+                continue
+            missing = f"{before + 1}" if after == before + 2 else f"{before + 1} to {after - 1}"
+            generation_before = writer.seen[before][0] if before else 1
+            if writer.seen[after][0] > generation_before:
+                lost += after - before - 1
+                self._findings.note(
+                    "EVENTS_LOST_WITH_REDIS",
+                    f"events {missing} of {name} are gone: Redis lost them before they were archived",
+                )
+            else:
+                self._findings.violation("EVENT_GAP", f"events {missing} of {name} are missing")
+        return lost
+
+    def _check_progress(self) -> None:
+        committers: defaultdict[int, list[str]] = defaultdict(list)
+        for name, writer in self._writers.items():
+            steps = [step for _, step in sorted(writer.committed.items())]
+            for before, after in pairwise(steps):
+                if after <= before:
+                    self._findings.violation(
+                        "PROGRESS_BACK", f"{name} reports batch {after} as committed behind batch {before}"
+                    )
+            for step in set(steps):
+                committers[step].append(name)
+        for step, names in sorted(committers.items()):
+            if len(names) > 1:
+                self._findings.violation(
+                    "COMMITTED_TWICE", f"batch {step} is reported as committed by {', '.join(sorted(names))}"
+                )
+
+
+def _some(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown

@@ -1,0 +1,211 @@
+"""The committed headers in order: no gap, one chain, one run, and everything that they name."""
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+from millrace.errors import CorruptObjectError
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import decode_header
+from millrace.runlog.audit.findings import Audit
+from millrace.runlog.audit.ordinals import OrdinalCheck
+from millrace.runlog.audit.rollouts import Archives, RolloutFact
+from millrace.runlog.audit.samples import check_chunks, check_samples
+from millrace.runlog.frontier import chain_hash
+from millrace.runlog.origin import Origin
+
+_HEADER = re.compile(r"(\d{8,})\.pb")
+_AHEAD = 16  # headers fetched at once
+_PROGRESS_EVERY = 16
+
+ORCHESTRATOR = "orchestrator"
+"""Role whose epochs headers carry."""
+
+
+class HeaderCheck:
+    """Walks the headers of a run once; afterwards it knows the chain hash of every step."""
+
+    def __init__(self, audit: Audit, *, run_hash: str, origin: Origin, kept_from: int) -> None:
+        """`kept_from`: chunks of this step and later ones must be there."""
+        self._audit = audit
+        self._run_hash = run_hash
+        self._origin = origin
+        self._kept_from = kept_from
+        self.ordinals = OrdinalCheck(audit, origin.frontier)
+        self.chains: dict[int, bytes] = {origin.base_step - 1: origin.chain_hash}
+        """H(step) by step."""
+        self.closing: batch_pb2.BatchHeader | None = None
+        self.next_step = origin.base_step
+        """Behind the last training step."""
+        self._chain: bytes | None = origin.chain_hash
+        self._last_epoch = 0
+        self._chunks_verified = 0
+        self._chunks_gone = 0
+        self._scored_whole: frozenset[str] = frozenset()
+        self._duplicates, self._last_duplicates = 0, 0
+
+    def run(self, in_redis: dict[tuple[int, int], list[RolloutFact]]) -> None:
+        """Check all headers; `in_redis` are the rollouts that Redis holds, by (ordinal, member)."""
+        audit, report = self._audit, self._audit.report
+        steps = self._steps()
+        archives = Archives(audit, in_redis)
+        for number, (step, data) in enumerate(self._load(steps)):
+            if number % _PROGRESS_EVERY == 0:
+                audit.progress(f"step {step} of {steps[-1]}")
+            self._check(step, data, archives)
+        archives.check_rest(self._scored_whole)
+        if self._chunks_gone:
+            audit.findings.note(
+                "CHUNKS_RETIRED",
+                f"{self._chunks_gone} chunks below step {self._kept_from}, the oldest kept checkpoint, are gone",
+            )
+        audit.findings.note(
+            "CHUNKS_VERIFIED", f"{self._chunks_verified} chunks have the sha256 that their header names"
+        )
+        self._summarize(archives)
+        report.chain_hash = (self._chain or b"").hex()
+
+    def check_epoch(self, newest: int) -> None:
+        """No header is of an epoch that nobody took; `newest` is read behind the headers."""
+        if self._last_epoch > newest:
+            self._audit.findings.violation(
+                "WRITER_EPOCH_UNKNOWN",
+                f"a header names orchestrator epoch {self._last_epoch}, the newest that was taken is {newest}",
+            )
+
+    def _summarize(self, archives: Archives) -> None:
+        report, ordinals = self._audit.report, self.ordinals
+        report.is_closed = self.closing is not None
+        report.first_step = self._origin.base_step
+        report.num_steps = self.next_step - self._origin.base_step
+        report.num_trained, report.num_open = ordinals.num_trained, ordinals.num_open
+        for reason, count in ordinals.dropped.items():
+            report.dropped[reason] = count
+        report.num_rollouts = archives.num_rollouts
+        report.num_duplicates = max(self._duplicates, archives.num_duplicates)
+        if self.closing is not None:
+            ordinals.check_closed(self.closing.step)
+
+    def _steps(self) -> list[int]:
+        """The steps that have a header object, ascending; gaps and what does not belong are violations."""
+        audit, names = self._audit, self._audit.names
+        found: list[int] = []
+        for info in audit.store.list(names.batches):
+            match = _HEADER.fullmatch(info.key.removeprefix(names.batches))
+            if match is not None and names.batch_header(int(match[1])) == info.key:
+                found.append(int(match[1]))
+        base = self._origin.base_step
+        for step in (step for step in found if step < base):
+            audit.findings.violation("HEADER_BEFORE_ORIGIN", f"step {step} is committed, but the log begins at {base}")
+        found = [step for step in found if step >= base]
+        for before, step in pairwise([base - 1, *found]):
+            if step != before + 1:
+                first, last = before + 1, step - 1
+                missing = f"header {first}" if first == last else f"headers {first} to {last}"
+                uri = audit.uri(names.batch_header(first))
+                audit.findings.violation(
+                    "HEADER_MISSING", f"{missing} do not exist, but step {step} is committed ({uri})"
+                )
+        return found
+
+    def _load(self, steps: list[int]) -> Iterator[tuple[int, bytes | None]]:
+        """Header bytes in order, a window ahead."""
+        audit = self._audit
+
+        def fetch(step: int) -> bytes | None:
+            return audit.get(audit.names.batch_header(step), missing="HEADER_MISSING", what=f"header {step}")
+
+        with ThreadPoolExecutor(_AHEAD, thread_name_prefix="audit-headers") as pool:
+            for first in range(0, len(steps), _AHEAD):
+                window = steps[first : first + _AHEAD]
+                yield from zip(window, pool.map(fetch, window), strict=True)
+
+    def _check(self, step: int, data: bytes | None, archives: Archives) -> None:
+        if step - 1 not in self.chains:  # the header before is missing: nothing to compare with
+            self._chain = None
+            self.ordinals.skip()
+        header = self._decode(step, data)
+        if data is None or header is None:
+            self._chain = None if data is None or self._chain is None else chain_hash(self._chain, data)
+            if self._chain is not None:
+                self.chains[step] = self._chain
+            self.ordinals.skip()
+            return
+        self._check_chain(step, data, header)
+        self._check_identity(step, header)
+        if self.closing is not None:
+            self._audit.findings.violation(
+                "HEADER_BEHIND_CLOSING", f"step {step} is committed behind the closing header {self.closing.step}"
+            )
+        is_closing = header.kind == batch_pb2.BATCH_KIND_CLOSE
+        trained = self.ordinals.add(header)
+        if is_closing:
+            self.closing = header
+        else:
+            check_samples(self._audit, header, trained)
+            self.next_step = step + 1
+        self._check_chunks(header)
+        self._read_state(step, header)
+        archives.check(header, trained, scored_whole=self._scored_whole)
+
+    def _decode(self, step: int, data: bytes | None) -> batch_pb2.BatchHeader | None:
+        if data is None:
+            return None
+        try:
+            return decode_header(data)
+        except CorruptObjectError as error:
+            where = self._audit.uri(self._audit.names.batch_header(step))
+            self._audit.findings.violation("HEADER_CORRUPT", f"header {step} ({where}): {error.message}")
+            return None
+
+    def _check_chain(self, step: int, data: bytes, header: batch_pb2.BatchHeader) -> None:
+        claimed = header.previous_chain_hash
+        if self._chain is not None and claimed != self._chain:
+            self._audit.findings.violation(
+                "CHAIN_BROKEN",
+                f"header {step} continues the chain {claimed.hex()[:16]}…, but the headers before it give "
+                f"{self._chain.hex()[:16]}…: one of them was replaced or damaged",
+            )
+        if len(claimed) != 32:
+            self._audit.findings.violation("CHAIN_BROKEN", f"header {step} has a chain hash of {len(claimed)} bytes")
+            claimed = self._chain or bytes(32)
+        # Go on from what this header says, so that one break is one finding.
+        self._chain = self.chains[step] = chain_hash(claimed, data)
+
+    def _check_identity(self, step: int, header: batch_pb2.BatchHeader) -> None:
+        findings = self._audit.findings
+        expected = {
+            "HEADER_STEP_WRONG": ("step", header.step, step),
+            "HEADER_OF_OTHER_RUN": ("run_uid", header.run_uid, self._audit.names.uid),
+            "RUN_HASH_MISMATCH": ("run_hash", header.run_hash, self._run_hash),
+        }
+        for check, (name, found, wanted) in expected.items():
+            if found != wanted:
+                findings.violation(check, f"header {step} has {name} {found!r}, not {wanted!r}")
+        if header.writer_epoch < self._last_epoch:
+            findings.violation(
+                "WRITER_EPOCH_BACK",
+                f"header {step} was committed under orchestrator epoch {header.writer_epoch}, behind one of epoch "
+                f"{self._last_epoch}: a fenced writer got through",
+            )
+        self._last_epoch = max(self._last_epoch, header.writer_epoch)
+
+    def _check_chunks(self, header: batch_pb2.BatchHeader) -> None:
+        verified, gone = check_chunks(self._audit, header, must_exist=header.step >= self._kept_from)
+        self._chunks_verified += verified
+        self._chunks_gone += gone
+
+    def _read_state(self, step: int, header: batch_pb2.BatchHeader) -> None:
+        """Duplicates are counted from a takeover on; the environments that score whole groups are named."""
+        try:
+            state = json.loads(header.orchestrator_state or b"{}")
+            duplicates = int(state.get("num_duplicates", 0))
+            self._scored_whole |= frozenset(map(str, state.get("scored_whole", ())))
+        except (ValueError, TypeError, AttributeError) as error:
+            self._audit.findings.violation("STATE_CORRUPT", f"header {step}: orchestrator_state: {error}")
+            return
+        grown = duplicates - self._last_duplicates
+        self._duplicates += grown if grown >= 0 else duplicates
+        self._last_duplicates = duplicates

@@ -1,0 +1,162 @@
+"""The copy of the log in Redis: of the newest generation, never ahead of the store, and equal to it byte for byte."""
+
+import asyncio
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import redis.asyncio as redis_asyncio
+
+from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError
+from millrace.internal.v1 import batch_pb2, policy_pb2
+from millrace.rollouts.batch_wire import decode_header
+from millrace.rollouts.wire import decode_rollout
+from millrace.runlog import connection
+from millrace.runlog.audit.events import EventCheck
+from millrace.runlog.audit.findings import Audit
+from millrace.runlog.audit.rollouts import RolloutFact, is_trainable
+from millrace.runlog.connection import as_text
+from millrace.runlog.entry import Entry, decode_entry
+from millrace.runlog.names import Stream
+
+_PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each
+
+
+class Mirror:
+    """Reads the streams of a run from Redis. What is read before the store may lag behind it, never lead."""
+
+    def __init__(self, audit: Audit, redis: redis_asyncio.Redis, meta: dict[str, str]) -> None:
+        self._audit = audit
+        self._redis = redis
+        self._meta = meta
+
+    @classmethod
+    async def open(cls, audit: Audit, redis: redis_asyncio.Redis) -> "Mirror | None":
+        """The mirror; None, with a note, if Redis does not hold the run's log."""
+        found: Any = await connection.call(
+            redis, f"reading meta of run {audit.names.uid}", lambda: redis.execute_command("HGETALL", audit.names.meta)
+        )
+        meta = {as_text(name): as_text(value) for name, value in found.items()}
+        if "generation" not in meta:
+            audit.findings.note("NOT_IN_REDIS", "Redis does not hold the log of the run: only the store was checked")
+            return None
+        return cls(audit, redis, meta)
+
+    async def rollouts(self) -> dict[tuple[int, int], list[RolloutFact]]:
+        """The OK training rollouts in Redis by (ordinal, member)."""
+        facts: defaultdict[tuple[int, int], list[RolloutFact]] = defaultdict(list)
+        async for entry in self._entries(Stream.ROLLOUTS):
+            try:
+                rollout = decode_rollout(entry.d)
+            except CorruptObjectError as error:
+                self._audit.findings.violation("ENTRY_CORRUPT", f"rollout {entry.id} in Redis: {error.message}")
+                continue
+            if is_trainable(rollout):
+                facts[rollout.ordinal, rollout.member].append(RolloutFact.of(rollout, entry_id=entry.id))
+        return dict(facts)
+
+    async def events(self, check: EventCheck) -> None:
+        """Add every event in Redis."""
+        async for entry in self._entries(Stream.EVENTS):
+            check.add([entry])
+
+    async def compare(self, *, epochs: dict[str, int], generation: int) -> None:
+        """Compare meta, batches and policies with the store; `generation` is the newest that was installed."""
+        findings = self._audit.findings
+        if int(self._meta["generation"]) != generation:
+            findings.violation(
+                "GENERATION_MISMATCH",
+                f"Redis holds generation {self._meta['generation']} of the log, the newest that was installed is "
+                f"{generation}",
+            )
+        for name, value in sorted(self._meta.items()):
+            role = name.removeprefix("epoch:")
+            if role != name and int(value) > epochs.get(role, 0):
+                findings.violation(
+                    "EPOCH_AHEAD",
+                    f"Redis enforces epoch {value} of {role}, the newest in the store is {epochs.get(role, 0)}",
+                )
+        await self._compare_batches()
+        async for entry in self._entries(Stream.POLICIES):
+            await asyncio.to_thread(self._compare_policy, entry)
+
+    async def _compare_batches(self) -> None:
+        header: batch_pb2.BatchHeader | None = None
+        async for entry in self._entries(Stream.BATCHES):
+            step, number = (int(part) for part in entry.id.split("-"))
+            if number == 1:
+                self._audit.progress(f"step {step} in Redis")
+                header = await asyncio.to_thread(self._compare_header, step, entry)
+            elif header is not None and header.step == step:
+                self._compare_chunk(header, number - 2, entry)
+
+    def _compare_header(self, step: int, entry: Entry) -> batch_pb2.BatchHeader | None:
+        audit, key = self._audit, self._audit.names.batch_header(step)
+        stored = audit.get(key, missing="MIRROR_AHEAD", what=f"Redis holds step {step}, but its header")
+        if stored is None:
+            return None
+        if stored != entry.d:
+            audit.findings.violation("MIRROR_DIFFERS", f"header {step} in Redis is not what {audit.uri(key)} holds")
+        try:
+            return decode_header(stored)
+        except CorruptObjectError:
+            return None  # the walk over the headers has said so
+
+    def _compare_chunk(self, header: batch_pb2.BatchHeader, index: int, entry: Entry) -> None:
+        if index >= len(header.chunks) or hashlib.sha256(entry.d).digest() != header.chunks[index].sha256:
+            self._audit.findings.violation(
+                "MIRROR_DIFFERS", f"chunk {index} of step {header.step} in Redis is not the one that its header names"
+            )
+
+    def _compare_policy(self, entry: Entry) -> None:
+        audit = self._audit
+        try:
+            policy = policy_pb2.PolicyEntry.FromString(entry.d)
+        except ValueError as error:  # DecodeError's base class
+            audit.findings.violation("ENTRY_CORRUPT", f"policy {entry.id} in Redis does not decode: {error}")
+            return
+        what = f"policy {policy.lineage}-{policy.version} in Redis"
+        if entry.id != f"{policy.version}-1":
+            audit.findings.violation("MIRROR_DIFFERS", f"{what} stands at {entry.id}")
+        if policy.manifest_key != audit.names.policy_manifest(policy.lineage, policy.version):
+            audit.findings.violation("MIRROR_DIFFERS", f"{what} names the manifest {policy.manifest_key}")
+            return
+        stored = audit.get(policy.manifest_key, missing="MIRROR_AHEAD", what=f"{what} is announced, but its manifest")
+        if stored is None:
+            return
+        if hashlib.sha256(stored).digest() != policy.manifest_sha256 or policy.digest != _digest(stored):
+            audit.findings.violation(
+                "MIRROR_DIFFERS", f"{what} has another digest than {audit.uri(policy.manifest_key)}"
+            )
+
+    async def _entries(self, stream: Stream) -> AsyncIterator[Entry]:
+        """The entries of a stream whose format and hash are right; the others are violations."""
+        key, start = self._audit.names.stream(stream), "-"
+        while True:
+            words = ("XRANGE", key, start, "+", "COUNT", _PAGE[stream])
+            found: Any = await connection.call(
+                self._redis,
+                f"auditing {stream} of run {self._audit.names.uid}",
+                lambda words=words: self._redis.execute_command(*words),
+            )
+            for id_, fields in found:
+                try:
+                    yield decode_entry(key, id_, fields)
+                except (CorruptObjectError, InvalidStateError) as error:
+                    self._audit.findings.violation(_entry_check(error), error.message)
+            if len(found) < _PAGE[stream]:
+                return
+            start = f"({as_text(found[-1][0])}"
+
+
+def _entry_check(error: MillraceError) -> str:
+    return "ENTRY_TOO_NEW" if isinstance(error, InvalidStateError) else "ENTRY_CORRUPT"
+
+
+def _digest(manifest: bytes) -> str:
+    try:
+        return str(json.loads(manifest)["digest"])
+    except (ValueError, KeyError, TypeError):
+        return ""  # the check of the policies has said so
