@@ -1,7 +1,9 @@
 """A fresh run in a real Redis and a real directory store for every test."""
 
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import TrainSample
 from millrace.runlog import ZERO_CHAIN_HASH, Frontier, RunLog, new_uid, open_redis
 from millrace.storage.local import LocalStore
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 RunJson = Callable[..., bytes]
 MakeBatch = Callable[..., tuple[batch_pb2.BatchHeader, list[bytes]]]

@@ -1,0 +1,532 @@
+"""The audit finds each damage under its name, and nothing in a run that is whole."""
+
+import dataclasses
+import hashlib
+import json
+
+import pytest
+from recorded_log import MEMBERS, STEPS, append_rollout, publish, record, rollout
+
+from millrace.errors import NotFoundError
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.wire import decode_archive, encode_archive
+from millrace.runlog import EventWriter, RunLog, Stream, chain_hash, new_uid
+from millrace.runlog.audit import audit_run
+from millrace.runlog.event_archive import load_archived_events
+from millrace.v1 import event_pb2
+
+
+@pytest.fixture
+async def run(log, redis, local_store):
+    return await record(log, redis, local_store)
+
+
+async def audit(run, *, offline: bool = False):
+    redis = None if offline else run.redis
+    return await audit_run(redis, run.store, prefix=run.names.prefix, uid=run.names.uid)
+
+
+async def violations(run, *, offline: bool = False) -> set[str]:
+    return {finding.check for finding in (await audit(run, offline=offline)).violations}
+
+
+def flip(run, key: str) -> None:
+    data = bytearray(run.store.get(key))
+    data[len(data) // 2] ^= 1
+    run.store.put(key, bytes(data))
+
+
+def rewrite(run, step: int, change) -> None:
+    """Change a header and everything that follows from its bytes, as a faulty orchestrator would write it."""
+    for number in range(step, STEPS + 1):
+        header = run.header(number)
+        if number == step:
+            change(header)
+        else:
+            header.previous_chain_hash = run.chains[number - 1]
+        data = header.SerializeToString(deterministic=True)
+        run.store.put(run.names.batch_header(number), data)
+        run.chains[number] = chain_hash(header.previous_chain_hash, data)
+    for prefix in run.store.list_prefixes(run.names.checkpoints):
+        manifest = json.loads(run.store.get(f"{prefix}manifest.json"))
+        manifest["chain_hash"] = run.chains[manifest["step"] - 1].hex()
+        run.store.put(f"{prefix}manifest.json", json.dumps(manifest).encode())
+
+
+def rearchive(run, step: int, change) -> None:
+    """Replace a step's archive by a changed one that its header names."""
+    played = change(decode_archive(run.store.get(run.header(step).rollouts_key)))
+    data = encode_archive(played)
+    run.store.put(run.header(step).rollouts_key, data)
+
+    def name(header: batch_pb2.BatchHeader) -> None:
+        header.rollouts_sha256 = hashlib.sha256(data).digest()
+
+    rewrite(run, step, name)
+
+
+async def test_a_whole_run_is_clean_and_counted(run):
+    report = await audit(run)
+    assert list(report.violations) == []
+    assert (report.run, report.run_uid) == ("runs/demo", run.names.uid)
+    assert report.is_closed and report.num_steps == STEPS and report.first_step == 0
+    assert report.num_trained == 2 * STEPS and report.num_open == 0
+    assert dict(report.dropped) == {"zero_advantage": STEPS, "run_ended": 1}
+    assert report.num_duplicates == STEPS
+    assert report.num_rollouts == 2 * MEMBERS * STEPS
+    assert (report.num_policies, report.num_lineages) == (STEPS + 1, 1)
+    assert (report.num_events, report.num_writers) == (2 * STEPS, 2)
+    assert report.num_generations == 1 and dict(report.epochs) == {"orchestrator": 1, "trainer": 1, "log": 1}
+    assert report.chain_hash == run.chain.hex()
+    assert {note.check for note in report.notes} == {"CHUNKS_VERIFIED"}
+
+
+async def test_a_run_that_goes_on_is_clean(log, redis, local_store):
+    report = await audit(await record(log, redis, local_store, closes=False))
+    assert list(report.violations) == [] and not report.is_closed
+
+
+async def test_the_store_alone_is_enough(run):
+    await run.redis.delete(*run.names.all_keys)
+    assert list((await audit(run, offline=True)).violations) == []
+    report = await audit(run)
+    assert list(report.violations) == [] and "NOT_IN_REDIS" in {note.check for note in report.notes}
+
+
+async def test_a_run_that_does_not_exist(run):
+    with pytest.raises(NotFoundError, match="there is no run"):
+        await audit_run(None, run.store, prefix=run.names.prefix, uid=new_uid())
+
+
+async def test_every_violation_is_found_at_once(run):
+    run.store.delete(run.names.batch_header(1))
+    flip(run, run.header(2).chunks[0].key)
+    run.store.delete(run.names.policy_manifest(0, 2))
+    assert {"HEADER_MISSING", "CHUNK_CORRUPT", "POLICY_MISSING"} <= await violations(run, offline=True)
+
+
+# Headers and ordinals.
+
+
+async def test_a_missing_header(run):
+    run.store.delete(run.names.batch_header(1))
+    assert await violations(run, offline=True) == {"HEADER_MISSING"}
+    assert await violations(run) == {"HEADER_MISSING", "MIRROR_AHEAD"}
+
+
+async def test_a_replaced_header_breaks_the_chain(run):
+    header = run.header(1)
+    header.reward_mean = 0.75
+    run.store.put(run.names.batch_header(1), header.SerializeToString(deterministic=True))
+    assert await violations(run, offline=True) == {"CHAIN_BROKEN"}
+    assert await violations(run) == {"CHAIN_BROKEN", "MIRROR_DIFFERS"}
+
+
+async def test_a_header_that_does_not_decode_is_no_traceback(run):
+    run.store.put(run.names.batch_header(1), b"\xff\xff\xff")
+    found = await violations(run, offline=True)
+    assert found == {"HEADER_CORRUPT", "CHAIN_BROKEN"}
+
+
+async def test_a_header_behind_the_closing_one(run):
+    data = run.store.get(run.names.batch_header(STEPS))
+    header = batch_pb2.BatchHeader(
+        run_uid=run.names.uid,
+        kind=batch_pb2.BATCH_KIND_CLOSE,
+        step=STEPS + 1,
+        run_hash=run.log.run_hash,
+        previous_chain_hash=chain_hash(run.header(STEPS).previous_chain_hash, data),
+        writer_epoch=1,
+        resolved_below=3 * STEPS + 1,
+        final_version=STEPS,
+        outcome=batch_pb2.RUN_OUTCOME_SUCCEEDED,
+    )
+    run.store.put(run.names.batch_header(STEPS + 1), header.SerializeToString())
+    assert await violations(run) == {"HEADER_BEHIND_CLOSING"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "check"),
+    [
+        ("run_uid", "another", "HEADER_OF_OTHER_RUN"),
+        ("run_hash", "cd" * 32, "RUN_HASH_MISMATCH"),
+        ("step", 7, "HEADER_STEP_WRONG"),
+        ("orchestrator_state", b"{", "STATE_CORRUPT"),
+        ("rollouts_key", "", "ARCHIVE_MISSING"),
+        ("writer_epoch", 9, "WRITER_EPOCH_UNKNOWN"),
+    ],
+)
+async def test_wrong_fields_of_a_header(run, field, value, check):
+    rewrite(run, 1, lambda header: setattr(header, field, value))
+    found = await violations(run, offline=True)
+    # An epoch that nobody took is also ahead of those of the headers behind it.
+    assert found - {"WRITER_EPOCH_BACK"} == {check}
+
+
+async def test_a_fenced_writer_that_got_through(run):
+    await run.log.acquire_epoch("orchestrator", "o2")
+    rewrite(run, 0, lambda header: setattr(header, "writer_epoch", 2))
+    assert await violations(run, offline=True) == {"WRITER_EPOCH_BACK"}
+
+
+async def test_an_ordinal_that_is_resolved_twice(run):
+    def again(header: batch_pb2.BatchHeader) -> None:
+        header.resolutions.append(run.header(0).resolutions[0])
+
+    rewrite(run, 2, again)
+    assert await violations(run, offline=True) == {"ORDINAL_RESOLVED_TWICE"}
+
+
+async def test_an_ordinal_that_no_header_resolves(run):
+    def forget(header: batch_pb2.BatchHeader) -> None:
+        del header.resolutions[2]
+
+    rewrite(run, 1, forget)
+    report = await audit(run, offline=True)
+    assert [(finding.check, "ordinals 5 " in finding.message) for finding in report.violations] == [
+        ("ORDINAL_LOST", True)
+    ]
+
+
+async def test_a_frontier_that_lacks_what_was_resolved(run):
+    def lower(header: batch_pb2.BatchHeader) -> None:
+        header.resolved_below = 4
+
+    rewrite(run, 1, lower)
+    # The next header says that 4 and 5 are resolved: believed from this one on, nobody resolved them.
+    assert await violations(run, offline=True) == {"FRONTIER_LACKS_ORDINALS", "ORDINAL_LOST"}
+
+
+async def test_a_frontier_that_contradicts_itself(run):
+    rewrite(run, 1, lambda header: header.resolved_above.append(0))
+    assert await violations(run, offline=True) == {"FRONTIER_CORRUPT"}
+
+
+async def test_an_ordinal_that_stays_open_behind_the_closing_header(run):
+    def skip(header: batch_pb2.BatchHeader) -> None:
+        header.resolutions[0].ordinal = 3 * STEPS + 2
+        header.resolved_below = 3 * STEPS
+        header.resolved_above.append(3 * STEPS + 2)
+
+    rewrite(run, STEPS, skip)
+    report = await audit(run, offline=True)
+    assert [finding.check for finding in report.violations] == ["OPEN_AFTER_CLOSE"] and report.num_open == 2
+
+
+async def test_a_drop_without_a_reason_and_a_resolution_without_outcome(run):
+    def blank(header: batch_pb2.BatchHeader) -> None:
+        header.resolutions[2].reason = ""
+
+    rewrite(run, 1, blank)
+    assert await violations(run, offline=True) == {"DROPPED_WITHOUT_REASON"}
+    rewrite(run, 1, lambda header: setattr(header.resolutions[2], "outcome", 0))
+    assert await violations(run, offline=True) == {"ORDINAL_WITHOUT_OUTCOME"}
+
+
+async def test_a_closing_header_trains_nothing(run):
+    def train(header: batch_pb2.BatchHeader) -> None:
+        header.resolutions[0].outcome = batch_pb2.ORDINAL_OUTCOME_TRAINED
+
+    rewrite(run, STEPS, train)
+    assert "TRAINED_BY_CLOSING_HEADER" in await violations(run, offline=True)
+
+
+async def test_a_closing_header_with_another_final_version(run):
+    rewrite(run, STEPS, lambda header: setattr(header, "final_version", STEPS - 1))
+    assert await violations(run, offline=True) == {"FINAL_VERSION_WRONG"}
+
+
+# Samples, chunks, archives.
+
+
+async def test_a_sample_of_an_ordinal_that_was_dropped(run):
+    def stray(header: batch_pb2.BatchHeader) -> None:
+        header.samples[0].ordinal = 5
+
+    rewrite(run, 1, stray)
+    assert await violations(run, offline=True) == {"SAMPLE_NOT_TRAINED", "TRAINED_NOT_ARCHIVED"}
+
+
+async def test_a_trained_ordinal_without_a_sample(run):
+    def train(header: batch_pb2.BatchHeader) -> None:
+        header.resolutions[2].outcome = batch_pb2.ORDINAL_OUTCOME_TRAINED
+
+    rewrite(run, 1, train)
+    assert await violations(run, offline=True) == {"TRAINED_WITHOUT_SAMPLE"}
+
+
+async def test_a_member_that_is_trained_twice(run):
+    rewrite(run, 1, lambda header: setattr(header.samples[1], "member", 0))
+    assert await violations(run, offline=True) == {"SAMPLE_TRAINED_TWICE"}
+
+    def attempts(header: batch_pb2.BatchHeader) -> None:
+        header.samples[1].attempt = 1
+
+    rewrite(run, 1, attempts)
+    assert "MEMBER_TRAINED_TWICE" in await violations(run, offline=True)
+
+
+async def test_chunks(run):
+    flip(run, run.header(2).chunks[1].key)
+    report = await audit(run)
+    assert [finding.check for finding in report.violations] == ["CHUNK_CORRUPT"]
+    assert run.store.uri(run.header(2).chunks[1].key) in report.violations[0].message
+    run.store.delete(run.header(2).chunks[1].key)
+    assert await violations(run) == {"CHUNK_MISSING"}
+
+
+async def test_chunks_below_the_oldest_kept_checkpoint_may_be_gone(run):
+    run.store.delete(run.header(0).chunks[0].key)
+    report = await audit(run)
+    assert list(report.violations) == [] and "CHUNKS_RETIRED" in {note.check for note in report.notes}
+
+
+async def test_archives(run):
+    key = run.header(1).rollouts_key
+    flip(run, key)
+    assert await violations(run) == {"ARCHIVE_CORRUPT"}
+    run.store.delete(key)
+    assert await violations(run) == {"ARCHIVE_MISSING"}
+
+
+async def test_what_was_trained_is_archived(run):
+    rearchive(run, 1, lambda played: played[1:])
+    assert await violations(run, offline=True) == {"TRAINED_NOT_ARCHIVED"}
+
+
+async def test_a_rollout_of_an_ordinal_that_its_archive_does_not_resolve(run):
+    rearchive(run, 1, lambda played: [*played, rollout(run.names.uid, ordinal=0, member=0)])
+    assert await violations(run, offline=True) == {"ARCHIVE_STRANGER"}
+
+
+async def test_a_rollout_that_was_generated_again(run):
+    def again(played):
+        first = played[0]
+        return [
+            *played,
+            dataclasses.replace(first, attempt=1, dispatched_after=first.entry_id, entry_id="9" * 13 + "-0"),
+        ]
+
+    rearchive(run, 1, again)
+    assert await violations(run, offline=True) == {"ROLLOUT_REGENERATED"}
+
+
+async def test_a_late_duplicate_is_counted_and_no_violation(run):
+    def late(played):
+        before = dataclasses.replace(played[0], entry_id="9" * 13 + "-0", is_duplicate=True)
+        return [*played, before]  # it was asked for before the log held the other one
+
+    for step in range(STEPS):
+        rearchive(run, step, late)
+        rewrite(run, step, lambda header: setattr(header, "orchestrator_state", b"{}"))
+    report = await audit(run, offline=True)
+    assert list(report.violations) == [] and report.num_duplicates == STEPS
+
+
+async def test_groups_that_are_scored_whole_are_played_again_as_a_whole(run):
+    def again(played):
+        return [*played, dataclasses.replace(played[0], attempt=1, dispatched_after=played[0].entry_id, entry_id="9-0")]
+
+    rearchive(run, 1, again)
+    rewrite(run, 1, lambda header: setattr(header, "orchestrator_state", b'{"scored_whole": ["e"]}'))
+    assert await violations(run, offline=True) == set()
+
+
+async def test_redis_proves_a_regeneration_of_what_is_resolved_and_of_what_is_open(run):
+    entry = decode_archive(run.store.get(run.header(1).rollouts_key))[0].entry_id
+    await append_rollout(run, rollout(run.names.uid, ordinal=3, member=0, attempt=1, dispatched_after=entry))
+    assert await violations(run) == {"ROLLOUT_REGENERATED"}
+    assert await violations(run, offline=True) == set()
+
+
+async def test_redis_proves_a_regeneration_of_an_open_ordinal(log, redis, local_store):
+    run = await record(log, redis, local_store, closes=False)
+    entry = await append_rollout(run, rollout(log.uid, ordinal=50, member=0))
+    assert await violations(run) == set()
+    await append_rollout(run, rollout(log.uid, ordinal=50, member=0, attempt=1, dispatched_after=entry))
+    assert await violations(run) == {"ROLLOUT_REGENERATED"}
+
+
+async def test_duplicates_are_counted_over_takeovers(run):
+    rewrite(run, 2, lambda header: setattr(header, "orchestrator_state", b'{"num_duplicates": 0}'))
+    assert (await audit(run, offline=True)).num_duplicates == 1 + 0 + STEPS, "a new process begins at 0"
+
+
+# Policies, checkpoints, epochs.
+
+
+async def test_a_version_that_was_never_published(run):
+    run.store.delete(run.names.policy_manifest(0, 1))
+    report = await audit(run, offline=True)
+    assert [finding.check for finding in report.violations] == ["POLICY_MISSING"]
+    assert "POLICIES_TORN" in {note.check for note in report.notes}
+    assert await violations(run) == {"POLICY_MISSING", "MIRROR_AHEAD"}
+
+
+async def test_the_final_version_is_published(run):
+    run.store.delete(run.names.policy_manifest(0, STEPS))
+    assert await violations(run, offline=True) == {"POLICY_MISSING"}
+
+
+async def test_a_version_without_its_batch(run):
+    publish(run, STEPS + 1)
+    assert await violations(run) == {"POLICY_WITHOUT_BATCH"}
+
+
+async def test_lineages(run):
+    publish(run, 2, lineage=1)
+    assert await violations(run) == {"LINEAGE_BACK"}, "version 3 is of lineage 0"
+    publish(run, 3, lineage=1)
+    report = await audit(run)
+    assert list(report.violations) == [] and report.num_lineages == 2
+    assert "POLICY_SUPERSEDED" in {note.check for note in report.notes}
+
+
+async def test_policy_objects_and_manifests(run):
+    key = run.names.policy_manifest(0, 2)
+    manifest = json.loads(run.store.get(key))
+    run.store.delete(manifest["objects"][0]["key"])
+    assert await violations(run) == {"POLICY_OBJECT_MISSING"}
+    run.store.put(manifest["objects"][0]["key"], b"short")
+    assert await violations(run) == {"POLICY_OBJECT_MISSING"}
+    run.store.put(manifest["objects"][0]["key"], b"weights")
+    run.store.put(key, json.dumps({**manifest, "version": 9}).encode())
+    assert await violations(run, offline=True) == {"POLICY_MISNAMED"}
+    run.store.put(key, b"{")
+    assert await violations(run, offline=True) == {"POLICY_CORRUPT"}
+
+
+async def test_checkpoints(run):
+    key = f"{run.names.checkpoint(3)}manifest.json"
+    manifest = json.loads(run.store.get(key))
+    changes = {
+        "CHECKPOINT_CHAIN_MISMATCH": {"chain_hash": "00" * 32},
+        "CHECKPOINT_MISNAMED": {"run_uid": "another"},
+        "CHECKPOINT_OBJECT_MISSING": {"objects": [{"key": "nowhere", "size_bytes": 1}]},
+        "CHECKPOINT_CORRUPT": {"objects": 7},
+    }
+    for check, change in changes.items():
+        run.store.put(key, json.dumps({**manifest, **change}).encode())
+        assert await violations(run) == {check}
+    run.store.put(key, json.dumps(manifest).encode())
+    ahead = {**manifest, "step": STEPS + 5}
+    run.store.put(f"{run.names.checkpoint(STEPS + 5)}manifest.json", json.dumps(ahead).encode())
+    assert await violations(run) == {"CHECKPOINT_AHEAD"}
+
+
+async def test_epochs(run):
+    await run.log.acquire_epoch("trainer", "t2")
+    assert (await audit(run)).epochs["trainer"] == 2
+    run.store.delete(run.names.epoch("trainer", 1))
+    assert await violations(run) == {"EPOCH_MISSING"}
+
+
+# Redis.
+
+
+async def test_redis_is_compared_with_the_store(run):
+    meta = run.names.meta
+    await run.redis.hset(meta, "epoch:trainer", 7)
+    assert await violations(run) == {"EPOCH_AHEAD"}
+    await run.redis.hset(meta, "epoch:trainer", 1)
+    await run.redis.hset(meta, "generation", 3)
+    assert await violations(run) == {"GENERATION_MISMATCH"}
+
+
+@pytest.mark.parametrize(
+    ("stream", "data", "check"),
+    [
+        (Stream.POLICIES, None, "ENTRY_CORRUPT"),
+        (Stream.POLICIES, b"", "MIRROR_DIFFERS"),
+        (Stream.BATCHES, None, "ENTRY_CORRUPT"),
+        (Stream.BATCHES, b"another header", "MIRROR_DIFFERS"),
+        (Stream.EVENTS, None, "ENTRY_CORRUPT"),
+        (Stream.ROLLOUTS, b"\xff", "ENTRY_CORRUPT"),
+    ],
+)
+async def test_a_replaced_entry(run, stream, data, check):
+    """The newest entry is taken out and put back under its id with other bytes; None: with the hash of the old ones."""
+    key = run.names.stream(stream)
+    [(id_, fields)] = await run.redis.xrevrange(key, count=1)
+    if data is None:
+        fields[b"d"] = fields[b"d"] + b"x"
+    else:
+        fields |= {b"d": data, b"h": hashlib.sha256(data).hexdigest()}
+    entries = await run.redis.xrange(key)
+    await run.redis.delete(key)
+    for old_id, old_fields in [*entries[:-1], (id_, fields)]:
+        await run.redis.xadd(key, old_fields, id=old_id)
+    assert await violations(run) == {check}
+
+
+# Events.
+
+
+async def reopened(run) -> RunLog:
+    return await RunLog.open(run.redis, run.store, prefix=run.names.prefix, uid=run.names.uid)
+
+
+async def test_a_gap_in_the_events(run):
+    run.store.delete(next(run.store.list(run.names.event_archive)).key)
+    entries = await run.redis.xrange(run.names.stream(Stream.EVENTS))
+    of_trainer = [id_ for id_, fields in entries if event_pb2.Event.FromString(fields[b"d"]).writer == "trainer-1"]
+    await run.redis.xdel(run.names.stream(Stream.EVENTS), of_trainer[1])
+    assert await violations(run) == {"EVENT_GAP", "STEP_NOT_REPORTED"}
+
+
+async def test_the_archive_fills_what_redis_lacks(run):
+    await run.redis.delete(run.names.stream(Stream.EVENTS))
+    report = await audit(run)
+    assert list(report.violations) == [] and report.num_events == 2 * STEPS
+
+
+async def test_events_that_a_wiped_redis_took_along_are_a_note(run):
+    event = event_pb2.Event(writer="trainer-1", writer_sequence=STEPS + 3)
+    event.warning.reason = "X"
+    data = event.SerializeToString(deterministic=True)
+    fields = {"v": 1, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
+    await run.redis.xadd(run.names.stream(Stream.EVENTS), fields, id="2-0")
+    report = await audit(run)
+    assert list(report.violations) == []
+    assert "EVENTS_LOST_WITH_REDIS" in {note.check for note in report.notes}
+
+
+async def test_a_number_that_was_used_for_two_events(run):
+    again = event_pb2.Event(writer="trainer-1", writer_sequence=1)
+    again.warning.reason = "X"
+    data = again.SerializeToString(deterministic=True)
+    fields = {"v": 1, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
+    await run.redis.xadd(run.names.stream(Stream.EVENTS), fields, id="2-0")
+    assert await violations(run) == {"EVENT_NUMBER_REUSED"}
+
+
+async def test_an_event_that_was_repeated_is_counted_once(run):
+    entry = load_archived_events(run.store, run.names)[0]
+    await run.redis.xadd(run.names.stream(Stream.EVENTS), {"v": 1, "h": entry.h, "d": entry.d, "tp": ""}, id="2-0")
+    report = await audit(run)
+    assert list(report.violations) == [] and report.num_events == 2 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("writer", "check"), [("orchestrator-1", "PROGRESS_BACK"), ("orchestrator-2", "COMMITTED_TWICE")]
+)
+async def test_a_batch_that_is_committed_twice(run, writer, check):
+    events = EventWriter(await reopened(run), writer)
+    await events.write(event_pb2.Event(batch_committed=event_pb2.BatchCommitted(step=1)))
+    await events.close()
+    assert await violations(run) == {check}
+
+
+async def test_a_damaged_archive_of_events(run):
+    flip(run, next(run.store.list(run.names.event_archive)).key)
+    assert await violations(run) == {"EVENT_ARCHIVE_CORRUPT"}
+
+
+async def test_a_step_that_nobody_reported(run):
+    await run.redis.delete(run.names.stream(Stream.EVENTS))
+    run.store.delete(next(run.store.list(run.names.event_archive)).key)
+    assert await violations(run) == {"STEP_NOT_REPORTED"}
+    await run.log.acquire_epoch("trainer", "t2")
+    report = await audit(run)
+    assert list(report.violations) == []
+    assert "STEP_NOT_REPORTED" in {note.check for note in report.notes}, "a killed trainer may have had it in memory"
