@@ -1,35 +1,140 @@
-"""`millrace run why`: the waits of every service, ordered into a chain that ends at what does not wait for anyone."""
+"""`millrace run why`: what the processes of a run wait for, and the chain from its trainer to what holds it up.
 
-from collections.abc import Sequence
+Everything here comes from memory (the registry's heartbeats, this process's waits, the view of the run that was read
+last), so it answers while Redis or the object store does not.
+"""
 
+import time
+from collections.abc import Iterable, Sequence
+
+from millrace.internal.v1 import worker_service_pb2
+from millrace.orchestrator.chain import REDIS, STORE, Chain, Component, find_chain
 from millrace.orchestrator.run_view import RunView
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.rpc.waits_wire import to_proto
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2, run_pb2, run_service_pb2
 
-CHAIN = ("trainer", "orchestrator", "env-server", "inference")
-"""The order in which a step's work is waited for; a wait of an earlier service is explained by a later one's."""
+TRAINER = worker_service_pb2.WORKER_KIND_TRAINER
+ENV_SERVER = worker_service_pb2.WORKER_KIND_ENV_SERVER
+INFERENCE = worker_service_pb2.WORKER_KIND_INFERENCE
+KIND_NAMES = {TRAINER: "trainer", ENV_SERVER: "env-server", INFERENCE: "inference"}
 
 
-def explain(view: RunView, registry: WorkerRegistry, *, owner: str) -> run_service_pb2.ExplainRunResponse:
-    """Collect what the run's workers and this orchestrator wait for."""
+def explain(
+    view: RunView, registry: WorkerRegistry, *, owner: str, note: str = ""
+) -> run_service_pb2.ExplainRunResponse:
+    """Collect what the run's processes wait for; `note` says why the view may be old."""
     if view.is_terminal:
         state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
         return run_service_pb2.ExplainRunResponse(summary=f"run {view.record.name} has ended as {state}")
-    found = to_proto(waits.snapshot(owner)) + registry.waits_of(view.record.uid)
-    found.sort(key=lambda wait: -wait.age_seconds)
-    return run_service_pb2.ExplainRunResponse(waits=found, summary=chain(found, view))
+    uid = view.record.uid
+    found = components(uid, registry, owner=owner)
+    shown = [wait for component in found for wait in component.waits]
+    shown.sort(key=lambda wait: -wait.age_seconds)
+    summary = _summary(view, registry, found, owner=owner)
+    return run_service_pb2.ExplainRunResponse(waits=shown, summary=f"{note}; {summary}" if note else summary)
 
 
-def chain(found: Sequence[event_pb2.Wait], view: RunView) -> str:
-    """One line: the oldest wait of each service, from the trainer down."""
-    if view.run.state == run_pb2.RUN_STATE_QUEUED:
-        return "queued: no trainer worker is free (none registered, or all have runs)"
+def unanswered(owner: str) -> str:
+    """The longest wait of this process for Redis or the store, in words; empty if both answer."""
+    found = [wait for wait in waits.snapshot(owner) if wait.waits_on in (REDIS, STORE, "store")]
+    return f"it waits for {found[0].reason}, {found[0].age_s:.1f} s" if found else ""
+
+
+def chain_of(uid: str, registry: WorkerRegistry, *, owner: str) -> Chain:
+    """The chain of a run that this orchestrator drives."""
+    return _chain(components(uid, registry, owner=owner), owner=owner)
+
+
+def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Component]:
+    """This orchestrator and the workers that serve the run, each with its waits of this run or of no run."""
+    now = time.monotonic()
+    own = _of_run(to_proto(waits.snapshot(owner)), uid)
+    found = [Component(name=owner, kind="orchestrator", waits=own)]
+    found += [_component(record, uid, now) for record in registry.records() if serves(record, uid)]
+    present = {component.kind for component in found}
+    for record in registry.lost.values():
+        if KIND_NAMES.get(record.worker.kind) not in present and serves(record, uid):
+            found.append(_component(record, uid, now, is_lost=True))
+    return found
+
+
+def serves(record: WorkerRecord, uid: str) -> bool:
+    """Whether a worker does anything for the run: its trainer, its replicas, and every env-server."""
+    if record.worker.kind == ENV_SERVER:
+        return True
+    return uid in (record.run_uid, record.reported)
+
+
+def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = False) -> Component:
+    age_s = max(0.0, now - record.last_seen)
+    waiting = []
+    for reported in _of_run(record.waits, uid):
+        wait = event_pb2.Wait()
+        wait.CopyFrom(reported)
+        wait.age_seconds += age_s
+        waiting.append(wait)
+    return Component(
+        name=record.worker_id,
+        kind=KIND_NAMES.get(record.worker.kind, "worker"),
+        waits=waiting,
+        silence_s=age_s,
+        is_lost=is_lost,
+        activity=_activity(record),
+        url=record.worker.http_url,
+        num_requests=record.policy.num_requests if record.policy is not None else None,
+    )
+
+
+def _of_run(found: Iterable[event_pb2.Wait], uid: str) -> list[event_pb2.Wait]:
+    return [wait for wait in found if wait.run_uid in ("", uid)]
+
+
+def _activity(record: WorkerRecord) -> str:
+    """What a worker that waits for nobody says that it does."""
+    if record.trainer is not None:
+        return f"works on step {record.trainer.step}" if record.trainer.run_uid else "is about to take the run"
+    if record.policy is not None:
+        held = f"serves policy {record.policy.version}" if record.policy.has_version else "holds no policy"
+        return f"{held}, {record.policy.num_requests} requests are open"
+    return f"plays {record.num_playing} rollouts"
+
+
+def _chain(found: Sequence[Component], *, owner: str) -> Chain:
+    return find_chain(found, starts=("trainer", owner))
+
+
+def _summary(view: RunView, registry: WorkerRegistry, found: Sequence[Component], *, owner: str) -> str:
+    """One line that begins with what is special about the run's state."""
+    match view.run.state:
+        case run_pb2.RUN_STATE_QUEUED:
+            return f"queued: {_why_queued(registry)}"
+        case run_pb2.RUN_STATE_PAUSED:
+            return f"paused: nothing works on it until `millrace run resume {view.record.name}`"
+        case _:
+            pass
     parts = []
-    for service in CHAIN:
-        mine = [wait for wait in found if wait.owner.startswith(service)]
-        if mine:
-            oldest = max(mine, key=lambda wait: wait.age_seconds)
-            parts.append(f"{oldest.owner} waits for {oldest.reason}, {oldest.age_seconds:.1f} s")
-    return " ← ".join(parts) if parts else "nobody waits: every service of the run is working"
+    if not any(component.kind == "trainer" for component in found):
+        parts.append(f"no trainer is assigned to the run ({_trainers(registry)})")
+    if chain := str(_chain(found, owner=owner)):
+        parts.append(chain)
+    return "; ".join(parts) if parts else "nobody waits: every service of the run is working"
+
+
+def _why_queued(registry: WorkerRegistry) -> str:
+    if any(not record.run_uid and not record.reported for record in registry.alive(TRAINER)):
+        return "a trainer is free, an orchestrator takes the run as soon as its log can be read"
+    return f"no trainer worker is free ({_trainers(registry)})"
+
+
+def _trainers(registry: WorkerRegistry) -> str:
+    """Which trainers there are, and what keeps them."""
+    words = []
+    for record in registry.alive(TRAINER):
+        run = record.run_uid or record.reported
+        words.append(f"{record.worker_id} has {f'run {run}' if run else 'no run'}")
+    gone = [record.worker_id for record in registry.lost.values() if record.worker.kind == TRAINER]
+    if gone:
+        words.append(f"lost: {', '.join(gone[-3:])}")
+    return "; ".join(words) or "none is registered"

@@ -1,0 +1,209 @@
+"""Who waits for whom: from the waits of all processes to the one chain that ends at what holds a run up.
+
+    trainer ──batch 12──▶ orchestrator ──3 of 8 groups──▶ env-server ──rollouts──▶ inference (silent for 12 s)
+                               └────────replica to serve policy 11─────────────────▲
+
+Components are the nodes, their waits the edges (`Wait.waits_on`). Every path is followed from where the search begins,
+no component twice, and the path whose end is worst is the answer: a component that is silent explains more than a wait
+that is overdue, and that more than one that is not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from millrace.v1 import event_pb2
+
+SILENT_S = 3.0
+"""Seconds without a heartbeat (one per second) from which on a worker is named as silent."""
+REDIS, STORE, ENV_WORKER = "redis", "object store", "env worker"
+_EXTERNAL = {REDIS, STORE}
+_ALIASES = {"store": STORE}
+
+
+class Severity(IntEnum):
+    """How much the end of a path explains."""
+
+    WORKS = 0
+    """It waits for nobody: it is at work."""
+    WAITS = 1
+    OVERDUE = 2
+    MISSING = 3
+    """There is no such component."""
+    STORAGE = 4
+    """Redis or the object store does not answer."""
+    SILENT = 5
+    """A process does not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One process of the run, as it was heard of last."""
+
+    name: str
+    """The worker's id."""
+    kind: str
+    """`trainer`, `orchestrator`, `env-server` or `inference`."""
+    waits: Sequence[event_pb2.Wait] = ()
+    silence_s: float = 0.0
+    is_lost: bool = False
+    """Its lease ran out: it counts as gone until it registers again."""
+    activity: str = "works"
+    """What it does when it waits for nobody, in words."""
+    url: str = ""
+    """Inference: where others reach its HTTP API."""
+    num_requests: int | None = None
+    """Inference: open requests, if they are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One step of the chain. `wait` is what an event would say of it."""
+
+    text: str
+    wait: event_pb2.Wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """From who waits to who is waited for; empty if nobody waits."""
+
+    links: tuple[Link, ...] = ()
+    severity: Severity = Severity.WORKS
+    culprit: str = ""
+    """The component at the end: a worker id, `redis`, `object store`, or a kind of which there is none."""
+
+    def __str__(self) -> str:
+        return " ← ".join(link.text for link in self.links)
+
+    def behind(self, link: Link) -> "Chain":
+        """This chain with a link in front; a wait is at least a wait, whatever stands behind it."""
+        own = Severity.OVERDUE if is_overdue(link.wait) else Severity.WAITS
+        return replace(self, links=(link, *self.links), severity=max(self.severity, own))
+
+
+def find_chain(components: Sequence[Component], *, starts: Sequence[str]) -> Chain:
+    """The worst path from the components named `starts`, in order of preference among equals.
+
+    A start that waits for nobody is left out where another one waits.
+    """
+    graph = _Graph(components)
+    paths = [graph.from_component(component, ()) for name in starts for component in graph.resolve(name)]
+    waiting = [path for path in paths if len(path.links) > 1 or path.severity > Severity.WORKS]
+    if not waiting:
+        return Chain()
+    return max(waiting, key=lambda path: path.severity)  # the first of equals
+
+
+def is_overdue(wait: event_pb2.Wait) -> bool:
+    """Whether the wait is older than its deadline."""
+    return 0 < wait.deadline_seconds < wait.age_seconds
+
+
+class _Graph:
+    def __init__(self, components: Sequence[Component]) -> None:
+        self._components = components
+
+    def resolve(self, name: str) -> list[Component]:
+        """The components that a worker id, a kind or an engine's URL names."""
+        return [c for c in self._components if name in (c.name, c.kind) or (c.url and name == c.url)]
+
+    def from_component(self, component: Component, seen: tuple[str, ...]) -> Chain:
+        """The worst path that begins at a component."""
+        if component.is_lost or component.silence_s > SILENT_S:
+            return _silent(component)
+        paths = [self._along(component, wait, (*seen, component.name)) for wait in component.waits]
+        if not paths:
+            return _working(component)
+        return max(paths, key=_weight)
+
+    def _along(self, component: Component, wait: event_pb2.Wait, seen: tuple[str, ...]) -> Chain:
+        """The worst path that begins with one wait."""
+        link = Link(text=_describe(component, wait), wait=wait)
+        tails = [self._to(target.strip(), component, wait, seen) for target in wait.waits_on.split(",")]
+        ends = [tail for tail in tails if tail is not None]
+        if not ends:  # nobody is named, or it leads back to who waits: the chain ends here
+            return Chain(culprit=component.name).behind(link)
+        return max(ends, key=_weight).behind(link)
+
+    def _to(self, target: str, component: Component, wait: event_pb2.Wait, seen: tuple[str, ...]) -> Chain | None:
+        target = _ALIASES.get(target, target)
+        if target in _EXTERNAL:
+            return Chain(severity=Severity.STORAGE if _is_unanswered(wait, target) else Severity.WAITS, culprit=target)
+        if target.startswith(f"{ENV_WORKER} "):
+            return Chain(severity=Severity.SILENT, culprit=component.name)
+        found = self.resolve(target)
+        if not found:
+            return _missing(target, component, wait) if target in _KINDS else None
+        paths = [
+            _idle_engine(other, component, wait) or self.from_component(other, seen)
+            for other in found
+            if other.name not in seen
+        ]
+        return max(paths, key=_weight, default=None)
+
+
+def _is_unanswered(wait: event_pb2.Wait, target: str) -> bool:
+    """Whether Redis or the store does not answer, or answers slowly; a download as a whole may take its time."""
+    return target == REDIS or (wait.reason.startswith(STORE) and wait.age_seconds > SILENT_S)
+
+
+_KINDS = ("trainer", "orchestrator", "env-server", "inference")
+
+
+def _weight(path: Chain) -> tuple[int, int, float]:
+    """Worse first, then what explains more, then what lasts longer."""
+    age_s = path.links[0].wait.age_seconds if path.links else 0.0
+    return path.severity, len(path.links), age_s
+
+
+def _describe(component: Component, wait: event_pb2.Wait) -> str:
+    late = ""
+    if is_overdue(wait):
+        late = f" (overdue: {wait.deadline_seconds:g} s are expected)"
+    return f"{component.name} waits for {wait.reason}, {wait.age_seconds:.1f} s{late}"
+
+
+def _silent(component: Component) -> Chain:
+    gone = "; it counts as lost" if component.is_lost else ""
+    reason = f"has not answered for {component.silence_s:.0f} s (frozen, or it or its machine is gone{gone})"
+    wait = event_pb2.Wait(
+        owner=component.name,
+        reason=f"nothing that is known: it {reason}",
+        waits_on=component.name,
+        age_seconds=component.silence_s,
+    )
+    link = Link(text=f"{component.kind} {component.name} {reason}", wait=wait)
+    return Chain(links=(link,), severity=Severity.SILENT, culprit=component.name)
+
+
+def _working(component: Component) -> Chain:
+    wait = event_pb2.Wait(owner=component.name, reason=f"nobody: it {component.activity}")
+    link = Link(text=f"{component.name} {component.activity}", wait=wait)
+    return Chain(links=(link,), culprit=component.name)
+
+
+def _missing(kind: str, component: Component, wait: event_pb2.Wait) -> Chain:
+    missing = event_pb2.Wait(
+        owner=component.name,
+        reason=f"a registered {kind} worker that serves this run: there is none",
+        waits_on=kind,
+        age_seconds=wait.age_seconds,
+    )
+    link = Link(text=f"no {kind} worker is registered for this run", wait=missing)
+    return Chain(links=(link,), severity=Severity.MISSING, culprit=kind)
+
+
+def _idle_engine(engine: Component, component: Component, wait: event_pb2.Wait) -> Chain | None:
+    """Rollouts that are played "with the engine" while it has no open request are at their environment's own work."""
+    is_silent = engine.is_lost or engine.silence_s > SILENT_S
+    if component.kind != "env-server" or engine.num_requests != 0 or is_silent or engine.waits:
+        return None
+    text = f"{engine.name} has no open request: the environment's own code works"
+    inside = event_pb2.Wait(
+        owner=component.name,
+        reason=f"its environments' own code ({engine.name} has no open request)",
+        waits_on=ENV_WORKER,
+        age_seconds=wait.age_seconds,
+    )
+    return Chain(links=(Link(text=text, wait=inside),), culprit=component.name)
