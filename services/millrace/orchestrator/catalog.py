@@ -65,6 +65,16 @@ class RunCatalog:
                 remedy="restore the object from a replica of the bucket",
             ) from error
 
+    def known(self, name: str) -> RunView | None:
+        """The run as it was at the last look, from memory alone: by name, uid, unique beginning, or `-` the newest."""
+        wanted = name.removeprefix("runs/")
+        views = sorted(self._views.values(), key=lambda view: view.record.uid)
+        exact = [view for view in views if wanted in (view.record.name, view.record.uid)]
+        near = [view for view in views if wanted and view.record.name.startswith(wanted)]
+        if wanted == "-":
+            return views[-1] if views else None
+        return exact[-1] if exact else near[0] if len(near) == 1 else None
+
     async def open_log(self, uid: str) -> RunLog:
         """The run's log."""
         return await RunLog.open(self._redis, self._store, prefix=self._prefix, uid=uid)

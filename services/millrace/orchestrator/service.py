@@ -23,7 +23,7 @@ from millrace.errors import (
     Violation,
 )
 from millrace.orchestrator.catalog import RunCatalog
-from millrace.orchestrator.explain import explain
+from millrace.orchestrator.explain import explain, unanswered
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.run_view import RunRecord, RunView
 from millrace.orchestrator.workers import WorkerRegistry
@@ -36,6 +36,8 @@ from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb
 RUN_ID = re.compile(r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")
 HEARTBEAT_S = 15.0
 """Silence after which a watch stream sends an empty message, so that a dead path is seen."""
+EXPLAIN_READ_S = 2.0
+"""Longest look at the log for an explanation, which comes within 5 s in any case."""
 READ_BLOCK_S = 1.0
 """Longest block of one read in a watch: how late a drain or a cancelled client is noticed."""
 PAGE_DEFAULT, PAGE_MAX = 50, 1000
@@ -167,8 +169,21 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ExplainRunResponse:
         """What every service waits for."""
-        view = await self._catalog.find(request.name)
-        return explain(view, self._registry, owner=self._owner)
+        # Redis or the store may be what is to be explained: the view of the last look serves as well.
+        note = ""
+        try:
+            async with asyncio.timeout(EXPLAIN_READ_S):
+                view = await self._catalog.find(request.name)
+        except (TimeoutError, UnavailableError) as error:
+            view = self._catalog.known(request.name)
+            if view is None:
+                raise UnavailableError(
+                    f"run {request.name!r} cannot be looked up: {unanswered(self._owner) or error}",
+                    reason="LOG_UNREADABLE",
+                    remedy="see whether Redis and the object store answer",
+                ) from error
+            note = "the run's log cannot be read now, its state is that of the last look"
+        return explain(view, self._registry, owner=self._owner, note=note)
 
     async def _earlier(self, uid: str, record: RunRecord) -> run_pb2.Run:
         view = await self._catalog.find(uid)
