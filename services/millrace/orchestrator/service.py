@@ -19,6 +19,7 @@ from millrace.errors import (
     AlreadyExistsError,
     InvalidSpecError,
     InvalidStateError,
+    LogGoneError,
     UnavailableError,
     Violation,
 )
@@ -170,19 +171,18 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ExplainRunResponse:
         """What every service waits for."""
         # Redis or the store may be what is to be explained: the view of the last look serves as well.
-        note = ""
+        known, note = self._catalog.known(request.name), ""
         try:
             async with asyncio.timeout(EXPLAIN_READ_S):
-                view = await self._catalog.find(request.name)
-        except (TimeoutError, UnavailableError) as error:
-            view = self._catalog.known(request.name)
-            if view is None:
+                view = await self._catalog.find(known.record.uid if known is not None else request.name)
+        except (TimeoutError, UnavailableError, LogGoneError) as error:
+            if known is None:
                 raise UnavailableError(
                     f"run {request.name!r} cannot be looked up: {unanswered(self._owner) or error}",
                     reason="LOG_UNREADABLE",
                     remedy="see whether Redis and the object store answer",
                 ) from error
-            note = "the run's log cannot be read now, its state is that of the last look"
+            view, note = known, "the run's log cannot be read now, its state is that of the last look"
         return explain(view, self._registry, owner=self._owner, note=note)
 
     async def _earlier(self, uid: str, record: RunRecord) -> run_pb2.Run:

@@ -196,13 +196,18 @@ def cancel(name: str, reason: str, server: str | None) -> None:
 @_NAME
 @_server
 def why(name: str, server: str | None) -> None:
-    """Say what every service of a run waits for right now."""
+    """Say what every service of a run waits for right now, and what holds it up."""
     from millrace.cli.names import resolve
     from millrace.cli.output import explanation
+    from millrace.errors import NotFoundError
 
     async def act(client: "Client") -> None:
-        found = await resolve(client.runs, name)
-        click.echo(explanation(await client.runs.explain(found.name)))
+        try:  # the orchestrator knows its runs by heart: it answers also while nothing can be looked up
+            answer = await client.runs.explain(name)
+        except NotFoundError:
+            found = await resolve(client.runs, name)
+            answer = await client.runs.explain(found.name)
+        click.echo(explanation(answer))
 
     _with_client(server, act)
 
