@@ -18,6 +18,7 @@ from millrace.runlog.entry import FORMAT_MAJOR, AppendResult, Entry, check_forma
 from millrace.runlog.epochs import Epoch
 from millrace.runlog.intents import Intent
 from millrace.runlog.names import Names, Stream
+from millrace.runlog.origin import parse_origin
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,10 @@ class RunLog:
                 metadata={"uid": uid},
             )
         generation = await asyncio.to_thread(epochs.first_generation, store, names)
-        run_hash = _run_hash(run_json)
+        run_hash = parse_run_hash(run_json)
         fields = [generation, "format", FORMAT_MAJOR, "run_hash", run_hash]
+        if base := parse_origin(run_json, where=store.uri(names.run_json)).base_step:
+            fields += [f"base:{Stream.BATCHES}", base, f"base:{Stream.POLICIES}", base]
         answer, held = await connection.call(
             redis, f"creating run {uid}", lambda: script.CREATE_META.run(redis, [names.meta], fields)
         )
@@ -168,7 +171,9 @@ class RunLog:
         key = self.names.stream(Stream(stream))
         block_ms = round(min(block_s, MAX_BLOCK_S) * 1000)
         block = ("BLOCK", block_ms) if block_ms > 0 else ()  # BLOCK 0 would be for ever
-        found = await self.command(f"reading {stream}", "XREAD", "COUNT", count, *block, "STREAMS", key, after or "0", block_s=block_ms / 1000)
+        found = await self.command(
+            f"reading {stream}", "XREAD", "COUNT", count, *block, "STREAMS", key, after or "0", block_s=block_ms / 1000
+        )
         await self.check()
         return [] if not found else [decode_entry(key, id_, fields) for id_, fields in found[0][1]]
 
@@ -290,7 +295,8 @@ class RunLog:
         return await self.command(f"trimming {stream}", "XTRIM", key, "MINID", "=", below)
 
 
-def _run_hash(run_json: bytes) -> str:
+def parse_run_hash(run_json: bytes) -> str:
+    """The hash of the resolved config that a `run.json` names."""
     try:
         document = json.loads(run_json)
     except ValueError:

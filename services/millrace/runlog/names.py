@@ -132,9 +132,14 @@ class Names:
         """Its existence says that the run is being deleted; removed last."""
         return f"{self.root}tombstone.json"
 
+    @property
+    def all_epochs(self) -> str:
+        """Prefix of the epochs of every role."""
+        return f"{self.root}epochs/"
+
     def epochs(self, role: str) -> str:
         """Prefix of a role's epochs."""
-        return f"{self.root}epochs/{role}/"
+        return f"{self.all_epochs}{role}/"
 
     def epoch(self, role: str, number: int) -> str:
         """Create-only: who holds this epoch of the role."""
@@ -205,6 +210,10 @@ class Names:
     def checkpoint(self, step: int) -> str:
         """Prefix of the checkpoint that is version `step`."""
         return f"{self.checkpoints}{step:08d}/"
+
+    def checkpoint_manifest(self, step: int) -> str:
+        """Create-only commit point of a checkpoint."""
+        return f"{self.checkpoint(step)}manifest.json"
 
     @property
     def _key(self) -> str:

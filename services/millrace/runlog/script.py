@@ -139,6 +139,25 @@ return {'OK', ARGV[1]}
 """
 )
 
+# Install a rebuilt log where there is none, or in place of the stale generation that the rebuilder saw.
+# KEYS: meta, events, rebuilt events, batches, policies. ARGV: generation, stale generation or "", number of rebuilt
+# events, then field, value, ... of meta. Batches and policies are dropped: their writers append them again from the
+# store, from base:{stream} on. Rollouts stay: what Redis has of them nobody else may have.
+INSTALL_LOG = Script.of(
+    """
+local meta, events, rebuilt = KEYS[1], KEYS[2], KEYS[3]
+local stored = redis.call('HGET', meta, 'generation')
+if stored and stored ~= ARGV[2] then return {'HELD', stored} end
+if redis.call('XLEN', rebuilt) ~= tonumber(ARGV[3]) then return {'INCOMPLETE', ''} end
+redis.call('DEL', meta, KEYS[4], KEYS[5])
+redis.call('RENAME', rebuilt, events)
+redis.call('PERSIST', events)
+redis.call('HSET', meta, 'generation', ARGV[1])
+for i = 4, #ARGV, 2 do redis.call('HSET', meta, ARGV[i], ARGV[i + 1]) end
+return {'OK', ARGV[1]}
+"""
+)
+
 # Take a lease that is free, or that has the value we expect there (of a holder whose place we took).
 # KEYS: lease, meta. ARGV: generation, value, ttl in ms, expected value or "".
 ACQUIRE_LEASE = Script.of(
