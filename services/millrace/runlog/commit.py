@@ -14,6 +14,7 @@ from millrace.runlog.epochs import Epoch
 from millrace.runlog.log import AppendResult, RunLog
 from millrace.runlog.names import Stream
 from millrace.runlog.recover import MAX_REDIS_BATCH_BYTES, reappend_committed
+from millrace.telemetry import faults
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,15 @@ async def commit_batch(
         AppendResult.FENCED.require(f"committing step {header.step} of run {log.uid}")
     header.writer_epoch = epoch.number
     await _upload(log, epoch, header, chunks, archive)
+    faults.reach(faults.Point.ORCHESTRATOR_MID_COMMIT, step=header.step)
     header_bytes = await _write_header(log, header)
+    faults.reach(faults.Point.ORCHESTRATOR_AFTER_HEADER, step=header.step)
     result = await log.append_batch(epoch, header_bytes, chunks if fits_redis(header) else ())
     if result is AppendResult.CONFLICT and await log.next_position(Stream.BATCHES) <= header.step:
         await reappend_committed(log, epoch)  # Redis lost its tail; this step comes with the ones before
     else:
         result.require(f"appending step {header.step} of run {log.uid}")
+    faults.reach(faults.Point.ORCHESTRATOR_AFTER_COMMIT, step=header.step)
     return header_bytes
 
 

@@ -9,9 +9,10 @@ from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.rollouts.batch_wire import decode_header, verify_chunk
 from millrace.runlog.epochs import Epoch
-from millrace.runlog.frontier import ZERO_CHAIN_HASH, chain_hash
+from millrace.runlog.frontier import chain_hash
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
+from millrace.runlog.origin import load_origin
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -23,20 +24,22 @@ _WINDOW = 16  # headers fetched at once
 
 
 async def load_committed(log: RunLog) -> tuple[batch_pb2.BatchHeader | None, bytes]:
-    """The last committed header and the chain hash behind it; (None, 32 zero bytes) if nothing is committed.
+    """The last committed header and the chain hash behind it; (None, the origin's) if nothing is committed.
 
-    Walks every header and checks the chain, so a header that was replaced or lost is found here.
+    The origin's chain hash is 32 zero bytes but for a fork (`load_origin`). Walks every header and checks the chain,
+    so a header that was replaced or lost is found here.
     """
     headers, chain = await load_headers(log)
     return (headers[-1] if headers else None), chain
 
 
 async def load_headers(log: RunLog) -> tuple[list[batch_pb2.BatchHeader], bytes]:
-    """Every committed header in order, chain checked, and the chain hash behind the last."""
+    """Every committed header in order from the log's origin on, chain checked, and the chain hash behind the last."""
     headers: list[batch_pb2.BatchHeader] = []
-    chain = ZERO_CHAIN_HASH
+    origin = await asyncio.to_thread(load_origin, log.store, log.names)
+    chain = origin.chain_hash
     while True:
-        first = len(headers)
+        first = origin.base_step + len(headers)
         found = await asyncio.gather(*(_get_header(log, step) for step in range(first, first + _WINDOW)))
         for step, data in enumerate(found, start=first):
             if data is None:

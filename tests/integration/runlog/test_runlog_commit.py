@@ -21,6 +21,7 @@ from millrace.runlog import (
     reappend_committed,
     recover,
 )
+from millrace.runlog.origin import Origin, load_origin
 
 
 async def _commit(log, epoch, make_batch, steps):
@@ -214,3 +215,28 @@ async def test_the_log_lives_in_s3_too(redis, s3_store, prefix, run_json):
     assert [intent.kind for intent in await log.read_intents()] == ["cancel"]
     await log.trim_batches(1)
     assert (await log.read_batch(0, timeout_s=5))[1] == stored
+
+
+async def test_the_log_of_a_fork_begins_at_its_origin(redis, local_store, prefix, run_json, make_batch):
+    chain, ordinals = b"\1" * 32, {"resolved_below": 6, "resolved_above": [8]}
+    parent = {"uid": "p", "name": "p", "step": 5, "base_step": 3, "chain_hash": chain.hex(), **ordinals}
+    log = await RunLog.create(redis, local_store, prefix, new_uid(), run_json(parent=parent))
+    assert load_origin(local_store, log.names) == Origin(3, chain, Frontier(6, frozenset([8])))
+    assert await load_committed(log) == (None, chain)
+    assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [3, 3]
+    epoch = await log.acquire_epoch("orchestrator", "o")
+    for step in (3, 4):
+        header, chunks = make_batch(step, chain=chain)
+        header.run_uid = log.uid
+        chain = chain_hash(chain, await commit_batch(log, epoch, header, chunks, b""))
+    headers, found = await load_headers(log)
+    assert [header.step for header in headers] == [3, 4] and found == chain
+    assert (await log.read_batch(3, timeout_s=5))[0].step == 3
+
+
+async def test_a_parent_without_a_base_begins_at_zero(redis, local_store, prefix, run_json):
+    for parent in (None, {}, {"uid": "p", "name": "p", "step": 5}):
+        log = await RunLog.create(redis, local_store, prefix, new_uid(), run_json(parent=parent))
+        assert load_origin(local_store, log.names) == Origin()
+    with pytest.raises(CorruptObjectError, match=r"run\.json .*chain_hash"):
+        await RunLog.create(redis, local_store, prefix, new_uid(), run_json(parent={"base_step": 2}))
