@@ -4,7 +4,7 @@ Creating a run writes, in this order, all create-only and each by a rule that le
 
 1. `runs/{uid}/run.json`            under a fresh uid: nobody sees it yet
 2. `requests/{request_id}` → uid    decides which of several equal requests creates the run; a loser takes over its uid
-3. meta in Redis                    the log can be opened
+3. meta in Redis                    the log can be opened (before it, a fork copies what it begins with)
 4. `names/{name}` → uid             **the commit**: the run exists and its name is taken
 5. `{prefix}:runs` name → uid       listed; a pending mark `?uid` written before step 4 finds it after a crash
 
@@ -14,6 +14,7 @@ What a crash leaves behind before step 4 is invisible, and the same request id c
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import redis.asyncio as redis_asyncio
@@ -40,11 +41,13 @@ async def create_run(
     name: str,
     request_id: str = "",
     run_json: bytes,
+    prepare: Callable[[str, bytes], None] = lambda uid, run_json: None,
 ) -> str:
     """Create a run and return its uid: another than `uid` if `request_id` has created one before.
 
     `run_json` must be a JSON object with the strings `name` and `run_hash`. `AlreadyExistsError` (RUN_NAME_TAKEN) if
-    another run has the name.
+    another run has the name. `prepare` (blocking) gets the uid and the run.json of the run and writes what the run
+    begins with, before anybody can see it; a repeated request repeats it.
     """
     deployment = Deployment(prefix)
     owner = await asyncio.to_thread(_read_uid, store, deployment.name_object(name))
@@ -60,6 +63,7 @@ async def create_run(
         name = json.loads(run_json)["name"]  # of the request that came first: ours if it is ours
         if await asyncio.to_thread(_read_uid, store, deployment.name_object(name)) == uid:
             return uid
+    await asyncio.to_thread(prepare, uid, run_json)
     await RunLog.create(redis, store, prefix, uid, run_json)
     await _hash(redis, deployment, "HSET", _PENDING + uid, name)
     winner = await asyncio.to_thread(_claim, store, deployment.name_object(name), uid)

@@ -1,0 +1,281 @@
+"""A fork: a run that begins with a copy of another run's state at a step. The parent is only read.
+
+    planned    `parent` of the fork's run.json says what it is made of, for good: base_step (the newest checkpoint of
+               the parent at or before the step), the chain hash and the resolved ordinals there
+    copied     headers base_step … step - 1 with their chunks and archives, and checkpoint base_step, under the own uid
+    committed  by the fork's name, as every run is (see `index`)
+
+The fork's trainer begins with that checkpoint, replays the copied batches and goes on; versions and steps keep their
+numbers. Everything is written under names that follow from the parent's, so a copy that was killed is completed by the
+same request, and two that run at once write the same bytes.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import decode_header
+from millrace.runlog.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
+from millrace.runlog.names import Names
+from millrace.runlog.origin import Origin, load_origin, parse_origin
+from millrace.storage import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+_PARALLEL_COPIES = 4
+_STEP = re.compile(r"(\d{8,})/?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkPlan:
+    """What a fork is made of."""
+
+    uid: str
+    """Uid of the parent."""
+    name: str
+    """Name of the parent at that time."""
+    step: int
+    """First step that the fork does itself; its start is the policy version of this number."""
+    base_step: int
+    """The checkpoint that is copied; 0 without one is the start model."""
+    checkpoints: tuple[int, ...]
+    """Steps that the parent could be forked at without a replay."""
+    chain_hash: bytes
+    frontier: Frontier
+
+    def to_json(self) -> dict[str, Any]:
+        """The `parent` of the fork's run.json, as `origin` reads it."""
+        return {
+            "uid": self.uid,
+            "name": self.name,
+            "step": self.step,
+            "base_step": self.base_step,
+            "chain_hash": self.chain_hash.hex(),
+            "resolved_below": self.frontier.resolved_below,
+            "resolved_above": sorted(self.frontier.resolved_above),
+        }
+
+
+def plan_fork(store: ObjectStore, parent: Names, *, name: str, step: int) -> ForkPlan:
+    """Plan a fork of `parent` at `step` (blocking); `InvalidStateError` naming the range if the step is not kept."""
+    origin = load_origin(store, parent)
+    num_steps = _count_steps(store, parent, origin)
+    kept = _kept_checkpoints(store, parent, origin, num_steps)
+    if not kept or not kept[0] <= step <= num_steps:
+        span = f"steps {kept[0]} to {num_steps}" if kept else "no step: it keeps no checkpoint and not all batches"
+        raise InvalidStateError(
+            f"run {name!r} cannot be forked at step {step}: it keeps {span}",
+            reason="STEP_NOT_KEPT",
+            remedy="choose a step in that range" if kept else "keep checkpoints: ckpt.interval, ckpt.keep_last",
+            metadata={"oldest": str(kept[0] if kept else ""), "newest": str(num_steps)},
+        )
+    base_step = max(candidate for candidate in kept if candidate <= step)
+    chain, frontier = _state_before(store, parent, origin, base_step)
+    plan = ForkPlan(
+        uid=parent.uid,
+        name=name,
+        step=step,
+        base_step=base_step,
+        checkpoints=tuple(kept),
+        chain_hash=chain,
+        frontier=frontier,
+    )
+    if store.head(parent.checkpoint_manifest(base_step)) is not None:
+        manifest = _load_manifest(store, parent.checkpoint_manifest(base_step))
+        if manifest["chain_hash"] != chain.hex():
+            raise CorruptObjectError(
+                f"checkpoint {base_step} of run {name!r} does not follow the committed headers",
+                reason="CHECKPOINT_CHAIN_MISMATCH",
+                remedy=f"see `millrace run audit {name}`, and fork at a step before this checkpoint",
+            )
+    return plan
+
+
+def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> None:
+    """Copy what the fork `uid` begins with, as its run.json says (blocking). Repeating it completes it.
+
+    `InvalidStateError` (PARENT_GONE) if the parent does not keep it any more, `CorruptObjectError` if the parent's
+    objects are not what their hashes say.
+    """
+    document = json.loads(run_json)
+    parent = document["parent"]
+    copy = _Copy(
+        store=store,
+        source=Names(prefix, parent["uid"]),
+        target=Names(prefix, uid),
+        run_hash=document["run_hash"],
+        origin=parse_origin(run_json, where=store.uri(Names(prefix, uid).run_json)),
+    )
+    try:
+        copy.run(base_step=int(parent["base_step"]), step=int(parent["step"]))
+    except NotFoundError as error:
+        raise InvalidStateError(
+            f"run {parent['name']!r} does not keep any more what a fork at step {parent['step']} needs: "
+            f"{error.message}",
+            reason="PARENT_GONE",
+            remedy="fork it again at a newer step, with a new request_id",
+            metadata={"parent": parent["uid"]},
+        ) from error
+
+
+@dataclass(kw_only=True)
+class _Copy:
+    """One copy under way."""
+
+    store: ObjectStore
+    source: Names
+    target: Names
+    run_hash: str
+    origin: Origin
+    _todo: list[Callable[[], None]] = field(default_factory=list)
+
+    def run(self, *, base_step: int, step: int) -> None:
+        chain, own_chain = self.origin.chain_hash, self.origin.chain_hash
+        for number in range(base_step, step):
+            chain, own_chain = self._header(number, chain, own_chain)
+        manifest = self._checkpoint(base_step)
+        with ThreadPoolExecutor(_PARALLEL_COPIES, thread_name_prefix="fork") as pool:
+            for copied in [pool.submit(copy) for copy in self._todo]:
+                copied.result()
+        if manifest is not None:  # last, as everywhere
+            self._create(self.target.checkpoint_manifest(base_step), manifest)
+        logger.info(
+            "forked",
+            extra={"uid": self.target.uid, "parent": self.source.uid, "base_step": base_step, "step": step},
+        )
+
+    def _header(self, step: int, chain: bytes, own_chain: bytes) -> tuple[bytes, bytes]:
+        """Rewrite one header as the fork's own; returns the chain hashes behind it, the parent's and the fork's."""
+        key = self.source.batch_header(step)
+        data = self.store.get(key)
+        header = decode_header(data)
+        if header.previous_chain_hash != chain or header.kind != batch_pb2.BATCH_KIND_TRAIN or header.step != step:
+            raise CorruptObjectError(
+                f"{self.store.uri(key)} does not continue the chain of step {step - 1}",
+                reason="CHAIN_BROKEN",
+                remedy="restore the header objects of the parent from a replica of the bucket",
+            )
+        for chunk in header.chunks:
+            chunk.key = self._later(chunk.key, sha256=chunk.sha256.hex(), size_bytes=chunk.size_bytes)
+        if header.rollouts_key:
+            header.rollouts_key = self._later(header.rollouts_key, sha256=header.rollouts_sha256.hex())
+        header.run_uid, header.run_hash, header.previous_chain_hash = self.target.uid, self.run_hash, own_chain
+        header.writer_epoch = header.config_revision = 0  # of nobody's epoch: the fork's own begin at 1
+        own = header.SerializeToString(deterministic=True)
+        self._create(self.target.batch_header(step), own)
+        return chain_hash(chain, data), chain_hash(own_chain, own)
+
+    def _checkpoint(self, step: int) -> bytes | None:
+        """The manifest of the copied checkpoint, None for the start model; its objects are noted to be copied."""
+        try:
+            manifest = _load_manifest(self.store, self.source.checkpoint_manifest(step))
+        except NotFoundError:
+            if step == 0:
+                return None
+            raise
+        for item in manifest["objects"]:
+            item["key"] = self._later(item["key"], sha256=item["sha256"], size_bytes=item["size_bytes"])
+        manifest |= {"run_uid": self.target.uid, "run_hash": self.run_hash}
+        return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+
+    def _later(self, key: str, *, sha256: str, size_bytes: int | None = None) -> str:
+        """Note an object to be copied; returns its key in the fork."""
+        target = self.target.root + key.removeprefix(self.source.root)
+        self._todo.append(lambda: self._copy(key, target, sha256=sha256, size_bytes=size_bytes))
+        return target
+
+    def _copy(self, key: str, target: str, *, sha256: str, size_bytes: int | None) -> None:
+        """Copy an object by way of a file, so that its size does not matter; verified on the way."""
+        there = self.store.head(target)
+        if there is not None and (size_bytes is None or there.size_bytes == size_bytes):
+            return  # objects appear whole or not at all: an attempt before this one has verified and copied it
+        with tempfile.TemporaryDirectory(prefix="millrace-fork-") as directory:
+            path = Path(directory) / "object"
+            self.store.get_file(key, path)
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != sha256:
+                raise CorruptObjectError(
+                    f"{self.store.uri(key)} has sha256 {found}, what names it says {sha256}",
+                    reason="OBJECT_HASH_MISMATCH",
+                    remedy=f"it is damaged: see `millrace run audit {self.source.uid}`, and fork at another step",
+                )
+            self.store.put_file(target, path)
+
+    def _create(self, key: str, data: bytes) -> None:
+        if not self.store.create(key, data) and self.store.get(key) != data:
+            raise ConflictError(
+                f"{self.store.uri(key)} exists with other content",
+                reason="FORK_CONFLICT",
+                remedy="the parent changed between two tries: fork again with a new request_id",
+            )
+
+
+def _count_steps(store: ObjectStore, names: Names, origin: Origin) -> int:
+    """The number of the step behind the last committed training step."""
+    steps = [origin.base_step - 1]
+    for info in store.list(names.batches):
+        name = info.key.removeprefix(names.batches)
+        if name.endswith(".pb") and "/" not in name:
+            steps.append(int(name.removesuffix(".pb")))
+    for before, after in pairwise(steps):
+        if after != before + 1:
+            raise CorruptObjectError(
+                f"header {store.uri(names.batch_header(before + 1))} is missing, but step {after} is committed",
+                reason="CHAIN_BROKEN",
+                remedy="restore the header objects of the run from a replica of the bucket",
+            )
+    if steps[-1] < origin.base_step:
+        return origin.base_step
+    last = decode_header(store.get(names.batch_header(steps[-1])))
+    return steps[-1] if last.kind == batch_pb2.BATCH_KIND_CLOSE else steps[-1] + 1
+
+
+def _kept_checkpoints(store: ObjectStore, names: Names, origin: Origin, num_steps: int) -> list[int]:
+    """Steps that a copy can begin at, ascending: committed checkpoints, and 0 while the batches since are kept."""
+    kept = set()
+    for prefix in store.list_prefixes(names.checkpoints):
+        match = _STEP.fullmatch(prefix.removeprefix(names.checkpoints))
+        if match is not None and store.head(names.checkpoint_manifest(int(match[1]))) is not None:
+            kept.add(int(match[1]))
+    if origin.base_step == 0 and (num_steps == 0 or _has_batch(store, names, 0)):
+        kept.add(0)  # the start model
+    return sorted(step for step in kept if step <= num_steps)
+
+
+def _has_batch(store: ObjectStore, names: Names, step: int) -> bool:
+    header = decode_header(store.get(names.batch_header(step)))
+    return all(store.head(chunk.key) is not None for chunk in header.chunks)
+
+
+def _state_before(store: ObjectStore, names: Names, origin: Origin, step: int) -> tuple[bytes, Frontier]:
+    """H(step - 1) and the ordinals that are resolved before `step`."""
+    if step == origin.base_step:
+        return origin.chain_hash if step else ZERO_CHAIN_HASH, origin.frontier
+    data = store.get(names.batch_header(step - 1))
+    header = decode_header(data)
+    return chain_hash(header.previous_chain_hash, data), Frontier.from_header(header)
+
+
+def _load_manifest(store: ObjectStore, key: str) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads(store.get(key))
+        if not manifest["chain_hash"] or not all(item["sha256"] for item in manifest["objects"]):
+            raise ValueError("it names no hashes")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptObjectError(
+            f"checkpoint manifest {store.uri(key)} is not readable: {error!r}",
+            reason="CHECKPOINT_MANIFEST_INVALID",
+            remedy="fork at a step before this checkpoint",
+        ) from error
+    return manifest
