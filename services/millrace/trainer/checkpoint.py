@@ -115,9 +115,11 @@ class CheckpointStore:
         self._names = names
         self._gang = gang
 
-    def newest(self) -> CheckpointManifest | None:
-        """The manifest with the highest step, or None."""
+    def newest(self, *, at_most: int | None = None) -> CheckpointManifest | None:
+        """The manifest with the highest step (not above `at_most`), or None."""
         for prefix in sorted(self._store.list_prefixes(self._names.checkpoints), reverse=True):
+            if at_most is not None and _step_of(prefix) > at_most:
+                continue
             if self._store.head(prefix + _MANIFEST) is not None:
                 return self._read(prefix + _MANIFEST)
         return None  # prefixes without a manifest are uploads that were never committed
@@ -126,7 +128,7 @@ class CheckpointStore:
         """Steps with a committed checkpoint, ascending."""
         for prefix in self._store.list_prefixes(self._names.checkpoints):
             if self._store.head(prefix + _MANIFEST) is not None:
-                yield int(prefix.rstrip("/").rpartition("/")[2])
+                yield _step_of(prefix)
 
     def uri(self, step: int) -> str:
         """Where the manifest of a step lies."""
@@ -237,6 +239,11 @@ class CheckpointStore:
 
     def _read(self, key: str) -> CheckpointManifest:
         return CheckpointManifest.from_bytes(self._store.get(key), source=self._store.uri(key))
+
+
+def _step_of(prefix: str) -> int:
+    """The step that a checkpoint's prefix names."""
+    return int(prefix.rstrip("/").rpartition("/")[2])
 
 
 def _file_sha256(path: Path) -> str:

@@ -5,11 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from millrace.config.rl import RLConfig
-from millrace.config.trainer import TrainerConfig
 from millrace.errors import CorruptObjectError
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publish import upload_files
@@ -19,12 +15,11 @@ from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundLoop
 from millrace.trainer.batches import Batches
 from millrace.trainer.checkpoint import Checkpointer, CheckpointStore
-from millrace.trainer.determinism import seed_rank, set_determinism
 from millrace.trainer.distributed import Gang
+from millrace.trainer.learner import Learner
 from millrace.trainer.log_client import LogClient
 from millrace.trainer.loop import train
-from millrace.trainer.model import load_model, policy_files, resolve_dtype, resolve_model_directory
-from millrace.trainer.optimizer import PolicyOptimizer
+from millrace.trainer.model import policy_files, resolve_model_directory
 from millrace.trainer.publisher import Publisher, PublishPlan, newest_published, plan_publishing
 from millrace.trainer.reporter import Reporter
 from millrace.trainer.resume import resume
@@ -74,19 +69,22 @@ def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
     """The parts of a run, its state that of the newest checkpoint or of the start model."""
     config = parse_config(client.run_json(), uid=uid)
     trainer, gang, names = config.trainer, context.gang, Names(context.prefix, uid)
-    is_strict = set_determinism(trainer.determinism, seed=config.seed, device=gang.device)
     directory = resolve_model_directory(trainer.model.name)
-    compute_dtype = resolve_dtype(trainer.model.dtype, device=gang.device)
-    model = gang.shard(load_model(directory), compute_dtype=compute_dtype)
-    seed_rank(config.seed, rank=gang.rank)
-    optimizer = PolicyOptimizer(model, optim=trainer.optim, scheduler=trainer.scheduler, max_steps=trainer.max_steps)
+    learner = Learner.of_start_model(config, gang=gang, directory=directory)
     checkpoints = CheckpointStore(context.store, names, gang=gang)
-    manifest = resume(checkpoints, model, optimizer, gang=gang, run_hash=client.run_hash, is_strict=is_strict)
+    manifest = resume(
+        checkpoints,
+        learner.model,
+        learner.optimizer,
+        gang=gang,
+        run_hash=client.run_hash,
+        is_strict=learner.is_strict,
+    )
     position, lineage = Position(0, ZERO_CHAIN_HASH), 0
     if manifest is not None:
         position, lineage = Position(manifest.step, bytes.fromhex(manifest.chain_hash)), manifest.lineage
     reporter = Reporter(client if gang.is_leader else None, world_size=gang.world_size)
-    plan = agree_on_plan(context, names, start_step=position.version, lineage=lineage, strict=is_strict)
+    plan = agree_on_plan(context, names, start_step=position.version, lineage=lineage, strict=learner.is_strict)
     if plan.lineage > lineage and plan.first_version > position.version:
         reporter.warning(
             "NEW_LINEAGE",
@@ -96,7 +94,10 @@ def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
     return Training(
         config=trainer,
         gang=gang,
-        model=model,
+        model=learner.model,
+        optimizer=learner.optimizer,
+        autocast_dtype=learner.autocast_dtype,
+        is_strict=learner.is_strict,
         batches=Batches(
             client,
             gang=gang,
@@ -106,19 +107,17 @@ def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
             micro_batch_tokens=trainer.micro_batch_tokens,
             seq_len=trainer.model.seq_len,
         ),
-        optimizer=optimizer,
-        publisher=make_publisher(context, names, client, model, directory=directory, config=trainer, plan=plan),
+        publisher=make_publisher(context, names, client, learner, directory=directory, plan=plan),
         checkpointer=Checkpointer(
             checkpoints,
             trainer.ckpt,
             gang=gang,
             run_hash=client.run_hash,
             epoch=client.epoch if gang.is_leader else 0,
-            determinism="strict" if is_strict else "best_effort",
+            determinism="strict" if learner.is_strict else "best_effort",
         ),
         reporter=reporter,
         position=position,
-        autocast_dtype=compute_dtype if gang.is_alone and compute_dtype != torch.float32 else None,
         on_progress=context.on_progress,
     )
 
@@ -127,28 +126,24 @@ def make_publisher(
     context: JobContext,
     names: Names,
     client: LogClient,
-    model: nn.Module,
+    learner: Learner,
     *,
     directory: Path,
-    config: TrainerConfig,
     plan: PublishPlan,
 ) -> Publisher:
     """The publisher; rank 0 uploads once the files that all versions share."""
-    # `auto` for published policies is what the trainer computes in.
-    choice = config.model.dtype if config.model.publish_dtype == "auto" else config.model.publish_dtype
-    dtype = resolve_dtype(choice, device=context.gang.device)
-    shared = policy_files(directory, dtype=dtype)
+    shared = policy_files(directory, dtype=learner.publish_dtype)
     files: tuple[FileEntry, ...] = ()
     if context.gang.is_leader:
         files = upload_files(context.store, prefix=names.prefix, uid=names.uid, epoch=client.epoch, files=shared)
     return Publisher(
-        model,
+        learner.model,
         store=context.store,
         names=names,
         gang=context.gang,
         log_client=client if context.gang.is_leader else None,
         files=files,
-        dtype=dtype,
+        dtype=learner.publish_dtype,
         vocabulary=int(json.loads(shared["config.json"])["vocab_size"]),
         plan=plan,
     )

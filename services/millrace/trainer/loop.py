@@ -15,7 +15,8 @@ import torch
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
 from millrace.trainer.batches import Batch, StopRequested
-from millrace.trainer.loss import LossInputs, token_losses, total_loss
+from millrace.trainer.learner import Learner
+from millrace.trainer.loss import LossFunction, LossInputs, token_losses, total_loss
 from millrace.trainer.metrics import StepMetrics
 from millrace.trainer.optimizer import OptimizerReport
 from millrace.trainer.reporter import Phases
@@ -63,7 +64,7 @@ def step(run: Training, batch: Batch) -> None:
     run.on_progress(run.position.version)
 
 
-def forward_backward(run: Training, batch: Batch) -> dict[str, float]:
+def forward_backward(run: Learner, batch: Batch, *, loss_of: LossFunction = token_losses) -> dict[str, float]:
     """Accumulates the gradient of the batch's loss and returns the step's metrics, both over all ranks."""
     counts = [0.0, 0.0]
     for micro_batch in batch.micro_batches:
@@ -74,7 +75,7 @@ def forward_backward(run: Training, batch: Batch) -> dict[str, float]:
     with run.learning():
         for micro_batch in batch.micro_batches:
             logprobs_BT, entropy_BT = run.logprobs(micro_batch)
-            losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), run.config.loss)
+            losses = loss_of(LossInputs.of(micro_batch, logprobs_BT), run.config.loss)
             loss = total_loss(losses, num_rl_tokens=num_rl_tokens, num_ce_tokens=num_ce_tokens)
             (loss * run.gang.world_size).backward()  # FSDP averages gradients over the ranks; this makes it a sum
             faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)

@@ -11,6 +11,7 @@ component is summed over its member tokens, times their weights, and divided by 
 the gradient does not depend on how the batch is cut into micro-batches and ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,10 @@ class TokenLosses:
     mismatch_kl: torch.Tensor
     is_masked_low: torch.Tensor
     is_masked_high: torch.Tensor
+
+
+LossFunction = Callable[[LossInputs, LossConfig], TokenLosses]
+"""What `millrace run replay --loss my.module:fn` takes: `token_losses` is one."""
 
 
 def token_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:

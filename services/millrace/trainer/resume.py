@@ -1,4 +1,4 @@
-"""Continues from the newest checkpoint."""
+"""Continues from a checkpoint."""
 
 from torch import nn
 
@@ -6,8 +6,8 @@ from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
 from millrace.trainer.checkpoint import CheckpointManifest, CheckpointStore, require_same_conditions
 from millrace.trainer.distributed import Gang
+from millrace.trainer.learner import restore_random_state, state_tensors
 from millrace.trainer.optimizer import PolicyOptimizer
-from millrace.trainer.training import restore_random_state, state_tensors
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +28,24 @@ def resume(
     manifest = CheckpointManifest.from_bytes(told, source="newest checkpoint")
     if is_strict:
         require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
+    restore(checkpoints, manifest, model, optimizer, gang=gang)
+    log.info("resumed", extra={"step": manifest.step, "bytes": manifest.size_bytes})
+    return manifest
+
+
+def restore(
+    checkpoints: CheckpointStore,
+    manifest: CheckpointManifest,
+    model: nn.Module,
+    optimizer: PolicyOptimizer,
+    *,
+    gang: Gang,
+) -> None:
+    """Fills model and optimizer from a checkpoint. Collective in a gang."""
     state = state_tensors(model, optimizer, gang=gang)
     checkpoints.load(manifest, state)
     faults.reach(Point.TRAINER_MID_RESUME, step=manifest.step)
     restore_random_state(state, gang=gang)
-    log.info("resumed", extra={"step": manifest.step, "bytes": manifest.size_bytes})
-    return manifest
 
 
 def _encode(manifest: CheckpointManifest | None) -> bytes:

@@ -28,6 +28,7 @@ from millrace.trainer.checkpoint import Checkpointer, CheckpointStore
 from millrace.trainer.determinism import set_determinism
 from millrace.trainer.distributed import Gang
 from millrace.trainer.forward import token_logprobs
+from millrace.trainer.learner import state_tensors
 from millrace.trainer.loss import LossInputs, token_losses, total_loss
 from millrace.trainer.model import (
     load_model,
@@ -40,7 +41,6 @@ from millrace.trainer.model import (
 from millrace.trainer.optimizer import PolicyOptimizer
 from millrace.trainer.resume import resume
 from millrace.trainer.sft_data import Order, RowEncoder, load_rows
-from millrace.trainer.training import state_tensors
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from millrace.cli.commands.run_replay import replay
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.raw import OPTIONS_HELP, RawCommand
 
@@ -36,6 +37,9 @@ def run() -> None:
 
     RUN is a name, the beginning of one, a uid, or - for the most recent run.
     """
+
+
+run.add_command(replay)
 
 
 @run.command(cls=RawCommand, epilog=OPTIONS_HELP + "\n  --follow        Follow the run to its end; Ctrl-C detaches.")

@@ -1,0 +1,70 @@
+"""`millrace run replay`: recompute a step of a run from its log, in this process."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from millrace.cli.errors import CliError
+
+if TYPE_CHECKING:
+    from millrace.trainer.replay_report import ReplayReport
+
+_INSTALL = "pip install 'millrace[trainer]'"
+OnStep = Callable[[int, int], None]
+
+
+@click.command()
+@click.argument("name", metavar="RUN")
+@click.option("--step", type=click.IntRange(min=0), required=True, help="The step: it turns version K into K + 1.")
+@click.option(
+    "--loss",
+    metavar="MODULE:FUNCTION",
+    default="",
+    help="Also show the metrics of the step under this loss, written like millrace.trainer.loss.token_losses: "
+    "(LossInputs, LossConfig) -> TokenLosses.",
+)
+@click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store.")
+@click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
+def replay(name: str, step: int, loss: str, store: str | None, prefix: str | None) -> int:
+    """Recompute a step of a run from its log and compare the policy with the published one, bit for bit.
+
+    Begins at the newest kept checkpoint at or before the step. Reads the object store only, writes nothing into it, and
+    needs neither Redis nor a server. Exits 0 if the digests are equal, else 1 with the tensors that differ.
+    """
+    from millrace.cli.run_store import find_uid, open_run_store, store_prefix
+    from millrace.runlog.names import Names
+    from millrace.trainer.replay_report import report_lines
+
+    objects, deployment = open_run_store(store), store_prefix(prefix)
+    names = Names(deployment, find_uid(objects, deployment, name))
+    recompute = _recompute()
+    with _progress(name) as on_step:
+        report = recompute(objects, names, step=step, loss=loss, on_step=on_step)
+    click.echo("\n".join(report_lines(report)))
+    return report.exit_code
+
+
+def _recompute() -> Callable[..., "ReplayReport"]:
+    """`millrace.trainer.replay.replay`, by name: the command line works without torch, which only this needs."""
+    try:
+        return importlib.import_module("millrace.trainer.replay").replay
+    except ModuleNotFoundError as error:
+        raise CliError(f"replay computes with {error.name}, which is not installed here", hint=_INSTALL) from error
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[OnStep]:
+    """A bar on a terminal, else a line per step; both on standard error."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: click.echo(f"replaying {name}: {done} of {total} steps", err=True)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"replaying {name}", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

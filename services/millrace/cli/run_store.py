@@ -1,0 +1,69 @@
+"""Which object store a command reads without a server, and which run there is meant."""
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.cli.errors import CliError
+from millrace.errors import NotFoundError
+from millrace.telemetry.settings import Settings
+
+if TYPE_CHECKING:
+    from millrace.storage import ObjectStore
+
+DEFAULT_STORE = Path("outputs/local/store")
+"""Where `millrace up` keeps its objects, seen from the directory that it is started in."""
+
+
+def open_run_store(url: str | None, *, environ: Mapping[str, str] = os.environ) -> "ObjectStore":
+    """The store that is named, by the option, MILLRACE_STORE_URL, or the local stack's; a directory must exist."""
+    from millrace.storage import open_store
+
+    chosen = url or Settings.from_env(environ).store_url
+    if chosen is None:
+        if not DEFAULT_STORE.is_dir():
+            raise CliError(
+                f"no object store is named, and there is no {DEFAULT_STORE} here",
+                hint="use --store file:///absolute/directory or s3://bucket/prefix, set MILLRACE_STORE_URL, or go to "
+                "the directory in which `millrace up` was started",
+            )
+        chosen = DEFAULT_STORE.resolve().as_uri()
+    path = Path(chosen.removeprefix("file://"))
+    if chosen.startswith("file://") and not path.is_dir():
+        raise CliError(f"the object store {chosen} is not there", hint="check the path; nothing was created")
+    return open_store(chosen)
+
+
+def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ) -> str:
+    """The prefix of the deployment: the option, MILLRACE_PREFIX, or its default."""
+    return prefix or Settings.from_env(environ).prefix
+
+
+def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
+    """The uid of a run: by name, `runs/{name}`, a unique beginning of one, the uid, or `-` for the newest run."""
+    from millrace.runlog.names import Deployment
+
+    root = Deployment(prefix).names_prefix
+    uids = {info.key.removeprefix(root): store.get(info.key).decode() for info in store.list(root)}
+    wanted = text.removeprefix("runs/")
+    if wanted == "-" and uids:
+        return max(uids.values())  # uids sort by creation
+    if wanted in uids:
+        return uids[wanted]
+    if wanted in uids.values():
+        return wanted
+    found = sorted(name for name in uids if name.startswith(wanted))
+    if len(found) == 1:
+        return uids[found[0]]
+    if found:
+        raise CliError(
+            f"{text!r} begins the names of {len(found)} runs: {', '.join(found[:8])}", hint="type more of it"
+        )
+    close = difflib.get_close_matches(wanted, uids, n=3)
+    raise NotFoundError(
+        f"{store.describe()} holds no run {text!r} of the deployment {prefix!r}",
+        reason="RUN_NOT_FOUND",
+        remedy=f"did you mean {' or '.join(close)}?" if close else "check --store and --prefix",
+    )
