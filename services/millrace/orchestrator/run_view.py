@@ -5,7 +5,7 @@ Nothing here is stored: any orchestrator replica computes the same view from `ru
 
 import json
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -27,16 +27,22 @@ class RunRecord:
     create_time: str
     code_version: str
     labels: dict[str, str]
+    parent: dict[str, Any] | None = None
+    """For a fork: where it begins, as `runlog.origin` reads it."""
 
     def encode(self) -> bytes:
-        """Canonical JSON."""
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}, sort_keys=True, indent=1).encode()
+        """Canonical JSON; `parent` only where there is one."""
+        document = {name: getattr(self, name) for name in self.__slots__}
+        if self.parent is None:
+            del document["parent"]
+        return json.dumps(document, sort_keys=True, indent=1).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Parse `run.json`; fields of a newer release are ignored."""
         document = json.loads(data)
-        return cls(**{name: document[name] for name in cls.__slots__})
+        required = (name for name in cls.__slots__ if name != "parent")
+        return cls(parent=document.get("parent"), **{name: document[name] for name in required})
 
     @property
     def config_json(self) -> str:
@@ -62,6 +68,12 @@ class RunView:
         )
         max_steps = record.config.get("max_steps")
         self.run.progress.max_steps = max_steps if isinstance(max_steps, int) else 0
+        if record.parent is not None:
+            parent = record.parent
+            self.run.parent.CopyFrom(
+                run_pb2.RunParent(name=f"runs/{parent['name']}", uid=parent["uid"], step=parent["step"])
+            )
+            self.run.progress.step = self.run.progress.policy_version = parent["base_step"]
 
     @property
     def is_terminal(self) -> bool:

@@ -52,14 +52,14 @@ async def audit_run(
         rollouts = await mirror.rollouts()
         await mirror.events(events)
     try:
-        epochs, generation = await asyncio.to_thread(
+        epochs, installed = await asyncio.to_thread(
             _audit_store, audit, events, rollouts, run_hash=run_hash, origin=origin
         )
     except asyncio.CancelledError:
         audit.stopping.set()  # the thread ends at its next step
         raise
     if mirror is not None:
-        await mirror.compare(epochs=epochs, generation=generation)
+        await mirror.compare(epochs=epochs, installed=installed)
     audit.findings.fill(audit.report)
     return audit.report
 

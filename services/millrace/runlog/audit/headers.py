@@ -206,6 +206,7 @@ class HeaderCheck:
         except (ValueError, TypeError, AttributeError) as error:
             self._audit.findings.violation("STATE_CORRUPT", f"header {step}: orchestrator_state: {error}")
             return
-        grown = duplicates - self._last_duplicates
-        self._duplicates += grown if grown >= 0 else duplicates
+        if header.writer_epoch:  # else it was copied: what it counts was the parent's
+            grown = duplicates - self._last_duplicates
+            self._duplicates += grown if grown >= 0 else duplicates
         self._last_duplicates = duplicates

@@ -19,6 +19,7 @@ from millrace.runlog.audit.findings import Audit
 from millrace.runlog.audit.rollouts import RolloutFact, is_trainable
 from millrace.runlog.connection import as_text
 from millrace.runlog.entry import Entry, decode_entry
+from millrace.runlog.epochs import GENERATION_ROLE
 from millrace.runlog.names import Stream
 
 _PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each
@@ -62,14 +63,13 @@ class Mirror:
         async for entry in self._entries(Stream.EVENTS):
             check.add([entry])
 
-    async def compare(self, *, epochs: dict[str, int], generation: int) -> None:
-        """Compare meta, batches and policies with the store; `generation` is the newest that was installed."""
-        findings = self._audit.findings
-        if int(self._meta["generation"]) != generation:
+    async def compare(self, *, epochs: dict[str, int], installed: int) -> None:
+        """Compare meta, batches and policies with the store; `installed` is the newest generation marked there."""
+        findings, held = self._audit.findings, int(self._meta["generation"])
+        if not installed <= held <= max(epochs.get(GENERATION_ROLE, 0), installed):  # a mark may be still to come
             findings.violation(
                 "GENERATION_MISMATCH",
-                f"Redis holds generation {self._meta['generation']} of the log, the newest that was installed is "
-                f"{generation}",
+                f"Redis holds generation {held} of the log, the newest that was installed is {installed}",
             )
         for name, value in sorted(self._meta.items()):
             role = name.removeprefix("epoch:")
