@@ -41,6 +41,10 @@ class RunEvents:
         """Record something that needs a person's attention."""
         await self._writer.write(event_pb2.Event(warning=event_pb2.Warning(reason=reason, message=message)))
 
+    async def wait_reported(self, wait: event_pb2.Wait) -> None:
+        """Record a wait that holds the run up."""
+        await self._writer.write(event_pb2.Event(wait_reported=event_pb2.WaitReported(wait=wait)))
+
     async def close(self) -> None:
         """Write what is queued."""
         await self._writer.close()
