@@ -15,6 +15,8 @@ from millrace.local.redis import EmbeddedRedis, die_with_parent, free_port
 from millrace.storage import ObjectStore
 from millrace.storage.local import LocalStore
 
+sys.path.append(str(Path(__file__).parent))  # modules that tests of several folders share, such as `workplaces`
+
 _SERVER_START_S = 60.0
 
 # Shared machines are slow at times; that is no finding. No example database: a test run leaves nothing in the tree.
@@ -79,3 +81,22 @@ def s3_store(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.
     store = S3Store(bucket="millrace-test", prefix=f"t{os.urandom(6).hex()}", endpoint=s3_endpoint, region="us-east-1")
     store.ensure_bucket()
     return store
+
+
+@pytest.fixture(scope="session")
+def make_workplace(tmp_path_factory: pytest.TempPathFactory):
+    """Makes directories in which the commands of the example run."""
+    from workplaces import Workplace
+
+    def make(name: str) -> Workplace:
+        return Workplace(tmp_path_factory.mktemp(name))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def warm(make_workplace):
+    """A workplace with the warmed-up model of seed 0."""
+    workplace = make_workplace("warm")
+    workplace.warm_up(0)
+    return workplace

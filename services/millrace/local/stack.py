@@ -162,6 +162,7 @@ class LocalStack:
             "http": f"http://{http}/v1",
             "logs": str(self.logs),
             "pid": os.getpid(),
+            "addresses": addresses,
             "redis": redact(redis_url),
             "store": store_url,
         }

@@ -1,4 +1,4 @@
-"""The demo's commands, run as a user runs them, in a working directory of the test's own."""
+"""The demo's commands, run as a user runs them, in a working directory of the test's own (e2e and chaos tests)."""
 
 import contextlib
 import json
@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 import psutil
 import pytest
 
 from millrace.local.ports import free_ports
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples" / "reverse_text"
 COMMAND_TIMEOUT_S = 280
 STOP_TIMEOUT_S = 30
@@ -32,7 +32,7 @@ class Workplace:
     path: Path
     rl_toml: ClassVar[str] = str(EXAMPLES / "rl.toml")
 
-    def popen(self, *argv: str, **options) -> subprocess.Popen[str]:
+    def popen(self, *argv: str, stdout: int | IO[str] = subprocess.PIPE, **options) -> subprocess.Popen[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
         env |= {"OMP_NUM_THREADS": "1", MARKER: str(self.path), **options.pop("env", {})}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -41,7 +41,7 @@ class Workplace:
             cwd=self.path,
             env=env,
             text=True,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             **options,
@@ -133,19 +133,3 @@ class Workplace:
             if line.strip().startswith(start):
                 return seen
         pytest.fail(f"it ended with {process.wait()} before it said {start!r}:\n{seen[-5000:]}")
-
-
-@pytest.fixture(scope="session")
-def make_workplace(tmp_path_factory: pytest.TempPathFactory):
-    def make(name: str) -> Workplace:
-        return Workplace(tmp_path_factory.mktemp(name))
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def warm(make_workplace) -> Workplace:
-    """A workplace with the warmed-up model of seed 0."""
-    workplace = make_workplace("warm")
-    workplace.warm_up(0)
-    return workplace

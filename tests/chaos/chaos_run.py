@@ -1,0 +1,157 @@
+"""One run on a `ChaosStack`: its events as they come, how long it stood still, and its audit."""
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from millrace.client import Client
+from millrace.client.runs import is_terminal
+from millrace.errors import MillraceError
+from millrace.v1 import event_pb2, run_pb2
+
+PROGRESS = ("step_completed", "batch_committed", "policy_published", "policy_served", "checkpoint_saved")
+"""Events that say that the run has moved on."""
+GIVE_UP_S = 150.0
+
+Event = event_pb2.Event
+
+
+@dataclass(eq=False)
+class ChaosRun:
+    """A submitted run that a thread of its own follows, through reconnects, to its end."""
+
+    address: str
+    name: str
+    uid: str
+    events: list[Event] = field(default_factory=list)
+    reconnects: list[str] = field(default_factory=list)
+    """What the watch stream said whenever it was lost."""
+    error: str = ""
+    """Why following ended before the run did."""
+
+    def __post_init__(self) -> None:
+        self._news = threading.Condition()
+        self._over = False
+        self._thread = threading.Thread(target=self._follow, name=f"watch of {self.name}", daemon=True)
+        self._thread.start()
+
+    # What has happened.
+
+    @property
+    def state(self) -> run_pb2.RunState:
+        """The state that the events have told of so far."""
+        states = [e.state_changed.new_state for e in list(self.events) if e.HasField("state_changed")]
+        return states[-1] if states else run_pb2.RUN_STATE_QUEUED
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its last event came, or following it was given up."""
+        return self._over
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of one kind so far, such as `step_completed`."""
+        return [event for event in list(self.events) if event.WhichOneof("body") == kind]
+
+    def steps(self) -> list[int]:
+        """The steps that were completed, in the order in which the trainer told of them."""
+        return [event.step_completed.step for event in self.of("step_completed")]
+
+    def warnings(self) -> list[tuple[str, str]]:
+        """(reason, message) of every warning."""
+        return [(event.warning.reason, event.warning.message) for event in self.of("warning")]
+
+    # What a test waits for.
+
+    def wait_event(self, matches: Callable[[Event], bool], *, timeout_s: float = 60.0, what: str = "") -> Event:
+        """The first event (also of the past) that matches; AssertionError after `timeout_s`, or if the run ends."""
+        ends = time.monotonic() + timeout_s
+        seen = 0
+        with self._news:
+            while True:
+                for event in self.events[seen:]:
+                    if matches(event):
+                        return event
+                seen = len(self.events)
+                if self._over or not self._news.wait(max(0.0, ends - time.monotonic())):
+                    why = f"the run ended as {self._state_name()}" if self._over else f"{timeout_s:g} s passed"
+                    raise AssertionError(f"no {what or 'such event'}: {why}. {self.describe()}")
+
+    def wait_step(self, step: int, *, timeout_s: float = 90.0) -> Event:
+        """Return when the optimizer step `step` (from 0), or a later one, is completed."""
+        return self.wait_event(
+            lambda e: e.HasField("step_completed") and e.step_completed.step >= step,
+            timeout_s=timeout_s,
+            what=f"step {step}",
+        )
+
+    def wait_done(self, *, timeout_s: float = 120.0) -> None:
+        """The run ends as SUCCEEDED, by itself."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive() or self.state != run_pb2.RUN_STATE_SUCCEEDED:
+            raise AssertionError(f"{self.name} is {self._state_name()} after {timeout_s:g} s. {self.describe()}")
+
+    # Figures.
+
+    def recovery_s(self, killed_at: float) -> float:
+        """Seconds from a kill (as `time.time()` has it) to the next progress event, by the writers' clocks."""
+        after = [at for at in self._progress_times() if at > killed_at]
+        if not after:
+            raise AssertionError(f"no progress after the kill. {self.describe()}")
+        return after[0] - killed_at
+
+    def longest_stall_s(self, since: float) -> float:
+        """Longest time without a progress event after `since` (as `time.time()` has it)."""
+        times = [since, *(at for at in self._progress_times() if at > since)]
+        return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
+
+    def describe(self) -> str:
+        """The newest events in short, and what the services say that they wait for: for the message of a failure."""
+        lines = [str(event).replace("\n", " ")[:300] for event in self.events[-8:]]
+        return "\n".join(["The newest events:", *lines, f"reconnects: {self.reconnects[-3:]}", self.error, self._why()])
+
+    def _progress_times(self) -> list[float]:
+        found = [event for event in list(self.events) if event.WhichOneof("body") in PROGRESS]
+        return sorted(event.time.seconds + event.time.nanos / 1e9 for event in found)
+
+    def _state_name(self) -> str:
+        return run_pb2.RunState.Name(self.state).removeprefix("RUN_STATE_")
+
+    def _why(self) -> str:
+        async def ask() -> str:
+            async with Client(self.address) as client:
+                return f"millrace run why: {(await client.runs.explain(self.name)).summary}"
+
+        try:
+            return asyncio.run(ask())
+        except (MillraceError, RuntimeError) as error:  # RuntimeError: an asynchronous test calls us in its loop
+            return f"millrace run why: {error}"
+
+    # The thread.
+
+    def _follow(self) -> None:
+        try:
+            asyncio.run(self._watch())
+        except MillraceError as error:
+            self.error = str(error)
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+
+    async def _watch(self) -> None:
+        async with (
+            Client(self.address) as client,
+            contextlib.aclosing(
+                client.runs.watch(
+                    self.name, on_reconnect=lambda e, _: self.reconnects.append(e.message), give_up_s=GIVE_UP_S
+                )
+            ) as events,
+        ):
+            async for event in events:
+                with self._news:
+                    self.events.append(event)
+                    self._over = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
+                    self._news.notify_all()

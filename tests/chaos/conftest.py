@@ -1,0 +1,44 @@
+"""The stack that the chaos tests break; see `chaos_stack.py`."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from chaos_stack import ChaosStack
+
+
+@pytest.fixture(scope="session")
+def chaos_session(warm) -> Iterator[ChaosStack]:
+    """One stack for the session; tests use `chaos`."""
+    with ChaosStack(warm, "chaos") as stack:
+        yield stack
+
+
+@pytest.fixture
+def chaos(chaos_session: ChaosStack) -> Iterator[ChaosStack]:
+    """The session's stack with every process serving and no fault armed."""
+    chaos_session.disarm()
+    chaos_session.wait_ready()
+    yield chaos_session
+    chaos_session.disarm()
+
+
+@pytest.fixture
+def make_chaos(warm, request: pytest.FixtureRequest) -> Iterator:
+    """Makes stacks of a test's own: `make_chaos("--no-liveness", env={...})`. They are stopped after the test."""
+    made: list[ChaosStack] = []
+
+    def make(*options: str, **more) -> ChaosStack:
+        name = f"{request.node.name.replace('[', '-').rstrip(']')}-{len(made)}"
+        stack = ChaosStack(warm, name, options=options, **more)
+        made.append(stack)
+        stack.start()
+        return stack
+
+    yield make
+    for stack in made:
+        stack.stop()
