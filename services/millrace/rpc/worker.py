@@ -199,14 +199,16 @@ class WorkerAgent:
         answer, failure = await self._attempt(method, make())
         if failure is None:
             return answer
-        began, backoff_s, is_told = time.monotonic(), MIN_BACKOFF_S, False
+        began, backoff_s, num_failed, is_told = time.monotonic(), MIN_BACKOFF_S, 0, False
         silent_since = began if self._last_contact is None else self._last_contact
         fields: dict[str, Any] = {"orchestrator": self._address, "error": str(failure)}
         log.warning("orchestrator does not answer; trying again", extra=fields)
         with waits.waiting(f"{what} {self._to}", waits_on="orchestrator", deadline_s=self._silent_s) as wait:
             while failure is not None:
                 wait.update(reason=f"{what} {self._to}: {failure.message}")
-                if not is_told and time.monotonic() - silent_since >= self._silent_s:
+                num_failed += 1
+                # One failure alone may be our own: a process that was stopped finds its deadline passed.
+                if not is_told and num_failed > 1 and time.monotonic() - silent_since >= self._silent_s:
                     is_told = True
                     self._tell(time.monotonic() - silent_since, is_over=False, problem=failure.message)
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # spreads the workers after a restart
