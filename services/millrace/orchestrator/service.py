@@ -8,6 +8,8 @@ import json
 import re
 import time
 import uuid
+from dataclasses import replace
+from functools import partial
 
 import grpc
 import redis.asyncio
@@ -23,15 +25,19 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
+from millrace.orchestrator import forks
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.explain import explain, unanswered
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.run_view import RunRecord, RunView
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog import EventReader
+from millrace.runlog.audit import audit_run
+from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request
 from millrace.runlog.names import Names, new_uid
 from millrace.storage import ObjectStore
+from millrace.telemetry import waits
 from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
 
 RUN_ID = re.compile(r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")
@@ -67,6 +73,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self._registry = registry
         self._owner = owner
         self._draining = draining
+        self._auditing = asyncio.Semaphore(1)  # an audit reads everything of a run: one at a time
 
     async def CreateRun(
         self, request: run_service_pb2.CreateRunRequest, context: grpc.aio.ServicerContext
@@ -80,19 +87,41 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             earlier = await find_request(self._store, self._prefix, request.request_id)
             if earlier is not None:
                 return run_service_pb2.CreateRunResponse(run=await self._earlier(earlier, record))
-        uid = await create_run(
-            self._redis,
-            self._store,
-            self._prefix,
-            uid=record.uid,
-            name=record.name,
-            request_id=request.request_id,
-            run_json=record.encode(),
-        )
-        self._manager.wake()
-        if uid != record.uid:
-            return run_service_pb2.CreateRunResponse(run=await self._earlier(uid, record))
-        return run_service_pb2.CreateRunResponse(run=(await self._catalog.find(record.uid)).run)
+        return run_service_pb2.CreateRunResponse(run=await self._create(record, request.request_id))
+
+    async def ForkRun(
+        self, request: run_service_pb2.ForkRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ForkRunResponse:
+        """Copy what the new run begins with, and queue it."""
+        parent = (await self._catalog.find(request.name)).record
+        wanted = forks.as_create(request, parent, uid=new_uid())
+        config = _validate(wanted)
+        record = replace(_record(wanted, config), parent={"uid": parent.uid, "step": request.step})
+        if request.request_id:
+            earlier = await find_request(self._store, self._prefix, request.request_id)
+            if earlier is not None:
+                return run_service_pb2.ForkRunResponse(run=await self._earlier(earlier, record))
+        names = Names(self._prefix, parent.uid)
+        plan = await asyncio.to_thread(plan_fork, self._store, names, name=parent.name, step=request.step)
+        forks.check_config(config, parent, plan)
+        record = replace(record, parent=plan.to_json())
+        return run_service_pb2.ForkRunResponse(run=await self._create(record, request.request_id))
+
+    async def AuditRun(
+        self, request: run_service_pb2.AuditRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.AuditRunResponse:
+        """Check the promises of a run against its log."""
+        uid = (await self._catalog.find(request.name)).record.uid
+        with waits.waiting(f"an audit of run {uid}: its turn", waits_on="object store") as wait:
+            async with self._auditing:
+                report = await audit_run(
+                    self._redis,
+                    self._store,
+                    prefix=self._prefix,
+                    uid=uid,
+                    on_progress=lambda text: wait.update(reason=f"an audit of run {uid}: {text}"),
+                )
+        return run_service_pb2.AuditRunResponse(report=report)
 
     async def GetRun(
         self, request: run_service_pb2.GetRunRequest, context: grpc.aio.ServicerContext
@@ -185,9 +214,25 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             view, note = known, "the run's log cannot be read now, its state is that of the last look"
         return explain(view, self._registry, owner=self._owner, note=note)
 
+    async def _create(self, record: RunRecord, request_id: str) -> run_pb2.Run:
+        uid = await create_run(
+            self._redis,
+            self._store,
+            self._prefix,
+            uid=record.uid,
+            name=record.name,
+            request_id=request_id,
+            run_json=record.encode(),
+            prepare=partial(copy_fork, self._store, self._prefix),
+        )
+        self._manager.wake()
+        if uid != record.uid:
+            return await self._earlier(uid, record)
+        return (await self._catalog.find(record.uid)).run
+
     async def _earlier(self, uid: str, record: RunRecord) -> run_pb2.Run:
         view = await self._catalog.find(uid)
-        if view.record.run_hash != record.run_hash:
+        if view.record.run_hash != record.run_hash or not forks.is_same_fork(record, view.record):
             raise AlreadyExistsError(
                 f"request_id {record.request_id!r} was used for run {view.record.name!r} with another config "
                 f"(hash {view.record.run_hash[:12]}, now {record.run_hash[:12]})",

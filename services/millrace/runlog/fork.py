@@ -104,11 +104,15 @@ def plan_fork(store: ObjectStore, parent: Names, *, name: str, step: int) -> For
 def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> None:
     """Copy what the fork `uid` begins with, as its run.json says (blocking). Repeating it completes it.
 
+    Another run begins with nothing.
+
     `InvalidStateError` (PARENT_GONE) if the parent does not keep it any more, `CorruptObjectError` if the parent's
     objects are not what their hashes say.
     """
     document = json.loads(run_json)
-    parent = document["parent"]
+    parent = document.get("parent")
+    if parent is None:
+        return
     copy = _Copy(
         store=store,
         source=Names(prefix, parent["uid"]),
