@@ -10,6 +10,7 @@ from millrace.policies.digest import digest_hex, tensor_digest
 from millrace.policies.manifest import CODEC_FULL, ObjectEntry, PolicyManifest, TensorEntry, sha256_hex
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.base import ObjectStore
+from millrace.storage.disk import io_errors, make_parent
 
 
 def read_manifest(store: ObjectStore, key: str, sha256: bytes | None = None) -> PolicyManifest:
@@ -50,23 +51,29 @@ def download_hf(store: ObjectStore, manifest: PolicyManifest, directory: str | o
     """Writes the version as a directory that `AutoModelForCausalLM.from_pretrained` loads; returns the directory."""
     _require_full(manifest)
     target = Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
     for name, data in pull_files(store, manifest).items():
-        (target / name).write_bytes(data)
+        _write(target / name, data)
     names = _hf_names(manifest.objects)
     for item in manifest.objects:
         data = _get_verified(store, item.key, item.sha256)
         view = memoryview(data)
         for entry in (e for e in manifest.tensors if e.object == item.key):
             _verified_tensor(view, entry, source=store.uri(item.key))
-        (target / names[item.key]).write_bytes(data)
+        _write(target / names[item.key], data)
     if len(manifest.objects) > 1:
         index = {
             "metadata": {"total_size": sum(entry.length_bytes for entry in manifest.tensors)},
             "weight_map": {entry.name: names[entry.object] for entry in manifest.tensors},
         }
-        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+        _write(target / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True).encode())
     return target
+
+
+def _write(path: Path, data: bytes) -> None:
+    """One local file; CapacityError if the disk is full."""
+    make_parent(path)
+    with io_errors(path, "write", needed_bytes=len(data)):
+        path.write_bytes(data)
 
 
 def _hf_names(objects: tuple[ObjectEntry, ...]) -> dict[str, str]:

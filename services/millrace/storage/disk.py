@@ -35,6 +35,15 @@ def io_errors(path: Path, action: str, *, needed_bytes: int | None = None) -> It
         ) from error
 
 
+def make_parent(path: Path) -> None:
+    """Make the directory that a local file goes to."""
+    with io_errors(path, "write"):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, f"{path.parent} is a file") from None
+
+
 def key_is_directory(path: Path) -> ConflictError:
     """The error for a key that other objects' keys use as a directory."""
     return ConflictError(

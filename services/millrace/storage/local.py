@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from millrace.errors import CapacityError, CorruptObjectError, NotFoundError
 from millrace.storage.base import ObjectInfo, check_key, check_prefix
-from millrace.storage.disk import io_errors, key_is_directory
+from millrace.storage.disk import io_errors, key_is_directory, make_parent
 from millrace.storage.retry import RetryPolicy, TransientError
 
 _TMP = ".tmp"
@@ -141,8 +141,8 @@ class LocalStore:
         part = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
         with self._reading(key) as source_path:
             source = source_path.open("rb")
+        make_parent(path)
         with source, io_errors(path, "write", needed_bytes=os.fstat(source.fileno()).st_size):
-            path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with part.open("xb") as file:
                     shutil.copyfileobj(source, file, _COPY_BYTES)

@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 ATTEMPT_S = 60.0
 """How long one attempt takes at most while nothing is wrong but the time; large objects may take longer."""
+QUIET_S = 1.0
+"""Operations that are over sooner are no wait worth showing."""
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 
@@ -45,7 +47,8 @@ class RetryPolicy:
         delay_s = _FIRST_DELAY_S
         number = 0
         reason = f"object store {where}: {what}"
-        with waits.waiting(reason, waits_on="store", deadline_s=self.deadline_s + ATTEMPT_S) as wait:
+        deadline_s = self.deadline_s + ATTEMPT_S
+        with waits.waiting(reason, waits_on="store", deadline_s=deadline_s, quiet_s=QUIET_S) as wait:
             while True:
                 try:
                     result = attempt(number)

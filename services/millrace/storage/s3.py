@@ -21,7 +21,7 @@ from botocore.exceptions import ClientError
 
 from millrace.errors import CorruptObjectError
 from millrace.storage.base import ObjectInfo, check_key, check_prefix
-from millrace.storage.disk import io_errors
+from millrace.storage.disk import io_errors, make_parent
 from millrace.storage.retry import ATTEMPT_S, RetryPolicy, TransientError
 from millrace.storage.s3_errors import ABSENT, CLIENT_ERRORS, error_code, http_status, translate
 
@@ -210,8 +210,7 @@ class S3Store:
                 with io_errors(part, "write", needed_bytes=found["ContentLength"]):
                     file.flush()
 
-        with io_errors(path, "write"):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        make_parent(path)
         try:
             self._run("GET", key, attempt, is_read=True)
             with io_errors(path, "write"):

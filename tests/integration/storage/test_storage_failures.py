@@ -87,25 +87,13 @@ def flaky() -> Iterator[tuple[type[_Flaky], S3Store]]:
         server.server_close()
 
 
-def test_server_errors_are_retried_visibly(flaky, caplog):
+def test_server_errors_are_retried_and_logged(flaky, caplog):
     handler, store = flaky
     handler.script += [500, 503, 200]
-    seen: list[str] = []
-
-    def watch() -> None:
-        while not done.wait(0.02):
-            seen.extend(wait.reason for wait in waits.snapshot("test"))
-
-    done = threading.Event()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
     with caplog.at_level(logging.WARNING):
         store.put("k", b"data")
-    done.set()
-    watcher.join()
     assert handler.stored["/b/k"] == b"data" and len(handler.seen) == 3
     assert "retrying: PUT s3://b/k" in caplog.text
-    assert any(f"{store.describe()}: PUT s3://b/k, attempt 2 of at most 4 after 500" in reason for reason in seen), "the wait must be registered"
     assert waits.snapshot("test") == []
 
 
@@ -133,7 +121,9 @@ def test_a_truncated_body_is_read_again(flaky):
 def test_giving_up_names_the_endpoint_the_bucket_and_the_remedy(flaky):
     handler, store = flaky
     handler.script += [500] * 10
-    with pytest.raises(UnavailableError, match=r"http://127.* bucket b failed 4 times.*GET s3://b/k.*MILLRACE_STORE_URL"):
+    with pytest.raises(
+        UnavailableError, match=r"http://127.* bucket b failed 4 times.*GET s3://b/k.*MILLRACE_STORE_URL"
+    ):
         store.get("k")
     assert len(handler.seen) == 4
 
