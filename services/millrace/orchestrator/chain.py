@@ -103,6 +103,7 @@ def is_overdue(wait: event_pb2.Wait) -> bool:
 class _Graph:
     def __init__(self, components: Sequence[Component]) -> None:
         self._components = components
+        self._observer = next((c.name for c in components if c.kind == "orchestrator"), "")
 
     def resolve(self, name: str) -> list[Component]:
         """The components that a worker id, a kind or an engine's URL names."""
@@ -111,7 +112,7 @@ class _Graph:
     def from_component(self, component: Component, seen: tuple[str, ...]) -> Chain:
         """The worst path that begins at a component."""
         if component.is_lost or component.silence_s > SILENT_S:
-            return _silent(component)
+            return _silent(component, observer=self._observer)
         paths = [self._along(component, wait, (*seen, component.name)) for wait in component.waits]
         if not paths:
             return _working(component)
@@ -164,16 +165,17 @@ def _describe(component: Component, wait: event_pb2.Wait) -> str:
     return f"{component.name} waits for {wait.reason}, {wait.age_seconds:.1f} s{late}"
 
 
-def _silent(component: Component) -> Chain:
+def _silent(component: Component, *, observer: str) -> Chain:
     gone = "; it counts as lost" if component.is_lost else ""
-    reason = f"has not answered for {component.silence_s:.0f} s (frozen, or it or its machine is gone{gone})"
+    who = f"{component.kind} {component.name}"
+    state = f"has not answered for {component.silence_s:.0f} s (frozen, or it or its machine is gone{gone})"
     wait = event_pb2.Wait(
-        owner=component.name,
-        reason=f"nothing that is known: it {reason}",
+        owner=observer,
+        reason=f"a heartbeat of {who}, which {state}",
         waits_on=component.name,
         age_seconds=component.silence_s,
     )
-    link = Link(text=f"{component.kind} {component.name} {reason}", wait=wait)
+    link = Link(text=f"{who} {state}", wait=wait)
     return Chain(links=(link,), severity=Severity.SILENT, culprit=component.name)
 
 
