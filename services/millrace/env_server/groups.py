@@ -64,7 +64,6 @@ class Groups:
         self._playing: dict[GroupKey, PlayingGroup] = {}
         self._finished: OrderedDict[GroupKey, None] = OrderedDict()
         self._epochs: dict[str, int] = {}
-        self._resolved_below: dict[str, int] = {}
 
     @property
     def num_rollouts(self) -> int:
@@ -113,11 +112,3 @@ class Groups:
         group.left.clear()
         for task in group.tasks:
             task.cancel()
-
-    def note_resolved(self, run_uid: str, resolved_below: int) -> None:
-        """Every training ordinal below is resolved."""
-        self._resolved_below[run_uid] = max(resolved_below, self._resolved_below.get(run_uid, 0))
-
-    def is_resolved(self, request: env_service_pb2.PlayGroupRequest) -> bool:
-        """Whether nobody waits for this training group any more."""
-        return not request.eval_id and request.ordinal < self._resolved_below.get(request.run_uid, 0)

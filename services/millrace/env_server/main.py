@@ -5,10 +5,13 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from millrace.errors import InvalidSpecError, MillraceError, Violation
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
+
+DEFAULT_SPOOL_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +22,20 @@ class EnvServerSettings:
     """`MILLRACE_ENV_WORKERS`: worker processes per environment, each about 250 MB and 7 CPU-seconds to start."""
     capacity: int = 512
     """`MILLRACE_ENV_CAPACITY`: rollouts that are played, or wait to be appended, at once."""
+    spool_dir: Path | None = None
+    """`MILLRACE_SPOOL_DIR`: where finished rollouts are kept until they are resolved; of this env-server alone. Without
+    it they lie in a temporary directory, and what is not in the log yet dies with this process."""
+    spool_bytes: int = DEFAULT_SPOOL_BYTES
+    """`MILLRACE_SPOOL_BYTES`: bound of what is kept there; above it no groups are taken."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "EnvServerSettings":
         """Read the variables; InvalidSpecError lists everything that is malformed."""
-        names = {"num_workers": "MILLRACE_ENV_WORKERS", "capacity": "MILLRACE_ENV_CAPACITY"}
+        names = {
+            "num_workers": "MILLRACE_ENV_WORKERS",
+            "capacity": "MILLRACE_ENV_CAPACITY",
+            "spool_bytes": "MILLRACE_SPOOL_BYTES",
+        }
         values: dict[str, int] = {}
         violations: list[Violation] = []
         for field, name in names.items():
@@ -35,9 +47,28 @@ class EnvServerSettings:
             else:
                 message = "must be a whole number above 0"
                 violations.append(Violation(field=name, value=text, message=message, source="environment"))
+        spool_dir = environ.get("MILLRACE_SPOOL_DIR", "")
+        if problem := _spool_dir_problem(spool_dir):
+            wrong = Violation(field="MILLRACE_SPOOL_DIR", value=spool_dir, message=problem, source="environment")
+            violations.append(wrong)
         if violations:
             raise InvalidSpecError(violations, reason="SETTINGS_INVALID")
-        return cls(**values)
+        return cls(**values, spool_dir=Path(spool_dir) if spool_dir else None)
+
+
+def _spool_dir_problem(text: str) -> str:
+    """What is wrong with it, or ""; it need not exist yet."""
+    if not text:
+        return ""
+    path = Path(text)
+    if not path.is_absolute():
+        return "must be an absolute path"
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        return f"must be a directory, and {existing} is none"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"must be writable, and {existing} is not"
+    return ""
 
 
 def main() -> None:
@@ -74,7 +105,7 @@ async def _run(settings: Settings, own: EnvServerSettings) -> None:
     # Heavy imports stand here, after the settings are known to be good.
     from millrace.env_server.run import run
 
-    await run(settings, num_workers=own.num_workers, capacity=own.capacity)
+    await run(settings, own)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""The env-server's life: connect, serve, register, drain."""
+"""The env-server's life: take the spool over, connect, serve, register, drain."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 from millrace import __version__
+from millrace.env_server.main import EnvServerSettings
 from millrace.env_server.pool import PoolLimits
+from millrace.env_server.run_end import has_ended
 from millrace.env_server.service import EnvService
-from millrace.env_server.sink import RolloutLog, RolloutSink
+from millrace.env_server.sink import RolloutSink
+from millrace.env_server.spool import Spool
 from millrace.env_server.tokenizer_files import TokenizerFiles
+from millrace.errors import first_error
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import (
     WORKER_KIND_ENV_SERVER,
@@ -15,90 +21,140 @@ from millrace.internal.v1.worker_service_pb2 import (
     Worker,
 )
 from millrace.rpc.serve import serve
+from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import WorkerAgent, new_worker_id
 from millrace.runlog.connection import open_redis
 from millrace.runlog.log import FORMAT_MAJOR, RunLog
+from millrace.runlog.names import Names
 from millrace.storage.base import open_store
 from millrace.telemetry.settings import Settings, parse_address
 
 SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_name
+# What a predecessor left is appended before this env-server registers, so that the orchestrator finds it in the log
+# instead of playing it again; an unreachable log must not keep it from registering.
+_RECOVER_S = 3.0
+_FAREWELL_S = 1.0
 
 
-async def run(settings: Settings, *, num_workers: int, capacity: int) -> None:
+async def run(settings: Settings, own: EnvServerSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises MillraceError if it cannot start or is refused for good."""
-    redis = open_redis(settings.require("redis_url"))
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
     tokenizers = TokenizerFiles(store)
     worker_id = new_worker_id("env-server")
+    async with _open_sink(settings, own) as sink:
+        service = EnvService(
+            sink=sink,
+            tokenizers=tokenizers,
+            worker_id=worker_id,
+            capacity=own.capacity,
+            limits=PoolLimits(num_workers=own.num_workers),
+        )
+        try:
+            await sink.recover(timeout_s=_RECOVER_S)
+            await _Registered(settings, service, sink, worker_id).serve()
+        finally:
+            await service.close()
+            tokenizers.close()
 
-    async def open_log(run_uid: str) -> RolloutLog:
+
+@contextlib.asynccontextmanager
+async def _open_sink(settings: Settings, own: EnvServerSettings) -> AsyncIterator[RolloutSink]:
+    """The sink over the spool, the logs in Redis and the store."""
+    spool = await asyncio.to_thread(Spool, own.spool_dir, limit_bytes=own.spool_bytes)
+    store = await asyncio.to_thread(open_store, settings.require("store_url"))
+    redis = open_redis(settings.require("redis_url"))
+
+    async def open_log(run_uid: str) -> RunLog:
         return await RunLog.open(redis, store, prefix=settings.prefix, uid=run_uid)
 
-    service = EnvService(
-        sink=RolloutSink(open_log),
-        tokenizers=tokenizers,
-        worker_id=worker_id,
-        capacity=capacity,
-        limits=PoolLimits(num_workers=num_workers),
-    )
+    async def is_over(run_uid: str) -> bool:
+        return await asyncio.to_thread(has_ended, store, Names(settings.prefix, run_uid))
+
+    sink = RolloutSink(spool, open_log, is_over)
     try:
-        await _serve_registered(settings, service, worker_id=worker_id, capacity=capacity)
+        yield sink
     finally:
-        await service.close()
-        tokenizers.close()
+        await sink.close()
         await redis.aclose()
 
 
-async def _serve_registered(settings: Settings, service: EnvService, *, worker_id: str, capacity: int) -> None:
-    """Serve gRPC, and keep the worker registered from the moment that the port is known."""
-    stopping = asyncio.Event()
-    port_known: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+class _Registered:
+    """Serves gRPC, and keeps the worker registered from the moment that the port is known until the last moment."""
 
-    def register(server: object, draining: asyncio.Event) -> list[str]:
-        env_service_pb2_grpc.add_EnvServiceServicer_to_server(service, server)
+    def __init__(self, settings: Settings, service: EnvService, sink: RolloutSink, worker_id: str) -> None:
+        self._settings = settings
+        self._service = service
+        self._sink = sink
+        self._worker_id = worker_id
+        self._stopping = asyncio.Event()
+        self._is_announced = asyncio.Event()
+        self._is_gone = asyncio.Event()
+        self._agent: asyncio.Future[WorkerAgent] = asyncio.get_running_loop().create_future()
+
+    async def serve(self) -> None:
+        """Until SIGTERM or SIGINT; raises what the orchestrator refuses for good."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._announce(), name="announce")
+                group.create_task(self._leave(), name="leave")
+                await serve(
+                    self._settings.require("listen"),
+                    self._add_service,
+                    drain_s=self._settings.drain_s,
+                    grace_s=self._settings.grace_s,
+                    on_started=self._found,
+                    stopping=self._stopping,
+                    before_stop=self._drain,
+                )
+                self._is_gone.set()
+        except BaseExceptionGroup as errors:
+            # One of them failed and the others were cancelled; the caller wants the error, not the group.
+            raise first_error(errors) from None
+
+    def _add_service(self, server: object, draining: asyncio.Event) -> list[str]:
+        env_service_pb2_grpc.add_EnvServiceServicer_to_server(self._service, server)
         return [SERVICE_NAME]
 
-    async def announce() -> None:
+    def _found(self, port: int) -> None:
+        address = _advertised(self._settings, port)
         worker = Worker(
-            worker_id=worker_id,
+            worker_id=self._worker_id,
             kind=WORKER_KIND_ENV_SERVER,
-            address=_advertised(settings, await port_known),
+            address=address,
             version=__version__,
             min_log_format=FORMAT_MAJOR,
             max_log_format=FORMAT_MAJOR,
-            capacity=capacity,
+            capacity=self._service.capacity,
+            slot=worker_slot(address),
         )
-        agent = WorkerAgent(
-            settings.require("orchestrator"),
-            worker,
-            lambda: HeartbeatRequest(num_playing=service.groups.num_rollouts),
-            lambda reply: _note_assignments(service, reply),
-        )
+        agent = WorkerAgent(self._settings.require("orchestrator"), worker, self._report, self._note_assignments)
+        self._agent.set_result(agent)
+
+    async def _announce(self) -> None:
+        agent = await self._agent
         try:
-            await agent.run(stopping)
+            await agent.run(self._is_gone)
         finally:
             # Refused for good: a server that nobody knows must not go on as if all were well.
-            stopping.set()
+            self._stopping.set()
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(announce(), name="announce")
-            await serve(
-                settings.require("listen"),
-                register,
-                drain_s=settings.drain_s,
-                grace_s=settings.grace_s,
-                on_started=port_known.set_result,
-                stopping=stopping,
-            )
-    except BaseExceptionGroup as errors:
-        # One of the two failed and the other was cancelled; the caller wants the error, not the group.
-        raise errors.exceptions[0] from None
+    async def _leave(self) -> None:
+        """Say at once that nothing new may come, and that others should take what is here."""
+        await self._stopping.wait()
+        self._service.is_leaving = True
+        await (await self._agent).tell_now(timeout_s=_FAREWELL_S)
+        self._is_announced.set()
 
+    async def _drain(self) -> None:
+        await self._service.drain(grace_s=self._settings.grace_s)
+        await self._is_announced.wait()  # at most _FAREWELL_S after the signal
 
-def _note_assignments(service: EnvService, reply: HeartbeatResponse) -> None:
-    for assignment in reply.assignments:
-        service.groups.note_resolved(assignment.run_uid, assignment.resolved_below)
+    def _report(self) -> HeartbeatRequest:
+        return HeartbeatRequest(num_playing=self._service.num_rollouts, is_leaving=self._service.is_leaving)
+
+    def _note_assignments(self, reply: HeartbeatResponse) -> None:
+        for assignment in reply.assignments:
+            self._sink.note_run(assignment.run_uid, assignment.resolved_below, assignment.log_instance)
 
 
 def _advertised(settings: Settings, port: int) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import grpc.aio
 
@@ -26,12 +26,18 @@ from millrace.errors import (
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
+from millrace.runlog.names import Names
+from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 512
 # A new OpenEnv does not try a failed environment again before this time (stated in env_service.proto).
 _RETRY_FAILED_S = 30.0
+# ListPlaying answers that much before its caller stops to listen; without a caller's deadline after the second.
+_ANSWER_BEFORE_S = 1.0
+_CATCH_UP_S = 8.0
+_DRAIN_POLL_S = 0.05
 
 
 class EnvService(env_service_pb2_grpc.EnvServiceServicer):
@@ -48,6 +54,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     ) -> None:
         self.groups = Groups()
         self.capacity = capacity
+        self.is_leaving = False
+        """No new groups are taken."""
         self._sink = sink
         self._tokenizers = tokenizers
         self._worker_id = worker_id
@@ -55,10 +63,25 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         self._pools: dict[bytes, EnvPool] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts that count against the capacity: played here, or waiting for their append."""
+        return self.groups.num_rollouts + self._sink.num_orphans
+
+    async def drain(self, *, grace_s: float) -> None:
+        """Take nothing new, and let what is played finish and reach the log for `grace_s` at most."""
+        self.is_leaving = True
+        with waits.waiting("rollouts to finish before the end", waits_on="env worker", deadline_s=grace_s):
+            try:
+                async with asyncio.timeout(grace_s):
+                    while self.groups.num_rollouts or self._sink.num_pending:  # noqa: ASYNC110 - many things end it
+                        await asyncio.sleep(_DRAIN_POLL_S)
+            except TimeoutError:
+                left = {"unfinished": self.groups.num_rollouts, "unappended": self._sink.num_pending}
+                logger.warning("stopping before everything was played and appended", extra=left)
+
     async def close(self) -> None:
-        """Stop every group and every worker. Unfinished rollouts are not appended."""
-        if left := self.groups.num_rollouts:
-            logger.warning("stopping: unfinished and unappended rollouts are given up", extra={"rollouts": left})
+        """Stop every group and every worker. What is not finished is lost; what is finished is in the spool."""
         for group in self.groups.all():
             tasks = list(group.tasks)
             self.groups.cancel(group)
@@ -79,23 +102,22 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         self.groups.check_epoch(request.run_uid, request.epoch)
         if self.groups.is_known(group_key(request)):
             return env_service_pb2.PlayGroupResponse(already_playing=True)
+        self._require_room(len(request.members))
         pool = self._ready_pool(request)
-        num_playing = self.groups.num_rollouts
-        if num_playing + len(request.members) > self.capacity:
-            raise CapacityError(
-                f"this env-server plays {num_playing} rollouts (or waits to append them) and its capacity is "
-                f"{self.capacity}; {len(request.members)} more do not fit",
-                reason="ENV_SERVER_FULL",
-                remedy="wait for groups to finish, use another env-server, or raise MILLRACE_ENV_CAPACITY",
-            )
         self._begin(request, pool)
         return env_service_pb2.PlayGroupResponse(already_playing=False)
 
     async def ListPlaying(
         self, request: env_service_pb2.ListPlayingRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.ListPlayingResponse:
-        """The run's groups, and a fence against older orchestrators."""
+        """The run's groups, and a fence against older orchestrators.
+
+        First the copy of the log that the request names gets what it lacks of what is kept here.
+        """
         self.groups.check_epoch(request.run_uid, request.epoch)
+        left_s = context.time_remaining()
+        timeout_s = _CATCH_UP_S if left_s is None else max(0.0, left_s - _ANSWER_BEFORE_S)
+        await self._sink.catch_up(request.run_uid, request.log_instance, timeout_s=timeout_s)
         groups = [group.to_proto() for group in self.groups.of_run(request.run_uid)]
         return env_service_pb2.ListPlayingResponse(groups=groups)
 
@@ -110,9 +132,22 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             if not named or (group.request.purpose, group.request.eval_id, group.request.ordinal) in named:
                 self.groups.cancel(group)
                 stopped += 1
-        if not named:
-            self._sink.forget(request.run_uid)
         return env_service_pb2.CancelGroupsResponse(num_cancelled=stopped)
+
+    def _require_room(self, num_members: int) -> None:
+        if self.is_leaving:
+            raise UnavailableError(
+                "this env-server is shutting down", reason="DRAINING", remedy="play the group on another env-server"
+            )
+        self._sink.spool.require_room()
+        num_playing = self.num_rollouts
+        if num_playing + num_members > self.capacity:
+            raise CapacityError(
+                f"this env-server plays {num_playing} rollouts (or waits to append them) and its capacity is "
+                f"{self.capacity}; {num_members} more do not fit",
+                reason="ENV_SERVER_FULL",
+                remedy="wait for groups to finish, use another env-server, or raise MILLRACE_ENV_CAPACITY",
+            )
 
     def _pool(self, env: env_service_pb2.EnvSpec) -> EnvPool:
         """The environment's pool, by id and args; one that failed long enough ago is tried again."""
@@ -168,12 +203,16 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
 
     async def _play(self, group: PlayingGroup, part: env_service_pb2.PlayGroupRequest, pool: EnvPool) -> None:
         """Play some members and append their rollouts, whatever happens."""
-        for rollout in await self._rollouts(part, pool):
-            rollout.env_server = self._worker_id
-            try:
-                await self._sink.append(rollout, is_wanted=self._is_wanted(group))
-            finally:
-                self.groups.finish_member(group, rollout.member)
+        with waits.of_run(part.run_uid):
+            rollouts = await self._rollouts(part, pool)
+            await asyncio.gather(*(self._append(group, rollout) for rollout in rollouts))
+
+    async def _append(self, group: PlayingGroup, rollout: rollout_pb2.Rollout) -> None:
+        rollout.env_server = self._worker_id
+        try:
+            await self._sink.append(rollout)
+        finally:
+            self.groups.finish_member(group, rollout.member)
 
     async def _rollouts(self, part: env_service_pb2.PlayGroupRequest, pool: EnvPool) -> Iterable[rollout_pb2.Rollout]:
         try:
@@ -189,9 +228,6 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
                 rollout_to_proto(make_rollout(part, member=member, task_id=task_id, outcome=outcome, seconds=0.0))
                 for member in part.members
             ]
-
-    def _is_wanted(self, group: PlayingGroup) -> Callable[[], bool]:
-        return lambda: not self.groups.is_resolved(group.request)
 
 
 def _describe(pool: EnvPool) -> env_service_pb2.OpenEnvResponse:
@@ -220,8 +256,8 @@ def _invalid(field: str, value: object, message: str) -> InvalidSpecError:
 def _check_request(request: env_service_pb2.PlayGroupRequest) -> None:
     """Refuse, all at once, what could not be played."""
     wrong: list[tuple[str, object, str]] = []
-    if not request.run_uid:
-        wrong.append(("run_uid", "", "must be set"))
+    if not _is_uid(request.run_uid):  # it becomes the name of a directory
+        wrong.append(("run_uid", request.run_uid[:80], "must be the uid of a run: lower-case letters, digits and '-'"))
     if request.purpose == rollout_pb2.PURPOSE_UNSPECIFIED:
         wrong.append(("purpose", request.purpose, "must be TRAIN or EVAL"))
     if not request.members:
@@ -244,3 +280,11 @@ def _is_json_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except json.JSONDecodeError:
         return False
+
+
+def _is_uid(text: str) -> bool:
+    try:
+        Names("any", text)
+    except InvalidSpecError:
+        return False
+    return True

@@ -1,104 +1,171 @@
-"""Appends finished rollouts to their run's stream, and keeps them until they are there.
+"""Where finished rollouts go: into the spool, then into their run's log, and there they are kept until resolved.
 
-A rollout may have cost minutes of GPU time. While the log is away (Redis unreachable, or wiped and not yet rebuilt) it
-stays in memory and the append is repeated, with a wait that `millrace run why` prints. It is given up only if nobody
-wants it any more: its ordinal is resolved, its group was cancelled, or the run is deleted. The service counts a rollout
-against its capacity until it is appended, so memory is bounded by the capacity.
+The service hands every finished rollout over and counts it against its capacity until it is in the log. While the log
+is away (Redis unreachable, or wiped and not yet rebuilt) appending is tried again for as long as it takes, with a wait
+that `millrace run why` prints. A rollout is given up only when nobody needs it: its ordinal is resolved, or its run is
+over.
 """
 
 import asyncio
 import logging
-import random
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 
-from millrace.errors import LogGoneError, NotFoundError
+from millrace.env_server.appender import MAX_DELAY_S, RunAppender
+from millrace.env_server.spool import Spool
+from millrace.errors import MillraceError, UnavailableError
 from millrace.internal.v1 import rollout_pb2
-from millrace.runlog.log import AppendResult
-from millrace.telemetry import waits
+from millrace.runlog.log import RunLog
 
 logger = logging.getLogger(__name__)
 
-_FIRST_DELAY_S = 0.2
-_MAX_DELAY_S = 5.0
-# RunLog retries a lost connection for 30 s; one append is one such round.
-_APPEND_TIMEOUT_S = 60.0
-
-
-class RolloutLog(Protocol):
-    """What the sink needs of a run's log."""
-
-    async def append_rollout(self, data: bytes) -> AppendResult:
-        """Append one encoded rollout."""
-        ...
+EVERYTHING = 1 << 63
+"""A resolved watermark from here on says that the run is over."""
+# An evaluation has no watermark: its rollouts are read within seconds, and Redis is rebuilt within minutes.
+EVAL_KEPT_S = 600.0
+# A run of which no heartbeat speaks may be over: the store is asked this often.
+_LOOK_FOR_END_S = 60.0
 
 
 class RolloutSink:
-    """The logs of the runs that this env-server plays for."""
+    """The kept rollouts and the logs of every run that this env-server plays for."""
 
-    def __init__(self, open_log: Callable[[str], Awaitable[RolloutLog]], *, max_delay_s: float = _MAX_DELAY_S) -> None:
+    def __init__(
+        self,
+        spool: Spool,
+        open_log: Callable[[str], Awaitable[RunLog]],
+        has_ended: Callable[[str], Awaitable[bool]],
+        *,
+        max_delay_s: float = MAX_DELAY_S,
+        look_for_end_s: float = _LOOK_FOR_END_S,
+    ) -> None:
+        self.spool = spool
         self._open_log = open_log
+        self._has_ended = has_ended
         self._max_delay_s = max_delay_s
-        self._logs: dict[str, RolloutLog] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
-        self.num_waiting = 0
+        self._look_for_end_s = look_for_end_s
+        self._appenders: dict[str, RunAppender] = {}
+        self._resolved_below: dict[str, int] = {}
+        self._instances: dict[str, str] = {}
+        self._heard_of: dict[str, float] = {}
+        self._dropping: set[asyncio.Task[None]] = set()
+        self._tidying = asyncio.create_task(self._tidy(), name="spool tidy")
+        for run_uid in spool.run_uids:
+            self._appender(run_uid)
 
-    def forget(self, run_uid: str) -> None:
-        """Open the run's log anew at the next append."""
-        self._logs.pop(run_uid, None)
-        self._opening.pop(run_uid, None)
+    @property
+    def num_orphans(self) -> int:
+        """Rollouts that wait for their append and belong to no group of this process."""
+        return sum(appender.num_orphans for appender in self._appenders.values())
 
-    async def append(self, rollout: rollout_pb2.Rollout, *, is_wanted: Callable[[], bool]) -> bool:
-        """Append, as long as it takes; False if the rollout was given up because it is not wanted any more."""
-        data = rollout.SerializeToString(deterministic=True)
-        if problem := await self._try(rollout.run_uid, data):
-            return await self._insist(rollout, data, problem, is_wanted)
-        return True
+    @property
+    def num_pending(self) -> int:
+        """Rollouts that wait for their append."""
+        return sum(appender.num_pending for appender in self._appenders.values())
 
-    async def _insist(
-        self, rollout: rollout_pb2.Rollout, data: bytes, problem: str, is_wanted: Callable[[], bool]
-    ) -> bool:
-        where = {"run": rollout.run_uid, "ordinal": rollout.ordinal, "member": rollout.member}
-        delay_s = _FIRST_DELAY_S
-        self.num_waiting += 1
+    async def append(self, rollout: rollout_pb2.Rollout) -> bool:
+        """Keep, then append, as long as it takes; False if it was given up because nobody needs it any more."""
+        if not rollout.eval_id and rollout.ordinal < self._resolved_below.get(rollout.run_uid, 0):
+            return False
+        kept = await self.spool.keep(rollout)
+        return await self._appender(kept.run_uid).append(kept)
+
+    def note_run(self, run_uid: str, resolved_below: int, log_instance: str) -> None:
+        """Take what a heartbeat says about a run; files are deleted in the background."""
+        self._heard_of[run_uid] = time.monotonic()
+        if log_instance:
+            self._instances[run_uid] = log_instance
+        self._resolved_below[run_uid] = below = max(resolved_below, self._resolved_below.get(run_uid, 0))
+        appender = self._appenders.get(run_uid)
+        if appender is None:
+            return
+        if below >= EVERYTHING:
+            self._in_background(self._end_run(run_uid))
+            return
+        appender.note_instance(log_instance)
+        if resolved := appender.give_up(below, all_of_them=False):
+            self._in_background(self.spool.drop(resolved))
+
+    def is_resolved(self, run_uid: str, ordinal: int) -> bool:
+        """Whether nobody waits for this training ordinal any more."""
+        return ordinal < self._resolved_below.get(run_uid, 0)
+
+    async def catch_up(self, run_uid: str, log_instance: str, *, timeout_s: float) -> None:
+        """Have that copy of the run's log hold everything that is kept of the run.
+
+        UnavailableError (RESYNC_RUNNING) after `timeout_s`; it goes on, so asking again is right.
+        """
+        if log_instance:
+            self._instances[run_uid] = log_instance
+        appender = self._appenders.get(run_uid)
+        if appender is None:
+            return  # nothing was ever kept of it
         try:
-            with waits.waiting(f"append of rollout {rollout.ordinal}/{rollout.member}", waits_on="redis") as wait:
-                while problem:
-                    if not is_wanted():
-                        logger.warning("finished rollout given up: not wanted any more", extra=where)
-                        return False
-                    logger.warning("rollout kept, append failed", extra={**where, "problem": problem})
-                    wait.update(reason=f"append of rollout {rollout.ordinal}/{rollout.member}: {problem}")
-                    await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-                    delay_s = min(2 * delay_s, self._max_delay_s)
-                    problem = await self._try(rollout.run_uid, data)
-        finally:
-            self.num_waiting -= 1
-        logger.info("kept rollout appended", extra=where)
-        return True
+            async with asyncio.timeout(timeout_s):
+                await appender.caught_up(log_instance)
+        except TimeoutError:
+            raise UnavailableError(
+                f"this env-server is bringing the run's log up to date: {appender.describe_backlog()}",
+                reason="RESYNC_RUNNING",
+                remedy="ask again until it answers",
+            ) from None
 
-    async def _try(self, run_uid: str, data: bytes) -> str:
-        """One attempt; the problem in words, or "" if the rollout is in the log."""
+    async def recover(self, *, timeout_s: float) -> None:
+        """Append what a predecessor left, as far as that is possible in `timeout_s`."""
         try:
-            async with asyncio.timeout(_APPEND_TIMEOUT_S):
-                log = await self._log(run_uid)
-                result = await log.append_rollout(data)
-        except (LogGoneError, NotFoundError) as error:
-            self.forget(run_uid)
-            return str(error)
-        # Whatever it is, giving up here would lose a finished rollout without a word.
-        except Exception as error:  # noqa: BLE001 - said in the log and in the wait, then tried again
-            return f"{type(error).__name__}: {error}"
-        match result:
-            case AppendResult.OK | AppendResult.ALREADY:
-                return ""
-            case _:
-                # The log was wiped or rebuilt: its generation must be read again.
-                self.forget(run_uid)
-                return f"the log answered {result.name}"
+            async with asyncio.timeout(timeout_s):
+                for appender in list(self._appenders.values()):
+                    await appender.caught_up("")
+        except TimeoutError:
+            logger.warning("the predecessor's rollouts are not all appended yet", extra={"pending": self.num_pending})
 
-    async def _log(self, run_uid: str) -> RolloutLog:
-        async with self._opening.setdefault(run_uid, asyncio.Lock()):
-            if run_uid not in self._logs:
-                self._logs[run_uid] = await self._open_log(run_uid)
-            return self._logs[run_uid]
+    async def close(self) -> None:
+        """Stop; what is not appended stays in the spool."""
+        self._tidying.cancel()
+        closing = (appender.close() for appender in self._appenders.values())
+        await asyncio.gather(self._tidying, *closing, *self._dropping, return_exceptions=True)
+        if pending := self.num_pending:
+            logger.warning("stopping with unappended rollouts in the spool", extra={"rollouts": pending})
+        await self.spool.close()
+
+    def _appender(self, run_uid: str) -> RunAppender:
+        if run_uid not in self._appenders:
+            self._appenders[run_uid] = appender = RunAppender(
+                run_uid, self.spool, self._open_log, self._has_ended, max_delay_s=self._max_delay_s
+            )
+            appender.note_instance(self._instances.get(run_uid, ""))
+        return self._appenders[run_uid]
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+
+    async def _end_run(self, run_uid: str) -> None:
+        self._resolved_below[run_uid] = EVERYTHING
+        if appender := self._appenders.pop(run_uid, None):
+            appender.give_up(0, all_of_them=True)
+            await appender.close()
+            await self.spool.drop_run(run_uid)
+
+    async def _tidy(self) -> None:
+        """Drop evaluations that were read long ago, and runs that ended while nobody told us."""
+        while True:
+            await asyncio.sleep(self._look_for_end_s)
+            now = time.monotonic()
+            for run_uid in self.spool.run_uids:
+                kept = self.spool.of_run(run_uid)
+                old = [k for k in kept if k.is_eval and k.appended_at and now - k.appended_at > EVAL_KEPT_S]
+                await self.spool.drop(old)
+                if now - self._heard_of.get(run_uid, 0.0) > self._look_for_end_s:
+                    await self._drop_if_over(run_uid)
+
+    async def _drop_if_over(self, run_uid: str) -> None:
+        try:
+            is_over = await self._has_ended(run_uid)
+        except MillraceError as error:
+            logger.warning("cannot see whether the run ended", extra={"run": run_uid, "problem": str(error)})
+            return
+        if is_over:
+            logger.info("run is over, its spool is emptied", extra={"run": run_uid})
+            await self._end_run(run_uid)

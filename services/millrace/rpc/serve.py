@@ -3,6 +3,7 @@
     stop asked (SIGTERM, SIGINT, or `stopping`)
       -> health NOT_SERVING for every name        load balancers look away
       -> drain_s                                  until they have
+      -> `before_stop`                            what the process works on beside its calls finishes; bounded by itself
       -> `draining` is set                        watch handlers end their streams themselves, with UNAVAILABLE
       -> server.stop(grace_s)                     what is under way finishes, the rest is cancelled
 
@@ -16,7 +17,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -62,6 +63,7 @@ async def serve(
     stopping: asyncio.Event | None = None,
     health_board: HealthBoard | None = None,
     handle_signals: bool = True,
+    before_stop: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stopping`, then drain and return.
 
@@ -94,6 +96,8 @@ async def serve(
         log.info("draining", extra={"drain_s": drain_s, "grace_s": grace_s})
         board.drain()
         await asyncio.sleep(drain_s)
+        if before_stop is not None:
+            await before_stop()
         draining.set()
         await server.stop(grace_s)
         log.info("stopped", extra={"port": port})

@@ -10,6 +10,7 @@ shall do, so a lost one costs one interval and nothing else.
 """
 
 import asyncio
+import contextlib
 import inspect
 import math
 import os
@@ -120,6 +121,10 @@ class WorkerAgent:
         self._interval_s = MAX_INTERVAL_S
         self._is_registered = False
         self._last_contact: float | None = None
+        self._num_asked = 0
+        self._num_told = 0
+        self._wake = asyncio.Event()
+        self._answered = asyncio.Event()
 
     @property
     def is_registered(self) -> bool:
@@ -150,12 +155,27 @@ class WorkerAgent:
         if ended_itself:
             life.result()  # only an error ends it
 
+    async def tell_now(self, *, timeout_s: float) -> bool:
+        """Send a heartbeat at once, made after this call, and wait for its answer; False if none came in time."""
+        self._num_asked += 1
+        mine = self._num_asked
+        self._wake.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._num_told < mine:
+                    await self._answered.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def _live(self) -> None:
         async with open_channel(self._address) as channel:
             stub = WorkerServiceStub(channel)
             while True:
                 if not self._is_registered:
                     await self._register(stub)
+                self._wake.clear()
+                num_asked = self._num_asked
                 reply = await self._heartbeat(stub)
                 if reply.register_again:
                     self._is_registered = False
@@ -165,7 +185,12 @@ class WorkerAgent:
                 heard = self._on_assignments(reply)
                 if inspect.isawaitable(heard):
                     await heard
-                await asyncio.sleep(self._interval_s)
+                self._num_told = num_asked
+                answered, self._answered = self._answered, asyncio.Event()
+                answered.set()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await self._wake.wait()
 
     async def _register(self, stub: WorkerServiceStub) -> None:
         def request() -> RegisterWorkerRequest:

@@ -16,8 +16,10 @@ import pytest_asyncio
 from aiohttp import web
 
 from millrace.env_server.pool import PoolLimits
+from millrace.env_server.run_end import has_ended
 from millrace.env_server.service import EnvService
 from millrace.env_server.sink import RolloutSink
+from millrace.env_server.spool import Spool
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
 from millrace.policies.publish import publish_policy
@@ -28,7 +30,7 @@ from millrace.rpc.channel import call, open_channel
 from millrace.rpc.serve import serve
 from millrace.runlog.connection import open_redis
 from millrace.runlog.log import RunLog
-from millrace.runlog.names import Stream
+from millrace.runlog.names import Names, Stream
 from millrace.storage.local import LocalStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"
@@ -206,6 +208,7 @@ class Server:
     """An env-server, a client of it, and the log of one run."""
 
     service: EnvService
+    sink: RolloutSink
     stub: Any
     engine: FakeEngine
     log: RunLog
@@ -338,9 +341,13 @@ async def server(engine: FakeEngine, redis_url: str, tmp_path_factory: pytest.Te
     async def open_log(run_uid: str) -> RunLog:
         return await RunLog.open(redis, store, prefix="test", uid=run_uid)
 
+    async def is_over(run_uid: str) -> bool:
+        return await asyncio.to_thread(has_ended, store, Names("test", run_uid))
+
     tokenizers = TokenizerFiles(store)
+    sink = RolloutSink(Spool(None, limit_bytes=1 << 30), open_log, is_over, max_delay_s=0.5)
     service = EnvService(
-        sink=RolloutSink(open_log, max_delay_s=0.5),
+        sink=sink,
         tokenizers=tokenizers,
         worker_id="env-server-test",
         capacity=64,
@@ -365,9 +372,10 @@ async def server(engine: FakeEngine, redis_url: str, tmp_path_factory: pytest.Te
         )
     )
     async with open_channel(f"127.0.0.1:{await started}") as channel:
-        yield Server(service, env_service_pb2_grpc.EnvServiceStub(channel), engine, log, store)
+        yield Server(service, sink, env_service_pb2_grpc.EnvServiceStub(channel), engine, log, store)
     stopping.set()
     await serving
     await service.close()
+    await sink.close()
     tokenizers.close()
     await redis.aclose()

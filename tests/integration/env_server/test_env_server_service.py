@@ -175,7 +175,7 @@ async def test_kept_rollouts_are_given_up_when_their_ordinal_is_resolved(server:
     await play_group(server, request)
     await asyncio.sleep(1.0)
     assert server.service.groups.num_rollouts == 1
-    server.service.groups.note_resolved(server.log.uid, request.ordinal + 1)
+    server.sink.note_run(server.log.uid, request.ordinal + 1, "")
     async with asyncio.timeout(10):
         while server.service.groups.num_rollouts:
             await asyncio.sleep(0.05)

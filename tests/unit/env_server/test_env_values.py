@@ -1,15 +1,16 @@
-"""Tasks, outcomes, groups, frames, settings and the sink: no services."""
+"""Tasks, outcomes, groups, frames and settings: no services."""
 
 import asyncio
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from millrace.env_server import adapter, sink
+from millrace.env_server import adapter
 from millrace.env_server.frames import encode_frame, read_frame
 from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
 from millrace.env_server.main import EnvServerSettings
@@ -17,11 +18,10 @@ from millrace.env_server.outcome import Outcome, bounded_json, checked, failed, 
 from millrace.env_server.rewards_v0 import recorded_reward_errors, watch_rubric
 from millrace.env_server.supervisor import describe_exit
 from millrace.env_server.tasks import build_task_table, canonical_json, no_tasks
-from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, LogGoneError, NotFoundError
+from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
-from millrace.runlog.log import AppendResult
 
 
 def request(**changes: Any) -> env_service_pb2.PlayGroupRequest:
@@ -131,14 +131,6 @@ def test_cancelled_group_may_be_played_again() -> None:
     assert not groups.is_known(group.key)
 
 
-def test_resolved_ordinals_never_go_back_and_spare_evaluations() -> None:
-    groups = Groups()
-    groups.note_resolved("r1", 5)
-    groups.note_resolved("r1", 2)
-    assert groups.is_resolved(request(ordinal=4)) and not groups.is_resolved(request(ordinal=5))
-    assert not groups.is_resolved(request(ordinal=4, eval_id="e"))
-
-
 # Frames.
 
 
@@ -215,58 +207,24 @@ async def test_reward_errors_are_recorded_and_signatures_kept() -> None:
     assert errors == ["reward function 'bad' raised ValueError: oops"]
 
 
-# The sink.
-
-
-class FlakyLog:
-    """Answers what it is told to, then OK."""
-
-    def __init__(self, answers: list[AppendResult | Exception]) -> None:
-        self.answers = answers
-        self.appended: list[bytes] = []
-        self.num_opened = 0
-
-    async def open(self, run_uid: str) -> "FlakyLog":
-        self.num_opened += 1
-        return self
-
-    async def append_rollout(self, data: bytes) -> AppendResult:
-        answer = self.answers.pop(0) if self.answers else AppendResult.OK
-        if isinstance(answer, Exception):
-            raise answer
-        if answer is AppendResult.OK:
-            self.appended.append(data)
-        return answer
-
-
-def a_rollout() -> rollout_pb2.Rollout:
-    return rollout_pb2.Rollout(run_uid="r1", ordinal=3)
-
-
-async def test_sink_insists_and_opens_the_log_anew() -> None:
-    log = FlakyLog([AppendResult.LOGGONE, LogGoneError("gone"), OSError("unforeseen")])
-    rollouts = sink.RolloutSink(log.open, max_delay_s=0.01)
-    assert await rollouts.append(a_rollout(), is_wanted=lambda: True)
-    assert log.appended == [a_rollout().SerializeToString()] and log.num_opened == 3 and rollouts.num_waiting == 0
-
-
-async def test_sink_gives_up_what_nobody_wants() -> None:
-    log = FlakyLog([AppendResult.LOGGONE] * 100)
-    wanted = iter([True, True, False])
-    rollouts = sink.RolloutSink(log.open, max_delay_s=0.01)
-    assert not await rollouts.append(a_rollout(), is_wanted=lambda: next(wanted))
-    assert log.appended == [] and rollouts.num_waiting == 0
-
-
 # Settings, imports.
 
 
 def test_settings() -> None:
-    environ = {"MILLRACE_ENV_WORKERS": "2", "MILLRACE_ENV_CAPACITY": "7"}
-    assert EnvServerSettings.from_env(environ) == EnvServerSettings(num_workers=2, capacity=7)
+    environ = {"MILLRACE_ENV_WORKERS": "2", "MILLRACE_ENV_CAPACITY": "7", "MILLRACE_SPOOL_BYTES": "1000"}
+    assert EnvServerSettings.from_env(environ) == EnvServerSettings(num_workers=2, capacity=7, spool_bytes=1000)
+    wrong = {"MILLRACE_ENV_WORKERS": "0", "MILLRACE_ENV_CAPACITY": "x", "MILLRACE_SPOOL_BYTES": "2 GiB"}
     with pytest.raises(InvalidSpecError) as caught:
-        EnvServerSettings.from_env({"MILLRACE_ENV_WORKERS": "0", "MILLRACE_ENV_CAPACITY": "x"})
-    assert len(caught.value.violations) == 2
+        EnvServerSettings.from_env(wrong | {"MILLRACE_SPOOL_DIR": "spool"})
+    assert {violation.field for violation in caught.value.violations} == {*wrong, "MILLRACE_SPOOL_DIR"}
+
+
+def test_a_spool_that_cannot_be_a_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    good = tmp_path / "new" / "spool"
+    assert EnvServerSettings.from_env({"MILLRACE_SPOOL_DIR": str(good)}).spool_dir == good
+    with pytest.raises(InvalidSpecError, match=rf"MILLRACE_SPOOL_DIR: must be a directory, and {tmp_path}/file is"):
+        EnvServerSettings.from_env({"MILLRACE_SPOOL_DIR": str(tmp_path / "file" / "spool")})
 
 
 def test_the_service_never_imports_verifiers() -> None:

@@ -1,0 +1,326 @@
+"""Finished rollouts on local disk, until nobody can need them any more.
+
+A finished rollout may have cost minutes of GPU time. It is a file here before its append to the log is sent, and it
+stays one until the run's resolved watermark passes its ordinal: so neither `kill -9` of this process nor a Redis that
+lost its tail or everything costs a finished rollout. `appender` brings the files into the log, and back into it.
+
+    {MILLRACE_SPOOL_DIR}/.lock                                        one env-server per directory
+    {MILLRACE_SPOOL_DIR}/{uid}/{t|e}-{ordinal}-{sha256}.rollout       exactly the bytes of the log's entry
+    {MILLRACE_SPOOL_DIR}/damaged/{uid}-{name}                         what did not have its sha256: never appended
+
+A file appears whole by a rename and is not fsynced: the kernel keeps what a killed process wrote, and a machine that
+loses power loses at most the last half minute of files, torn ones show by their sha256, and what is lost is played
+again. An fsync per rollout would cost every run milliseconds per rollout to save that.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TypeVar
+
+from millrace.errors import CapacityError, InvalidStateError
+from millrace.internal.v1 import rollout_pb2
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"(?P<kind>[te])-(?P<ordinal>\d{12,})-(?P<h>[0-9a-f]{64})\.rollout")
+_PARTIAL = re.compile(r"\.[0-9a-f]{64}\.tmp")
+_DAMAGED = "damaged"
+_LOCK = ".lock"
+_SLOW_DISK_S = 10.0  # a write above this is overdue in `run why`; the kernel ends it
+_FIRST_RETRY_S, _MAX_RETRY_S = 0.5, 5.0
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Kept:
+    """One finished rollout. `data` is there until it is both written and appended."""
+
+    run_uid: str
+    is_eval: bool
+    ordinal: int
+    h: str
+    """sha256 of its bytes in hex: the name of the file, and the field `h` of its entry in the log."""
+    size_bytes: int
+    planned_step: int = 0
+    data: bytes | None = field(default=None, repr=False)
+    is_written: bool = False
+    appended_at: float | None = None
+    """Monotonic time at which it was known to be in the log; None before."""
+
+    @property
+    def file_name(self) -> str:
+        """Name of its file in the run's directory."""
+        return f"{'e' if self.is_eval else 't'}-{self.ordinal:012d}-{self.h}.rollout"
+
+
+class Spool:
+    """The kept rollouts of every run. Of one event loop; files are touched by one thread of its own."""
+
+    def __init__(self, directory: Path | None, *, limit_bytes: int) -> None:
+        """Take the directory and read what it holds; without one a private directory, which dies with this process.
+
+        InvalidStateError if another env-server uses the directory.
+        """
+        self._is_private = directory is None
+        self.directory = Path(tempfile.mkdtemp(prefix="millrace-spool-")) if directory is None else directory
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self._runs: dict[str, dict[str, Kept]] = {}
+        self._unwritten: dict[str, Kept] = {}
+        self._disk_problem = ""
+        self._rewriting: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "spool")
+        self._lock_file = self._take()
+        self._scan()
+
+    @property
+    def run_uids(self) -> list[str]:
+        """Runs of which something is kept."""
+        return list(self._runs)
+
+    def of_run(self, run_uid: str) -> list[Kept]:
+        """What is kept of a run."""
+        return list(self._runs.get(run_uid, {}).values())
+
+    def holds(self, kept: Kept) -> bool:
+        """Whether it is kept still."""
+        return kept.h in self._runs.get(kept.run_uid, {})
+
+    def require_room(self) -> None:
+        """Raise CapacityError while nothing new should be played: the bound is reached, or the disk takes no more."""
+        count = sum(map(len, self._runs.values()))
+        if self._unwritten:
+            raise CapacityError(
+                f"{len(self._unwritten)} finished rollouts could not be written to {self.directory}: "
+                f"{self._disk_problem}; they are kept in memory",
+                reason="SPOOL_UNWRITABLE",
+                remedy="free space on that disk, or set MILLRACE_SPOOL_DIR to another one",
+            )
+        if self.num_bytes >= self.limit_bytes:
+            raise CapacityError(
+                f"the spool {self.directory} keeps {count} finished rollouts of {len(self._runs)} runs in "
+                f"{_mib(self.num_bytes)} and its bound is {_mib(self.limit_bytes)}",
+                reason="SPOOL_FULL",
+                remedy="wait until the runs resolve them, or raise MILLRACE_SPOOL_BYTES",
+            )
+
+    async def keep(self, rollout: rollout_pb2.Rollout) -> Kept:
+        """Write a finished rollout; where the disk refuses it stays in memory, and writing it is tried again."""
+        data = rollout.SerializeToString(deterministic=True)
+        kept = Kept(
+            run_uid=rollout.run_uid,
+            is_eval=rollout.purpose == rollout_pb2.PURPOSE_EVAL,
+            ordinal=rollout.ordinal,
+            h=hashlib.sha256(data).hexdigest(),
+            size_bytes=len(data),
+            planned_step=rollout.planned_step,
+            data=data,
+        )
+        self._add(kept)
+        try:
+            await self._in_thread(lambda: self._write(kept))
+        except OSError as error:
+            if self.holds(kept):
+                self._note_unwritten(kept, error)
+        return kept
+
+    async def read(self, kept: Kept) -> bytes | None:
+        """Its bytes; None if it was dropped, or if the file is damaged or lost: then it is not kept any more."""
+        if kept.data is not None:
+            return kept.data
+        if not self.holds(kept):
+            return None
+        path = self._path(kept)
+        problem = ""
+        try:
+            data = await self._in_thread(path.read_bytes)
+        except OSError as error:
+            data, problem = b"", str(error)
+        if not self.holds(kept):  # dropped while it was read
+            return None
+        if not problem and hashlib.sha256(data).hexdigest() != kept.h:
+            problem = f"its {len(data)} bytes do not have the sha256 of its name"
+        if not problem:
+            return data
+        aside = self.directory / _DAMAGED / f"{kept.run_uid}-{kept.file_name}"
+        logger.error("spool file is damaged and moved aside", extra={"path": str(aside), "problem": problem})
+        self._forget(kept)
+        await self._in_thread(lambda: _move(path, aside))
+        return None
+
+    def note_appended(self, kept: Kept) -> None:
+        """It is in the log; the file stays."""
+        kept.appended_at = time.monotonic()
+        if kept.is_written:
+            kept.data = None
+
+    async def drop(self, dropped: Iterable[Kept]) -> None:
+        """Forget rollouts and delete their files."""
+        paths = [self._path(kept) for kept in dropped if self._forget(kept)]
+        if paths:
+            await self._in_thread(lambda: _delete(paths))
+
+    async def drop_run(self, run_uid: str) -> None:
+        """Forget everything of a run."""
+        await self.drop(self.of_run(run_uid))
+        await self._in_thread(lambda: shutil.rmtree(self.directory / run_uid, ignore_errors=True))
+
+    async def close(self) -> None:
+        """Write what the disk refused, if it takes it now, and give the directory to a successor."""
+        if self._rewriting is not None:
+            self._rewriting.cancel()
+            await asyncio.gather(self._rewriting, return_exceptions=True)
+        if self._unwritten and not await self._write_again():
+            extra = {"rollouts": len(self._unwritten), "problem": self._disk_problem}
+            logger.error("finished rollouts die with this process: the disk does not take them", extra=extra)
+        self._thread.shutdown()
+        self._lock_file.close()
+        if self._is_private:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _add(self, kept: Kept) -> None:
+        self._runs.setdefault(kept.run_uid, {})[kept.h] = kept
+        self.num_bytes += kept.size_bytes
+
+    def _forget(self, kept: Kept) -> bool:
+        """Whether it was kept."""
+        run = self._runs.get(kept.run_uid, {})
+        if run.pop(kept.h, None) is None:
+            return False
+        if not run:
+            del self._runs[kept.run_uid]
+        self._unwritten.pop(kept.h, None)
+        self.num_bytes -= kept.size_bytes
+        kept.data = None
+        return True
+
+    def _path(self, kept: Kept) -> Path:
+        return self.directory / kept.run_uid / kept.file_name
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        with waits.waiting(f"the disk of the spool {self.directory}", waits_on="disk", deadline_s=_SLOW_DISK_S):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def _write(self, kept: Kept) -> None:
+        """Write its file; runs in the thread."""
+        data, path = kept.data, self._path(kept)
+        if data is None:
+            return  # dropped meanwhile
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_name(f".{kept.h}.tmp")
+        try:
+            partial.write_bytes(data)
+            partial.rename(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        kept.is_written = True
+
+    def _note_unwritten(self, kept: Kept, error: OSError) -> None:
+        self._disk_problem = f"{type(error).__name__}: {error.strerror or error}"
+        self._unwritten[kept.h] = kept
+        extra = {"run": kept.run_uid, "ordinal": kept.ordinal, "problem": self._disk_problem}
+        logger.error("finished rollout stays in memory: the disk does not take it", extra=extra)
+        if self._rewriting is None or self._rewriting.done():
+            self._rewriting = asyncio.create_task(self._rewrite(), name="spool rewrite")
+
+    async def _rewrite(self) -> None:
+        """Try again until the disk takes what is in memory; meanwhile `require_room` lets nothing new in."""
+        delay_s = _FIRST_RETRY_S
+        with waits.waiting("the disk of the spool", waits_on="disk") as wait:
+            while self._unwritten:
+                count, problem = len(self._unwritten), self._disk_problem
+                wait.update(reason=f"room for {count} finished rollouts in {self.directory}: {problem}")
+                await asyncio.sleep(delay_s)
+                delay_s = _FIRST_RETRY_S if await self._write_again() else min(2 * delay_s, _MAX_RETRY_S)
+
+    async def _write_again(self) -> bool:
+        """Write what is in memory until the disk refuses; whether it took everything."""
+        for kept in list(self._unwritten.values()):
+            try:
+                await self._in_thread(lambda kept=kept: self._write(kept))
+            except OSError as error:
+                self._disk_problem = f"{type(error).__name__}: {error.strerror or error}"
+                return False
+            self._unwritten.pop(kept.h, None)
+            if kept.appended_at is not None:
+                kept.data = None
+        return True
+
+    def _take(self) -> IO[str]:
+        """Lock the directory for this process; the kernel releases it with the process, however that ends."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        file = (self.directory / _LOCK).open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            file.close()
+            raise InvalidStateError(
+                f"another env-server (pid {holder}) uses the spool {self.directory}",
+                reason="SPOOL_IN_USE",
+                remedy="give every env-server a directory of its own (MILLRACE_SPOOL_DIR)",
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        return file
+
+    def _scan(self) -> None:
+        """Take over what a predecessor left. Contents are proved when they are read."""
+        for directory in self.directory.iterdir():
+            if not directory.is_dir() or directory.name == _DAMAGED:
+                continue
+            for path in directory.iterdir():
+                match = _NAME.fullmatch(path.name)
+                if match is None:
+                    if _PARTIAL.fullmatch(path.name):  # a write that was cut short; other files are not ours
+                        path.unlink()
+                    continue
+                is_eval, ordinal = match["kind"] == "e", int(match["ordinal"])
+                kept = Kept(
+                    run_uid=directory.name,
+                    is_eval=is_eval,
+                    ordinal=ordinal,
+                    h=match["h"],
+                    size_bytes=path.stat().st_size,
+                    is_written=True,
+                )
+                self._add(kept)
+        if self._runs:
+            extra = {"rollouts": sum(map(len, self._runs.values())), "runs": len(self._runs), "bytes": self.num_bytes}
+            logger.info("spool taken over", extra={"directory": str(self.directory), **extra})
+
+
+def _move(path: Path, aside: Path) -> None:
+    try:
+        aside.parent.mkdir(exist_ok=True)
+        path.rename(aside)
+    except OSError as error:
+        logger.error("damaged spool file could not be moved", extra={"path": str(path), "problem": str(error)})
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("spool file could not be deleted", extra={"path": str(path), "problem": str(error)})
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

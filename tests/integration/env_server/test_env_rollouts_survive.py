@@ -1,0 +1,207 @@
+"""Finished rollouts outlive this process, a Redis that was wiped, and a Redis that lost its tail: once each in the log."""
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import redis.asyncio as redis_asyncio
+
+from millrace.env_server.run_end import has_ended
+from millrace.env_server.sink import EVERYTHING, RolloutSink
+from millrace.env_server.spool import Spool
+from millrace.errors import UnavailableError
+from millrace.internal.v1 import batch_pb2, rollout_pb2
+from millrace.runlog.connection import open_redis
+from millrace.runlog.log import RunLog
+from millrace.runlog.names import Names, Stream
+from millrace.storage.local import LocalStore
+from millrace.telemetry import waits
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
+
+META = b'{"run_hash": "0"}'
+
+
+@dataclass
+class Setup:
+    """One run's log, and sinks over one spool directory, one after the other."""
+
+    redis: redis_asyncio.Redis
+    store: LocalStore
+    log: RunLog
+    directory: Path
+    sink: RolloutSink
+
+    @property
+    def uid(self) -> str:
+        return self.log.uid
+
+    def make_sink(self, **options: float) -> RolloutSink:
+        async def open_log(run_uid: str) -> RunLog:
+            return await RunLog.open(self.redis, self.store, prefix="test", uid=run_uid)
+
+        async def is_over(run_uid: str) -> bool:
+            return await asyncio.to_thread(has_ended, self.store, Names("test", run_uid))
+
+        spool = Spool(self.directory, limit_bytes=1 << 20)
+        return RolloutSink(spool, open_log, is_over, max_delay_s=0.1, **options)
+
+    async def restart(self, **options: float) -> RolloutSink:
+        """A successor on the same directory."""
+        await self.sink.close()
+        self.sink = self.make_sink(**options)
+        return self.sink
+
+    def rollout(self, ordinal: int, purpose: int = rollout_pb2.PURPOSE_TRAIN) -> rollout_pb2.Rollout:
+        return rollout_pb2.Rollout(run_uid=self.uid, ordinal=ordinal, purpose=purpose)
+
+    async def ordinals(self) -> Counter[int]:
+        """How often each ordinal is in the stream."""
+        entries = await self.log.read(Stream.ROLLOUTS, count=10_000)
+        return Counter(rollout_pb2.Rollout.FromString(entry.d).ordinal for entry in entries)
+
+    async def wipe(self) -> None:
+        """What FLUSHALL does to this run."""
+        await self.redis.delete(*self.log.names.all_keys)
+
+    async def rebuild(self) -> str:
+        """A new, empty copy of the log; returns its instance."""
+        generation = self.log.generation + 1
+        mapping = {"generation": generation, "format": 1, "run_hash": "0"}
+        await self.redis.hset(self.log.names.meta, mapping=mapping)
+        await self.log.reopen()
+        return await self.log.read_instance()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def setup(redis_url: str, tmp_path: Path) -> AsyncIterator[Setup]:
+    redis, store = open_redis(redis_url), LocalStore(tmp_path / "store")
+    log = await RunLog.create(redis, store, "test", f"r{uuid.uuid4().hex[:12]}", META)
+    made = Setup(redis, store, log, tmp_path / "spool", None)  # type: ignore[arg-type] - set in the next line
+    made.sink = made.make_sink()
+    yield made
+    await made.sink.close()
+    await redis.aclose()
+
+
+async def test_what_is_appended_stays_until_the_watermark_passes(setup: Setup) -> None:
+    for ordinal in range(4):
+        assert await setup.sink.append(setup.rollout(ordinal))
+    assert await setup.sink.append(setup.rollout(0, rollout_pb2.PURPOSE_EVAL))
+    assert len(setup.sink.spool.of_run(setup.uid)) == 5
+    setup.sink.note_run(setup.uid, 3, "")
+    setup.sink.note_run(setup.uid, 2, "")  # an older heartbeat: watermarks never go back
+    async with asyncio.timeout(5):
+        while len(setup.sink.spool.of_run(setup.uid)) > 2:
+            await asyncio.sleep(0.01)
+    assert sorted((kept.is_eval, kept.ordinal) for kept in setup.sink.spool.of_run(setup.uid)) == [(0, 3), (1, 0)]
+    assert not await setup.sink.append(setup.rollout(2))  # a straggler of a resolved ordinal
+    setup.sink.note_run(setup.uid, EVERYTHING, "")
+    async with asyncio.timeout(5):
+        while setup.sink.spool.run_uids or (setup.directory / setup.uid).exists():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_successor_appends_what_the_log_lacks_and_nothing_twice(setup: Setup) -> None:
+    await setup.sink.append(setup.rollout(0))
+    await setup.wipe()
+    unappended = [asyncio.create_task(setup.sink.append(setup.rollout(ordinal))) for ordinal in (1, 2)]
+    async with asyncio.timeout(5):
+        while setup.sink.num_pending < 2:
+            await asyncio.sleep(0.01)
+    await setup.rebuild()
+    await setup.log.append_rollout(setup.rollout(1).SerializeToString(deterministic=True))  # its answer was lost
+    for task in unappended:
+        task.cancel()
+    sink = await setup.restart()
+    assert sink.num_orphans == 3  # they count against the capacity until they are in the log
+    await sink.recover(timeout_s=10)
+    assert sink.num_orphans == 0 and await setup.ordinals() == {0: 1, 1: 1, 2: 1}
+
+
+async def test_a_rebuilt_log_gets_everything_unresolved_back_once(setup: Setup) -> None:
+    for ordinal in range(40):
+        await setup.sink.append(setup.rollout(ordinal))
+    setup.sink.note_run(setup.uid, 10, await setup.log.read_instance())
+    await setup.wipe()
+    late = asyncio.create_task(setup.sink.append(setup.rollout(40)))  # finishes while the log is away
+    with pytest.raises(UnavailableError, match=r"bringing the run's log up to date: .* of run") as caught:
+        await setup.sink.catch_up(setup.uid, "2.unknown", timeout_s=0.5)
+    assert caught.value.reason == "RESYNC_RUNNING"
+    waiting = [wait for wait in waits.snapshot("x") if wait.run == setup.uid]
+    assert any("append of rollout" in wait.reason and "does not hold the log" in wait.reason for wait in waiting)
+    instance = await setup.rebuild()
+    await setup.sink.catch_up(setup.uid, instance, timeout_s=10)
+    assert await late
+    assert await setup.ordinals() == {ordinal: 1 for ordinal in range(10, 41)}
+    await setup.sink.catch_up(setup.uid, instance, timeout_s=10)
+    assert (await setup.ordinals()).total() == 31
+
+
+async def test_a_log_that_lost_its_tail_gets_it_back(setup: Setup) -> None:
+    """Redis was killed: the same generation, but the newest entries are gone."""
+    for ordinal in range(200):  # more than a page of hashes
+        await setup.sink.append(setup.rollout(ordinal))
+    entries = await setup.log.read(Stream.ROLLOUTS, count=1000)
+    await setup.redis.xdel(setup.log.names.stream(Stream.ROLLOUTS), *[entry.id for entry in entries[150:]])
+    setup.sink.note_run(setup.uid, 0, f"{setup.log.generation}.after-the-restart")  # what the heartbeat says
+    await setup.sink.catch_up(setup.uid, "", timeout_s=10)
+    assert await setup.ordinals() == {ordinal: 1 for ordinal in range(200)}
+
+
+async def test_appends_that_run_during_a_comparison_happen_once(setup: Setup) -> None:
+    async def play(first: int) -> None:
+        for ordinal in range(first, first + 25):
+            await setup.sink.append(setup.rollout(ordinal))
+
+    async def ask() -> None:
+        for number in range(20):
+            await setup.sink.catch_up(setup.uid, f"1.copy{number}", timeout_s=10)
+
+    await asyncio.gather(*(play(25 * writer) for writer in range(8)), ask(), ask())
+    assert await setup.ordinals() == {ordinal: 1 for ordinal in range(200)}
+
+
+async def test_a_damaged_file_is_not_appended_and_the_others_are(setup: Setup) -> None:
+    await setup.wipe()
+    tasks = [asyncio.create_task(setup.sink.append(setup.rollout(ordinal))) for ordinal in range(3)]
+    async with asyncio.timeout(5):
+        while len(list(setup.directory.glob("*/*.rollout"))) < 3:
+            await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    await setup.sink.close()
+    [torn] = setup.directory.glob("*/t-000000000001-*.rollout")
+    torn.write_bytes(b"")
+    await setup.rebuild()
+    setup.sink = setup.make_sink()
+    await setup.sink.recover(timeout_s=10)
+    assert await setup.ordinals() == {0: 1, 2: 1}
+    assert len(list((setup.directory / "damaged").iterdir())) == 1
+
+
+async def test_a_run_that_ended_while_nobody_told_us_is_forgotten(setup: Setup) -> None:
+    await setup.sink.append(setup.rollout(0))
+    for step in range(6):
+        kind = batch_pb2.BATCH_KIND_CLOSE if step == 5 else batch_pb2.BATCH_KIND_TRAIN
+        header = batch_pb2.BatchHeader(step=step, kind=kind, run_uid=setup.uid)
+        setup.store.create(setup.log.names.batch_header(step), header.SerializeToString())
+        names = Names("test", setup.uid)
+        assert has_ended(setup.store, names) is (step == 5)
+    sink = await setup.restart(look_for_end_s=0.05)
+    async with asyncio.timeout(10):
+        while sink.spool.run_uids:
+            await asyncio.sleep(0.02)
+    assert await setup.ordinals() == {0: 1}
+
+
+async def test_a_deleted_run_ends_the_wait_for_its_log(setup: Setup) -> None:
+    await setup.wipe()
+    setup.store.delete(setup.log.names.run_json)
+    assert not await setup.sink.append(setup.rollout(0))
+    assert setup.sink.spool.run_uids == []

@@ -1,0 +1,183 @@
+"""The spool against a real disk: what a predecessor left, what is torn, what does not fit."""
+
+import asyncio
+import contextlib
+import hashlib
+import multiprocessing
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.env_server.spool import Spool
+from millrace.errors import CapacityError, InvalidStateError
+from millrace.internal.v1 import rollout_pb2
+from millrace.telemetry import waits
+
+LIMIT = 1 << 20
+
+
+def make_rollout(ordinal: int, *, uid: str = "run1", size: int = 100, purpose: int = rollout_pb2.PURPOSE_TRAIN):
+    return rollout_pb2.Rollout(
+        run_uid=uid, ordinal=ordinal, purpose=purpose, messages_json="x" * size, planned_step=ordinal // 4
+    )
+
+
+def encoded(rollout: rollout_pb2.Rollout) -> bytes:
+    return rollout.SerializeToString(deterministic=True)
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The kernel refuses to write more than that into a file, as it does when a disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_successor_finds_exactly_the_bytes(tmp_path: Path) -> None:
+    first = Spool(tmp_path, limit_bytes=LIMIT)
+    rollouts = [make_rollout(3), make_rollout(12_345_678_901_234), make_rollout(0, purpose=rollout_pb2.PURPOSE_EVAL)]
+    for rollout in rollouts:
+        await first.keep(rollout)
+    await first.keep(make_rollout(1, uid="run2"))
+    size = first.num_bytes
+    await first.close()
+    second = Spool(tmp_path, limit_bytes=LIMIT)
+    assert second.num_bytes == size and sorted(second.run_uids) == ["run1", "run2"]
+    found = {kept.ordinal: kept for kept in second.of_run("run1")}
+    assert [found[rollout.ordinal].is_eval for rollout in rollouts] == [False, False, True]
+    for rollout in rollouts:
+        kept = found[rollout.ordinal]
+        assert await second.read(kept) == encoded(rollout)
+        assert kept.h == hashlib.sha256(encoded(rollout)).hexdigest()
+    await second.drop_run("run1")
+    assert second.run_uids == ["run2"] and not (tmp_path / "run1").exists()
+    await second.close()
+
+
+async def test_dropped_rollouts_leave_no_file_and_no_bytes(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    kept = await spool.keep(make_rollout(1))
+    await spool.drop([kept, kept])
+    assert spool.num_bytes == 0 and not list(tmp_path.glob("*/*.rollout")) and await spool.read(kept) is None
+    await spool.close()
+
+
+@pytest.mark.parametrize("damage", ["torn", "empty", "changed", "lost"])
+async def test_a_damaged_file_is_moved_aside_and_never_given_out(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    await spool.keep(make_rollout(1))
+    good = await spool.keep(make_rollout(2))
+    await spool.close()
+    [path] = tmp_path.glob("run1/t-000000000001-*.rollout")
+    data = path.read_bytes()
+    match damage:
+        case "torn":
+            path.write_bytes(data[:50])
+        case "empty":
+            path.write_bytes(b"")
+        case "changed":
+            path.write_bytes(data[:-1] + b"?")
+    successor = Spool(tmp_path, limit_bytes=LIMIT)
+    [bad] = [kept for kept in successor.of_run("run1") if kept.ordinal == 1]
+    if damage == "lost":
+        path.unlink()
+    assert await successor.read(bad) is None
+    assert "damaged" in caplog.text and not path.exists()
+    assert [kept.h for kept in successor.of_run("run1")] == [good.h]
+    if damage != "lost":
+        assert (tmp_path / "damaged" / f"run1-{path.name}").exists()
+    await successor.close()
+
+
+async def test_only_its_own_files_are_touched(tmp_path: Path) -> None:
+    (tmp_path / "run1").mkdir()
+    foreign, cut = tmp_path / "run1" / "thesis.tmp", tmp_path / "run1" / f".{'a' * 64}.tmp"
+    foreign.touch()
+    cut.touch()
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    assert foreign.exists() and not cut.exists() and spool.run_uids == []
+    await spool.close()
+
+
+async def test_the_bound_names_the_sizes_and_the_remedy(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, limit_bytes=5000)
+    spool.require_room()
+    kept = await spool.keep(make_rollout(1, size=6000))
+    with pytest.raises(CapacityError, match=r"1 finished rollouts of 1 runs in 0\.0 MiB .* MILLRACE_SPOOL_BYTES") as e:
+        spool.require_room()
+    assert e.value.reason == "SPOOL_FULL" and str(tmp_path) in str(e.value)
+    await spool.drop([kept])
+    spool.require_room()
+    await spool.close()
+
+
+async def test_what_the_disk_refuses_waits_in_memory_and_is_written_later(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    big = make_rollout(1, size=300_000)
+    with largest_file(200_000):
+        kept = await spool.keep(big)
+        assert not kept.is_written and await spool.read(kept) == encoded(big)
+        with pytest.raises(CapacityError, match=r"1 finished rollouts could not be written .* File too large") as e:
+            spool.require_room()
+        assert e.value.reason == "SPOOL_UNWRITABLE"
+        async with asyncio.timeout(10):
+            while not any("room for 1 finished rollouts" in wait.reason for wait in waits.snapshot("x")):
+                await asyncio.sleep(0.01)
+        assert not list(tmp_path.glob("run1/*")) and not list(tmp_path.glob("run1/.*.tmp"))
+        spool.note_appended(kept)
+        assert kept.data is not None  # the log may still lose it
+    async with asyncio.timeout(10):
+        while not kept.is_written or kept.data is not None:
+            await asyncio.sleep(0.05)
+    spool.require_room()
+    assert await spool.read(kept) == encoded(big)
+    await spool.close()
+
+
+async def test_one_env_server_per_directory(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    with pytest.raises(
+        InvalidStateError, match=r"another env-server \(pid \d+\) uses .*\(MILLRACE_SPOOL_DIR"
+    ) as caught:
+        Spool(tmp_path, limit_bytes=LIMIT)
+    assert caught.value.reason == "SPOOL_IN_USE"
+    await spool.close()
+    await Spool(tmp_path, limit_bytes=LIMIT).close()
+
+
+def _keep_and_die(directory: str) -> None:
+    async def keep() -> None:
+        spool = Spool(Path(directory), limit_bytes=LIMIT)
+        await spool.keep(make_rollout(7))
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    asyncio.run(keep())
+
+
+async def test_kill_9_leaves_the_file_and_not_the_lock(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_keep_and_die, args=(str(tmp_path),))
+    process.start()
+    await asyncio.to_thread(process.join, 60)
+    assert process.exitcode == -9
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    [kept] = spool.of_run("run1")
+    assert await spool.read(kept) == encoded(make_rollout(7))
+    await spool.close()
+
+
+async def test_without_a_directory_nothing_is_left_behind() -> None:
+    spool = Spool(None, limit_bytes=LIMIT)
+    await spool.keep(make_rollout(1))
+    await spool.close()
+    assert not spool.directory.exists()
