@@ -6,19 +6,22 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
+from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header, verify_chunk
 from millrace.runlog.connection import MAX_BLOCK_S
 from millrace.runlog.names import Stream
+from millrace.runlog.origin import require_exists
 from millrace.telemetry import waits
 
 if TYPE_CHECKING:
+    from millrace.runlog.entry import Entry
     from millrace.runlog.log import RunLog
 
 logger = logging.getLogger(__name__)
 
 _PARALLEL_GETS = 4
+_POLL_S = 0.5
 
 
 async def read_batch(
@@ -48,15 +51,18 @@ async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None =
     """The stored bytes of header `step`, as soon as Redis or the store has it.
 
     The store is asked first, and whenever Redis was silent for 5 s: the step may be trimmed, or its append lost.
+    While Redis does not hold the log the store goes on being asked, and a rebuilt log is adopted; `NotFoundError` when
+    the run is being deleted.
     """
     started = time.monotonic()
     limit_s = 0.0
-    with waits.waiting(f"batch {step}", waits_on="orchestrator", deadline_s=timeout_s or 0.0):
+    with waits.waiting(f"batch {step}", waits_on="orchestrator", deadline_s=timeout_s or 0.0) as wait:
         while True:
             left_s = MAX_BLOCK_S if timeout_s is None else timeout_s - (time.monotonic() - started)
             block_s = max(0.0, min(limit_s, left_s))
             limit_s = MAX_BLOCK_S
-            entries = await log.read(Stream.BATCHES, after=f"{step}-0", count=1, block_s=block_s)
+            entries = await _read_or_adopt(log, step, block_s)
+            wait.update(reason=f"batch {step}" + (" (the log of the run is gone)" if entries is None else ""))
             if entries and entries[0].id == f"{step}-1":
                 return entries[0].d
             try:
@@ -71,6 +77,21 @@ async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None =
                     remedy="see `millrace run why` for what the orchestrator waits for",
                     metadata={"uid": log.uid, "step": str(step)},
                 )
+
+
+async def _read_or_adopt(log: "RunLog", step: int, block_s: float) -> "list[Entry] | None":
+    """The next batch entry from `step` on, if it comes in time; None while Redis does not hold the log."""
+    try:
+        return await log.read(Stream.BATCHES, after=f"{step}-0", count=1, block_s=block_s)
+    except LogGoneError:
+        pass
+    try:
+        await log.reopen()
+    except LogGoneError:
+        await asyncio.to_thread(require_exists, log.store, log.names)
+        await asyncio.sleep(min(block_s, _POLL_S))
+        return None
+    return []
 
 
 async def _read_chunk(log: "RunLog", header: batch_pb2.BatchHeader, index: int) -> bytes:

@@ -4,13 +4,14 @@ import asyncio
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import redis.asyncio as redis_asyncio
 from redis.exceptions import ResponseError
 
-from millrace.errors import AlreadyExistsError, InternalError, PermissionDeniedError
+from millrace.errors import AlreadyExistsError, InternalError, LogGoneError, PermissionDeniedError
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog import batch_reader, connection, epochs, intents, script
 from millrace.runlog.connection import MAX_BLOCK_S, as_text
@@ -18,12 +19,16 @@ from millrace.runlog.entry import FORMAT_MAJOR, AppendResult, Entry, check_forma
 from millrace.runlog.epochs import Epoch
 from millrace.runlog.intents import Intent
 from millrace.runlog.names import Names, Stream
-from millrace.runlog.origin import parse_origin
+from millrace.runlog.origin import parse_origin, require_exists
 from millrace.storage import ObjectStore
+from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_CHECK_S = 2.0  # a blocked reader looks that often whether the log is still there
+_POLL_S = 0.5
 
 __all__ = ["FORMAT_MAJOR", "AppendResult", "Entry", "RunLog", "check_format", "decode_entry", "log_gone"]
 
@@ -95,6 +100,19 @@ class RunLog:
             where = {"uid": self.uid, "old": self.generation, "new": int(generation)}
             logger.info("log of the run adopted in its new generation", extra=where)
         self.generation, self.run_hash = int(generation), run_hash
+
+    async def wait_reopened(self, why: str) -> None:
+        """Wait, visibly and without end, until the orchestrator has rebuilt the log, and adopt it; `why` says for what.
+
+        `NotFoundError` if the run is gone or about to be: nobody will rebuild its log.
+        """
+        with waits.waiting(f"{why}: the log of the run to be rebuilt", waits_on="orchestrator"):
+            while True:
+                try:
+                    return await self.reopen()
+                except LogGoneError:
+                    await asyncio.to_thread(require_exists, self.store, self.names)
+                await asyncio.sleep(_POLL_S)
 
     async def read_instance(self) -> str:
         """Which copy of the log Redis holds: `{generation}.{run id of the server}`; `LogGoneError` if not ours.
@@ -169,13 +187,17 @@ class RunLog:
         `InvalidStateError` when a newer release wrote it.
         """
         key = self.names.stream(Stream(stream))
-        block_ms = round(min(block_s, MAX_BLOCK_S) * 1000)
-        block = ("BLOCK", block_ms) if block_ms > 0 else ()  # BLOCK 0 would be for ever
-        found = await self.command(
-            f"reading {stream}", "XREAD", "COUNT", count, *block, "STREAMS", key, after or "0", block_s=block_ms / 1000
-        )
-        await self.check()
-        return [] if not found else [decode_entry(key, id_, fields) for id_, fields in found[0][1]]
+        ends = time.monotonic() + min(block_s, MAX_BLOCK_S)
+        while True:
+            block_ms = max(0, round(min(ends - time.monotonic(), _CHECK_S) * 1000))
+            block = ("BLOCK", block_ms) if block_ms > 0 else ()  # BLOCK 0 would be for ever
+            words = ("XREAD", "COUNT", count, *block, "STREAMS", key, after or "0")
+            found = await self.command(f"reading {stream}", *words, block_s=block_ms / 1000)
+            await self.check()  # XREAD does not tell a wiped stream from a silent one
+            if found:
+                return [decode_entry(key, id_, fields) for id_, fields in found[0][1]]
+            if time.monotonic() >= ends:
+                return []
 
     async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
         """Entries with ids from `first` to `last`, inclusive, without waiting."""

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.runlog.frontier import ZERO_CHAIN_HASH, Frontier
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
@@ -19,6 +19,18 @@ class Origin:
     """`previous_chain_hash` of the first header, 32 bytes."""
     frontier: Frontier = field(default_factory=Frontier)
     """The ordinals that are resolved before the first header."""
+
+
+def require_exists(store: ObjectStore, names: Names) -> None:
+    """Raise `NotFoundError` if the store has no such run, or is about to delete it (blocking)."""
+    is_deleted = store.head(names.tombstone) is not None
+    if is_deleted or store.head(names.run_json) is None:
+        raise NotFoundError(
+            f"run {names.uid} {'is being deleted' if is_deleted else 'is not in the store'}: no log to rebuild",
+            reason="RUN_NOT_FOUND",
+            remedy="`millrace run list` shows the runs",
+            metadata={"uid": names.uid},
+        )
 
 
 def load_origin(store: ObjectStore, names: Names) -> Origin:

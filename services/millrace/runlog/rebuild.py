@@ -26,8 +26,9 @@ from millrace.runlog.epochs import GENERATION_ROLE, create_epoch
 from millrace.runlog.event_archive import load_newest_archived
 from millrace.runlog.log import FORMAT_MAJOR, RunLog
 from millrace.runlog.names import Names, Stream
+from millrace.runlog.origin import require_exists
 from millrace.runlog.proof import is_nameable, proof_of
-from millrace.runlog.restore import Restored, load_restored, merge_events, read_events, require_exists
+from millrace.runlog.restore import Restored, load_restored, merge_events, read_events
 from millrace.storage import ObjectStore
 from millrace.telemetry import waits
 

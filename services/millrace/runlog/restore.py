@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from millrace.errors import NotFoundError
 from millrace.runlog.entry import FORMAT_MAJOR, Entry
 from millrace.runlog.epochs import GENERATION_ROLE, latest_epoch
 from millrace.runlog.event_archive import load_archived_events, read_page
@@ -30,18 +29,6 @@ class Restored:
     """The events in their order."""
     summary: str
     """What was restored, for people."""
-
-
-def require_exists(store: ObjectStore, names: Names) -> None:
-    """Raise `NotFoundError` if the store has no such run, or is about to delete it (blocking)."""
-    is_deleted = store.head(names.tombstone) is not None
-    if is_deleted or store.head(names.run_json) is None:
-        raise NotFoundError(
-            f"run {names.uid} {'is being deleted' if is_deleted else 'is not in the store'}: no log to rebuild",
-            reason="RUN_NOT_FOUND",
-            remedy="`millrace run list` shows the runs",
-            metadata={"uid": names.uid},
-        )
 
 
 def load_restored(store: ObjectStore, names: Names) -> Restored:
