@@ -8,10 +8,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from millrace.errors import UnavailableError
+from millrace.telemetry import waits
 
 T = TypeVar("T")
 
 _STOP_S = 10.0
+_QUIET_S = 1.0  # what the main thread waits for longer shows itself as a wait
 
 
 class BackgroundLoop:
@@ -38,9 +40,10 @@ class BackgroundLoop:
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, what: str, timeout_s: float) -> T:
         """Runs a coroutine and waits for its result; UnavailableError naming `what` after `timeout_s`."""
-        future = self.submit(coroutine)
         try:
-            return future.result(timeout_s)
+            with waits.waiting(what, deadline_s=timeout_s, quiet_s=_QUIET_S):
+                future = self.submit(coroutine)
+                return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
             if future.done():  # the coroutine itself raised a TimeoutError
                 raise

@@ -14,8 +14,11 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from millrace.telemetry import waits
+
 # Rank 0 broadcasts at least every few seconds while it waits, so a silent peer is dead long before this.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_QUIET_S = 5.0  # a collective that lasts longer shows itself as a wait
 
 
 class Gang:
@@ -96,15 +99,24 @@ class Gang:
         """The bytes of rank `source`: first their number, then themselves."""
         if self.is_alone:
             return data
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        dist.broadcast(length, src=source)
-        buffer = torch.zeros(max(int(length), 1), dtype=torch.uint8)
-        if self.rank == source and data:
-            buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(buffer, src=source)
+        with _waiting_for_peers():
+            length = torch.tensor([len(data)], dtype=torch.int64)
+            dist.broadcast(length, src=source)
+            buffer = torch.zeros(max(int(length), 1), dtype=torch.uint8)
+            if self.rank == source and data:
+                buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.broadcast(buffer, src=source)
         return buffer[: int(length)].numpy().tobytes()
 
     def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=operation)
+        with _waiting_for_peers():
+            dist.all_reduce(tensor, op=operation)
         return tensor.tolist()
+
+
+def _waiting_for_peers() -> waits.Waiting:
+    """A collective returns when every rank has come: one that is stuck holds all up."""
+    return waits.waiting(
+        "the other ranks of the gang", deadline_s=_COLLECTIVE_TIMEOUT.total_seconds() / 10, quiet_s=_QUIET_S
+    )

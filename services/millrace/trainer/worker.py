@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from millrace.errors import CapacityError, FencedError, MillraceError, UnavailableError
 from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
-from millrace.telemetry import logging
+from millrace.telemetry import logging, waits
 from millrace.trainer.batches import StopRequested
 from millrace.trainer.distributed import Gang
 
@@ -67,6 +67,7 @@ class TrainerWorker:
         self._assigned_at = clock()
         self._last_progress = clock()
         self._slowest_step_s = 0.0
+        self._idle = waits.LastingWait()
 
     # The agent's ends.
 
@@ -142,7 +143,10 @@ class TrainerWorker:
         if self._status.run_uid and self._status.run_uid != assigned:
             self._status = Status()  # the orchestrator took note of how the run ended, or gave it to another trainer
         if assigned and not self._status.is_over:
+            self._idle.over()
             return f"work {assigned}"
+        reason = f"note to be taken of the end of run {assigned}" if assigned else "a run to be assigned (it is idle)"
+        self._idle.on(reason, waits_on="orchestrator", key=assigned)
         self._stopping.wait(_POLL_S)
         return "idle"
 
@@ -151,7 +155,7 @@ class TrainerWorker:
         self._status = Status(run_uid=uid)
         self._slowest_step_s, self._last_progress = 0.0, self._clock()
         self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)
-        with logging.bind(run=uid):
+        with logging.bind(run=uid), waits.of_run(uid):
             try:
                 log.info("run begins")
                 run_job(uid)
@@ -163,7 +167,8 @@ class TrainerWorker:
                 if not self._gang.is_alone:
                     raise
                 self._let_go(str(error))
-                self._stopping.wait(error.retry_after_s or _RETRY_S)
+                with waits.waiting(f"another try of run {uid}: {error.message}"):
+                    self._stopping.wait(error.retry_after_s or _RETRY_S)
             except MillraceError as error:
                 if not self._gang.is_alone:
                     self._fail_gang(error)
@@ -193,7 +198,8 @@ class TrainerWorker:
         else:
             log.error("run given up at this rank; rank 0 reports", extra={"reason": error.reason, "error": str(error)})
         ends = self._clock() + (_UNASSIGNED_GRACE_S if is_leader else _PEER_GRACE_S)
-        while self._clock() < ends and (not is_leader or self._assigned == self._status.run_uid):
-            if self._stopping.wait(_POLL_S):
-                break
+        with waits.waiting("note to be taken of why the run is given up", waits_on="orchestrator"):
+            while self._clock() < ends and (not is_leader or self._assigned == self._status.run_uid):
+                if self._stopping.wait(_POLL_S):
+                    break
         raise error
