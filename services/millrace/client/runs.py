@@ -1,4 +1,4 @@
-"""Runs: create, get, list, cancel, watch, explain, checkpoints."""
+"""Runs: create, get, list, cancel, fork, audit, watch, explain, checkpoints."""
 
 import asyncio
 import contextlib
@@ -9,12 +9,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from millrace.errors import UnavailableError
 from millrace.rpc.channel import call, stream
-from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2
+from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 from millrace.v1.run_service_pb2_grpc import RunServiceStub
 
 CREATE_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 10.0
+AUDIT_TIMEOUT_S = 3600.0  # reads everything that a run has written
+FORK_TIMEOUT_S = 1800.0  # copies a checkpoint and batches from store to store
 SILENCE_S = 45.0  # the server sends a heartbeat every 15 s, so three are missing
 GIVE_UP_S = 120.0
 _BACKOFF_S = (0.2, 5.0)
@@ -88,6 +90,38 @@ class RunsClient:
         request = rs.CancelRunRequest(name=name, reason=reason, request_id=request_id or str(uuid.uuid4()))
         response = await call(self._stub.CancelRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
+
+    async def fork(
+        self,
+        name: str,
+        *,
+        step: int,
+        run_id: str = "",
+        config_json: str = "",
+        request_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> run_pb2.Run:
+        """A new run that goes on from a step of this one, with the same config if none is given.
+
+        InvalidStateError names the steps that are kept if this one is not. A repeated `request_id` completes a copy
+        that was interrupted.
+        """
+        request = rs.ForkRunRequest(
+            name=name,
+            step=step,
+            run_id=run_id,
+            config_json=config_json,
+            request_id=request_id or str(uuid.uuid4()),
+            labels=dict(labels or {}),
+        )
+        response = await call(self._stub.ForkRun, request, timeout_s=FORK_TIMEOUT_S, to=self._to)
+        return response.run
+
+    async def audit(self, name: str, *, timeout_s: float = AUDIT_TIMEOUT_S) -> audit_pb2.AuditReport:
+        """What an audit of the run's log finds; takes as long as reading everything that the run has written."""
+        request = rs.AuditRunRequest(name=name)
+        response = await call(self._stub.AuditRun, request, timeout_s=timeout_s, to=self._to)
+        return response.report
 
     async def explain(self, name: str) -> rs.ExplainRunResponse:
         """What every service of the run waits for, longest first, and the chain in words."""

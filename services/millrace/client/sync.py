@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from millrace.client.client import Client
-from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2
+from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 
 
@@ -52,6 +52,14 @@ class SyncRuns:
     def cancel(self, name: str, *, reason: str = "") -> run_pb2.Run:
         """Ask a run to end."""
         return self._runner.run(self._runs.cancel(name, reason=reason))
+
+    def fork(self, name: str, *, step: int, **options: Any) -> run_pb2.Run:
+        """A new run that goes on from a step of this one."""
+        return self._runner.run(self._runs.fork(name, step=step, **options))
+
+    def audit(self, name: str) -> audit_pb2.AuditReport:
+        """What an audit of the run's log finds."""
+        return self._runner.run(self._runs.audit(name))
 
     def explain(self, name: str) -> rs.ExplainRunResponse:
         """What every service of the run waits for."""

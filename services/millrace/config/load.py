@@ -42,17 +42,18 @@ def load(
     *,
     reserved: Mapping[str, bool] = RESERVED_FLAGS,
     cwd: FilePath | None = None,
+    base: Source | None = None,
 ) -> Loaded[ConfigT]:
     """Load a config from a command line without the program's name.
 
     ``env`` is the process environment if left out; ``reserved`` are the flags that belong to the command (name in kebab
-    case -> whether it takes a value) and come back in ``flags``; file names are relative to ``cwd``. Raises
-    InvalidSpecError with every violation.
+    case -> whether it takes a value) and come back in ``flags``; file names are relative to ``cwd``;
+    ``base`` is weaker than everything else. Raises InvalidSpecError with every violation.
     """
     schema = schema_tree(model)
     environment, violations = read_environment(os.environ if env is None else env, schema)
     line = read_command_line(argv, schema, reserved=reserved, cwd=cwd)
-    merged = merge([environment, *line.files, line.values], schema)
+    merged = merge([*([base] if base else []), environment, *line.files, line.values], schema)
     if model is RLConfig:
         drop_overruled(merged)
     merged.violations = [*violations, *line.violations, *merged.violations]

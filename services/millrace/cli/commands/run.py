@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from millrace.cli.commands.run_audit import audit
+from millrace.cli.commands.run_fork import fork
 from millrace.cli.commands.run_replay import replay
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.raw import OPTIONS_HELP, RawCommand
@@ -40,6 +42,8 @@ def run() -> None:
 
 
 run.add_command(replay)
+run.add_command(fork)
+run.add_command(audit)
 
 
 @run.command(cls=RawCommand, epilog=OPTIONS_HELP + "\n  --follow        Follow the run to its end; Ctrl-C detaches.")

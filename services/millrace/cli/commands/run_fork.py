@@ -1,0 +1,111 @@
+"""`millrace run fork`: a new run that goes on from a step of another one, under settings of its own."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millrace.cli.errors import CliError
+from millrace.cli.raw import RawCommand
+
+if TYPE_CHECKING:
+    from millrace.client import Client
+    from millrace.config.schema import RLConfig
+    from millrace.v1 import run_pb2
+
+_FLAGS: Mapping[str, bool] = {"step": True, "name": True, "server": True, "dry-run": False, "debug": False}
+_EXAMPLE = "millrace run fork RUN --step K [--name NAME] [--KEY VALUE ...]"
+_HELP = """\b
+Options:
+  --step K        First step of the new run: it begins with policy version K of RUN. Required.
+  --name NAME     Name of the new run; made up if left out.
+  --KEY VALUE     Any key of the config, on top of RUN's, such as --trainer.optim.lr 1e-5 or --max-steps 200.
+  @ FILE          A config file, on top of RUN's config.
+  --server ADDR   host:port of the orchestrator (also: MILLRACE_SERVER).
+  --dry-run       Print the config that the new run would have and do nothing.
+  --debug         Show tracebacks."""
+
+
+class _ForkCommand(RawCommand):
+    """As `RawCommand`, with a run in front."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """What stands behind the command's name in its usage line."""
+        return ["RUN", "--step K", "[@ FILE ...]", "[--KEY VALUE ...]", "[OPTIONS]"]
+
+
+@click.command(cls=_ForkCommand, epilog=_HELP)
+def fork(arguments: tuple[str, ...]) -> int:
+    """Start a new run from a step of another one.
+
+    The new run copies the newest checkpoint of RUN at or before step K and the batches from there on, computes these
+    again, and goes on from there; RUN itself is only read, whether it is running, paused or has ended. Settings of the
+    trainer that change a step need a checkpoint at K itself.
+    """
+    from millrace.cli import interrupts
+    from millrace.cli.address import explain_unreachable, server_address
+    from millrace.client import Client
+
+    if not arguments or arguments[0].startswith(("--", "@")):
+        raise CliError("name the run to fork", hint=_EXAMPLE)
+    name, rest = arguments[0], arguments[1:]
+    flags = _flags(rest)
+    step = _step(flags.get("step"))
+    server = flags.get("server")
+    address, origin = server_address(None if server is None else str(server))
+
+    async def work(_: interrupts.Interrupts) -> str:
+        async with Client(address) as client:
+            return await _fork(client, name, rest, step=step, flags=flags)
+
+    with explain_unreachable(origin):
+        click.echo(interrupts.run(work))
+    return 0
+
+
+async def _fork(
+    client: "Client", name: str, rest: tuple[str, ...], *, step: int, flags: Mapping[str, str | bool]
+) -> str:
+    from millrace.cli.names import resolve
+
+    parent = await resolve(client.runs, name)
+    config = _config(parent, rest)
+    if flags.get("dry-run"):
+        return json.dumps(json.loads(config.resolved_json()), indent=2)
+    run_id = flags.get("name")
+    made = await client.runs.fork(
+        parent.name, step=step, run_id=str(run_id) if run_id else "", config_json=config.resolved_json()
+    )
+    short = made.name.removeprefix("runs/")
+    return f"{made.name} goes on from step {step} of {parent.name}; follow it: millrace run watch {short}"
+
+
+def _config(parent: "run_pb2.Run", rest: tuple[str, ...]) -> "RLConfig":
+    """The parent's resolved config with files and flags on top; the environment has no say in it."""
+    from millrace.config.load import load
+    from millrace.config.schema import RLConfig
+    from millrace.config.sources import Origin, Source, Strength
+
+    document: dict[str, Any] = json.loads(parent.config_json)
+    if isinstance(document.get("run"), dict):
+        document["run"].pop("name", None)  # names are unique
+    base = Source(tree=document, origin=Origin(label=f"config of {parent.name}", strength=Strength.ENVIRONMENT))
+    return load(RLConfig, rest, {}, reserved=_FLAGS, base=base).config
+
+
+def _flags(rest: tuple[str, ...]) -> Mapping[str, str | bool]:
+    """The command's own flags."""
+    from millrace.config.argv import read_command_line
+    from millrace.config.schema import RLConfig
+    from millrace.config.tree import schema_tree
+
+    return read_command_line(rest, schema_tree(RLConfig), reserved=_FLAGS).flags
+
+
+def _step(text: str | bool | None) -> int:
+    if not isinstance(text, str):
+        raise CliError("--step is missing: which step shall the new run begin with?", hint=_EXAMPLE)
+    if not text.isdigit():
+        raise CliError(f"--step must be a number, at least 0 (got {text!r})", hint=_EXAMPLE)
+    return int(text)
