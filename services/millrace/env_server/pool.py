@@ -16,6 +16,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from millrace.env_server.outcome import Outcome, failed, make_rollout
@@ -113,7 +114,8 @@ class EnvPool:
             if worker is None:
                 continue
             try:
-                return await worker.play(request, tokenizer_dir=tokenizer_dir)
+                with self._playing(request):
+                    return await worker.play(request, tokenizer_dir=tokenizer_dir)
             except WorkerDiedError as error:
                 shared_deaths += 1
                 self._suspects.add(task_id)
@@ -140,7 +142,8 @@ class EnvPool:
             began = time.monotonic()
             try:
                 worker = await self._probe_worker()
-                rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
+                with self._playing(request):
+                    rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
             except EnvLoadError as error:
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
             except OSError as error:
@@ -180,13 +183,22 @@ class EnvPool:
         )
         return [rollout_to_proto(rollout) for rollout in rollouts]
 
+    def _playing(self, request: env_service_pb2.PlayGroupRequest) -> AbstractContextManager[object]:
+        """All that is played with one engine is one wait, for that engine."""
+        return waits.shared(
+            f"{waits.COUNT} rollouts of {request.env.name or self.env.id} with the engine at {request.base_url}",
+            waits_on=request.base_url,
+            deadline_s=request.rollout_timeout_seconds + self._limits.blocked_grace_s,
+        )
+
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     async def _free_worker(self) -> WorkerProcess | None:
         """The least busy worker, once there is one; None if there will be none."""
-        with waits.waiting(f"a worker of environment {self.env.id}", waits_on="env worker"):
+        reason = f"a worker of environment {self.env.id} for {waits.COUNT} rollouts"
+        with waits.shared(reason, waits_on="env worker", deadline_s=self._limits.load_timeout_s):
             async with self._changed:
                 while self.failure is None:
                     is_v1 = self.info is not None and self.info.api == "v1"
@@ -216,7 +228,8 @@ class EnvPool:
             self.num_deaths += 1
             await self._notify()
             pause_s = _FIRST_RESTART_S if time.monotonic() - began > _STABLE_S else min(pause_s * 2, _MAX_RESTART_S)
-            await asyncio.sleep(pause_s)
+            with waits.waiting(f"another start of a worker of {self.env.id} ({self.num_deaths} died)"):
+                await asyncio.sleep(pause_s)
 
     async def _fail(self, error: EnvLoadError) -> None:
         logger.error("environment failed", extra={"env": self.env.id, "error": f"{error.error_type}: {error}"})

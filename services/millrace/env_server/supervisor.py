@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Self
@@ -14,6 +15,7 @@ from typing import Self
 from millrace.env_server.frames import encode_frame, read_frame
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings, variable_name
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,12 @@ logger = logging.getLogger(__name__)
 # long after a rollout's deadline is blocked, and with it every rollout that it plays.
 DEFAULT_BLOCKED_GRACE_S = 12.0
 _CLOSE_S = 6.0
+# A worker answers an empty command with an empty report at once, unless its event loop or the whole process stands
+# still. Who is silent for longer is a visible wait, and overdue after that; only a rollout's deadline ends it, because
+# environments may block their loop for a while.
+_PING_S = 1.0
+_SILENT_S = 3.0
+_SILENT_OVERDUE_S = 8.0
 # Where our processes are is no business of an environment; how to log is its worker's.
 _WITHHELD = {variable_name(part.name) for part in fields(Settings)} - {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON"}
 _STORE_CREDENTIALS = "AWS_"
@@ -57,7 +65,9 @@ class WorkerProcess:
     _plays: dict[int, asyncio.Future[list[rollout_pb2.Rollout]]] = field(default_factory=dict, init=False)
     _next_play_id: int = field(default=1, init=False)
     _blocked_reason: str = field(default="", init=False)
+    _heard: float = field(default=0.0, init=False)
     _listener: asyncio.Task[None] = field(init=False)
+    _pulse: asyncio.Task[None] = field(init=False)
 
     @classmethod
     async def spawn(
@@ -83,6 +93,7 @@ class WorkerProcess:
         worker = cls(process=process, reader=reader, writer=writer, name=name, blocked_grace_s=blocked_grace_s)
         worker.loaded = asyncio.get_running_loop().create_future()
         worker._listener = asyncio.create_task(worker._listen(), name=f"listen {name}")
+        worker._pulse = asyncio.create_task(worker._watch_pulse(), name=f"pulse {name}")
         await worker._send(env_worker_pb2.WorkerCommand(load=env_worker_pb2.LoadEnv(env=env)))
         logger.info("env worker started", extra={"worker": name, "pid": process.pid, "env": env.id})
         return worker
@@ -153,6 +164,33 @@ class WorkerProcess:
             self.writer.write(encode_frame(command))
             await self.writer.drain()
 
+    async def _watch_pulse(self) -> None:
+        """Ask for a sign of life once per second; its silence is a wait of this env-server. Ends with the worker."""
+        await asyncio.wait({self.loaded})  # before that it cannot answer: loading has a deadline of its own
+        wait = waits.LastingWait()
+        looked = self._heard = time.monotonic()
+        try:
+            while not self._ended.is_set():
+                self.writer.write(encode_frame(env_worker_pb2.WorkerCommand()))
+                await asyncio.sleep(_PING_S)
+                now = time.monotonic()
+                if now - looked > _PING_S + _SILENT_S:
+                    self._heard = now  # this process itself stood still
+                looked = now
+                silent_s = now - self._heard
+                if silent_s < _SILENT_S or not self._plays:
+                    wait.over()
+                    continue
+                wait.on(
+                    f"env worker {self.name} (pid {self.process.pid}), which has not answered for {silent_s:.0f} s: "
+                    f"frozen, or blocked by the environment's code; {len(self._plays)} rollouts wait",
+                    waits_on=f"env worker {self.name}",
+                    key="silent",
+                    deadline_s=_SILENT_OVERDUE_S,
+                )
+        finally:
+            wait.over()
+
     async def _listen(self) -> None:
         """Read reports until the worker closes its socket, then collect its end: every waiter hears of it."""
         try:
@@ -177,7 +215,10 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def _take(self, report: env_worker_pb2.WorkerReport) -> None:
+        self._heard = time.monotonic()
         match report.WhichOneof("report"):
+            case None:
+                return  # the answer to a ping
             case "loaded":
                 if not self.loaded.done():
                     self.loaded.set_result(report.loaded)
@@ -194,6 +235,7 @@ class WorkerProcess:
     def _end(self) -> None:
         how = self._blocked_reason or describe_exit(self.process.returncode)
         self._ended.set()
+        self._pulse.cancel()
         self.writer.close()
         if not self.loaded.done():
             self.loaded.set_exception(

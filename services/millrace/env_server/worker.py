@@ -117,6 +117,8 @@ class _Worker:
                 case "cancel":
                     if playing := self._plays.get(command.cancel.play_id):
                         playing.cancel()
+                case None:
+                    await self._send(env_worker_pb2.WorkerReport())  # a ping: we are alive, and our loop runs
                 case other:
                     logger.error("unknown command", extra={"command": other})
         await self._stop()
