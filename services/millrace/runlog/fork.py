@@ -147,6 +147,7 @@ class _Copy:
         chain, own_chain = self.origin.chain_hash, self.origin.chain_hash
         for number in range(base_step, step):
             chain, own_chain = self._header(number, chain, own_chain)
+        self._verify_follower(step, chain)
         manifest = self._checkpoint(base_step)
         with ThreadPoolExecutor(_PARALLEL_COPIES, thread_name_prefix="fork") as pool:
             for copied in [pool.submit(copy) for copy in self._todo]:
@@ -158,17 +159,27 @@ class _Copy:
             extra={"uid": self.target.uid, "parent": self.source.uid, "base_step": base_step, "step": step},
         )
 
-    def _header(self, step: int, chain: bytes, own_chain: bytes) -> tuple[bytes, bytes]:
-        """Rewrite one header as the fork's own; returns the chain hashes behind it, the parent's and the fork's."""
+    def _read_header(self, step: int, chain: bytes) -> tuple[batch_pb2.BatchHeader, bytes]:
+        """A header of the parent and its stored bytes; `CorruptObjectError` unless it continues `chain`."""
         key = self.source.batch_header(step)
         data = self.store.get(key)
         header = decode_header(data)
-        if header.previous_chain_hash != chain or header.kind != batch_pb2.BATCH_KIND_TRAIN or header.step != step:
+        if header.previous_chain_hash != chain or header.step != step:
             raise CorruptObjectError(
                 f"{self.store.uri(key)} does not continue the chain of step {step - 1}",
                 reason="CHAIN_BROKEN",
                 remedy="restore the header objects of the parent from a replica of the bucket",
             )
+        return header, data
+
+    def _verify_follower(self, step: int, chain: bytes) -> None:
+        """The header behind the last copied one proves that one, if it is committed already."""
+        if self.store.head(self.source.batch_header(step)) is not None:
+            self._read_header(step, chain)
+
+    def _header(self, step: int, chain: bytes, own_chain: bytes) -> tuple[bytes, bytes]:
+        """Rewrite one header as the fork's own; returns the chain hashes behind it, the parent's and the fork's."""
+        header, data = self._read_header(step, chain)
         for chunk in header.chunks:
             chunk.key = self._later(chunk.key, sha256=chunk.sha256.hex(), size_bytes=chunk.size_bytes)
         if header.rollouts_key:
