@@ -6,7 +6,6 @@ few and only where the engine did no work, and the deadline belongs to the rollo
 """
 
 import asyncio
-import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,14 +15,16 @@ import verifiers as vf
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
 from verifiers.legacy.types import ClientConfig, Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
+from millrace.env_server.engine_loss import (
+    ENGINE_LOST_MARK,
+    LOST_STATUSES,
+    MAX_ATTEMPTS,
+    RETRIED_STATUSES,
+    retry_pause_s,
+)
 from millrace.env_server.samples import parse_spans
 from millrace.env_server.span_log import SPANS
 
-# The engine refused before it did any work: it is starting, updating its policy, or full.
-_BUSY = frozenset({429, 503})
-_MAX_ATTEMPTS = 4
-_FIRST_BACKOFF_S = 0.25
-_MAX_BACKOFF_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
 # Backstop only: a rollout's deadline cancels its request long before.
 _TOTAL_TIMEOUT_S = 6 * 3600.0
@@ -34,6 +35,13 @@ _TOO_LONG = ("context length", "maximum model length", "prompt_too_long", "excee
 
 class EngineAuthError(vf.ModelError):
     """The engine refused the credentials (401, 403)."""
+
+
+class EngineLostError(vf.ModelError):
+    """The engine went away: nothing listens, the connection broke off, or it serves nobody (429, 502, 503, 504)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{ENGINE_LOST_MARK} {message}")
 
 
 class LeanClient(OpenAIChatCompletionsClient):
@@ -75,21 +83,21 @@ class LeanClient(OpenAIChatCompletionsClient):
         if session_id:
             headers["X-Session-ID"] = session_id
         url = f"{self._base_url}/chat/completions"
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
-            pause_s = min(_FIRST_BACKOFF_S * 2 ** (attempt - 1), _MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            is_last = attempt == MAX_ATTEMPTS
             try:
                 async with self._session.post(url, data=body, headers=headers) as reply:
                     raw = await reply.read()
                     if reply.status == 200:
                         return raw
-                    if reply.status not in _BUSY or attempt == _MAX_ATTEMPTS:
+                    if is_last or reply.status not in RETRIED_STATUSES:
                         raise _status_error(url, reply.status, raw)
             except aiohttp.ClientConnectorError as error:
-                if attempt == _MAX_ATTEMPTS:
-                    raise vf.ModelError(f"cannot connect to {url}, {attempt} attempts: {error}") from error
+                if is_last:
+                    raise EngineLostError(f"cannot connect to {url}, {attempt} attempts: {error}") from error
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                raise vf.ModelError(f"POST {url} broke off: {type(error).__name__}: {error}") from error
-            await asyncio.sleep(pause_s)
+                raise EngineLostError(f"POST {url} broke off: {type(error).__name__}: {error}") from error
+            await asyncio.sleep(retry_pause_s(attempt))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def raise_from_native_response(self, response: Any) -> None:
@@ -157,6 +165,8 @@ def make_session() -> aiohttp.ClientSession:
 def _status_error(url: str, status: int, raw: bytes) -> vf.Error:
     text = raw.decode("utf-8", "replace").lower()
     message = f"POST {url} answered {status}: {_shown(raw)}"
+    if status in LOST_STATUSES:
+        return EngineLostError(message)
     if status in (401, 403):
         return EngineAuthError(message)
     if status == 400 and any(phrase in text for phrase in _TOO_LONG):

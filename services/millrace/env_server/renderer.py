@@ -10,13 +10,22 @@ The other known incompatibility, log-prob entries without `"token": "token_id:N"
 engines send that shape.
 """
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import renderers.client
-from openai import OpenAIError
+from openai import APIConnectionError, APIStatusError, OpenAIError
 
+from millrace.env_server.engine_loss import (
+    ENGINE_LOST_MARK,
+    LOST_STATUSES,
+    MAX_ATTEMPTS,
+    RETRIED_STATUSES,
+    retry_pause_s,
+)
 from millrace.env_server.samples import parse_spans
 from millrace.env_server.span_log import SPANS
 
@@ -31,8 +40,15 @@ class GenerateResponseError(OpenAIError):
     """The engine's reply cannot be used; an OpenAIError so that `verifiers` takes it for a provider error."""
 
 
+class EngineLostReplyError(OpenAIError):
+    """The engine went away; an OpenAIError so that `verifiers` takes it for a provider error."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{ENGINE_LOST_MARK} {message}")
+
+
 class _RememberingClient:
-    """An AsyncOpenAI that keeps the body of its last POST; one per call."""
+    """An AsyncOpenAI that keeps the body of its last POST, and says when the engine is lost; one per call."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -42,10 +58,40 @@ class _RememberingClient:
         return getattr(self._client, name)
 
     async def post(self, *args: Any, **kwargs: Any) -> Any:
-        """Post, and keep the body."""
-        reply = await self._client.post(*args, **kwargs)
-        self.body = reply.content
-        return reply
+        """Post, a few times if the engine refuses before it works, and keep the body."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            is_last = attempt == MAX_ATTEMPTS
+            try:
+                reply = await self._client.post(*args, **kwargs)
+            except APIStatusError as error:
+                if (is_last and error.status_code in LOST_STATUSES) or _is_gateway_error(error):
+                    raise EngineLostReplyError(str(error)) from error
+                if error.status_code not in RETRIED_STATUSES:
+                    raise
+            except APIConnectionError as error:
+                # Refused is worth a try; what broke off in the middle may have cost the engine minutes.
+                if is_last or not _is_refused(error):
+                    raise EngineLostReplyError(_describe(error, self._client.base_url)) from error
+            else:
+                self.body = reply.content
+                return reply
+            await asyncio.sleep(retry_pause_s(attempt))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _is_gateway_error(error: APIStatusError) -> bool:
+    return error.status_code in LOST_STATUSES - RETRIED_STATUSES
+
+
+def _is_refused(error: APIConnectionError) -> bool:
+    return isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout)
+
+
+def _describe(error: APIConnectionError, base_url: object) -> str:
+    """`Connection error.` alone says neither who nor why."""
+    cause = error.__cause__
+    why = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+    return f"{base_url}: {why}"
 
 
 _stock_generate = renderers.client.generate

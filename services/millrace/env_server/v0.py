@@ -24,6 +24,7 @@ from verifiers.legacy.types import ClientConfig
 
 from millrace.env_server.adapter import RENDERER
 from millrace.env_server.client_v0 import LeanClient, make_session
+from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.outcome import Outcome, checked, failed
 from millrace.env_server.rewards_v0 import recorded_reward_errors, watch_rubric
 from millrace.env_server.samples import MissingTokensError, Turn, merge_turns
@@ -133,10 +134,10 @@ def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
         f"rewards of this environment compare the members of a group, and one of them failed: "
         f"{broken.error_type}: {broken.error_message}"
     )
+    is_lost = any(outcome.status is RolloutStatus.ENGINE_LOST for outcome in outcomes)
+    status = RolloutStatus.ENGINE_LOST if is_lost else RolloutStatus.ENV_ERROR
     return [
-        failed(RolloutStatus.ENV_ERROR, "GroupMemberFailed", message, of=outcome)
-        if outcome.status is RolloutStatus.OK
-        else outcome
+        failed(status, "GroupMemberFailed", message, of=outcome) if outcome.status is RolloutStatus.OK else outcome
         for outcome in outcomes
     ]
 
@@ -157,7 +158,7 @@ def _renderer_client(base_url: str, tokenizer_dir: str, renderer: str) -> Client
             renderer_pool_size=1,
             api_base_url=base_url,
             api_key_var=_API_KEY_VARIABLE,
-            max_retries=2,
+            max_retries=0,  # `renderer` tries again where that helps
             extra_headers_from_state={"X-Session-ID": "trajectory_id"},
         )
     )
@@ -207,7 +208,9 @@ def _outcome(output: Mapping[str, Any], reward_errors: Sequence[str], *, require
 def _error_outcome(error: Mapping[str, Any], played: Outcome) -> Outcome:
     kind = str(error.get("error") or "Error")
     message = str(error.get("error_chain_repr") or error.get("message") or kind)
-    if kind == "OverlongPromptError":
+    if ENGINE_LOST_MARK in message:
+        kind, status = "EngineLostError", RolloutStatus.ENGINE_LOST
+    elif kind == "OverlongPromptError":
         status = RolloutStatus.PROMPT_TOO_LONG
     elif "MalformedGenerateResponseError" in message:
         status = RolloutStatus.MISSING_TOKENS

@@ -19,6 +19,7 @@ from verifiers.v1.configs.agent import AgentConfig
 
 from millrace.env_server import harness_v1
 from millrace.env_server.adapter import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
+from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.outcome import Outcome, checked, failed
 from millrace.env_server.renderer import MISSING_TOKENS_MARK, install_span_capture, renderer_config
 from millrace.env_server.samples import MissingTokensError
@@ -169,7 +170,7 @@ def _played(trace: Any) -> Outcome:
 
 
 def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
-    """The typed failure of an episode, or None. The order is: deadline, context length, error, reward."""
+    """The typed failure of an episode, or None. The order is: deadline, context length, lost engine, error, reward."""
     errors = [*(error for each in episode.traces for error in each.errors), *episode.errors]
     error = errors[-1] if errors else None
     stop = played.stop_condition
@@ -183,6 +184,8 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
     if stop == _CONTEXT_LENGTH and not played.num_turns:
         message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
         return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", message, of=played)
+    if lost := next((each for each in errors if ENGINE_LOST_MARK in each.message), None):
+        return failed(RolloutStatus.ENGINE_LOST, "EngineLostError", lost.message, of=played)
     if error is not None:
         return failed(_error_status(error), error.type, error.message, of=played)
     if not episode.ok or trace is None or not trace.ok:

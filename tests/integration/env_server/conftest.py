@@ -79,12 +79,13 @@ class FakeEngine:
         self.requests.append(body)
         self.num_open += 1
         try:
-            return await self._chat(request.match_info["mode"], body)
+            return await self._chat(request, body)
         finally:
             self.num_open -= 1
 
-    async def _chat(self, mode: str, body: dict[str, Any]) -> web.StreamResponse:
-        if (failure := await self._failure(mode)) is not None:
+    async def _chat(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        mode = request.match_info["mode"]
+        if (failure := await self._failure(mode, request)) is not None:
             return failure
         reply = self._reply(mode, body["messages"])
         token_ids = [*reply.encode(), IM_END]
@@ -130,7 +131,7 @@ class FakeEngine:
                 answer["prompt_token_ids"] = [len(body["messages"]), *encode_chat(body["messages"])]
         return web.json_response(answer)
 
-    async def _failure(self, mode: str) -> web.StreamResponse | None:
+    async def _failure(self, mode: str, request: web.Request) -> web.StreamResponse | None:
         match mode:
             case "500":
                 return web.json_response({"error": {"message": "boom"}}, status=500)
@@ -141,6 +142,12 @@ class FakeEngine:
                 return web.json_response({"error": {"message": text}}, status=400)
             case "badjson":
                 return web.Response(text="{not json", content_type="application/json")
+            case "502" | "503" | "504":
+                return web.json_response({"error": {"message": "shutting down"}}, status=int(mode))
+            case "reset":
+                assert request.transport is not None
+                request.transport.abort()
+                await asyncio.sleep(3600)  # until the lost connection cancels this
             case "hang":
                 await asyncio.sleep(3600)
             case "busy" if self.busy_replies > 0:
@@ -159,7 +166,7 @@ class FakeEngine:
         body = await request.json()
         self.requests.append(body)
         mode = request.match_info["mode"]
-        if (failure := await self._failure(mode)) is not None:
+        if (failure := await self._failure(mode, request)) is not None:
             return failure
         token_ids = self.generated_ids if mode != "noids" else []
         content = [_logprob(i, -0.25) for i in token_ids]

@@ -1,4 +1,4 @@
-"""Finished rollouts outlive this process, a Redis that was wiped, and a Redis that lost its tail: once each in the log."""
+"""Finished rollouts outlive this process, a wiped Redis, and a Redis that lost its tail: each is in the log once."""
 
 import asyncio
 import uuid
@@ -138,7 +138,7 @@ async def test_a_rebuilt_log_gets_everything_unresolved_back_once(setup: Setup) 
     instance = await setup.rebuild()
     await setup.sink.catch_up(setup.uid, instance, timeout_s=10)
     assert await late
-    assert await setup.ordinals() == {ordinal: 1 for ordinal in range(10, 41)}
+    assert await setup.ordinals() == dict.fromkeys(range(10, 41), 1)
     await setup.sink.catch_up(setup.uid, instance, timeout_s=10)
     assert (await setup.ordinals()).total() == 31
 
@@ -151,7 +151,7 @@ async def test_a_log_that_lost_its_tail_gets_it_back(setup: Setup) -> None:
     await setup.redis.xdel(setup.log.names.stream(Stream.ROLLOUTS), *[entry.id for entry in entries[150:]])
     setup.sink.note_run(setup.uid, 0, f"{setup.log.generation}.after-the-restart")  # what the heartbeat says
     await setup.sink.catch_up(setup.uid, "", timeout_s=10)
-    assert await setup.ordinals() == {ordinal: 1 for ordinal in range(200)}
+    assert await setup.ordinals() == dict.fromkeys(range(200), 1)
 
 
 async def test_appends_that_run_during_a_comparison_happen_once(setup: Setup) -> None:
@@ -164,7 +164,7 @@ async def test_appends_that_run_during_a_comparison_happen_once(setup: Setup) ->
             await setup.sink.catch_up(setup.uid, f"1.copy{number}", timeout_s=10)
 
     await asyncio.gather(*(play(25 * writer) for writer in range(8)), ask(), ask())
-    assert await setup.ordinals() == {ordinal: 1 for ordinal in range(200)}
+    assert await setup.ordinals() == dict.fromkeys(range(200), 1)
 
 
 async def test_a_damaged_file_is_not_appended_and_the_others_are(setup: Setup) -> None:

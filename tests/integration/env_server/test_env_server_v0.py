@@ -146,6 +146,10 @@ async def test_sampling_reaches_the_engine(server: Any) -> None:
         ("noprompt", RolloutStatus.MISSING_TOKENS, "MissingTokens", "no token ids or log-probs"),
         ("fewlogprobs", RolloutStatus.MISSING_TOKENS, "MissingTokens", "log-probs"),
         ("nospans", RolloutStatus.MISSING_TOKENS, "MissingTokens", "policy_spans"),
+        ("502", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 502: "),
+        ("503", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 503: "),
+        ("504", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 504: "),
+        ("reset", RolloutStatus.ENGINE_LOST, "EngineLostError", "broke off: "),
     ],
 )
 async def test_engine_failures(server: Any, mode: str, status: RolloutStatus, error_type: str, text: str) -> None:
@@ -156,7 +160,7 @@ async def test_engine_failures(server: Any, mode: str, status: RolloutStatus, er
 async def test_engine_unreachable(server: Any) -> None:
     await server.open("reverse-text")
     rollout = await server.play_one("reverse-text", 0, base_url="http://127.0.0.1:1/v1")
-    assert_failed(rollout, RolloutStatus.MODEL_ERROR, "ModelError", "cannot connect to http://127.0.0.1:1/v1")
+    assert_failed(rollout, RolloutStatus.ENGINE_LOST, "EngineLostError", "cannot connect to http://127.0.0.1:1/v1")
 
 
 async def test_engine_that_never_answers_ends_at_the_deadline_and_is_let_go(server: Any) -> None:

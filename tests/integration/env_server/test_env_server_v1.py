@@ -82,6 +82,10 @@ async def test_v1_eval_tasks_are_their_own_set(server: Any) -> None:
         ("nologprobs", RolloutStatus.MISSING_TOKENS, "ProviderError", "logprobs"),
         ("noids", RolloutStatus.MISSING_TOKENS, "MissingTokens", "token ids"),
         ("nospans", RolloutStatus.MISSING_TOKENS, "MissingTokens", "policy_spans"),
+        ("502", RolloutStatus.ENGINE_LOST, "EngineLostError", "Error code: 502"),
+        ("503", RolloutStatus.ENGINE_LOST, "EngineLostError", "Error code: 503"),
+        ("504", RolloutStatus.ENGINE_LOST, "EngineLostError", "Error code: 504"),
+        ("reset", RolloutStatus.ENGINE_LOST, "EngineLostError", "engine lost: http://"),
     ],
 )
 async def test_engine_failures(server: Any, mode: str, status: RolloutStatus, error_type: str, text: str) -> None:
@@ -90,7 +94,7 @@ async def test_engine_failures(server: Any, mode: str, status: RolloutStatus, er
 
 async def test_engine_unreachable(server: Any) -> None:
     rollout = await faulty(server, "ok", base_url="http://127.0.0.1:1/v1")
-    assert_failed(rollout, RolloutStatus.MODEL_ERROR, "ProviderError")
+    assert_failed(rollout, RolloutStatus.ENGINE_LOST, "EngineLostError", "127.0.0.1:1")
 
 
 async def test_engine_that_never_answers(server: Any) -> None:

@@ -1,0 +1,80 @@
+"""An environment worker that stands still, and rollouts that wait for an engine: who waits for whom is visible."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from millrace.env_server.supervisor import WorkerProcess
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.telemetry import waits
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def request(base_url: str, ordinal: int = 0) -> env_service_pb2.PlayGroupRequest:
+    return env_service_pb2.PlayGroupRequest(
+        run_uid="r-frozen",
+        purpose=rollout_pb2.PURPOSE_TRAIN,
+        ordinal=ordinal,
+        members=[0],
+        group_size=1,
+        env=env_service_pb2.EnvSpec(name="reverse", id="reverse-text"),
+        task_index=0,
+        base_url=base_url,
+        model="policy",
+        sampling=env_service_pb2.Sampling(temperature=1.0, max_tokens=8),
+        rollout_timeout_seconds=60,
+    )
+
+
+def about(text: str) -> list[waits.Wait]:
+    return [wait for wait in waits.snapshot("env-server-0") if text in wait.reason]
+
+
+async def until_there(text: str) -> waits.Wait:
+    async with asyncio.timeout(20):
+        while not (found := about(text)):
+            await asyncio.sleep(0.1)
+    (wait,) = found
+    return wait
+
+
+async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine) -> None:
+    env = env_service_pb2.EnvSpec(name="r", id="reverse-text", args_json='{"num_train": 4, "num_eval": 2}')
+    worker = await WorkerProcess.spawn(env, name="reverse-text#7")
+    try:
+        await worker.loaded
+        await asyncio.sleep(4)
+        assert about("env worker") == []  # an idle worker that answers
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        playing = [asyncio.create_task(worker.play(request(engine.base_url("ok"), n), tokenizer_dir="")) for n in "01"]
+        wait = await until_there(f"env worker reverse-text#7 (pid {worker.process.pid}), which has not answered for")
+        assert wait.reason.endswith("2 rollouts wait")
+        assert (wait.waits_on, wait.deadline_s > 0) == ("env worker reverse-text#7", True)
+        os.kill(worker.process.pid, signal.SIGCONT)
+        async with asyncio.timeout(20):
+            rollouts = [rollout for play in await asyncio.gather(*playing) for rollout in play]
+            assert [rollout.status for rollout in rollouts] == [rollout_pb2.ROLLOUT_STATUS_OK] * 2
+            while about("env worker"):
+                await asyncio.sleep(0.1)
+    finally:
+        await worker.close()
+
+
+async def test_rollouts_that_an_engine_keeps_waiting_are_one_wait_for_it(server, engine) -> None:
+    before = engine.num_open
+    url = engine.base_url("hang")
+    for ordinal in range(3):
+        await server.play(request(url, ordinal))
+    wait = await until_there("3 rollouts of reverse with the engine at")
+    assert (wait.waits_on, wait.run) == (url, "r-frozen")
+    assert wait.deadline_s > 60
+    async with asyncio.timeout(20):
+        while engine.num_open < before + 3:
+            await asyncio.sleep(0.05)
+    await server.cancel("r-frozen")
+    async with asyncio.timeout(20):
+        while about("rollouts of reverse"):
+            await asyncio.sleep(0.05)
