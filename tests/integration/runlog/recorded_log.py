@@ -18,8 +18,9 @@ from millrace.rollouts.types import (
     Sample,
     TrainSample,
 )
-from millrace.rollouts.wire import encode_archive, encode_rollout
+from millrace.rollouts.wire import decode_archive, encode_archive, encode_rollout
 from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch
+from millrace.runlog.audit import audit_run
 from millrace.runlog.event_archive import EventArchive
 from millrace.storage import ObjectStore
 from millrace.v1 import event_pb2
@@ -46,13 +47,6 @@ class Recorded:
 
     def header(self, step: int) -> batch_pb2.BatchHeader:
         return batch_pb2.BatchHeader.FromString(self.store.get(self.names.batch_header(step)))
-
-    def replace_last_header(self, change) -> None:
-        """Change the newest header, in the store and (its entry removed) unseen by Redis: no chain covers it yet."""
-        step = max(header.step for header in self.headers)
-        header = self.header(step)
-        change(header)
-        self.store.put(self.names.batch_header(step), header.SerializeToString(deterministic=True))
 
 
 def rollout(uid: str, *, ordinal: int, member: int, attempt: int = 0, **fields) -> Rollout:
@@ -209,3 +203,50 @@ async def record(log: RunLog, redis: redis_asyncio.Redis, store: ObjectStore, *,
     await reports.close()
     await EventArchive(log).archive()
     return run
+
+
+# Auditing and damaging it.
+
+
+async def audit(run, *, offline: bool = False):
+    redis = None if offline else run.redis
+    return await audit_run(redis, run.store, prefix=run.names.prefix, uid=run.names.uid)
+
+
+async def violations(run, *, offline: bool = False) -> set[str]:
+    return {finding.check for finding in (await audit(run, offline=offline)).violations}
+
+
+def flip(run, key: str) -> None:
+    data = bytearray(run.store.get(key))
+    data[len(data) // 2] ^= 1
+    run.store.put(key, bytes(data))
+
+
+def rewrite(run, step: int, change) -> None:
+    """Change a header and everything that follows from its bytes, as a faulty orchestrator would write it."""
+    for number in range(step, STEPS + 1):
+        header = run.header(number)
+        if number == step:
+            change(header)
+        else:
+            header.previous_chain_hash = run.chains[number - 1]
+        data = header.SerializeToString(deterministic=True)
+        run.store.put(run.names.batch_header(number), data)
+        run.chains[number] = chain_hash(header.previous_chain_hash, data)
+    for prefix in run.store.list_prefixes(run.names.checkpoints):
+        manifest = json.loads(run.store.get(f"{prefix}manifest.json"))
+        manifest["chain_hash"] = run.chains[manifest["step"] - 1].hex()
+        run.store.put(f"{prefix}manifest.json", json.dumps(manifest).encode())
+
+
+def rearchive(run, step: int, change) -> None:
+    """Replace a step's archive by a changed one that its header names."""
+    played = change(decode_archive(run.store.get(run.header(step).rollouts_key)))
+    data = encode_archive(played)
+    run.store.put(run.header(step).rollouts_key, data)
+
+    def name(header: batch_pb2.BatchHeader) -> None:
+        header.rollouts_sha256 = hashlib.sha256(data).digest()
+
+    rewrite(run, step, name)

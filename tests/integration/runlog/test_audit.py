@@ -1,68 +1,31 @@
 """The audit finds each damage under its name, and nothing in a run that is whole."""
 
 import dataclasses
-import hashlib
-import json
 
 import pytest
-from recorded_log import MEMBERS, STEPS, append_rollout, publish, record, rollout
+from recorded_log import (
+    MEMBERS,
+    STEPS,
+    append_rollout,
+    audit,
+    flip,
+    rearchive,
+    record,
+    rewrite,
+    rollout,
+    violations,
+)
 
 from millrace.errors import NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.wire import decode_archive, encode_archive
-from millrace.runlog import EventWriter, RunLog, Stream, chain_hash, new_uid
+from millrace.rollouts.wire import decode_archive
+from millrace.runlog import chain_hash, new_uid
 from millrace.runlog.audit import audit_run
-from millrace.runlog.event_archive import load_archived_events
-from millrace.v1 import event_pb2
 
 
 @pytest.fixture
 async def run(log, redis, local_store):
     return await record(log, redis, local_store)
-
-
-async def audit(run, *, offline: bool = False):
-    redis = None if offline else run.redis
-    return await audit_run(redis, run.store, prefix=run.names.prefix, uid=run.names.uid)
-
-
-async def violations(run, *, offline: bool = False) -> set[str]:
-    return {finding.check for finding in (await audit(run, offline=offline)).violations}
-
-
-def flip(run, key: str) -> None:
-    data = bytearray(run.store.get(key))
-    data[len(data) // 2] ^= 1
-    run.store.put(key, bytes(data))
-
-
-def rewrite(run, step: int, change) -> None:
-    """Change a header and everything that follows from its bytes, as a faulty orchestrator would write it."""
-    for number in range(step, STEPS + 1):
-        header = run.header(number)
-        if number == step:
-            change(header)
-        else:
-            header.previous_chain_hash = run.chains[number - 1]
-        data = header.SerializeToString(deterministic=True)
-        run.store.put(run.names.batch_header(number), data)
-        run.chains[number] = chain_hash(header.previous_chain_hash, data)
-    for prefix in run.store.list_prefixes(run.names.checkpoints):
-        manifest = json.loads(run.store.get(f"{prefix}manifest.json"))
-        manifest["chain_hash"] = run.chains[manifest["step"] - 1].hex()
-        run.store.put(f"{prefix}manifest.json", json.dumps(manifest).encode())
-
-
-def rearchive(run, step: int, change) -> None:
-    """Replace a step's archive by a changed one that its header names."""
-    played = change(decode_archive(run.store.get(run.header(step).rollouts_key)))
-    data = encode_archive(played)
-    run.store.put(run.header(step).rollouts_key, data)
-
-    def name(header: batch_pb2.BatchHeader) -> None:
-        header.rollouts_sha256 = hashlib.sha256(data).digest()
-
-    rewrite(run, step, name)
 
 
 async def test_a_whole_run_is_clean_and_counted(run):
@@ -350,183 +313,3 @@ async def test_redis_proves_a_regeneration_of_an_open_ordinal(log, redis, local_
 async def test_duplicates_are_counted_over_takeovers(run):
     rewrite(run, 2, lambda header: setattr(header, "orchestrator_state", b'{"num_duplicates": 0}'))
     assert (await audit(run, offline=True)).num_duplicates == 1 + 0 + STEPS, "a new process begins at 0"
-
-
-# Policies, checkpoints, epochs.
-
-
-async def test_a_version_that_was_never_published(run):
-    run.store.delete(run.names.policy_manifest(0, 1))
-    report = await audit(run, offline=True)
-    assert [finding.check for finding in report.violations] == ["POLICY_MISSING"]
-    assert "POLICIES_TORN" in {note.check for note in report.notes}
-    assert await violations(run) == {"POLICY_MISSING", "MIRROR_AHEAD"}
-
-
-async def test_the_final_version_is_published(run):
-    run.store.delete(run.names.policy_manifest(0, STEPS))
-    assert await violations(run, offline=True) == {"POLICY_MISSING"}
-
-
-async def test_a_version_without_its_batch(run):
-    publish(run, STEPS + 1)
-    assert await violations(run) == {"POLICY_WITHOUT_BATCH"}
-
-
-async def test_lineages(run):
-    publish(run, 2, lineage=1)
-    assert await violations(run) == {"LINEAGE_BACK"}, "version 3 is of lineage 0"
-    publish(run, 3, lineage=1)
-    report = await audit(run)
-    assert list(report.violations) == [] and report.num_lineages == 2
-    assert "POLICY_SUPERSEDED" in {note.check for note in report.notes}
-
-
-async def test_policy_objects_and_manifests(run):
-    key = run.names.policy_manifest(0, 2)
-    manifest = json.loads(run.store.get(key))
-    run.store.delete(manifest["objects"][0]["key"])
-    assert await violations(run) == {"POLICY_OBJECT_MISSING"}
-    run.store.put(manifest["objects"][0]["key"], b"short")
-    assert await violations(run) == {"POLICY_OBJECT_MISSING"}
-    run.store.put(manifest["objects"][0]["key"], b"weights")
-    run.store.put(key, json.dumps({**manifest, "version": 9}).encode())
-    assert await violations(run, offline=True) == {"POLICY_MISNAMED"}
-    run.store.put(key, b"{")
-    assert await violations(run, offline=True) == {"POLICY_CORRUPT"}
-
-
-async def test_checkpoints(run):
-    key = f"{run.names.checkpoint(3)}manifest.json"
-    manifest = json.loads(run.store.get(key))
-    changes = {
-        "CHECKPOINT_CHAIN_MISMATCH": {"chain_hash": "00" * 32},
-        "CHECKPOINT_MISNAMED": {"run_uid": "another"},
-        "CHECKPOINT_OBJECT_MISSING": {"objects": [{"key": "nowhere", "size_bytes": 1}]},
-        "CHECKPOINT_CORRUPT": {"objects": 7},
-    }
-    for check, change in changes.items():
-        run.store.put(key, json.dumps({**manifest, **change}).encode())
-        assert await violations(run) == {check}
-    run.store.put(key, json.dumps(manifest).encode())
-    ahead = {**manifest, "step": STEPS + 5}
-    run.store.put(f"{run.names.checkpoint(STEPS + 5)}manifest.json", json.dumps(ahead).encode())
-    assert await violations(run) == {"CHECKPOINT_AHEAD"}
-
-
-async def test_epochs(run):
-    await run.log.acquire_epoch("trainer", "t2")
-    assert (await audit(run)).epochs["trainer"] == 2
-    run.store.delete(run.names.epoch("trainer", 1))
-    assert await violations(run) == {"EPOCH_MISSING"}
-
-
-# Redis.
-
-
-async def test_redis_is_compared_with_the_store(run):
-    meta = run.names.meta
-    await run.redis.hset(meta, "epoch:trainer", 7)
-    assert await violations(run) == {"EPOCH_AHEAD"}
-    await run.redis.hset(meta, "epoch:trainer", 1)
-    await run.redis.hset(meta, "generation", 3)
-    assert await violations(run) == {"GENERATION_MISMATCH"}
-
-
-@pytest.mark.parametrize(
-    ("stream", "data", "check"),
-    [
-        (Stream.POLICIES, None, "ENTRY_CORRUPT"),
-        (Stream.POLICIES, b"", "MIRROR_DIFFERS"),
-        (Stream.BATCHES, None, "ENTRY_CORRUPT"),
-        (Stream.BATCHES, b"another header", "MIRROR_DIFFERS"),
-        (Stream.EVENTS, None, "ENTRY_CORRUPT"),
-        (Stream.ROLLOUTS, b"\xff", "ENTRY_CORRUPT"),
-    ],
-)
-async def test_a_replaced_entry(run, stream, data, check):
-    """The newest entry is taken out and put back under its id with other bytes; None: with the hash of the old ones."""
-    key = run.names.stream(stream)
-    [(id_, fields)] = await run.redis.xrevrange(key, count=1)
-    if data is None:
-        fields[b"d"] = fields[b"d"] + b"x"
-    else:
-        fields |= {b"d": data, b"h": hashlib.sha256(data).hexdigest()}
-    entries = await run.redis.xrange(key)
-    await run.redis.delete(key)
-    for old_id, old_fields in [*entries[:-1], (id_, fields)]:
-        await run.redis.xadd(key, old_fields, id=old_id)
-    assert await violations(run) == {check}
-
-
-# Events.
-
-
-async def reopened(run) -> RunLog:
-    return await RunLog.open(run.redis, run.store, prefix=run.names.prefix, uid=run.names.uid)
-
-
-async def test_a_gap_in_the_events(run):
-    run.store.delete(next(run.store.list(run.names.event_archive)).key)
-    entries = await run.redis.xrange(run.names.stream(Stream.EVENTS))
-    of_trainer = [id_ for id_, fields in entries if event_pb2.Event.FromString(fields[b"d"]).writer == "trainer-1"]
-    await run.redis.xdel(run.names.stream(Stream.EVENTS), of_trainer[1])
-    assert await violations(run) == {"EVENT_GAP", "STEP_NOT_REPORTED"}
-
-
-async def test_the_archive_fills_what_redis_lacks(run):
-    await run.redis.delete(run.names.stream(Stream.EVENTS))
-    report = await audit(run)
-    assert list(report.violations) == [] and report.num_events == 2 * STEPS
-
-
-async def test_events_that_a_wiped_redis_took_along_are_a_note(run):
-    event = event_pb2.Event(writer="trainer-1", writer_sequence=STEPS + 3)
-    event.warning.reason = "X"
-    data = event.SerializeToString(deterministic=True)
-    fields = {"v": 1, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
-    await run.redis.xadd(run.names.stream(Stream.EVENTS), fields, id="2-0")
-    report = await audit(run)
-    assert list(report.violations) == []
-    assert "EVENTS_LOST_WITH_REDIS" in {note.check for note in report.notes}
-
-
-async def test_a_number_that_was_used_for_two_events(run):
-    again = event_pb2.Event(writer="trainer-1", writer_sequence=1)
-    again.warning.reason = "X"
-    data = again.SerializeToString(deterministic=True)
-    fields = {"v": 1, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
-    await run.redis.xadd(run.names.stream(Stream.EVENTS), fields, id="2-0")
-    assert await violations(run) == {"EVENT_NUMBER_REUSED"}
-
-
-async def test_an_event_that_was_repeated_is_counted_once(run):
-    entry = load_archived_events(run.store, run.names)[0]
-    await run.redis.xadd(run.names.stream(Stream.EVENTS), {"v": 1, "h": entry.h, "d": entry.d, "tp": ""}, id="2-0")
-    report = await audit(run)
-    assert list(report.violations) == [] and report.num_events == 2 * STEPS
-
-
-@pytest.mark.parametrize(
-    ("writer", "check"), [("orchestrator-1", "PROGRESS_BACK"), ("orchestrator-2", "COMMITTED_TWICE")]
-)
-async def test_a_batch_that_is_committed_twice(run, writer, check):
-    events = EventWriter(await reopened(run), writer)
-    await events.write(event_pb2.Event(batch_committed=event_pb2.BatchCommitted(step=1)))
-    await events.close()
-    assert await violations(run) == {check}
-
-
-async def test_a_damaged_archive_of_events(run):
-    flip(run, next(run.store.list(run.names.event_archive)).key)
-    assert await violations(run) == {"EVENT_ARCHIVE_CORRUPT"}
-
-
-async def test_a_step_that_nobody_reported(run):
-    await run.redis.delete(run.names.stream(Stream.EVENTS))
-    run.store.delete(next(run.store.list(run.names.event_archive)).key)
-    assert await violations(run) == {"STEP_NOT_REPORTED"}
-    await run.log.acquire_epoch("trainer", "t2")
-    report = await audit(run)
-    assert list(report.violations) == []
-    assert "STEP_NOT_REPORTED" in {note.check for note in report.notes}, "a killed trainer may have had it in memory"

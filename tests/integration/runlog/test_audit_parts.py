@@ -1,0 +1,196 @@
+"""The audit of policies, checkpoints, epochs, of what Redis holds, and of the events."""
+
+import hashlib
+import json
+
+import pytest
+from recorded_log import STEPS, audit, flip, publish, record, violations
+
+from millrace.runlog import EventWriter, RunLog, Stream
+from millrace.runlog.event_archive import load_archived_events
+from millrace.v1 import event_pb2
+
+
+@pytest.fixture
+async def run(log, redis, local_store):
+    return await record(log, redis, local_store)
+
+
+# Policies, checkpoints, epochs.
+
+
+async def test_a_version_that_was_never_published(run):
+    run.store.delete(run.names.policy_manifest(0, 1))
+    report = await audit(run, offline=True)
+    assert [finding.check for finding in report.violations] == ["POLICY_MISSING"]
+    assert "POLICIES_TORN" in {note.check for note in report.notes}
+    assert await violations(run) == {"POLICY_MISSING", "MIRROR_AHEAD"}
+
+
+async def test_the_final_version_is_published(run):
+    run.store.delete(run.names.policy_manifest(0, STEPS))
+    assert await violations(run, offline=True) == {"POLICY_MISSING"}
+
+
+async def test_a_version_without_its_batch(run):
+    publish(run, STEPS + 1)
+    assert await violations(run) == {"POLICY_WITHOUT_BATCH"}
+
+
+async def test_lineages(run):
+    publish(run, 2, lineage=1)
+    assert await violations(run) == {"LINEAGE_BACK"}, "version 3 is of lineage 0"
+    publish(run, 3, lineage=1)
+    report = await audit(run)
+    assert list(report.violations) == [] and report.num_lineages == 2
+    assert "POLICY_SUPERSEDED" in {note.check for note in report.notes}
+
+
+async def test_policy_objects_and_manifests(run):
+    key = run.names.policy_manifest(0, 2)
+    manifest = json.loads(run.store.get(key))
+    run.store.delete(manifest["objects"][0]["key"])
+    assert await violations(run) == {"POLICY_OBJECT_MISSING"}
+    run.store.put(manifest["objects"][0]["key"], b"short")
+    assert await violations(run) == {"POLICY_OBJECT_MISSING"}
+    run.store.put(manifest["objects"][0]["key"], b"weights")
+    run.store.put(key, json.dumps({**manifest, "version": 9}).encode())
+    assert await violations(run, offline=True) == {"POLICY_MISNAMED"}
+    run.store.put(key, b"{")
+    assert await violations(run, offline=True) == {"POLICY_CORRUPT"}
+
+
+async def test_checkpoints(run):
+    key = f"{run.names.checkpoint(3)}manifest.json"
+    manifest = json.loads(run.store.get(key))
+    changes = {
+        "CHECKPOINT_CHAIN_MISMATCH": {"chain_hash": "00" * 32},
+        "CHECKPOINT_MISNAMED": {"run_uid": "another"},
+        "CHECKPOINT_OBJECT_MISSING": {"objects": [{"key": "nowhere", "size_bytes": 1}]},
+        "CHECKPOINT_CORRUPT": {"objects": 7},
+    }
+    for check, change in changes.items():
+        run.store.put(key, json.dumps({**manifest, **change}).encode())
+        assert await violations(run) == {check}
+    run.store.put(key, json.dumps(manifest).encode())
+    ahead = {**manifest, "step": STEPS + 5}
+    run.store.put(f"{run.names.checkpoint(STEPS + 5)}manifest.json", json.dumps(ahead).encode())
+    assert await violations(run) == {"CHECKPOINT_AHEAD"}
+
+
+async def test_epochs(run):
+    await run.log.acquire_epoch("trainer", "t2")
+    assert (await audit(run)).epochs["trainer"] == 2
+    run.store.delete(run.names.epoch("trainer", 1))
+    assert await violations(run) == {"EPOCH_MISSING"}
+
+
+# Redis.
+
+
+async def test_redis_is_compared_with_the_store(run):
+    meta = run.names.meta
+    await run.redis.hset(meta, "epoch:trainer", 7)
+    assert await violations(run) == {"EPOCH_AHEAD"}
+    await run.redis.hset(meta, "epoch:trainer", 1)
+    await run.redis.hset(meta, "generation", 3)
+    assert await violations(run) == {"GENERATION_MISMATCH"}
+
+
+@pytest.mark.parametrize(
+    ("stream", "data", "check"),
+    [
+        (Stream.POLICIES, None, "ENTRY_CORRUPT"),
+        (Stream.POLICIES, b"", "MIRROR_DIFFERS"),
+        (Stream.BATCHES, None, "ENTRY_CORRUPT"),
+        (Stream.BATCHES, b"another header", "MIRROR_DIFFERS"),
+        (Stream.EVENTS, None, "ENTRY_CORRUPT"),
+        (Stream.ROLLOUTS, b"\xff", "ENTRY_CORRUPT"),
+    ],
+)
+async def test_a_replaced_entry(run, stream, data, check):
+    """The newest entry is taken out and put back under its id with other bytes; None: with the hash of the old ones."""
+    key = run.names.stream(stream)
+    [(id_, fields)] = await run.redis.xrevrange(key, count=1)
+    if data is None:
+        fields[b"d"] = fields[b"d"] + b"x"
+    else:
+        fields |= {b"d": data, b"h": hashlib.sha256(data).hexdigest()}
+    entries = await run.redis.xrange(key)
+    await run.redis.delete(key)
+    for old_id, old_fields in [*entries[:-1], (id_, fields)]:
+        await run.redis.xadd(key, old_fields, id=old_id)
+    assert await violations(run) == {check}
+
+
+# Events.
+
+
+async def reopened(run) -> RunLog:
+    return await RunLog.open(run.redis, run.store, prefix=run.names.prefix, uid=run.names.uid)
+
+
+async def test_a_gap_in_the_events(run):
+    run.store.delete(next(run.store.list(run.names.event_archive)).key)
+    entries = await run.redis.xrange(run.names.stream(Stream.EVENTS))
+    of_trainer = [id_ for id_, fields in entries if event_pb2.Event.FromString(fields[b"d"]).writer == "trainer-1"]
+    await run.redis.xdel(run.names.stream(Stream.EVENTS), of_trainer[1])
+    assert await violations(run) == {"EVENT_GAP", "STEP_NOT_REPORTED"}
+
+
+async def test_the_archive_fills_what_redis_lacks(run):
+    await run.redis.delete(run.names.stream(Stream.EVENTS))
+    report = await audit(run)
+    assert list(report.violations) == [] and report.num_events == 2 * STEPS
+
+
+async def test_events_that_a_wiped_redis_took_along_are_a_note(run):
+    event = event_pb2.Event(writer="trainer-1", writer_sequence=STEPS + 3)
+    event.warning.reason = "X"
+    data = event.SerializeToString(deterministic=True)
+    fields = {"v": 1, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
+    await run.redis.xadd(run.names.stream(Stream.EVENTS), fields, id="2-0")
+    report = await audit(run)
+    assert list(report.violations) == []
+    assert "EVENTS_LOST_WITH_REDIS" in {note.check for note in report.notes}
+
+
+async def test_a_number_that_was_used_for_two_events(run):
+    again = event_pb2.Event(writer="trainer-1", writer_sequence=1)
+    again.warning.reason = "X"
+    data = again.SerializeToString(deterministic=True)
+    fields = {"v": 1, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
+    await run.redis.xadd(run.names.stream(Stream.EVENTS), fields, id="2-0")
+    assert await violations(run) == {"EVENT_NUMBER_REUSED"}
+
+
+async def test_an_event_that_was_repeated_is_counted_once(run):
+    entry = load_archived_events(run.store, run.names)[0]
+    await run.redis.xadd(run.names.stream(Stream.EVENTS), {"v": 1, "h": entry.h, "d": entry.d, "tp": ""}, id="2-0")
+    report = await audit(run)
+    assert list(report.violations) == [] and report.num_events == 2 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("writer", "check"), [("orchestrator-1", "PROGRESS_BACK"), ("orchestrator-2", "COMMITTED_TWICE")]
+)
+async def test_a_batch_that_is_committed_twice(run, writer, check):
+    events = EventWriter(await reopened(run), writer)
+    await events.write(event_pb2.Event(batch_committed=event_pb2.BatchCommitted(step=1)))
+    await events.close()
+    assert await violations(run) == {check}
+
+
+async def test_a_damaged_archive_of_events(run):
+    flip(run, next(run.store.list(run.names.event_archive)).key)
+    assert await violations(run) == {"EVENT_ARCHIVE_CORRUPT"}
+
+
+async def test_a_step_that_nobody_reported(run):
+    await run.redis.delete(run.names.stream(Stream.EVENTS))
+    run.store.delete(next(run.store.list(run.names.event_archive)).key)
+    assert await violations(run) == {"STEP_NOT_REPORTED"}
+    await run.log.acquire_epoch("trainer", "t2")
+    report = await audit(run)
+    assert list(report.violations) == []
+    assert "STEP_NOT_REPORTED" in {note.check for note in report.notes}, "a killed trainer may have had it in memory"
