@@ -170,7 +170,7 @@ class WorkerProcess:
         wait = waits.LastingWait()
         looked = self._heard = time.monotonic()
         try:
-            while not self._ended.is_set():
+            while not self.writer.is_closing():
                 self.writer.write(encode_frame(env_worker_pb2.WorkerCommand()))
                 await asyncio.sleep(_PING_S)
                 now = time.monotonic()
