@@ -88,7 +88,7 @@ class ChaosRun:
             what=f"step {step}",
         )
 
-    def wait_done(self, *, timeout_s: float = 120.0) -> None:
+    def wait_done(self, *, timeout_s: float = 80.0) -> None:
         """The run ends as SUCCEEDED, by itself."""
         self._thread.join(timeout_s)
         if self._thread.is_alive() or self.state != run_pb2.RUN_STATE_SUCCEEDED:

@@ -218,7 +218,7 @@ class ChaosStack:
 
         return ChaosRun(address=self.address, name=f"runs/{run_id}", uid=_run(create()))
 
-    def finish(self, run: ChaosRun, *, timeout_s: float = 120.0) -> Any:
+    def finish(self, run: ChaosRun, *, timeout_s: float = 80.0) -> Any:
         """The run ends as SUCCEEDED by itself and its audit is clean; returns the audit's report."""
         try:
             run.wait_done(timeout_s=timeout_s)

@@ -14,7 +14,7 @@ from typing import NoReturn
 from millrace.errors import first_error
 from millrace.local import liveness
 from millrace.local.liveness import Answer, Probe, Pulse, Verdict, is_stopped
-from millrace.local.restarts import Lives
+from millrace.local.restarts import Cause, Lives
 from millrace.local.supervisor import Child, Supervisor, describe_death
 from millrace.telemetry import waits
 
@@ -74,8 +74,8 @@ class Keeper:
     async def _revive(self, child: Child) -> None:
         """Start a dead process again and wait until it serves; ProcessDiedError for one in a crash loop."""
         name, lives = child.spec.name, self._lives[child.spec.name]
-        code = child.process.returncode
-        verdict = lives.end(time.monotonic(), is_orderly=code == 0)
+        cause = Cause.of(await child.exited)
+        verdict = lives.end(time.monotonic(), cause)
         given_up = verdict.short_lives if self._is_restarting else None
         error = await asyncio.to_thread(describe_death, child, given_up_after=given_up)
         await self._supervisor.bury(child)
@@ -86,7 +86,7 @@ class Keeper:
         lives.begin()
         again = await self._supervisor.start(child.spec)
         self._on_change()
-        ended = "ended" if code == 0 else "died"
+        ended = "ended" if cause is Cause.ORDERLY else "died"
         self._note(f"{name} {ended}: {error.how}; started again (restart {lives.restarts})")
         await self._until_ready(name, again)
 

@@ -1,14 +1,35 @@
-"""When a process that died is started again, and when that is given up: arithmetic without processes or clocks."""
+"""When a process that died is started again, and when that is given up: arithmetic without processes or clocks.
+
+A death counts until a life has lasted `SETTLED_AFTER_S`. One by SIGKILL comes from outside (a person, the kernel
+out of memory, our own liveness) and says less about the process than a death of its own: it weighs a quarter.
+"""
 
 from dataclasses import dataclass
+from enum import Enum
 
 FIRST_BACKOFF_S = 0.2
 BACKOFF_FACTOR = 3.0
 LONGEST_BACKOFF_S = 10.0
 SETTLED_AFTER_S = 30.0
 """A life that lasted this long after it was ready was a good one: what came before is forgotten."""
-MOST_SHORT_LIVES = 5
-"""Deaths in a row, none of a settled process, that are a crash loop."""
+CRASH_LOOP = 5.0
+"""Weight of the deaths in a row, none of a settled process, that are a crash loop."""
+
+
+class Cause(Enum):
+    """How a process ended."""
+
+    ORDERLY = 0.0
+    """Exit code 0: somebody sent SIGTERM to have it restarted."""
+    KILLED = 0.25
+    """SIGKILL."""
+    CRASHED = 1.0
+    """Another signal or exit code: its own doing."""
+
+    @classmethod
+    def of(cls, returncode: int) -> "Cause":
+        """What a return code says; minus a signal's number for a signal."""
+        return {0: cls.ORDERLY, -9: cls.KILLED}.get(returncode, cls.CRASHED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +47,13 @@ class Verdict:
 class Lives:
     """The lives of one process, one after the other. Times are monotonic seconds."""
 
-    def __init__(self, *, most_short_lives: int = MOST_SHORT_LIVES) -> None:
-        """`most_short_lives`: the crash loop's length; 1 gives up at the first death of an unsettled process."""
+    def __init__(self) -> None:
         self.restarts = 0
         """How often it was started again."""
         self.ready_at: float | None = None
         """When this life became ready; None before."""
-        self._most = most_short_lives
         self._short = 0
+        self._weight = 0.0
 
     def begin(self) -> None:
         """It was started again."""
@@ -45,12 +65,16 @@ class Lives:
         if self.ready_at is None:
             self.ready_at = now
 
-    def end(self, now: float, *, is_orderly: bool) -> Verdict:
-        """It died; `is_orderly`: exit code 0 after it was ready, a restart that somebody asked for by SIGTERM."""
+    def end(self, now: float, cause: Cause) -> Verdict:
+        """It died."""
         lived_s = None if self.ready_at is None else now - self.ready_at
         self.ready_at = None
-        if is_orderly and lived_s is not None:
-            return Verdict(is_hopeless=False, delay_s=0.0, short_lives=self._short)
-        self._short = 1 if lived_s is not None and lived_s >= SETTLED_AFTER_S else self._short + 1
-        delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** (self._short - 1))
-        return Verdict(is_hopeless=self._short >= self._most, delay_s=delay_s, short_lives=self._short)
+        if cause is Cause.ORDERLY:
+            if lived_s is not None:
+                return Verdict(is_hopeless=False, delay_s=0.0, short_lives=self._short)
+            cause = Cause.CRASHED  # nobody restarts what is not up yet: it gave up by itself
+        if lived_s is not None and lived_s >= SETTLED_AFTER_S:
+            self._short, self._weight = 0, 0.0
+        self._short, self._weight = self._short + 1, self._weight + cause.value
+        delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** max(0.0, self._weight - 1))
+        return Verdict(is_hopeless=self._weight >= CRASH_LOOP, delay_s=delay_s, short_lives=self._short)

@@ -1,16 +1,31 @@
 """When a process is started again, and when it is killed: the arithmetic."""
 
-from millrace.local import liveness, restarts
+import signal
+
+from millrace.local import liveness
 from millrace.local.liveness import Answer, Pulse, Verdict
-from millrace.local.restarts import Lives
+from millrace.local.restarts import Cause, Lives
+
+
+def test_the_cause_of_a_death():
+    assert [Cause.of(0), Cause.of(1), Cause.of(-signal.SIGKILL), Cause.of(-signal.SIGSEGV)] == [
+        *(Cause.ORDERLY, Cause.CRASHED, Cause.KILLED, Cause.CRASHED),
+    ]
 
 
 def test_backoff_grows_until_a_crash_loop():
     lives = Lives()
-    seen = [lives.end(float(second), is_orderly=False) for second in range(restarts.MOST_SHORT_LIVES)]
+    seen = [lives.end(float(second), Cause.CRASHED) for second in range(5)]
     assert [round(each.delay_s, 2) for each in seen] == [0.2, 0.6, 1.8, 5.4, 10.0]
     assert [each.is_hopeless for each in seen] == [False] * 4 + [True]
     assert seen[-1].short_lives == 5
+
+
+def test_kills_from_outside_are_borne_four_times_as_long():
+    lives = Lives()
+    seen = [lives.end(float(second), Cause.KILLED) for second in range(20)]
+    assert [each.is_hopeless for each in seen] == [False] * 19 + [True]
+    assert [round(seen[index].delay_s, 2) for index in (0, 3, 7, 11, 19)] == [0.2, 0.2, 0.6, 1.8, 10.0]
 
 
 def test_a_long_life_after_it_was_ready_starts_the_count_anew():
@@ -18,11 +33,11 @@ def test_a_long_life_after_it_was_ready_starts_the_count_anew():
     for start in range(0, 1000, 100):
         lives.begin()
         lives.ready(start + 60.0)
-        assert not lives.end(start + 90.0, is_orderly=False).is_hopeless, "30 s since it was ready"
+        assert not lives.end(start + 90.0, Cause.CRASHED).is_hopeless, "30 s since it was ready"
     for start in range(1000, 1400, 100):
         lives.begin()
         lives.ready(start + 61.0)
-        verdict = lives.end(start + 90.0, is_orderly=False)
+        verdict = lives.end(start + 90.0, Cause.CRASHED)
     assert verdict.is_hopeless, "29 s since it was ready, four times after one"
     assert lives.restarts == 14
 
@@ -31,10 +46,10 @@ def test_an_orderly_end_is_restarted_at_once_and_is_no_crash():
     lives = Lives()
     for _ in range(20):
         lives.ready(1.0)
-        verdict = lives.end(2.0, is_orderly=True)
+        verdict = lives.end(2.0, Cause.ORDERLY)
         assert (verdict.delay_s, verdict.is_hopeless) == (0.0, False)
-    for _ in range(restarts.MOST_SHORT_LIVES):
-        verdict = lives.end(3.0, is_orderly=True)
+    for _ in range(5):
+        verdict = lives.end(3.0, Cause.ORDERLY)
     assert verdict.is_hopeless, "exit code 0 before it was ever ready is a crash like another"
 
 
