@@ -8,6 +8,7 @@ import pytest
 
 from millrace.env_server.supervisor import WorkerProcess
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.rpc.channel import call
 from millrace.telemetry import waits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -49,7 +50,7 @@ async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine) ->
         await asyncio.sleep(4)
         assert about("env worker") == []  # an idle worker that answers
         os.kill(worker.process.pid, signal.SIGSTOP)
-        playing = [asyncio.create_task(worker.play(request(engine.base_url("ok"), n), tokenizer_dir="")) for n in "01"]
+        playing = [asyncio.create_task(worker.play(request(engine.base_url("ok"), n), tokenizer_dir="")) for n in (0, 1)]
         wait = await until_there(f"env worker reverse-text#7 (pid {worker.process.pid}), which has not answered for")
         assert wait.reason.endswith("2 rollouts wait")
         assert (wait.waits_on, wait.deadline_s > 0) == ("env worker reverse-text#7", True)
@@ -64,17 +65,16 @@ async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine) ->
 
 
 async def test_rollouts_that_an_engine_keeps_waiting_are_one_wait_for_it(server, engine) -> None:
-    before = engine.num_open
-    url = engine.base_url("hang")
-    for ordinal in range(3):
-        await server.play(request(url, ordinal))
-    wait = await until_there("3 rollouts of reverse with the engine at")
-    assert (wait.waits_on, wait.run) == (url, "r-frozen")
-    assert wait.deadline_s > 60
+    args = {"num_train": 4, "num_eval": 2}
+    await server.open("reverse-text", args)
+    groups = [server.request("reverse-text", n, mode="hang", args=args, size=2) for n in range(2)]
+    for group in groups:
+        await call(server.stub.PlayGroup, group, timeout_s=5)
+    wait = await until_there("4 rollouts of reverse-text with the engine at")
+    assert (wait.waits_on, wait.run) == (engine.base_url("hang"), server.log.uid)
+    assert wait.deadline_s > groups[0].rollout_timeout_seconds
+    everything = env_service_pb2.CancelGroupsRequest(run_uid=server.log.uid, epoch=1)
+    await call(server.stub.CancelGroups, everything, timeout_s=5)
     async with asyncio.timeout(20):
-        while engine.num_open < before + 3:
-            await asyncio.sleep(0.05)
-    await server.cancel("r-frozen")
-    async with asyncio.timeout(20):
-        while about("rollouts of reverse"):
+        while about("rollouts of reverse-text"):
             await asyncio.sleep(0.05)
