@@ -27,6 +27,7 @@ import yarl
 
 _RECEIVE_BUFFER_BYTES = 16 << 10  # small, so that a slow reader here is a slow network there
 _BACKEND_S = 60.0
+_POLL_S = 0.02
 _CHUNKS_PER_S = 20.0
 _HOP_BY_HOP = frozenset({"connection", "transfer-encoding", "expect", "content-length", "keep-alive", "date", "server"})
 
@@ -38,6 +39,8 @@ class Effect(StrEnum):
     """The proxy answers with `status` and `code`; the backend never hears of it."""
     HANG = "hang"
     """The request is taken and nothing ever comes back, until the fault is removed; then the connection is cut."""
+    STORE_AND_HANG = "store_and_hang"
+    """The backend does it, and nothing ever comes back."""
     DELAY = "delay"
     """The request reaches the backend `seconds` later."""
     SLOW = "slow"
@@ -67,12 +70,28 @@ class Fault:
     """How often it strikes; None until it is removed."""
     skip: int = 0
     """How many matching requests pass before."""
+    every: int = 1
+    """Strikes at each so-manieth matching request."""
     status: int = 503
     code: str = "SlowDown"
     seconds: float = 0.0
     rate: float = 0.0
+    seen: int = 0
     struck: int = 0
+    hit: threading.Event = field(default_factory=threading.Event)
+    """Set when it has struck first: a hanging request hangs now."""
     over: threading.Event = field(default_factory=threading.Event)
+
+    async def hang(self) -> None:
+        """Until the fault is removed."""
+        self.hit.set()
+        await self.pause(float("inf"))
+
+    async def pause(self, seconds: float) -> None:
+        """For so long, or until the fault is removed."""
+        ends = time.monotonic() + seconds
+        while not self.over.is_set() and time.monotonic() < ends:  # noqa: ASYNC110 - the event is another thread's
+            await asyncio.sleep(_POLL_S)
 
     def takes(self, request: "Request") -> bool:
         """Whether this request suffers the fault, which is counted."""
@@ -82,6 +101,9 @@ class Fault:
             return False
         if self.skip > 0:
             self.skip -= 1
+            return False
+        self.seen += 1
+        if self.seen % self.every:
             return False
         self.struck += 1
         return True
@@ -183,7 +205,10 @@ class FaultProxy:
                     fault = next((fault for fault in self._faults if fault.takes(request)), None)
                 request.effect = None if fault is None else fault.effect
                 self.requests.append(request)
-                if not await self._handle(request, fault, reader, writer):
+                goes_on = await self._handle(request, fault, reader, writer)
+                if fault is not None:
+                    fault.hit.set()
+                if not goes_on:
                     break
         _cut(writer)
 
@@ -203,7 +228,7 @@ class FaultProxy:
         if effect is Effect.CUT_REQUEST:
             return False
         if fault is not None and effect is Effect.HANG:
-            await asyncio.to_thread(fault.over.wait)
+            await fault.hang()
             return False
         if fault is not None and effect is Effect.ANSWER:
             request.status = fault.status
@@ -211,11 +236,14 @@ class FaultProxy:
             await _send(writer, request, fault.status, {"Content-Type": "application/xml"}, answer, rate=0)
             return True
         if fault is not None and effect is Effect.DELAY:
-            await asyncio.to_thread(fault.over.wait, fault.seconds)
+            await fault.pause(fault.seconds)
         if effect is Effect.TORN_WRITE:
             body = body[: length // 2]
         status, headers, answer = await self._ask_backend(request, body)
         request.status = status
+        if fault is not None and effect is Effect.STORE_AND_HANG:
+            await fault.hang()
+            return False
         if effect in (Effect.TORN_WRITE, Effect.LOSE_ANSWER):
             return False
         if effect is Effect.DAMAGE_ANSWER and answer:
