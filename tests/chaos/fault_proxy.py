@@ -90,7 +90,7 @@ class Fault:
     async def pause(self, seconds: float) -> None:
         """For so long, or until the fault is removed."""
         ends = time.monotonic() + seconds
-        while not self.over.is_set() and time.monotonic() < ends:  # noqa: ASYNC110 - the event is another thread's
+        while not self.over.is_set() and time.monotonic() < ends:
             await asyncio.sleep(_POLL_S)
 
     def takes(self, request: "Request") -> bool:
