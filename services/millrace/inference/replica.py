@@ -26,11 +26,13 @@ from millrace.rpc.serve import serve
 from millrace.rpc.worker import WorkerAgent, new_worker_id
 from millrace.runlog.log import FORMAT_MAJOR
 from millrace.storage.base import open_store
+from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings, parse_address
 
 log = logging.getLogger(__name__)
 
 _HEALTH_PERIOD_S = 0.5
+_STALL_SHOWN_S = 10.0  # one forward pass takes less: from here on a stall is a visible wait, overdue twice as late
 # The engine's thread takes the interpreter lock between two torch operators; with Python's default of 5 ms it would
 # wait that long, several times per token, whenever the HTTP API has work.
 _SWITCH_INTERVAL_S = 0.0005
@@ -118,6 +120,7 @@ class Replica:
         return HeartbeatRequest(policy=self._servicer.status())
 
     async def _watch_health(self) -> None:
+        wait = waits.LastingWait()
         while True:
             status = self._servicer.status()
             if status.has_version:
@@ -126,6 +129,12 @@ class Replica:
                 self._board.set_unready(SERVICE_NAME, status.error or "no policy")
             engine = self._engine.status()
             idle_s = engine.progress_age_s
+            if idle_s > _STALL_SHOWN_S:
+                open_now = engine.num_running + engine.num_waiting
+                reason = f"its engine, which has {open_now} requests and did nothing for {idle_s:.0f} s"
+                wait.on(reason, key="stall", deadline_s=_STALL_SHOWN_S)
+            else:
+                wait.over()
             if engine.is_dead:
                 self._board.set_unready(PROCESS, engine.error)
             elif idle_s > STALL_S:

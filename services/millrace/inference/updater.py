@@ -193,8 +193,12 @@ class PolicyUpdater:
         began = time.monotonic()
         self._set(UpdateState.FETCHING)
         fields = {"run": desired.run_uid, "lineage": desired.lineage, "version": desired.version}
+        downloading = waits.waiting(
+            f"policy {desired.version} to be downloaded", waits_on="object store", deadline_s=_FETCH_DEADLINE_S
+        )
         try:
-            await self._update(desired)
+            with waits.of_run(desired.run_uid), downloading as wait:
+                await self._update(desired, wait)
         except Exception as error:  # whatever a bad policy causes must leave the replica alive and say why
             is_broken = self._engine.status().state is EngineState.FAILED
             self._set(UpdateState.BROKEN if is_broken else UpdateState.UPDATE_FAILED, error=_describe(error))
@@ -207,16 +211,17 @@ class PolicyUpdater:
             fields |= {"update_s": round(self._update_s, 4), "pause_s": round(self._pause_s, 4)}
             log.info("policy updated", extra=fields)
 
-    async def _update(self, desired: DesiredPolicy) -> None:
-        with waits.waiting(f"policy {desired.identity}", waits_on="object store", deadline_s=_FETCH_DEADLINE_S):
-            manifest = await self._read_manifest(desired)
-            tensors = await asyncio.to_thread(pull_tensors, self._require_store(), manifest)
+    async def _update(self, desired: DesiredPolicy, wait: waits.Waiting) -> None:
+        manifest = await self._read_manifest(desired)
+        tensors = await asyncio.to_thread(pull_tensors, self._require_store(), manifest)
         files = tuple((entry.name, entry.sha256) for entry in manifest.files)
         is_same_model = self._served is not None and self._served.run_uid == desired.run_uid
         if is_same_model and files == self._held_files and self._engine.status().state is EngineState.READY:
+            wait.update(reason=f"policy {desired.version} to be applied by its engine", waits_on="")
             await self._engine.check(tensors)
             await self._apply(desired, manifest, tensors)
         else:
+            wait.update(reason=f"policy {desired.version} to be loaded by its engine")
             await self._load(desired, manifest, tensors)
             self._held_files = files
 
