@@ -123,6 +123,22 @@ def score_samples(rollouts: Sequence[Rollout], *, seq_len: int) -> list[TrainSam
     ]
 
 
-def encode_state(*, next_ordinal: int, num_duplicates: int) -> bytes:
-    """The bounded orchestrator state of a header: for people and audits, nothing is recovered from it."""
-    return json.dumps({"next_ordinal": next_ordinal, "num_duplicates": num_duplicates}, sort_keys=True).encode()
+def encode_state(*, next_ordinal: int, num_duplicates: int, read_until: str, scored_whole: Sequence[str] = ()) -> bytes:
+    """The bounded orchestrator state of a header, for people and audits; a successor goes on counting duplicates.
+
+    `read_until` is the newest entry of the rollout stream that was read: duplicates up to there are counted.
+    `scored_whole` are the environments whose groups must come from one attempt.
+    """
+    state = {
+        "next_ordinal": next_ordinal,
+        "num_duplicates": num_duplicates,
+        "read_until": read_until,
+        "scored_whole": sorted(scored_whole),
+    }
+    return json.dumps(state, sort_keys=True).encode()
+
+
+def decode_state(data: bytes) -> tuple[int, str]:
+    """`num_duplicates` and `read_until` of a header's state; 0 and "" where an older release wrote none."""
+    state = json.loads(data or b"{}")
+    return int(state.get("num_duplicates", 0)), str(state.get("read_until", ""))

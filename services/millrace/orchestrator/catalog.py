@@ -6,11 +6,13 @@ import logging
 
 import redis.asyncio
 
-from millrace.errors import CorruptObjectError, MillraceError, NotFoundError
+from millrace.errors import CorruptObjectError, LogGoneError, MillraceError, NotFoundError
+from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.run_view import RunRecord, RunView
-from millrace.runlog import EventReader, RunLog
+from millrace.runlog import EventReader, RunLog, load_committed
 from millrace.runlog.index import list_runs
 from millrace.runlog.names import Names
+from millrace.runlog.rebuild import open_or_rebuild
 from millrace.storage import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -19,7 +21,9 @@ log = logging.getLogger(__name__)
 class RunCatalog:
     """Views by uid. Terminal runs are read once; open ones at every look."""
 
-    def __init__(self, *, redis: redis.asyncio.Redis, store: ObjectStore, prefix: str) -> None:
+    def __init__(self, *, redis: redis.asyncio.Redis, store: ObjectStore, prefix: str, owner: str) -> None:
+        """`owner` names this orchestrator where it rebuilds a log."""
+        self._owner = owner
         self._redis = redis
         self._store = store
         self._prefix = prefix
@@ -76,8 +80,8 @@ class RunCatalog:
         return exact[-1] if exact else near[0] if len(near) == 1 else None
 
     async def open_log(self, uid: str) -> RunLog:
-        """The run's log."""
-        return await RunLog.open(self._redis, self._store, prefix=self._prefix, uid=uid)
+        """The run's log, rebuilt from the store if Redis has lost it."""
+        return await open_or_rebuild(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
 
     async def _refresh_one(self, uid: str) -> RunView:
         async with self._locks.setdefault(uid, asyncio.Lock()):
@@ -85,9 +89,26 @@ class RunCatalog:
             if view is None:
                 data = await asyncio.to_thread(self._store.get, Names(self._prefix, uid).run_json)
                 view = self._views[uid] = RunView(RunRecord.decode(data))
-            if not view.is_terminal:
-                reader = EventReader(await self.open_log(uid))
-                while events := await reader.read(after=view.cursor, block_s=0.0):
-                    for event in events:
-                        view.apply(event)
-            return view
+            if view.is_terminal:
+                return view
+            try:
+                return await self._fold(view)
+            except LogGoneError:  # between two commands: the next one opens the new copy
+                return await self._fold(view)
+
+    async def _fold(self, view: RunView) -> RunView:
+        """Fold new events in. On another copy of the log all of them: ids of lost ones may be others' now."""
+        run_log = await self.open_log(view.record.uid)
+        instance = await run_log.read_instance()
+        if view.log_instance not in ("", instance):
+            view = RunView(view.record)
+        if run_log.generation > 1 and not view.log_instance:
+            last, _ = await load_committed(run_log)
+            view.is_closed = last is not None and last.kind == batch_pb2.BATCH_KIND_CLOSE
+        view.log_instance = instance
+        reader = EventReader(run_log)
+        while events := await reader.read(after=view.cursor, block_s=0.0):
+            for event in events:
+                view.apply(event)
+        self._views[view.record.uid] = view
+        return view

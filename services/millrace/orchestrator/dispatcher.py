@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.config.schema import OrchestratorConfig
@@ -12,11 +12,17 @@ from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.env_pool import EnvPool
 from millrace.orchestrator.groups import Group, GroupTable
 from millrace.orchestrator.policy_driver import PolicyDriver, Replica
+from millrace.orchestrator.rollout_stream import RolloutStream
+from millrace.telemetry import faults
 
 log = logging.getLogger(__name__)
 
 PLAY_SLACK_S = 30.0
 """Beyond the rollout deadline that the env-server enforces itself, before a play counts as lost."""
+REPLICA_GRACE_S = 5.0
+"""Time for an env-server to notice that a lost replica's connections are dead, before its group is taken from it."""
+STOP_TIMEOUT_S = 2.0
+"""An env-server that does not stop a lost group within it may play on: what it brings late is a duplicate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +49,18 @@ def sampling_message(
 class Dispatcher:
     """Places groups on env-servers and replicas."""
 
-    def __init__(self, *, run: RunIdentity, config: OrchestratorConfig, envs: EnvPool, policies: PolicyDriver) -> None:
+    def __init__(
+        self,
+        *,
+        run: RunIdentity,
+        config: OrchestratorConfig,
+        envs: EnvPool,
+        policies: PolicyDriver,
+        stream: RolloutStream,
+    ) -> None:
         self._run = run
+        self._stream = stream
+        self._orphaned: dict[str, float] = {}
         self._config = config
         self._envs = envs
         self._policies = policies
@@ -72,19 +88,43 @@ class Dispatcher:
                 if group.attempt == request.attempt:  # else it failed already, before the answer came: place it again
                     group.env_server, group.replica = worker_id, replica.worker_id
                     group.deadline = time.monotonic() + self.timeout_s
+                faults.reach(faults.Point.ORCHESTRATOR_AFTER_DISPATCH, step=group.planned_step)
                 return True
         return False
 
     def lost(self, table: GroupTable) -> list[Group]:
-        """Open groups whose env-server lost its lease or whose deadline passed."""
-        alive, now = set(self._envs.alive()), time.monotonic()
+        """Open groups whose env-server or replica is gone, or whose deadline passed."""
+        now = time.monotonic()
+        env_servers, replicas = set(self._envs.alive()), self._policies.known()
+        used = {group.replica for group in table.open.values() if group.env_server and group.replica}
+        self._orphaned = {replica: self._orphaned.get(replica, now) for replica in used - replicas}
         lost = []
         for group in table.open.values():
-            if group.env_server and (group.env_server not in alive or now > group.deadline):
-                fields = {"ordinal": group.ordinal, "attempt": group.attempt, "env_server": group.env_server}
-                log.warning("group lost, playing it again", extra=fields)
-                lost.append(group)
+            if not group.env_server:
+                continue
+            if group.env_server not in env_servers:
+                why = "its env-server is gone"
+            elif now - self._orphaned.get(group.replica, now) > REPLICA_GRACE_S:
+                why = "its replica is gone"
+            elif now > group.deadline:
+                why = "its deadline passed"
+            else:
+                continue
+            fields = {"ordinal": group.ordinal, "attempt": group.attempt, "env_server": group.env_server}
+            log.warning("group lost, playing it again: %s", why, extra=fields | {"replica": group.replica})
+            lost.append(group)
         return lost
+
+    async def stop(self, groups: Sequence[Group]) -> None:
+        """Ask the env-servers that still live to stop what is played again elsewhere; best effort."""
+        alive = set(self._envs.alive())
+        playing = [
+            env_service_pb2.PlayingGroup(purpose=rollout_pb2.PURPOSE_TRAIN, ordinal=group.ordinal)
+            for group in groups
+            if group.env_server in alive
+        ]
+        if playing:
+            await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
 
     def _pick_replica(self, table: GroupTable, *, min_version: int) -> Replica | None:
         load = Counter(group.replica for group in table.open.values())
@@ -115,4 +155,5 @@ class Dispatcher:
             generation=self._run.generation,
             planned_step=group.planned_step,
             tokenizer_manifest_key=policy.manifest_key if policy is not None else "",
+            dispatched_after=self._stream.newest,
         )

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
 
-from millrace.errors import CapacityError, InvalidStateError, MillraceError, UnavailableError
+from millrace.errors import CapacityError, InternalError, InvalidStateError, MillraceError, UnavailableError
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rpc.channel import call, open_channel
@@ -17,9 +18,13 @@ from millrace.telemetry import waits
 log = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 10.0
+LIST_TIMEOUT_S = 30.0
+"""ListPlaying answers only when the log has what the env-server finished: after a wipe that is much."""
 OPEN_POLL_S = 0.25
 OPEN_TIMEOUT_S = 300.0
 """Longest time for an environment to load: imports of `verifiers` alone cost 7 CPU-seconds."""
+SILENCE_S = 3.0
+"""How long an env-server that did not answer gets no new groups, so that it does not hold up those for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,7 @@ class EnvPool:
         self._registry = registry
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._ready: dict[str, set[str]] = {}
+        self._silent_until: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.envs: dict[str, OpenedEnv] = {}
 
@@ -50,10 +56,11 @@ class EnvPool:
         return [record.worker_id for record in self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)]
 
     def servers_with(self, env: str) -> list[str]:
-        """Living env-servers on which `env` is ready, least busy first."""
+        """Env-servers that take work and on which `env` is ready, least busy first."""
         ready = self._ready.get(env, set())
-        records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
-        return [r.worker_id for r in sorted(records, key=lambda r: r.num_playing) if r.worker_id in ready]
+        records = self._registry.accepting(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        found = [r.worker_id for r in sorted(records, key=lambda r: r.num_playing) if r.worker_id in ready]
+        return [worker_id for worker_id in found if self._silent_until.get(worker_id, 0.0) <= time.monotonic()]
 
     async def open_all(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:
         """Open every environment on at least one env-server.
@@ -93,6 +100,7 @@ class EnvPool:
         alive = set(self.alive())
         for ready in self._ready.values():
             ready &= alive
+        self._silent_until = {worker_id: until for worker_id, until in self._silent_until.items() if worker_id in alive}
         for worker_id in self._channels.keys() - alive:
             channel = self._channels.pop(worker_id)
             closing = asyncio.get_running_loop().create_task(channel.close())
@@ -107,7 +115,7 @@ class EnvPool:
             try:
                 stub = self._stub(worker_id)
                 answer = await call(stub.OpenEnv, env_service_pb2.OpenEnvRequest(env=spec), timeout_s=RPC_TIMEOUT_S)
-            except UnavailableError as error:
+            except (UnavailableError, InternalError) as error:  # INTERNAL: it died in the middle of its answer
                 log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 continue
             if answer.state == env_service_pb2.ENV_STATE_FAILED:
@@ -120,9 +128,9 @@ class EnvPool:
                 )
             if answer.state == env_service_pb2.ENV_STATE_READY:
                 self._admit(spec, worker_id, answer)
-        if failure is not None and not self.servers_with(spec.name):
+        if failure is not None and not self._ready.get(spec.name):
             raise failure
-        return bool(self.servers_with(spec.name))
+        return bool(self._ready.get(spec.name))
 
     def _admit(self, spec: env_service_pb2.EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> None:
         known = self.envs.get(spec.name)
@@ -146,8 +154,10 @@ class EnvPool:
         """Ask an env-server to play a group; False if it cannot take it now (full, gone, draining, or sick)."""
         try:
             await call(self._stub(worker_id).PlayGroup, request, timeout_s=RPC_TIMEOUT_S)
-        except (CapacityError, UnavailableError) as error:
+        except (CapacityError, UnavailableError, InternalError) as error:
             log.info("group not taken", extra={"worker": worker_id, "ordinal": request.ordinal, "error": str(error)})
+            if not isinstance(error, CapacityError):
+                self._silent_until[worker_id] = time.monotonic() + SILENCE_S
             return False
         except InvalidStateError as error:
             # Its environment failed after it was ready: others may play it; `refresh` asks this one again.
@@ -156,30 +166,47 @@ class EnvPool:
             return False
         return True
 
-    async def playing(self) -> dict[str, list[env_service_pb2.PlayingGroup]]:
-        """What each living env-server plays for the run; silent ones are left out."""
-        answers: dict[str, list[env_service_pb2.PlayingGroup]] = {}
-        request = env_service_pb2.ListPlayingRequest(run_uid=self._run_uid, epoch=self._epoch)
-        for worker_id in self.alive():
-            try:
-                answer = await call(self._stub(worker_id).ListPlaying, request, timeout_s=RPC_TIMEOUT_S)
-            except UnavailableError as error:
-                log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
-            else:
-                answers[worker_id] = list(answer.groups)
-        return answers
+    async def playing(self, log_instance: str) -> dict[str, list[env_service_pb2.PlayingGroup]]:
+        """What each living env-server plays for the run; silent ones are left out.
 
-    async def cancel(self, groups: Sequence[env_service_pb2.PlayingGroup]) -> None:
+        Each one first appends what that copy of the log lacks of its finished rollouts.
+        """
+        request = env_service_pb2.ListPlayingRequest(
+            run_uid=self._run_uid, epoch=self._epoch, log_instance=log_instance
+        )
+
+        async def ask(worker_id: str) -> Sequence[env_service_pb2.PlayingGroup] | None:
+            try:
+                answer = await call(self._stub(worker_id).ListPlaying, request, timeout_s=LIST_TIMEOUT_S)
+            except (UnavailableError, InternalError) as error:
+                log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
+                return None
+            return list(answer.groups)
+
+        workers = self.alive()
+        with waits.waiting(
+            f"what {len(workers)} env-servers play and the log lacks", waits_on="env-server", deadline_s=LIST_TIMEOUT_S
+        ):
+            answers = await asyncio.gather(*(ask(worker_id) for worker_id in workers))
+        return {worker_id: list(found) for worker_id, found in zip(workers, answers, strict=True) if found is not None}
+
+    async def cancel(self, groups: Sequence[env_service_pb2.PlayingGroup], *, timeout_s: float = RPC_TIMEOUT_S) -> None:
         """Stop groups on every env-server (none named: all of the run); best effort, late rollouts are discarded."""
         request = env_service_pb2.CancelGroupsRequest(run_uid=self._run_uid, groups=groups, epoch=self._epoch)
 
         async def cancel_on(worker_id: str) -> None:
             try:
-                await call(self._stub(worker_id).CancelGroups, request, timeout_s=RPC_TIMEOUT_S)
+                await call(self._stub(worker_id).CancelGroups, request, timeout_s=timeout_s)
             except MillraceError as error:
                 log.warning("could not cancel groups", extra={"worker": worker_id, "error": str(error)})
 
         await asyncio.gather(*(cancel_on(worker_id) for worker_id in self.alive()))
+
+    async def stop_all(self, log_instance: str) -> None:
+        """Before a pause: stop everything that is played, but let env-servers keep what they have finished."""
+        playing = [group for groups in (await self.playing(log_instance)).values() for group in groups]
+        if playing:
+            await self.cancel(playing)
 
     async def close(self) -> None:
         """Close all channels."""

@@ -13,7 +13,9 @@ from millrace.errors import InvalidStateError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.dispatcher import RunIdentity, sampling_message
 from millrace.orchestrator.env_pool import EnvPool
-from millrace.orchestrator.policy_driver import PolicyDriver
+from millrace.orchestrator.groups import BLAMELESS, BLAMELESS_PAUSE_S
+from millrace.orchestrator.policy_driver import PolicyDriver, Replica
+from millrace.orchestrator.rollout_stream import RolloutStream
 from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
@@ -24,7 +26,7 @@ STALL_SLACK_S = 60.0
 """Beyond one rollout's deadline, without any answer, before an evaluation ends; what is missing counts as failed."""
 TICK_S = 0.5
 MAX_ATTEMPTS = 2
-"""Plays of a task whose rollouts fail; a play on an env-server that died does not count."""
+"""Plays of a task whose rollouts fail; a play that an env-server or an engine lost does not count."""
 
 
 @dataclass(slots=True)
@@ -35,7 +37,11 @@ class _Task:
     group_size: int
     attempt: int = 0
     num_failed_attempts: int = 0
+    num_blameless_attempts: int = 0
     env_server: str = ""
+    replica: str = ""
+    not_before: float = 0.0
+    """Monotonic time before which it is not placed again."""
     good: dict[int, Rollout] = field(default_factory=dict)
     failed: dict[int, Rollout] = field(default_factory=dict)
 
@@ -50,7 +56,7 @@ class _Task:
     def again(self) -> None:
         """Play the missing members as the next attempt."""
         self.attempt += 1
-        self.env_server = ""
+        self.env_server = self.replica = ""
         if self.num_failed_attempts < MAX_ATTEMPTS:
             self.failed.clear()
 
@@ -60,7 +66,13 @@ class _Task:
         elif rollout.attempt == self.attempt:
             self.failed[rollout.member] = rollout
         if self.missing and all(member in self.failed for member in self.missing):
-            self.num_failed_attempts += 1
+            if all(self.failed[member].status in BLAMELESS for member in self.missing):
+                first_s, longest_s = BLAMELESS_PAUSE_S
+                pause_s = min(first_s * 2 ** min(self.num_blameless_attempts, 10), longest_s)
+                self.num_blameless_attempts += 1
+                self.not_before = time.monotonic() + pause_s
+            else:
+                self.num_failed_attempts += 1
             self.again()
 
 
@@ -84,8 +96,17 @@ class _Eval:
 class Evaluator:
     """Plays evaluations and averages them."""
 
-    def __init__(self, *, run: RunIdentity, config: OrchestratorConfig, envs: EnvPool, policies: PolicyDriver) -> None:
+    def __init__(
+        self,
+        *,
+        run: RunIdentity,
+        config: OrchestratorConfig,
+        envs: EnvPool,
+        policies: PolicyDriver,
+        stream: RolloutStream,
+    ) -> None:
         self._run = run
+        self._stream = stream
         self._config = config
         self._envs = envs
         self._policies = policies
@@ -107,7 +128,10 @@ class Evaluator:
         """Take an evaluation rollout of the stream; late ones of an ended evaluation are ignored."""
         current = self._open.get(rollout.eval_id)
         if current is not None and rollout.ordinal < len(current.tasks):
-            current.tasks[rollout.ordinal].add(rollout)
+            task = current.tasks[rollout.ordinal]
+            if rollout.status == RolloutStatus.ENGINE_LOST and rollout.attempt == task.attempt:
+                self._policies.suspect(task.replica)
+            task.add(rollout)
             current.last_answer = time.monotonic()
             current.changed.set()
 
@@ -151,48 +175,59 @@ class Evaluator:
                     async with asyncio.timeout(TICK_S):
                         await current.changed.wait()
                 except TimeoutError:
+                    if not any(task.env_server for task in current.tasks if not task.is_done):
+                        current.last_answer = time.monotonic()  # nobody plays: no replica or env-server takes it
                     if time.monotonic() - current.last_answer > stall_s:
                         log.warning("evaluation incomplete", extra={"env": current.env, "missing": current.num_missing})
                         return
 
     async def _place(self, current: _Eval) -> None:
         """Place every task that nobody plays; stop at the first one that nobody can take now."""
-        alive = set(self._envs.alive())
+        alive, replicas, now = set(self._envs.alive()), self._policies.known(), time.monotonic()
         for task in current.tasks:
-            if task.env_server and task.env_server not in alive and not task.is_done:
+            is_lost = task.env_server not in alive or (task.replica and task.replica not in replicas)
+            if task.env_server and is_lost and not task.is_done:
                 log.warning("evaluation task lost, playing it again", extra={"env": current.env, "task": task.index})
                 task.again()
-            if task.env_server or task.is_done:
-                continue
+        unplaced = [t for t in current.tasks if not t.env_server and not t.is_done and t.not_before <= now]
+        if any(task.attempt for task in unplaced):
+            await self._stream.catch_up()
+        for task in unplaced:
             fit = [replica for replica in self._policies.ready() if replica.version >= current.min_version]
             servers = self._envs.servers_with(current.env)
             if not fit or not servers:
                 return
+            if task.env_server or task.is_done:
+                continue  # it came meanwhile
             replica, server = fit[task.index % len(fit)], servers[task.index % len(servers)]
-            policy = self._policies.desired
-            request = env_service_pb2.PlayGroupRequest(
-                run_uid=self._run.uid,
-                purpose=rollout_pb2.PURPOSE_EVAL,
-                eval_id=current.eval_id,
-                ordinal=task.index,
-                attempt=task.attempt,
-                members=task.missing,
-                group_size=task.group_size,
-                env=self._envs.envs[current.env].spec,
-                use_train_tasks=current.use_train_tasks,
-                task_index=task.index,
-                base_url=replica.http_url,
-                model=replica.model,
-                sampling=self._sampling,
-                rollout_timeout_seconds=self._config.rollout_timeout_s,
-                epoch=self._run.epoch,
-                generation=self._run.generation,
-                tokenizer_manifest_key=policy.manifest_key if policy is not None else "",
-            )
+            request = self._request(current, task, replica)
             if not await self._envs.play(server, request):
                 return
             if task.attempt == request.attempt:  # else it failed already, before the answer came: play it again
-                task.env_server = server
+                task.env_server, task.replica = server, replica.worker_id
+
+    def _request(self, current: _Eval, task: _Task, replica: Replica) -> env_service_pb2.PlayGroupRequest:
+        policy = self._policies.desired
+        return env_service_pb2.PlayGroupRequest(
+            run_uid=self._run.uid,
+            purpose=rollout_pb2.PURPOSE_EVAL,
+            eval_id=current.eval_id,
+            ordinal=task.index,
+            attempt=task.attempt,
+            members=task.missing,
+            group_size=task.group_size,
+            env=self._envs.envs[current.env].spec,
+            use_train_tasks=current.use_train_tasks,
+            task_index=task.index,
+            base_url=replica.http_url,
+            model=replica.model,
+            sampling=self._sampling,
+            rollout_timeout_seconds=self._config.rollout_timeout_s,
+            epoch=self._run.epoch,
+            generation=self._run.generation,
+            tokenizer_manifest_key=policy.manifest_key if policy is not None else "",
+            dispatched_after=self._stream.newest,
+        )
 
     def _report(self, current: _Eval, *, step: int, seconds: float) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
         good = [task.good[member] for task in current.tasks for member in sorted(task.good)]

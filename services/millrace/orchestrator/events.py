@@ -45,6 +45,10 @@ class RunEvents:
         """Record a wait that holds the run up."""
         await self._writer.write(event_pb2.Event(wait_reported=event_pb2.WaitReported(wait=wait)))
 
+    async def flush(self) -> None:
+        """Return when everything queued is in the log."""
+        await self._writer.flush()
+
     async def close(self) -> None:
         """Write what is queued."""
         await self._writer.close()

@@ -1,9 +1,11 @@
 """The table of groups that are open or finished: from single rollouts to whole groups, each member once."""
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from millrace.orchestrator.rollout_stream import entry_key
 from millrace.orchestrator.tasks import TaskRef
 from millrace.rollouts.types import Rollout, RolloutStatus
 
@@ -12,6 +14,12 @@ MAX_FAILED_ATTEMPTS = 2
 
 HOPELESS = frozenset({RolloutStatus.PROMPT_TOO_LONG, RolloutStatus.QUARANTINED})
 """Outcomes that another attempt cannot change: the ordinal is dropped at once."""
+
+BLAMELESS = frozenset({RolloutStatus.ENGINE_LOST, RolloutStatus.CANCELLED})
+"""Outcomes that say nothing about the task: the member is played again, as often as it takes."""
+
+BLAMELESS_PAUSE_S = (0.5, 15.0)
+"""First and longest pause before a member is played again that an engine lost; it doubles in between."""
 
 
 class Arrival(StrEnum):
@@ -38,10 +46,13 @@ class Group:
     planned_step: int
     attempt: int = 0
     num_failed_attempts: int = 0
+    num_blameless_attempts: int = 0
     env_server: str = ""
     replica: str = ""
     deadline: float = 0.0
     """Monotonic time after which the attempt counts as lost."""
+    not_before: float = 0.0
+    """Monotonic time before which it is not placed again."""
     members: dict[int, Rollout] = field(default_factory=dict)
     """OK rollouts by member."""
     failures: dict[int, Rollout] = field(default_factory=dict)
@@ -81,11 +92,27 @@ class Group:
 
         Members that came back OK are kept, late ones still count; a group that is scored whole begins anew.
         """
-        self.attempt += 1
-        self.env_server = ""
-        self.failures.clear()
-        if self.is_scored_whole:
-            self.members.clear()
+        self.env_server = self.replica = ""
+        self.advance(self.attempt + 1)
+
+    def advance(self, attempt: int) -> None:
+        """Go on to a later attempt, which may be a predecessor's; an earlier one changes nothing."""
+        if attempt > self.attempt:
+            self.attempt = attempt
+            self.failures.clear()
+            if self.is_scored_whole:
+                self.members.clear()
+
+    def wants(self, rollout: Rollout) -> bool:
+        """Whether the rollout fills a place: its member is missing, and it may stand beside those that are there.
+
+        Rollouts that are scored one by one combine over attempts; those of a group that is scored whole come from one
+        play, and two orchestrators may have given the same number to two plays.
+        """
+        if rollout.group_size != self.group_size or rollout.member in self.members:
+            return False
+        beside = (member.env_server == rollout.env_server for member in self.members.values())
+        return not self.is_scored_whole or (rollout.attempt == self.attempt and all(beside))
 
     def failure_reason(self) -> str:
         """Why the group cannot be whole: the first failure's status, in the words of a resolution."""
@@ -102,6 +129,8 @@ class GroupTable:
         self.open: dict[int, Group] = {}
         self.finished: dict[int, Group] = {}
         self.num_duplicates = 0
+        self.counted_until = ""
+        """Stream id up to which a predecessor counted duplicates; they are not counted again."""
         self.archive: dict[int, list[Rollout]] = {}
         """Every rollout, failed ones included, of ordinals that no header resolves yet."""
 
@@ -115,22 +144,18 @@ class GroupTable:
         yield from self.open.values()
         yield from self.finished.values()
 
-    def add(self, rollout: Rollout, *, entry_id: str) -> Arrival:
-        """Put a rollout into its group.
-
-        A late rollout of an older attempt still counts if its member is missing: rollouts are scored one by one, so
-        members of several attempts may be combined. A group that is scored whole takes those of one attempt only.
-        """
+    def add(self, rollout: Rollout) -> Arrival:
+        """Put a rollout, with its `entry_id`, into its group; one that no group wants is discarded and counted."""
         group = self.open.get(rollout.ordinal)
-        if group is None or rollout.member in group.members or rollout.group_size != group.group_size:
-            self.num_duplicates += 1
-            return Arrival.DUPLICATE
-        if group.is_scored_whole and rollout.attempt != group.attempt:
-            self.num_duplicates += 1
+        if group is None or not group.wants(rollout):
+            if entry_key(rollout.entry_id) > entry_key(self.counted_until):
+                self.num_duplicates += 1
+            if rollout.ordinal in self:
+                self.archive.setdefault(rollout.ordinal, []).append(replace(rollout, is_duplicate=True))
             return Arrival.DUPLICATE
         self.archive.setdefault(rollout.ordinal, []).append(rollout)
         if not group.first_entry:
-            group.first_entry = entry_id
+            group.first_entry = rollout.entry_id
         if rollout.status == RolloutStatus.OK:
             group.members[rollout.member] = rollout
             group.failures.pop(rollout.member, None)
@@ -140,14 +165,23 @@ class GroupTable:
 
     def remove(self, ordinal: int) -> list[Rollout]:
         """Forget a resolved ordinal and return what the archive shall keep of it."""
-        self.open.pop(ordinal, None)
-        self.finished.pop(ordinal, None)
-        return self.archive.pop(ordinal, [])
+        group = self.open.pop(ordinal, None) or self.finished.pop(ordinal, None)
+        kept = self.archive.pop(ordinal, [])
+        if group is None or not group.is_scored_whole:
+            return kept
+        # Whole members of an attempt that was given up were discarded, too.
+        used = {id(member) for member in group.members.values()}
+        return [
+            replace(rollout, is_duplicate=True)
+            if rollout.status == RolloutStatus.OK and id(rollout) not in used
+            else rollout
+            for rollout in kept
+        ]
 
     def oldest_entry(self) -> str | None:
         """Smallest stream id that an unresolved group still needs after a takeover; None if there is none."""
         entries = [group.first_entry for group in self if group.first_entry]
-        return min(entries, key=_entry_key) if entries else None
+        return min(entries, key=entry_key) if entries else None
 
     def _settle(self, group: Group) -> Arrival:
         if group.is_whole:
@@ -158,10 +192,11 @@ class GroupTable:
             return Arrival.HOPELESS
         if any(member not in group.failures for member in group.missing):
             return Arrival.OPEN
+        if all(failure.status in BLAMELESS for failure in group.failures.values()):
+            first_s, longest_s = BLAMELESS_PAUSE_S
+            pause_s = min(first_s * 2 ** min(group.num_blameless_attempts, 10), longest_s)
+            group.num_blameless_attempts += 1
+            group.not_before = time.monotonic() + pause_s
+            return Arrival.RETRY
         group.num_failed_attempts += 1
         return Arrival.HOPELESS if group.num_failed_attempts >= MAX_FAILED_ATTEMPTS else Arrival.RETRY
-
-
-def _entry_key(entry_id: str) -> tuple[int, int]:
-    milliseconds, _, sequence = entry_id.partition("-")
-    return int(milliseconds), int(sequence or 0)

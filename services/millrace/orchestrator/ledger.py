@@ -3,15 +3,18 @@
 Everything here can be rebuilt from the committed headers; nothing counts before its header object exists in the store.
 """
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
-from millrace.errors import InternalError
+from millrace.errors import FencedError, InternalError
 from millrace.internal.v1 import batch_pb2, env_service_pb2, rollout_pb2
 from millrace.orchestrator.batcher import (
     Batch,
     Resolved,
     count_dropped,
+    decode_state,
     encode_state,
     resolutions,
     resolve,
@@ -20,16 +23,24 @@ from millrace.orchestrator.batcher import (
 from millrace.orchestrator.env_pool import EnvPool
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.groups import Group, GroupTable
+from millrace.orchestrator.rollout_stream import RolloutStream, entry_key
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import Rollout, TrainSample
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog import Epoch, Frontier, Lease, RunLog, chain_hash, commit_batch
+from millrace.runlog.origin import Origin
 from millrace.v1 import run_pb2
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 MAX_EMPTY_BATCHES = 10
 """Batches in a row without any advantage before the run fails instead of burning tokens for nothing (as prime-rl)."""
+STOP_TIMEOUT_S = 2.0
+"""How long dropping groups waits for env-servers to stop them; what comes late is discarded anyway."""
+COMMIT_GRACE_S = 5.0
+"""How long a shutdown waits for the commit that is under way; one that takes longer is abandoned, which is safe."""
 
 
 class Ledger:
@@ -43,9 +54,11 @@ class Ledger:
         lease: Lease,
         run_hash: str,
         envs: EnvPool,
+        stream: RolloutStream,
         events: RunEvents,
         seq_len: int,
     ) -> None:
+        self._stream = stream
         self._log = run_log
         self._lease = lease
         self._seq_len = seq_len
@@ -65,15 +78,18 @@ class Ledger:
         self._num_empty = 0
         self._cursor = 0
 
-    def restore(self, last: batch_pb2.BatchHeader | None, chain: bytes) -> None:
-        """Continue behind the last committed header."""
-        if last is not None:
+    def restore(self, last: batch_pb2.BatchHeader | None, chain: bytes, *, origin: Origin, table: GroupTable) -> None:
+        """Continue behind the last committed header, or at the log's origin."""
+        self.chain = chain
+        if last is None:
+            self.step, self.frontier = origin.base_step, origin.frontier
+        else:
             self.closing = last if last.kind == batch_pb2.BATCH_KIND_CLOSE else None
             self.lineage = last.lineage
             self.step = last.step + 1
             self.frontier = Frontier.from_header(last)
-            self.chain = chain
-            self._cursor = self.frontier.resolved_below
+            table.num_duplicates, table.counted_until = decode_state(last.orchestrator_state)
+        self._cursor = self.frontier.resolved_below
 
     def is_resolved(self, ordinal: int) -> bool:
         """Whether an ordinal is resolved by a committed header, or dropped and waits for the next one."""
@@ -100,7 +116,7 @@ class Ledger:
         for group in groups:
             self.drop(group, table, reason=reason)
         if playing:
-            await self._envs.cancel(playing)
+            await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
 
     async def commit(self, batch: Batch, table: GroupTable) -> None:
         """Commit batch n: its ordinals are resolved with it, and those dropped since batch n-1."""
@@ -119,9 +135,12 @@ class Ledger:
         await self._events.batch_committed(
             step=batch.step, num_trained=num_trained, dropped=dropped, num_tokens=header.num_tokens
         )
-        oldest = table.oldest_entry()
+        # What was dropped while the commit was under way is in no header yet.
+        entries = [table.oldest_entry(), *(rollout.entry_id for rollout in self._archive)]
+        oldest = min(filter(None, entries), key=entry_key, default=None)
         if oldest is not None:
             await self._log.trim_rollouts(oldest)
+            self._stream.forget_below(oldest)
 
     async def close(
         self,
@@ -172,7 +191,12 @@ class Ledger:
             writer_epoch=self._epoch.number,
             lineage=self.lineage,
             run_hash=self._run_hash,
-            orchestrator_state=encode_state(next_ordinal=self._cursor, num_duplicates=table.num_duplicates),
+            orchestrator_state=encode_state(
+                next_ordinal=self._cursor,
+                num_duplicates=table.num_duplicates,
+                read_until=self._stream.newest,
+                scored_whole=[name for name, env in self._envs.envs.items() if env.requires_group],
+            ),
         )
         frontier.fill(header)
         return header
@@ -184,11 +208,29 @@ class Ledger:
         resolved: Sequence[Resolved],
         rollouts: Sequence[Rollout],
     ) -> None:
+        if not self._lease.may_write and not await self._lease.renew():  # Redis or we stood still for a while
+            raise FencedError(
+                f"the lease of run {self._log.uid} is another orchestrator's: step {self.step} is not committed here",
+                reason="LEASE_LOST",
+                remedy="that one continues the run",
+            )
         self._lease.require()
         # Taken before the first await: what is dropped while the commit is under way belongs to the next header.
         archived, self._pending, self._archive = [*self._archive, *rollouts], [], []
         chunks = pack_batch(header, samples)
-        header_bytes = await commit_batch(self._log, self._epoch, header, chunks, encode_archive(archived))
+        header_bytes = await _finish(commit_batch(self._log, self._epoch, header, chunks, encode_archive(archived)))
         self.chain = chain_hash(self.chain, header_bytes)
         self.frontier = self.frontier.resolve(item.ordinal for item in resolved)
         self.step += 1
+
+
+async def _finish(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; when we are cancelled meanwhile, let it come to its end first, for `COMMIT_GRACE_S` at most."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,), timeout=COMMIT_GRACE_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise

@@ -18,9 +18,11 @@
 Components do not know the loop; the loop holds them and moves groups between them. The admission formula and its proof
 stand in `admission.py`, the rules for whole groups in `groups.py`, the commit of a step in `ledger.py`. The collector
 calls `add` between any two awaits of the loop, so a group may finish or be dropped while the loop waits for an answer.
+Nothing is played again before the stream was read to its end: what the log holds is never generated twice.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,12 +34,18 @@ from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.groups import Arrival, Group, GroupTable
 from millrace.orchestrator.ledger import Ledger
 from millrace.orchestrator.policy_driver import PolicyDriver
+from millrace.orchestrator.rollout_stream import RolloutStream
 from millrace.orchestrator.tasks import TaskOrder
-from millrace.rollouts.types import Rollout
+from millrace.rollouts.types import Rollout, RolloutStatus
+from millrace.telemetry import faults
 from millrace.telemetry.waits import LastingWait
 
 TICK_S = 1.0
-"""Longest pause between two looks at lost groups and cancellation if nothing else wakes the loop."""
+"""Longest pause between two looks at lost groups and requests to stop if nothing else wakes the loop."""
+SLOW_S = 600.0
+"""Age from which a wait for a replica or for the trainer is overdue: either may be loading a large model."""
+DRAIN_S = 30.0
+"""How long a pause lets open groups finish; the rest is cancelled and played again after the pause."""
 STALE_STEPS_BEFORE_WARNING = 2
 """Steps' worth of groups dropped as stale in a row before an event says so."""
 
@@ -52,6 +60,7 @@ class RolloutLoop:
     """From ordinal and planned step to an open group."""
     tasks: TaskOrder
     table: GroupTable
+    stream: RolloutStream
     dispatcher: Dispatcher
     policies: PolicyDriver
     ledger: Ledger
@@ -60,14 +69,15 @@ class RolloutLoop:
     filter_zero_advantages: bool
     seq_len: int
     changed: asyncio.Event
-    is_cancelled: Callable[[], bool]
+    is_stopping: Callable[[], bool]
+    """Whether the run was asked to pause or to end."""
     wait: LastingWait = field(default_factory=LastingWait)
     num_stale_in_a_row: int = 0
 
     async def run(self) -> None:
-        """Cut and commit batches until `max_steps` or cancellation."""
+        """Cut and commit batches until `max_steps` or until the run is asked to stop."""
         try:
-            while self.ledger.step < self.max_steps and not self.is_cancelled():
+            while self.ledger.step < self.max_steps and not self.is_stopping():
                 self.changed.clear()
                 await self.drop_stale()
                 await self.place_open()
@@ -93,11 +103,17 @@ class RolloutLoop:
                 return  # it stays open, and `place_open` tries again
 
     async def place_open(self) -> None:
-        """Play again, as the next attempt, what a dead or silent env-server held; place what nobody plays."""
-        for group in self.dispatcher.lost(self.table):
-            group.next_attempt()
-        for group in [group for group in self.table.open.values() if not group.env_server]:
-            if group.ordinal in self.table.open and not await self.place(group):
+        """Play again, as the next attempt, what was lost with an env-server or a replica; place what nobody plays."""
+        if lost := self.dispatcher.lost(self.table):
+            await self.dispatcher.stop(lost)
+            for group in lost:
+                group.next_attempt()
+        now = time.monotonic()
+        unplaced = [group for group in self.table.open.values() if not group.env_server and group.not_before <= now]
+        if any(group.attempt for group in unplaced):
+            await self.stream.catch_up()
+        for group in unplaced:
+            if group.ordinal in self.table.open and not group.env_server and not await self.place(group):
                 return
 
     async def place(self, group: Group) -> bool:
@@ -105,16 +121,34 @@ class RolloutLoop:
         min_version = self.rule.min_version(planned_step=group.planned_step)
         return await self.dispatcher.dispatch(group, self.table, min_version=min_version)
 
-    def add(self, rollout: Rollout, *, entry_id: str) -> None:
+    def add(self, rollout: Rollout) -> None:
         """Take one rollout of the stream: the collector calls this for every entry, once."""
-        arrival = self.table.add(rollout, entry_id=entry_id)
         group = self.table.open.get(rollout.ordinal)
+        if group is not None and rollout.status == RolloutStatus.ENGINE_LOST and rollout.attempt == group.attempt:
+            self.policies.suspect(group.replica)
+        arrival = self.table.add(rollout)
         if group is not None and arrival is Arrival.HOPELESS:
             self.ledger.drop(group, self.table, reason=group.failure_reason())
         elif group is not None and arrival is Arrival.RETRY:
             group.next_attempt()
+        elif arrival is Arrival.FINISHED:
+            faults.reach(faults.Point.ORCHESTRATOR_AFTER_ROLLOUTS, step=self.ledger.step)
         if arrival is not Arrival.OPEN:
             self.changed.set()
+
+    async def drain(self) -> None:
+        """Before a pause: let open groups finish for a while; what is whole or finished in part stays in the log."""
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while any(group.env_server for group in self.table.open.values()):
+                    self.changed.clear()
+                    count = len(self.table.open)
+                    self.wait.on(f"{count} open groups before the pause", waits_on="env-server", key="drain")
+                    await self.tick()
+        except TimeoutError:
+            return
+        finally:
+            self.wait.over()
 
     async def drop_stale(self) -> None:
         """Drop every group that can no longer be trained, so that it never holds a slot."""
@@ -163,13 +197,22 @@ class RolloutLoop:
         """Sleep until a group finishes, a version is served or a worker changes; the wait has a name and an age."""
         step, have, need = self.ledger.step, len(self.table.finished), self.rule.groups_per_step
         if self.policies.served_version() is None:
-            self.wait.on("a replica that serves this run's policy", waits_on="inference", key="replica")
+            self.wait.on(
+                "a replica that serves this run's policy", waits_on="inference", key="replica", deadline_s=SLOW_S
+            )
         elif have < need and self.table.open:
             reason = f"{need - have} of {need} groups for batch {step}"
-            self.wait.on(reason, waits_on="env-server", key=f"groups {step}")
+            timeout_s = self.dispatcher.timeout_s
+            self.wait.on(reason, waits_on="env-server", key=f"groups {step}", deadline_s=timeout_s)
         else:
             version = step - self.rule.async_level
-            self.wait.on(f"policy {version} to be served", waits_on="trainer", key=f"policy {version}")
+            self.wait.on(
+                f"policy {version} to be served", waits_on="trainer", key=f"policy {version}", deadline_s=SLOW_S
+            )
+        await self.tick()
+
+    async def tick(self) -> None:
+        """Sleep until something changes, or for `TICK_S`."""
         try:
             async with asyncio.timeout(TICK_S):
                 await self.changed.wait()

@@ -3,20 +3,24 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 
 import redis.asyncio
 
-from millrace.errors import FencedError, MillraceError, all_errors
+from millrace.errors import FencedError, LogGoneError, MillraceError, all_errors
 from millrace.internal.v1 import worker_service_pb2
+from millrace.orchestrator.assembly import assemble
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.run_driver import RunDriver
 from millrace.orchestrator.run_view import RunView
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.wishes import POLL_S, Wish, WishBook
+from millrace.orchestrator.workers import LET_GO_S, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
 from millrace.storage import ObjectStore
+from millrace.telemetry import waits
+from millrace.v1 import run_pb2
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +28,10 @@ ROLE = "orchestrator"
 LEASE_TTL_S = 15.0
 SCAN_S = 0.5
 """How often open runs are looked for; CreateRun also wakes the scan at once."""
-CANCEL_POLL_S = 2.0
-"""How often the intents of a run are read, for cancellations that another replica acknowledged."""
 BACKOFF_S = 5.0
 """Pause before a run is tried again whose claim or drive failed."""
+MAX_GONE, GONE_WINDOW_S = 3, 60.0
+"""How often within the window a run whose log was gone is claimed again without a pause."""
 
 
 @dataclass(slots=True)
@@ -35,12 +39,12 @@ class _Claim:
     """A run that this replica drives or tries to."""
 
     driver: RunDriver | None = None
-    is_cancelled: bool = False
+    wish: Wish = field(default_factory=Wish)
 
-    def cancel(self) -> None:
-        self.is_cancelled = True
+    def heed(self, wish: Wish) -> None:
+        self.wish = wish
         if self.driver is not None:
-            self.driver.cancel()
+            self.driver.heed(wish)
 
 
 class RunManager:
@@ -64,39 +68,52 @@ class RunManager:
         self._catalog = catalog
         self._registry = registry
         self._on_scan = on_scan
+        self._wishes = WishBook(store, prefix)
         self._claims: dict[str, _Claim] = {}
         self._not_before: dict[str, float] = {}
+        self._gone: dict[str, list[float]] = {}
+        self._kept_events: dict[str, RunEvents] = {}
+        self._told: set[str] = set()
         self._wake = asyncio.Event()
+        self.slot = ""
+        """Place that only one orchestrator can have at a time: leases of a predecessor there are taken over at once."""
 
     def wake(self) -> None:
         """Look for open runs now."""
         self._wake.set()
 
-    def cancel(self, uid: str) -> None:
-        """Tell the driver of a run, if it is here, that its cancellation was acknowledged."""
+    async def heed(self, uid: str) -> None:
+        """A wish for the run was acknowledged: tell its driver, if it is here, and look at the run now."""
+        self._wishes.expire(uid)
         if uid in self._claims:
-            self._claims[uid].cancel()
+            wish = await self._wishes.read(uid)
+            if uid in self._claims:
+                self._claims[uid].heed(wish)
         self._not_before.pop(uid, None)
         self.wake()
 
     async def run(self) -> None:
         """Claim and drive; ends by cancellation, which releases every lease."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._registry.keep_pulse())
-            while True:
-                self._wake.clear()
-                self._on_scan()
-                for view in await self._claimable():
-                    self._claims[view.record.uid] = _Claim()
-                    tasks.create_task(self._drive_safely(view))
-                try:
-                    async with asyncio.timeout(SCAN_S):
-                        await self._wake.wait()
-                except TimeoutError:
-                    continue
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._registry.keep_pulse())
+                while True:
+                    self._wake.clear()
+                    self._on_scan()
+                    for view, work in await self._claimable():
+                        self._claims[view.record.uid] = _Claim()
+                        tasks.create_task(self._safely(view, work))
+                    try:
+                        async with asyncio.timeout(SCAN_S):
+                            await self._wake.wait()
+                    except TimeoutError:
+                        continue
+        finally:
+            for events in self._kept_events.values():
+                await _try_to("write the last events", events.close())
 
-    async def _claimable(self) -> list[RunView]:
-        """Open runs that nobody drives here, oldest first: those that get a trainer, or only need their closing."""
+    async def _claimable(self) -> list[tuple[RunView, Callable[[RunView], Awaitable[None]]]]:
+        """Open runs that nobody drives here, oldest first, and what is to be done with each."""
         found = []
         try:
             views = await self._catalog.refresh()
@@ -105,69 +122,133 @@ class RunManager:
             return []
         for view in views:
             uid = view.record.uid
-            if view.is_terminal or uid in self._claims or time.monotonic() < self._not_before.get(uid, 0.0):
+            if view.is_terminal:
+                self._note_ended(view)
+                continue
+            if uid in self._claims or time.monotonic() < self._not_before.get(uid, 0.0):
                 continue
             try:
-                trainers = self._registry.claim(worker_service_pb2.WORKER_KIND_TRAINER, uid, limit=1)
-                if trainers or await self._is_cancelled(await self._catalog.open_log(uid)):
-                    found.append(view)
+                work = await self._work_on(view)
             except MillraceError as error:
-                self._back_off(view, error)
+                self._put_off(view, error)
+            else:
+                if work is not None:
+                    found.append((view, work))
         return found
 
-    async def _drive_safely(self, view: RunView) -> None:
+    async def _work_on(self, view: RunView) -> Callable[[RunView], Awaitable[None]] | None:
+        """Drive the run if it gets a trainer, or needs none for what is left; None if there is nothing to do now."""
+        wish = await self._wishes.read(view.record.uid)
+        is_paused = view.run.state == run_pb2.RUN_STATE_PAUSED
+        is_closing = view.is_closed or view.run.state == run_pb2.RUN_STATE_STOPPING
+        if wish.is_paused and not is_closing:
+            if is_paused:
+                self._tell_once(view, has_ended=False)
+                return None
+            return self._drive  # says that it is paused, and gives everything back
+        self._told.discard(view.record.uid)
+        trainers = self._registry.claim(worker_service_pb2.WORKER_KIND_TRAINER, view.record.uid, limit=1)
+        if trainers or wish.is_cancelled or is_closing:
+            return self._drive
+        return self._queue_again if is_paused else None
+
+    async def _safely(self, view: RunView, work: Callable[[RunView], Awaitable[None]]) -> None:
         uid = view.record.uid
         try:
-            await self._drive(view)
+            with waits.of_run(uid):
+                await work(view)
         except Exception as error:  # noqa: BLE001 - the edge of a run: whatever it was, the other runs go on
-            self._back_off(view, error)
+            self._put_off(view, error)
         finally:
             del self._claims[uid]
             self._registry.release(uid)
+            self.wake()
 
-    def _back_off(self, view: RunView, error: Exception) -> None:
-        self._not_before[view.record.uid] = time.monotonic() + BACKOFF_S
-        causes = "; ".join(f"{type(cause).__name__}: {cause}" for cause in all_errors(error))
-        fields = {"run": view.record.name, "again_in_s": BACKOFF_S, "error": causes}
-        known = all(isinstance(cause, MillraceError) for cause in all_errors(error))
+    def _put_off(self, view: RunView, error: Exception) -> None:
+        """Try a run again later; at once if its log is gone, because the next look rebuilds it."""
+        uid, now = view.record.uid, time.monotonic()
+        causes = list(all_errors(error))
+        pause_s = BACKOFF_S
+        if _is_gone(causes):
+            recent = [at for at in self._gone.get(uid, []) if now - at < GONE_WINDOW_S]
+            self._gone[uid] = [*recent, now][-MAX_GONE:]
+            pause_s = BACKOFF_S if len(recent) >= MAX_GONE else 0.0
+        self._not_before[uid] = now + pause_s
+        text = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+        known = all(isinstance(cause, MillraceError) for cause in causes)
+        fields = {"run": view.record.name, "again_in_s": pause_s, "error": text}
         log.error("run given up by this replica for now", extra=fields, exc_info=None if known else error)
 
     async def _drive(self, view: RunView) -> None:
-        record, claim = view.record, self._claims[view.record.uid]
-        run_log = await self._catalog.open_log(record.uid)
-        lease = await Lease.acquire(run_log, ROLE, self._owner, LEASE_TTL_S)
+        """Claim a run and drive it as long as the claim holds."""
+        uid, claim = view.record.uid, self._claims[view.record.uid]
+        run_log = await self._catalog.open_log(uid)
+        lease = await Lease.acquire(run_log, ROLE, self._owner, LEASE_TTL_S, slot=self.slot)
         if lease is None:
-            self._not_before[record.uid] = time.monotonic() + SCAN_S
+            self._not_before[uid] = time.monotonic() + SCAN_S
             return
         try:
             epoch = await run_log.acquire_epoch(ROLE, self._owner)
             await lease.renew(epoch=epoch.number)
-            events = RunEvents(EventWriter(run_log, self._owner))
-            events.state = view.run.state
+            events = await self._events(view)
             try:
-                claim.driver = RunDriver(
-                    record=record,
+                parts = assemble(
+                    record=view.record,
                     run_log=run_log,
                     epoch=epoch,
                     lease=lease,
                     registry=self._registry,
                     events=events,
                 )
-                if claim.is_cancelled or await self._is_cancelled(run_log):
-                    claim.cancel()
-                log.info("run claimed", extra={"run": record.name, "epoch": epoch.number})
-                async with asyncio.TaskGroup() as tasks:
-                    keepers = [
-                        tasks.create_task(self._renew(lease, run_log)),
-                        tasks.create_task(self._look_for_cancel(claim, run_log)),
-                    ]
-                    await claim.driver.run()
-                    for keeper in keepers:
-                        keeper.cancel()
+                claim.driver = RunDriver(parts, done_evals=frozenset(view.done_evals))
+                claim.heed(await self._wishes.read(uid))
+                log.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
+                await self._keep(claim, claim.driver, lease, run_log)
+            except Exception as error:
+                if _is_gone(all_errors(error)):
+                    self._kept_events[uid] = events  # goes on by itself as soon as the log is rebuilt
+                raise
             finally:
-                await events.close()
+                if uid not in self._kept_events:
+                    await _try_to("write the last events", events.close())
         finally:
-            await lease.release()
+            await _try_to("release the lease", lease.release())
+
+    async def _keep(self, claim: _Claim, driver: RunDriver, lease: Lease, run_log: RunLog) -> None:
+        """Drive, and keep the lease and an eye on wishes meanwhile."""
+        async with asyncio.TaskGroup() as tasks:
+            keepers = [
+                tasks.create_task(self._renew(lease, run_log)),
+                tasks.create_task(self._look_for_wishes(claim, run_log.uid)),
+            ]
+            await driver.run()
+            for keeper in keepers:
+                keeper.cancel()
+        self._gone.pop(run_log.uid, None)
+
+    async def _events(self, view: RunView) -> RunEvents:
+        """The writer of the run's events: that of the drive before, if it ended because the log was gone."""
+        kept = self._kept_events.pop(view.record.uid, None)
+        if kept is not None:
+            return kept
+        # With a log of its own: it adopts a rebuilt one in place, which the driver must notice by itself.
+        events = RunEvents(EventWriter(await self._catalog.open_log(view.record.uid), self._owner))
+        events.state = view.run.state
+        return events
+
+    async def _queue_again(self, view: RunView) -> None:
+        """Say that a resumed run waits for a trainer."""
+        run_log = await self._catalog.open_log(view.record.uid)
+        lease = await Lease.acquire(run_log, ROLE, self._owner, LEASE_TTL_S, slot=self.slot)
+        if lease is None:
+            self._not_before[view.record.uid] = time.monotonic() + SCAN_S
+            return
+        events = await self._events(view)
+        try:
+            await events.state_changed(run_pb2.RUN_STATE_QUEUED, "resumed; no trainer is free")
+        finally:
+            await _try_to("write the last events", events.close())
+            await _try_to("release the lease", lease.release())
 
     async def _renew(self, lease: Lease, run_log: RunLog) -> None:
         """Renew the lease at a third of its ttl; losing it ends the drive."""
@@ -180,10 +261,34 @@ class RunManager:
                     remedy="that one continues the run",
                 )
 
-    async def _look_for_cancel(self, claim: _Claim, run_log: RunLog) -> None:
-        while not await self._is_cancelled(run_log):  # noqa: ASYNC110 - the intent is an object in the store
-            await asyncio.sleep(CANCEL_POLL_S)
-        claim.cancel()
+    async def _look_for_wishes(self, claim: _Claim, uid: str) -> None:
+        """Hear of wishes that another replica acknowledged."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                claim.heed(await self._wishes.read(uid))
+            except MillraceError as error:
+                log.warning("cannot read the wishes for a run, trying again", extra={"uid": uid, "error": str(error)})
 
-    async def _is_cancelled(self, run_log: RunLog) -> bool:
-        return any(intent.kind == "cancel" for intent in await run_log.read_intents())
+    def _note_ended(self, view: RunView) -> None:
+        """Let workers forget a run that ended a short while ago."""
+        if time.time() - view.run.end_time.ToNanoseconds() / 1e9 < LET_GO_S:
+            self._tell_once(view, has_ended=True)
+        self._wishes.forget(view.record.uid)
+
+    def _tell_once(self, view: RunView, *, has_ended: bool) -> None:
+        if view.record.uid not in self._told and view.record.uid not in self._claims:
+            self._told.add(view.record.uid)
+            self._registry.let_go(view.record.uid, has_ended=has_ended)
+
+
+def _is_gone(causes: Iterable[BaseException]) -> bool:
+    return any(isinstance(cause, LogGoneError) for cause in causes)
+
+
+async def _try_to(what: str, work: Awaitable[None]) -> None:
+    """Await what ends a drive; that it fails must not hide why the drive ended."""
+    try:
+        await work
+    except MillraceError as error:
+        log.warning("could not %s", what, extra={"error": str(error)})

@@ -23,6 +23,11 @@ UPDATE_WAIT_S = 10.0
 UPDATE_TIMEOUT_S = UPDATE_WAIT_S + 10.0
 RETRY_S = 1.0
 PACE_S = 0.05
+STATUS_TIMEOUT_S = 5.0
+LOOK_S = 5.0
+"""How often a replica that serves what it shall is asked whether it still does."""
+SLOW_S = 600.0
+"""Age from which a replica's update is overdue: it may be loading a large model."""
 RESCAN_S = 1.0
 """How often the registry is looked at for replicas that joined or left, if nothing wakes us."""
 
@@ -49,7 +54,9 @@ class PolicyDriver:
         self._events = events
         self._on_change = on_change
         self._served: dict[str, policy_service_pb2.PolicyStatus] = {}
+        self._announced: dict[str, tuple[int, int]] = {}
         self._failures: dict[str, str] = {}
+        self._suspected: dict[str, asyncio.Event] = {}
         self._published = asyncio.Event()
         self.desired: policy_pb2.PolicyEntry | None = None
 
@@ -63,9 +70,11 @@ class PolicyDriver:
         self._published = asyncio.Event()
 
     def ready(self) -> list[Replica]:
-        """Replicas that serve some version of this run's policy, in order of id."""
+        """Replicas that serve some version of this run's policy and take work, in order of id."""
         replicas = []
         for record in self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid):
+            if record.is_leaving:
+                continue
             status = self._served.get(record.worker_id)
             if status is not None and status.has_version and status.state != policy_service_pb2.POLICY_STATE_BROKEN:
                 replicas.append(
@@ -81,6 +90,22 @@ class PolicyDriver:
     def served_version(self) -> int | None:
         """Newest version that at least one ready replica serves."""
         return max((replica.version for replica in self.ready()), default=None)
+
+    def known(self) -> set[str]:
+        """Worker ids of the run's replicas that are registered, ready or not."""
+        return {r.worker_id for r in self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)}
+
+    def replica_at(self, http_url: str) -> str:
+        """Worker id of the run's replica with that base URL; empty if it is not known."""
+        owned = self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)
+        return next((record.worker_id for record in owned if record.worker.http_url == http_url), "")
+
+    def suspect(self, worker_id: str) -> None:
+        """A rollout lost its engine there: give it nothing new, and ask it at once whether it serves."""
+        if self._served.pop(worker_id, None) is not None:
+            log.warning("replica lost a request, asking whether it serves", extra={"worker": worker_id})
+            self._suspected[worker_id].set()
+            self._on_change()
 
     async def run(self) -> None:
         """Keep one task per replica of the run; ends by cancellation."""
@@ -99,6 +124,7 @@ class PolicyDriver:
                     self._served.pop(worker_id, None)
                     self._on_change()
                 for worker_id in owned.keys() - tasks.keys():
+                    self._suspected[worker_id] = asyncio.Event()
                     tasks[worker_id] = group.create_task(self._drive(owned[worker_id]))
                 await asyncio.sleep(RESCAN_S)
 
@@ -110,14 +136,17 @@ class PolicyDriver:
                 desired = self.desired
                 if desired is None or self._serves(record.worker_id, desired):
                     # A replica may also lose its policy by itself, so look again now and then.
-                    await _wait(published, timeout_s=5.0)
+                    await _wait_any(published, self._suspected[record.worker_id], timeout_s=LOOK_S)
                     if desired is not None and not published.is_set():
                         await self._refresh(stub, record)
                     continue
                 with waits.waiting(
-                    f"replica {record.worker_id} to serve policy {desired.version}", waits_on="inference"
+                    f"replica {record.worker_id} to serve policy {desired.version}",
+                    waits_on="inference",
+                    deadline_s=SLOW_S,
                 ):
-                    await self._update(stub, record, desired)
+                    while desired is self.desired and not self._serves(record.worker_id, desired):
+                        await self._update(stub, record, desired)
 
     async def _update(
         self,
@@ -143,10 +172,11 @@ class PolicyDriver:
             await asyncio.sleep(RETRY_S)
             return
         status = response.status
-        before = self._served.get(record.worker_id)
         self._take(record, status)
         if self._serves(record.worker_id, desired):
-            if before is None or before.version != status.version:
+            served = (status.lineage, status.version)
+            if self._announced.get(record.worker_id) != served:
+                self._announced[record.worker_id] = served
                 await self._events.policy_served(
                     replica=record.worker_id,
                     lineage=status.lineage,
@@ -163,10 +193,10 @@ class PolicyDriver:
             await asyncio.sleep(PACE_S)  # the replica answered before it was done: do not ask in a busy loop
 
     async def _refresh(self, stub: policy_service_pb2_grpc.PolicyServiceStub, record: WorkerRecord) -> None:
+        self._suspected[record.worker_id].clear()
+        request = policy_service_pb2.GetPolicyStatusRequest()
         try:
-            response = await call(
-                stub.GetPolicyStatus, policy_service_pb2.GetPolicyStatusRequest(), timeout_s=UPDATE_WAIT_S
-            )
+            response = await call(stub.GetPolicyStatus, request, timeout_s=STATUS_TIMEOUT_S)
         except MillraceError as error:
             log.warning("replica does not answer", extra={"worker": record.worker_id, "error": str(error)})
             self._served.pop(record.worker_id, None)
@@ -191,9 +221,12 @@ class PolicyDriver:
         )
 
 
-async def _wait(event: asyncio.Event, *, timeout_s: float) -> None:
+async def _wait_any(*events: asyncio.Event, timeout_s: float) -> None:
+    """Return when one of the events is set, or after `timeout_s`."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
     try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

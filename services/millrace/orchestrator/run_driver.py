@@ -1,275 +1,250 @@
-"""From a claimed run to its closing header: recover, find workers, open environments, loop, evaluate, close."""
+"""From a claimed run to its closing header: recover, find workers, open environments, loop, evaluate, close.
+
+    run ──▶ restore ──▶ STARTING ──▶ environments, policy ──▶ adopt ──▶ RUNNING ──▶ loop ──▶ last evaluation
+             │  closed already                 │ pause: PAUSED, all is given back │ cancel         │
+             └──────────────────────▶ end ◀────┴──────────── STOPPING, closing header ◀────────────┘
+
+Who drives the run next, here or elsewhere, begins at the same place: nothing is handed over but the log.
+"""
 
 import asyncio
 import logging
-import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from millrace.algorithms import ALGORITHMS
-from millrace.config.schema import RLConfig
 from millrace.errors import (
     CapacityError,
-    FencedError,
+    ConflictError,
     InternalError,
     InvalidStateError,
     MillraceError,
     UnavailableError,
     all_errors,
 )
-from millrace.internal.v1 import batch_pb2, policy_pb2
-from millrace.orchestrator.admission import AdmissionRule
+from millrace.internal.v1 import batch_pb2
+from millrace.orchestrator.assembly import RunParts, make_loop
 from millrace.orchestrator.collector import Collector
-from millrace.orchestrator.dispatcher import Dispatcher, RunIdentity
-from millrace.orchestrator.env_pool import EnvPool, OpenedEnv, env_spec
-from millrace.orchestrator.evals import Evaluator
-from millrace.orchestrator.events import RunEvents
-from millrace.orchestrator.groups import Group, GroupTable
-from millrace.orchestrator.ledger import Ledger
+from millrace.orchestrator.housekeeping import Housekeeper
 from millrace.orchestrator.loop import RolloutLoop
-from millrace.orchestrator.policy_driver import PolicyDriver
-from millrace.orchestrator.run_view import RunRecord
-from millrace.orchestrator.tasks import TaskOrder, TaskSource
-from millrace.orchestrator.trainer_watch import TrainerFailedError, TrainerWatch
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.trainer_watch import TrainerFailedError
+from millrace.orchestrator.wishes import Wish
 from millrace.rollouts.types import Rollout
-from millrace.runlog import Epoch, Lease, RunLog, load_committed, reappend_committed
+from millrace.runlog import load_committed
+from millrace.runlog.origin import load_origin
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2
 
 log = logging.getLogger(__name__)
 
 SERVED_POLL_S = 0.05
-WORKER_POLL_S = 5.0
-TRIM_S = 10.0
-
+POLICY_OVERDUE_S = 600.0
+"""Age from which the wait for a policy is overdue: the trainer may be loading a large model."""
+TRAINER_SPARE_S = 10.0
+"""After a takeover behind the closing header: how long a trainer that is not needed may take to show up."""
 
 T = TypeVar("T")
 
 
-class RunCancelledError(Exception):
-    """The run was cancelled while something else was waited for. Never leaves this module."""
+class RunStoppedError(Exception):
+    """The run was asked to end or to pause while something else was waited for. Never leaves this module."""
 
 
 class RunDriver:
-    """Drives one run under one epoch. `cancel` may be called at any time."""
+    """Drives one run under one epoch. `heed` may be called at any time."""
 
-    def __init__(
-        self,
-        *,
-        record: RunRecord,
-        run_log: RunLog,
-        epoch: Epoch,
-        lease: Lease,
-        registry: WorkerRegistry,
-        events: RunEvents,
-    ) -> None:
-        self._record = record
-        self._config = RLConfig.model_validate(record.config)
-        self._log = run_log
-        self._epoch = epoch
-        self._registry = registry
-        self._events = events
-        self._changed = asyncio.Event()
+    def __init__(self, parts: RunParts, *, done_evals: frozenset[tuple[str, int]] = frozenset()) -> None:
+        """`done_evals` are the environments and steps whose evaluation the log holds."""
+        self._parts = parts
+        self._ledger = parts.ledger
+        self._events = parts.events
+        self._keeper = Housekeeper(parts)
+        self._done_evals = done_evals
+        self._wish = Wish()
+        self._asked_to_stop = asyncio.Event()
         self._cancelled = asyncio.Event()
-        self._max_steps = self._config.max_steps or math.inf
-        settings = self._config.orchestrator
-        identity = RunIdentity(uid=record.uid, epoch=epoch.number, generation=run_log.generation)
-        self._trainer = TrainerWatch(run_uid=record.uid, registry=registry)
-        self._envs = EnvPool(run_uid=record.uid, epoch=epoch.number, registry=registry)
-        self._policies = PolicyDriver(
-            run_uid=record.uid, epoch=epoch.number, registry=registry, events=events, on_change=self._changed.set
-        )
-        self._table = GroupTable()
-        self._ledger = Ledger(
-            run_log=run_log,
-            epoch=epoch,
-            lease=lease,
-            run_hash=record.run_hash,
-            envs=self._envs,
-            events=events,
-            seq_len=settings.seq_len,
-        )
-        self._evals = Evaluator(run=identity, config=settings, envs=self._envs, policies=self._policies)
-        self._dispatcher = Dispatcher(run=identity, config=settings, envs=self._envs, policies=self._policies)
-        self._train_specs = [env_spec(env.name, env.id, env.args) for env in settings.env]
-        evaluated = [] if settings.eval is None else settings.eval.env
-        known = {spec.name for spec in self._train_specs}
-        self._specs = [
-            *self._train_specs,
-            *(env_spec(env.name, env.id, env.args) for env in evaluated if env.name not in known),
-        ]
+        self.is_paused = False
+        """The drive ended with the run paused."""
 
-    def cancel(self) -> None:
-        """Ask the run to end; it closes at the next turn of the loop."""
-        self._cancelled.set()
-        self._changed.set()
+    def heed(self, wish: Wish) -> None:
+        """Pause or end the run if that is wished; it stops at the next turn of the loop."""
+        self._wish = wish
+        if wish.is_cancelled:
+            self._cancelled.set()
+        if wish.is_cancelled or wish.is_paused:
+            self._asked_to_stop.set()
+            self._parts.changed.set()
 
     async def run(self) -> None:
-        """Drive the run to its closing header and its terminal state.
+        """Drive the run to its closing header and its terminal state, or to its pause.
 
-        A lost lease or epoch, and an outage of Redis or the store, are raised: the run stays open, and whoever claims
-        it next continues from the log. Everything else fails the run.
+        A lost lease or epoch, a gone log, and an outage of Redis or the store, are raised: the run stays open, and
+        whoever claims it next continues from the log. Everything else fails the run.
         """
         try:
             await self._drive()
         except Exception as error:  # the edge of a run: a defect there must not end the other runs
             first = _decisive(error)
-            if isinstance(first, FencedError | UnavailableError | CapacityError):
+            if isinstance(first, ConflictError | UnavailableError | CapacityError):
                 raise first from error
-            log.error("run failed", extra={"run": self._record.name, "error": str(first)}, exc_info=error)
+            log.error("run failed", extra={"run": self._parts.record.name, "error": str(first)}, exc_info=error)
             await self._fail(_as_millrace(first))
         finally:
-            await self._envs.close()
-            self._registry.release(self._record.uid)
+            await self._parts.envs.close()
+            self._parts.registry.release(self._parts.record.uid)
 
     async def _drive(self) -> None:
-        self._ledger.restore(*await load_committed(self._log))
-        await reappend_committed(self._log, self._epoch)
-        if self._ledger.closing is None:
-            await self._events.state_changed(run_pb2.RUN_STATE_STARTING, "claimed by an orchestrator")
+        await self._restore()
+        was_closed = self._ledger.closing is not None
+        if not was_closed:
+            if self._wish.is_paused and not self._wish.is_cancelled:
+                await self._pause()
+                return
             async with asyncio.TaskGroup() as tasks:
-                background = [
-                    tasks.create_task(work)
-                    for work in (
-                        self._policies.run(),
-                        self._follow_policies(),
-                        self._trainer.run(),
-                        self._watch_workers(),
-                        self._trim_batches(),
-                    )
-                ]
-                try:
-                    evaluation = await self._play(tasks, background)
-                    outcome, reason = batch_pb2.RUN_OUTCOME_SUCCEEDED, "run_ended"
-                except RunCancelledError:
-                    evaluation, outcome, reason = [], batch_pb2.RUN_OUTCOME_CANCELLED, "cancelled"
-                    await self._envs.cancel([])
-                succeeded = outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
-                why = "every step is done" if succeeded else "cancelled on request"
-                await self._events.state_changed(run_pb2.RUN_STATE_STOPPING, why)
-                await self._ledger.close(
-                    self._table, outcome=outcome, reason=reason, final_version=self._ledger.step, evaluation=evaluation
-                )
+                background = [tasks.create_task(work) for work in self._background()]
+                await self._play_and_close(tasks, background)
                 for task in background:
                     task.cancel()
-        await self._end()
+        if not self.is_paused:
+            await self._end(was_closed=was_closed)
+
+    async def _restore(self) -> None:
+        """Take over what the store has of the run, and bring Redis up to date with it."""
+        run_log = self._parts.log
+        origin = await asyncio.to_thread(load_origin, run_log.store, run_log.names)
+        last, chain = await load_committed(run_log)
+        self._ledger.restore(last, chain, origin=origin, table=self._parts.table)
+        await self._keeper.start()
+
+    def _background(self) -> list[Coroutine[Any, Any, None]]:
+        keeper = self._keeper
+        return [
+            self._parts.policies.run(),
+            self._parts.trainer.run(),
+            keeper.follow_policies(),
+            keeper.watch_workers(),
+            keeper.watch_log(),
+            keeper.trim_batches(),
+            keeper.archive_events(),
+        ]
+
+    async def _play_and_close(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
+        """Play until the last step, a cancellation or a pause; the first two end with the closing header."""
+        evaluation: list[Rollout] = []
+        outcome, reason, why = batch_pb2.RUN_OUTCOME_SUCCEEDED, "run_ended", "every step is done"
+        try:
+            how = "resumed" if self._events.state == run_pb2.RUN_STATE_PAUSED else "claimed by an orchestrator"
+            await self._events.state_changed(run_pb2.RUN_STATE_STARTING, how)
+            evaluation = await self._play(tasks, background)
+        except RunStoppedError:
+            if not self._cancelled.is_set():
+                await self._parts.envs.stop_all(self._keeper.log_instance)
+                await self._pause()
+                return
+            outcome, reason, why = batch_pb2.RUN_OUTCOME_CANCELLED, "cancelled", "cancelled on request"
+            await self._parts.envs.cancel([])
+        await self._events.state_changed(run_pb2.RUN_STATE_STOPPING, why)
+        await self._ledger.close(
+            self._parts.table, outcome=outcome, reason=reason, final_version=self._ledger.step, evaluation=evaluation
+        )
+        await self._keeper.archive_now()
 
     async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
         """Everything between STARTING and STOPPING; returns the rollouts of the final evaluation."""
-        loop = await self._unless_cancelled(self._start())
-        collector = Collector(log=self._log, loop=loop, evals=self._evals, ledger=self._ledger, envs=self._envs)
-        await collector.adopt()
-        background.append(tasks.create_task(collector.run()))
+        loop = await self._unless_stopped(self._start())
+        collector = self._keeper.collector = Collector(
+            stream=self._parts.stream,
+            loop=loop,
+            evals=self._parts.evals,
+            ledger=self._ledger,
+            envs=self._parts.envs,
+        )
+        await collector.adopt(self._keeper.log_instance)
+        background.append(tasks.create_task(self._parts.stream.follow()))
         await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "workers, environments and policy are ready")
-        settings = self._config.orchestrator.eval
+        settings = self._parts.config.orchestrator.eval
         if settings is not None and self._ledger.step == 0 and not settings.skip_first_step:
-            await self._unless_cancelled(self._evaluate(0))
+            await self._unless_stopped(self._evaluate_missing(0))
         background.append(tasks.create_task(self._evaluate_periodically()))
         await loop.run()
-        if self._cancelled.is_set():
-            raise RunCancelledError
-        await self._unless_cancelled(self._wait_served(self._ledger.step))
-        return await self._unless_cancelled(self._evaluate(self._ledger.step))
+        if self._asked_to_stop.is_set():
+            if not self._cancelled.is_set():
+                await self._unless(self._cancelled, loop.drain())
+            raise RunStoppedError
+        await self._unless_stopped(self._wait_served(self._ledger.step))
+        return await self._unless_stopped(self._evaluate(self._ledger.step))
 
-    async def _unless_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, or end it and raise RunCancelledError when the run is cancelled meanwhile."""
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, or end it and raise RunStoppedError when the run shall stop meanwhile."""
+        return await self._unless(self._asked_to_stop, work)
+
+    async def _unless(self, event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
         working = asyncio.create_task(work)
-        cancelled = asyncio.create_task(self._cancelled.wait())
+        stopped = asyncio.create_task(event.wait())
         try:
-            await asyncio.wait({working, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise RunCancelledError
+                raise RunStoppedError
             return working.result()
         finally:
-            for task in (working, cancelled):
+            for task in (working, stopped):
                 task.cancel()
-            await asyncio.gather(working, cancelled, return_exceptions=True)
+            await asyncio.gather(working, stopped, return_exceptions=True)
 
     async def _start(self) -> RolloutLoop:
         """Wait for environments and for the start policy to be served; build the loop."""
-        settings = self._config.orchestrator
+        envs = self._parts.envs
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._envs.open_all(self._specs))
+            tasks.create_task(envs.open_all(self._parts.specs))
             tasks.create_task(self._wait_served(0))
-        opened = {spec.name: self._envs.envs[spec.name] for spec in self._specs}
-        for name in self._evals.names:
-            if opened[name].num_eval == 0:
+        for name in self._parts.evals.names:
+            if envs.envs[name].num_eval == 0:
                 await self._events.warning(
                     "EVAL_ON_TRAINING_TASKS",
                     f"environment {name!r} has no held-out tasks: it is evaluated on its training tasks",
                 )
-        order = self._task_order(opened)
-
-        def make_group(ordinal: int, planned_step: int) -> Group:
-            task = order.task(ordinal)
-            return Group(
-                task=task,
-                group_size=settings.rollouts_per_example,
-                planned_step=planned_step,
-                is_scored_whole=opened[task.env].requires_group,
-            )
-
-        return RolloutLoop(
-            max_steps=self._max_steps,
-            rule=AdmissionRule(
-                groups_per_step=settings.batch_size // settings.rollouts_per_example,
-                async_level=settings.async_level,
-                max_off_policy_steps=settings.max_off_policy_steps,
-                oversampling_factor=settings.oversampling_factor,
-                max_steps=self._config.max_steps,
-            ),
-            make_group=make_group,
-            tasks=order,
-            table=self._table,
-            dispatcher=self._dispatcher,
-            policies=self._policies,
-            ledger=self._ledger,
-            events=self._events,
-            algorithm=ALGORITHMS[settings.algo.type](),
-            filter_zero_advantages=settings.filter_zero_advantages,
-            seq_len=settings.seq_len,
-            changed=self._changed,
-            is_cancelled=self._cancelled.is_set,
-        )
-
-    def _task_order(self, opened: Mapping[str, OpenedEnv]) -> TaskOrder:
-        """The order over the training tasks of every environment."""
-        settings = self._config.orchestrator
-        sources = [
-            TaskSource(
-                env=env.name,
-                num_tasks=opened[env.name].num_train,
-                digest=opened[env.name].train_digest,
-                weight=env.weight,
-            )
-            for env in settings.env
-        ]
-        return TaskOrder(sources, seed=settings.seed)
+        return make_loop(self._parts, is_stopping=self._asked_to_stop.is_set)
 
     async def _evaluate_periodically(self) -> None:
         """Evaluate beside training whenever a version that is a multiple of the interval is served."""
-        settings = self._config.orchestrator.eval
-        while settings is not None:
-            step = (self._ledger.step // settings.interval + 1) * settings.interval
-            if step >= self._max_steps:
-                return
+        settings = self._parts.config.orchestrator.eval
+        if settings is None:
+            return
+        step = self._ledger.step // settings.interval * settings.interval
+        if step == 0 or all((env, step) in self._done_evals for env in self._parts.evals.names):
+            step += settings.interval  # else a predecessor was at it: do again what the log does not have
+        while step < self._parts.max_steps:
             await self._wait_served(step)
             try:
-                await self._evaluate(step)
+                await self._evaluate_missing(step)
             except InvalidStateError as error:
                 await self._events.warning(error.reason, str(error))
+            step = max(step, self._ledger.step // settings.interval * settings.interval) + settings.interval
+
+    async def _evaluate_missing(self, step: int) -> None:
+        """Evaluate with the policy of `step` what the log does not have of it."""
+        for env in self._parts.evals.names:
+            if (env, step) not in self._done_evals:
+                report, _ = await self._parts.evals.evaluate(env, step=step, min_version=step)
+                await self._events.eval_completed(report)
 
     async def _evaluate(self, step: int) -> list[Rollout]:
         """Evaluate every evaluated environment with the policy of `step`; returns the OK rollouts."""
         rollouts: list[Rollout] = []
-        for env in self._evals.names:
-            report, good = await self._evals.evaluate(env, step=step, min_version=step)
+        for env in self._parts.evals.names:
+            report, good = await self._parts.evals.evaluate(env, step=step, min_version=step)
             await self._events.eval_completed(report)
             rollouts += good
         return rollouts
 
-    async def _end(self) -> None:
+    async def _pause(self) -> None:
+        """Say that the run is paused; who resumes it continues from the log."""
+        self.is_paused = True
+        reason = f"paused on request: {self._wish.reason}" if self._wish.reason else "paused on request"
+        if self._events.state != run_pb2.RUN_STATE_PAUSED:
+            await self._events.state_changed(run_pb2.RUN_STATE_PAUSED, reason)
+        await self._keeper.archive_now()
+
+    async def _end(self, *, was_closed: bool) -> None:
         """Let the trainer consume the closing header, then record the terminal state that the header says."""
         closing = self._ledger.closing
         assert closing is not None
@@ -278,80 +253,49 @@ class RunDriver:
                 reason=closing.error_reason, message=closing.error_message, component=closing.error_component
             )
             await self._events.state_changed(run_pb2.RUN_STATE_FAILED, closing.error_message, error=error)
+            await self._keeper.archive_now()
             return
         succeeded = closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
         why = "the trainer has written everything" if succeeded else "cancelled on request"
+        # After a takeover nobody may know that the trainer had finished: the last checkpoint says so as well.
+        is_written = was_closed and await self._keeper.newest_checkpoint() >= closing.final_version
         try:
-            await self._trainer.wait_finished(is_needed=succeeded)
+            await self._parts.trainer.wait_finished(
+                is_needed=succeeded and not is_written, spare_s=TRAINER_SPARE_S if succeeded else 0.0
+            )
         except InternalError as error:
             why = "the trainer did not say that it has written everything"
             await self._events.warning(error.reason, str(error))
         state = run_pb2.RUN_STATE_SUCCEEDED if succeeded else run_pb2.RUN_STATE_CANCELLED
         await self._events.state_changed(state, why)
+        await self._keeper.archive_now()
 
     async def _fail(self, error: MillraceError) -> None:
         """Close the run as failed, unless it is closed; the header says why even if the events are lost."""
         detail = run_pb2.RunError(reason=error.reason, message=str(error), component=_component(error))
         if self._ledger.closing is None:
-            await self._envs.cancel([])
+            await self._parts.envs.cancel([])
             await self._ledger.close(
-                self._table,
+                self._parts.table,
                 outcome=batch_pb2.RUN_OUTCOME_FAILED,
                 reason="run_failed",
                 final_version=self._ledger.step,
                 error=detail,
             )
         await self._events.state_changed(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
+        await self._keeper.archive_now()
 
     async def _wait_served(self, version: int) -> None:
-        with waits.waiting(f"policy {version} to be served", waits_on="trainer"):
-            while (served := self._policies.served_version()) is None or served < version:  # noqa: ASYNC110 - bounded
+        policies = self._parts.policies
+        with waits.waiting(f"policy {version} to be served", waits_on="trainer", deadline_s=POLICY_OVERDUE_S):
+            while (served := policies.served_version()) is None or served < version:  # noqa: ASYNC110 - bounded
                 await asyncio.sleep(SERVED_POLL_S)
-
-    async def _follow_policies(self) -> None:
-        """Take every published version from the policy stream."""
-        cursor = "0"
-        while True:
-            for entry in await self._log.read("policies", after=cursor, block_s=5.0):
-                cursor = entry.id
-                policy = policy_pb2.PolicyEntry.FromString(entry.d)
-                self._policies.publish(policy)
-                self._ledger.lineage = policy.lineage
-
-    async def _watch_workers(self) -> None:
-        """Wake the loop when workers change, tell them the watermark, open environments where servers joined."""
-        while True:
-            changed = self._registry.changed
-            self._registry.set_watermark(self._record.uid, self._ledger.frontier.resolved_below)
-            if self._envs.envs and not self._envs.is_complete(self._specs):
-                await self._envs.refresh(self._specs)
-            try:
-                async with asyncio.timeout(WORKER_POLL_S):
-                    await changed.wait()
-            except TimeoutError:
-                pass
-            self._changed.set()
-
-    async def _trim_batches(self) -> None:
-        """Remove from Redis the batches below the newest durable checkpoint; the store keeps them."""
-        trimmed = 0
-        while True:
-            await asyncio.sleep(TRIM_S)
-            newest = await asyncio.to_thread(self._newest_checkpoint)
-            if newest > trimmed:
-                await self._log.trim_batches(newest)
-                trimmed = newest
-
-    def _newest_checkpoint(self) -> int:
-        prefix = self._log.names.checkpoints
-        manifests = (info.key for info in self._log.store.list(prefix) if info.key.endswith("/manifest.json"))
-        return max((int(key.removeprefix(prefix).partition("/")[0]) for key in manifests), default=0)
 
 
 def _decisive(error: Exception) -> Exception:
     """Of the errors that ended a drive, the one that says whether the run can go on elsewhere; else the first."""
     errors = [inner for inner in all_errors(error) if isinstance(inner, Exception)]
-    handed_over = (inner for inner in errors if isinstance(inner, FencedError | UnavailableError | CapacityError))
+    handed_over = (inner for inner in errors if isinstance(inner, ConflictError | UnavailableError | CapacityError))
     return next(handed_over, errors[0])
 
 

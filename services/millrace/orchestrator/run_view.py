@@ -56,6 +56,12 @@ class RunView:
     def __init__(self, record: RunRecord) -> None:
         self.record = record
         self.cursor = ""
+        self.log_instance = ""
+        """Which copy of the log the events were read from; empty before the first look."""
+        self.is_closed = False
+        """Known to be committed to its closing header: events that said so may be lost with Redis."""
+        self.done_evals: set[tuple[str, int]] = set()
+        """Environment and step of every evaluation that is finished."""
         self.run = run_pb2.Run(
             name=f"runs/{record.name}",
             uid=record.uid,
@@ -97,6 +103,8 @@ class RunView:
                     progress.reward = step.reward_mean
             case "policy_published":
                 progress.policy_version = max(progress.policy_version, event.policy_published.version)
+            case "eval_completed":
+                self.done_evals.add((event.eval_completed.env, event.eval_completed.step))
             case "policy_served":
                 progress.min_inference_version = event.policy_served.version
             case _:

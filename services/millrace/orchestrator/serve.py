@@ -14,6 +14,7 @@ from millrace.orchestrator.service import RunServicer
 from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.serve import serve
+from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog import open_redis
 from millrace.storage import open_store
@@ -34,7 +35,7 @@ async def serve_orchestrator(
     redis = open_redis(settings.require("redis_url"))
     store = open_store(settings.require("store_url"))
     registry = WorkerRegistry()
-    catalog = RunCatalog(redis=redis, store=store, prefix=settings.prefix)
+    catalog = RunCatalog(redis=redis, store=store, prefix=settings.prefix, owner=owner)
     board = HealthBoard()
     manager = RunManager(
         owner=owner,
@@ -63,9 +64,13 @@ async def serve_orchestrator(
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(registry), server)
         return [run_service, worker_service]
 
-    stopping = asyncio.Event()
+    listen = settings.require("listen")
+    started_once, stopping = asyncio.Event(), asyncio.Event()
 
     def started(port: int) -> None:
+        # Only who has bound the address holds the place, and may take over what a predecessor there left.
+        manager.slot = worker_slot(f"{listen.rpartition(':')[0]}:{port}")
+        started_once.set()
         board.set_ready(run_service)
         board.set_ready(worker_service)
         board.expect_progress(PROCESS, within_s=STALL_S)
@@ -74,9 +79,9 @@ async def serve_orchestrator(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            managing = tasks.create_task(manager.run(), name="run manager")
+            managing = tasks.create_task(_manage(manager, started_once, stopping), name="run manager")
             await serve(
-                settings.require("listen"),
+                listen,
                 register,
                 drain_s=settings.drain_s,
                 grace_s=settings.grace_s,
@@ -85,8 +90,27 @@ async def serve_orchestrator(
                 health_board=board,
                 handle_signals=handle_signals,
             )
-            managing.cancel()
+            started_once.set()
+            await managing
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     finally:
         await redis.aclose()
+
+
+async def _manage(manager: RunManager, started: asyncio.Event, stopping: asyncio.Event) -> None:
+    """Run the manager from when the server listens until it is asked to stop: then a successor may claim at once.
+
+    Raises what ends the manager by itself.
+    """
+    await started.wait()
+    running, stop = asyncio.create_task(manager.run()), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((running, stop), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        log.info("giving every run back")
+    finally:
+        for task in (running, stop):
+            task.cancel()
+        await asyncio.gather(running, stop, return_exceptions=True)

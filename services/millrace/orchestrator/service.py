@@ -20,7 +20,6 @@ from millrace.config.schema import RLConfig
 from millrace.errors import (
     AlreadyExistsError,
     InvalidSpecError,
-    InvalidStateError,
     LogGoneError,
     UnavailableError,
     Violation,
@@ -29,9 +28,10 @@ from millrace.orchestrator import forks
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.explain import explain, unanswered
 from millrace.orchestrator.manager import RunManager
-from millrace.orchestrator.run_view import RunRecord, RunView
+from millrace.orchestrator.run_view import TERMINAL, RunRecord, RunView
+from millrace.orchestrator.watch import EventFeed
+from millrace.orchestrator.wish_calls import WishCalls
 from millrace.orchestrator.workers import WorkerRegistry
-from millrace.runlog import EventReader
 from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request
@@ -73,6 +73,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self._registry = registry
         self._owner = owner
         self._draining = draining
+        self._wishes = WishCalls(store=store, prefix=prefix, on_wish=manager.heed)
         self._auditing = asyncio.Semaphore(1)  # an audit reads everything of a run: one at a time
 
     async def CreateRun(
@@ -145,40 +146,42 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.CancelRunResponse:
         """Write the intent, then tell the driver. Cancelling a run that ended is an error; twice is not."""
         view = await self._catalog.find(request.name)
-        if view.is_terminal and view.run.state != run_pb2.RUN_STATE_CANCELLED:
-            state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
-            raise InvalidStateError(
-                f"run {view.record.name!r} has already ended as {state}",
-                reason="RUN_ENDED",
-                remedy="nothing is left to cancel",
-                metadata={"state": state},
-            )
-        if not view.is_terminal:
-            run_log = await self._catalog.open_log(view.record.uid)
-            await run_log.write_intent("cancel", {"reason": request.reason, "request_id": request.request_id})
-            self._manager.cancel(view.record.uid)
+        await self._wishes.cancel(view, reason=request.reason, request_id=request.request_id)
         return run_service_pb2.CancelRunResponse(run=view.run)
+
+    async def PauseRun(
+        self, request: run_service_pb2.PauseRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.PauseRunResponse:
+        """Write the intent, then tell the driver. Pausing a run that ends or ended is an error; twice is not."""
+        view = await self._catalog.find(request.name)
+        await self._wishes.pause(view, reason=request.reason, request_id=request.request_id)
+        return run_service_pb2.PauseRunResponse(run=view.run)
+
+    async def ResumeRun(
+        self, request: run_service_pb2.ResumeRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ResumeRunResponse:
+        """Write the intent, then look for a free trainer. A run that is not paused goes on as it does."""
+        view = await self._catalog.find(request.name)
+        await self._wishes.resume(view, request_id=request.request_id)
+        return run_service_pb2.ResumeRunResponse(run=view.run)
 
     async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):
         """Replay, then follow; ends behind the terminal state."""
-        record = (await self._catalog.find(request.name)).record
-        view = RunView(record)
-        reader = EventReader(await self._catalog.open_log(record.uid))
-        cursor, last_sent = request.after, time.monotonic()
-        if (
-            cursor
-            and (await self._catalog.find(record.uid)).is_terminal
-            and not await reader.read(after=cursor, block_s=0.0)
-        ):
-            return
-        while not view.is_terminal:
+        view = await self._catalog.find(request.name)
+        feed = EventFeed(self._catalog, view.record.uid, after=request.after)
+        last_sent, has_ended = time.monotonic(), False
+        while not has_ended:
             if self._draining.is_set():
                 raise UnavailableError(
-                    "this orchestrator is draining", reason="DRAINING", remedy=f"watch again with after={cursor!r}"
+                    "this orchestrator is draining",
+                    reason="DRAINING",
+                    remedy=f"watch again with after={feed.cursor!r}",
+                    metadata={"cursor": feed.cursor},
                 )
-            for event in await reader.read(after=cursor, block_s=READ_BLOCK_S):
-                cursor, last_sent = event.cursor, time.monotonic()
-                view.apply(event)
+            has_ended = view.is_terminal  # then what is there is all
+            for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
+                last_sent = time.monotonic()
+                has_ended = event.HasField("state_changed") and event.state_changed.new_state in TERMINAL
                 yield run_service_pb2.WatchRunResponse(event=event)
             if time.monotonic() - last_sent > HEARTBEAT_S:
                 last_sent = time.monotonic()

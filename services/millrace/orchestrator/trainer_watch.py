@@ -1,6 +1,7 @@
 """The run's trainer as the driver sees it: keep one assigned, notice that it gave up, wait until it is finished."""
 
 import asyncio
+import time
 
 from millrace.errors import InternalError
 from millrace.internal.v1 import worker_service_pb2
@@ -31,18 +32,20 @@ class TrainerWatch:
             self._look()
             await asyncio.sleep(POLL_S)
 
-    async def wait_finished(self, *, is_needed: bool) -> None:
-        """Wait until the closing header is consumed; a run that needs no trainer and has none does not wait.
+    async def wait_finished(self, *, is_needed: bool, spare_s: float = 0.0) -> None:
+        """Wait until the closing header is consumed; a run that needs no trainer and has none waits `spare_s` for one.
 
         Raises TrainerFailedError, or InternalError after the deadline.
         """
+        began = time.monotonic()
         try:
             with waits.waiting(
                 "the trainer's last checkpoint and reports", waits_on="trainer", deadline_s=FINISH_TIMEOUT_S
             ):
                 async with asyncio.timeout(FINISH_TIMEOUT_S):
                     while (status := self._status()) is None or not status.is_finished:
-                        if not is_needed and not self._registry.owned(_TRAINER, self._run_uid):
+                        is_spared = not is_needed and time.monotonic() - began >= spare_s
+                        if is_spared and not self._registry.owned(_TRAINER, self._run_uid):
                             return
                         self._look()
                         await asyncio.sleep(FINISH_POLL_S)

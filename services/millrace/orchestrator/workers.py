@@ -7,7 +7,7 @@ with an empty registry knows all of them within one heartbeat interval.
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import grpc
@@ -25,6 +25,14 @@ PULSE_S, STOOD_STILL_S = 0.5, 2.0
 """How often this process looks whether it runs, and the gap from which on it says that it did not."""
 MAX_LOST = 64
 """Lost workers that are remembered, to name them."""
+LEAVING_LEASE_S = 3.0
+"""The same silence for a worker that said that it leaves: it has gone."""
+LET_GO_S = 600.0
+"""How long workers are told of a run that was paused or has ended."""
+MAX_LET_GO = 64
+"""Runs of which they are told; with more, the oldest are left out."""
+EVERYTHING = 2**63 - 1
+"""Watermark of a run that has ended: env-servers need not keep a rollout of it."""
 
 
 @dataclass(slots=True)
@@ -37,6 +45,8 @@ class WorkerRecord:
     trainer: worker_service_pb2.TrainerStatus | None = None
     policy: policy_service_pb2.PolicyStatus | None = None
     num_playing: int = 0
+    is_leaving: bool = False
+    """It drains: it gets nothing new."""
     run_uid: str = ""
     """Run that this trainer or replica is given to; empty when free. Env-servers serve every run."""
 
@@ -51,12 +61,24 @@ class WorkerRecord:
         return self.trainer.run_uid if self.trainer is not None and not self.trainer.is_finished else ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LetGo:
+    """A run that workers shall let go of, until when they are told, and whether it has ended."""
+
+    until: float
+    has_ended: bool
+
+
 class WorkerRegistry:
     """Registered workers by id; `changed` wakes whoever waits for a worker or its report."""
 
     def __init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
         self._resolved_below: dict[str, int] = {}
+        self._log_instances: dict[str, str] = {}
+        self._let_go: dict[str, _LetGo] = {}
+        self.on_lost: list[Callable[[WorkerRecord, str], None]] = []
+        """Called with each worker that is gone, and the reason: `WORKER_LOST` or `WORKER_REPLACED`."""
         self._pulse = 0.0
         self.lost: dict[str, WorkerRecord] = {}
         """Workers whose lease ran out and that did not come back, as they were; the newest `MAX_LOST`."""
@@ -67,6 +89,7 @@ class WorkerRegistry:
     def register(self, worker: worker_service_pb2.Worker) -> None:
         """Add a worker, or take its new description."""
         self.lost.pop(worker.worker_id, None)
+        self._replace_slot(worker)
         known = self._records.get(worker.worker_id)
         if known is None:
             self._records[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
@@ -83,6 +106,7 @@ class WorkerRegistry:
         record.last_seen = time.monotonic()
         record.waits = list(request.waits)
         record.num_playing = request.num_playing
+        record.is_leaving = request.is_leaving
         if request.HasField("trainer"):
             record.trainer = request.trainer
         if request.HasField("policy"):
@@ -98,6 +122,10 @@ class WorkerRegistry:
             key=lambda record: record.worker_id,
         )
 
+    def accepting(self, kind: worker_service_pb2.WorkerKind) -> list[WorkerRecord]:
+        """Workers of a kind that take work, in order of id."""
+        return [record for record in self.alive(kind) if not record.is_leaving]
+
     def owned(self, kind: worker_service_pb2.WorkerKind, run_uid: str) -> list[WorkerRecord]:
         """Workers of a kind that are given to a run."""
         return [record for record in self.alive(kind) if record.run_uid == run_uid]
@@ -106,10 +134,11 @@ class WorkerRegistry:
         """Give free workers of a kind to a run, `limit` at most; returns how many it has then.
 
         A worker that reports to work on the run already (we restarted) goes first; one that reports another run is
-        not free.
+        not free. One that leaves does not count: its work goes to another.
         """
-        mine = self.owned(kind, run_uid)
-        free = [record for record in self.alive(kind) if record.run_uid == "" and record.reported in ("", run_uid)]
+        self._let_go.pop(run_uid, None)
+        mine = [record for record in self.owned(kind, run_uid) if not record.is_leaving]
+        free = [record for record in self.accepting(kind) if record.run_uid == "" and record.reported in ("", run_uid)]
         for record in sorted(free, key=lambda record: record.reported != run_uid):
             if limit is not None and len(mine) >= limit:
                 break
@@ -118,22 +147,49 @@ class WorkerRegistry:
         return len(mine)
 
     def release(self, run_uid: str) -> None:
-        """Take every worker from a run that ended."""
+        """Take every worker from a run that this orchestrator does not drive any more; it may go on elsewhere."""
         for record in self._records.values():
             if record.run_uid == run_uid:
                 record.run_uid = ""
         self._resolved_below.pop(run_uid, None)
+        self._log_instances.pop(run_uid, None)
+        self.notify()
+
+    def let_go(self, run_uid: str, *, has_ended: bool) -> None:
+        """Tell workers for a while to let go of a run, because it is paused or has ended."""
+        self._let_go.pop(run_uid, None)
+        self._let_go[run_uid] = _LetGo(until=time.monotonic() + LET_GO_S, has_ended=has_ended)
+        while len(self._let_go) > MAX_LET_GO:
+            del self._let_go[next(iter(self._let_go))]
         self.notify()
 
     def set_watermark(self, run_uid: str, resolved_below: int) -> None:
         """Tell workers by heartbeat below which ordinal a run is resolved."""
         self._resolved_below[run_uid] = resolved_below
+        self._let_go.pop(run_uid, None)
+
+    def set_log_instance(self, run_uid: str, log_instance: str) -> None:
+        """Tell workers by heartbeat which copy of a run's log Redis holds."""
+        self._log_instances[run_uid] = log_instance
 
     def assignments(self, record: WorkerRecord) -> Iterator[worker_service_pb2.Assignment]:
-        """Runs that a worker shall work on: its own, or for an env-server all."""
+        """Runs that a worker shall work on: its own, or for an env-server all, those that just ended included."""
         env_server = record.worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER
         for run_uid in list(self._resolved_below) if env_server else filter(None, [record.run_uid]):
-            yield worker_service_pb2.Assignment(run_uid=run_uid, resolved_below=self._resolved_below.get(run_uid, 0))
+            yield worker_service_pb2.Assignment(
+                run_uid=run_uid,
+                resolved_below=self._resolved_below.get(run_uid, 0),
+                log_instance=self._log_instances.get(run_uid, ""),
+            )
+        for run_uid in self.runs_to_let_go() if env_server else ():
+            if self._let_go[run_uid].has_ended and run_uid not in self._resolved_below:
+                yield worker_service_pb2.Assignment(run_uid=run_uid, resolved_below=EVERYTHING)
+
+    def runs_to_let_go(self) -> list[str]:
+        """Runs that were paused or ended within the last `LET_GO_S`."""
+        now = time.monotonic()
+        self._let_go = {run_uid: told for run_uid, told in self._let_go.items() if told.until > now}
+        return list(self._let_go)
 
     def waits_of(self, run_uid: str) -> list[event_pb2.Wait]:
         """What the run's workers reported to wait for, aged by the time since the report."""
@@ -180,14 +236,28 @@ class WorkerRegistry:
         if self._pulse and now - self._pulse > PULSE_S + STOOD_STILL_S:
             return  # we stood still and `keep_pulse` has not run since: nobody's silence is known
         for worker_id, record in list(self._records.items()):
-            if now - record.last_seen > LEASE_S:
+            if now - record.last_seen > (LEAVING_LEASE_S if record.is_leaving else LEASE_S):
                 log.warning(
                     "worker lost: no heartbeat",
                     extra={"worker": worker_id, "seconds": round(now - record.last_seen, 1), "run": record.run_uid},
                 )
-                self.lost[worker_id] = self._records.pop(worker_id)
+                self.lost[worker_id] = record
                 while len(self.lost) > MAX_LOST:
                     del self.lost[next(iter(self.lost))]
+                self._remove(record, "WORKER_LOST")
+
+    def _replace_slot(self, worker: worker_service_pb2.Worker) -> None:
+        """Drop who was registered for the same place: that process is dead, since its successor holds the place."""
+        for record in list(self._records.values()):
+            if worker.slot and record.worker.slot == worker.slot and record.worker_id != worker.worker_id:
+                fields = {"worker": record.worker_id, "by": worker.worker_id, "slot": worker.slot}
+                log.warning("worker replaced by its successor", extra=fields | {"run": record.run_uid})
+                self._remove(record, "WORKER_REPLACED")
+
+    def _remove(self, record: WorkerRecord, reason: str) -> None:
+        del self._records[record.worker_id]
+        for callback in self.on_lost:
+            callback(record, reason)
 
 
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
@@ -210,4 +280,6 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         record = self._registry.heartbeat(request)
         if record is None:
             return worker_service_pb2.HeartbeatResponse(register_again=True)
-        return worker_service_pb2.HeartbeatResponse(assignments=list(self._registry.assignments(record)))
+        return worker_service_pb2.HeartbeatResponse(
+            assignments=list(self._registry.assignments(record)), let_go=self._registry.runs_to_let_go()
+        )

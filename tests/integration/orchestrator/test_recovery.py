@@ -13,7 +13,7 @@ from millrace.internal.v1 import batch_pb2, rollout_pb2, worker_service_pb2
 from millrace.orchestrator import workers
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
-from millrace.runlog import Names, RunLog, load_headers
+from millrace.runlog import Names, RunLog, Stream, load_headers
 from millrace.v1 import run_pb2, run_service_pb2
 
 
@@ -75,13 +75,14 @@ async def test_a_run_closes_once_even_if_the_trainer_gives_up_behind_the_closing
 
 async def test_a_sick_run_does_not_hurt_the_others(stack) -> None:
     sick = await create(stack, run_id="sick")
-    await stack.deps["redis"].delete(Names(stack.prefix, sick.uid).meta)
+    events_key = Names(stack.prefix, sick.uid).stream(Stream.EVENTS)
+    await stack.deps["redis"].execute_command("XADD", events_key, "1-0", "v", "1", "h", "0" * 64, "d", "?", "tp", "")
     await stack.env_server()
     await stack.inference()
     await stack.trainer()
     events = await watch(stack, await create(stack, run_id="healthy"))
     assert bodies(events, "state_changed")[-1].new_state == run_pb2.RUN_STATE_SUCCEEDED
-    with pytest.raises(MillraceError, match="does not hold the log"):
+    with pytest.raises(MillraceError, match="has not the sha256"):
         await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name="sick"))
     assert stack.orchestrator is not None and not stack.orchestrator.done()
 

@@ -24,6 +24,8 @@ def make_rollout(
     group_size: int = 4,
     status: RolloutStatus = RolloutStatus.OK,
     version: int = 0,
+    entry_id: str = "",
+    env_server: str = "",
 ) -> Rollout:
     ok = status == RolloutStatus.OK
     return Rollout(
@@ -40,4 +42,6 @@ def make_rollout(
         error=None if ok else RolloutError(type="Error", message="it broke"),
         samples=(make_sample(version=version),) if ok else (),
         reward=reward,
+        entry_id=entry_id,
+        env_server=env_server,
     )

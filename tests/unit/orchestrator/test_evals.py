@@ -28,8 +28,28 @@ RUN = RunIdentity(uid="r1", epoch=1, generation=1)
 class OneReplica:
     desired = None
 
+    def __init__(self) -> None:
+        self.suspected: list[str] = []
+
+    def known(self) -> set[str]:
+        return {"inference-0"}
+
+    def suspect(self, worker_id: str) -> None:
+        self.suspected.append(worker_id)
+
     def ready(self) -> list[Replica]:
         return [Replica(worker_id="inference-0", http_url="http://x/v1", model="policy", version=0)]
+
+
+class ReadStream:
+    """A stream that has been read to its end."""
+
+    def __init__(self) -> None:
+        self.newest = "7-1"
+        self.num_catch_ups = 0
+
+    async def catch_up(self) -> None:
+        self.num_catch_ups += 1
 
 
 class HastyEnvs:
@@ -62,7 +82,7 @@ class HastyEnvs:
 @pytest.mark.timeout(20)
 async def test_an_evaluation_whose_failures_outrun_the_answer_is_played_again() -> None:
     envs = HastyEnvs()
-    evaluator = Evaluator(run=RUN, config=CONFIG, envs=envs, policies=OneReplica())
+    evaluator = Evaluator(run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream())
 
     def deliver(rollout: Rollout, request) -> None:
         fields = {name: getattr(rollout, name) for name in rollout.__slots__}
@@ -80,11 +100,11 @@ async def test_a_group_whose_failures_outrun_the_answer_is_not_taken_for_placed(
 
     def deliver(rollout: Rollout, request) -> None:
         assert request.purpose == rollout_pb2.PURPOSE_TRAIN
-        if table.add(rollout, entry_id="1-0") == "retry":
+        if table.add(rollout) == "retry":
             group.next_attempt()
 
     envs.deliver = deliver
-    dispatcher = Dispatcher(run=RUN, config=CONFIG, envs=envs, policies=OneReplica())
+    dispatcher = Dispatcher(run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream())
     assert await dispatcher.dispatch(group, table, min_version=0)
     assert (group.attempt, group.env_server) == (1, ""), "attempt 1 is placed by nobody yet"
     assert await dispatcher.dispatch(group, table, min_version=0)

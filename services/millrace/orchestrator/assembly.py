@@ -1,0 +1,162 @@
+"""The parts of one run's driver, and how they hang together."""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from millrace.algorithms import ALGORITHMS
+from millrace.config.schema import RLConfig
+from millrace.internal.v1 import env_service_pb2
+from millrace.orchestrator.admission import AdmissionRule
+from millrace.orchestrator.dispatcher import Dispatcher, RunIdentity
+from millrace.orchestrator.env_pool import EnvPool, OpenedEnv, env_spec
+from millrace.orchestrator.evals import Evaluator
+from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.groups import Group, GroupTable
+from millrace.orchestrator.ledger import Ledger
+from millrace.orchestrator.loop import RolloutLoop
+from millrace.orchestrator.policy_driver import PolicyDriver
+from millrace.orchestrator.rollout_stream import RolloutStream
+from millrace.orchestrator.run_view import RunRecord
+from millrace.orchestrator.tasks import TaskOrder, TaskSource
+from millrace.orchestrator.trainer_watch import TrainerWatch
+from millrace.orchestrator.workers import WorkerRegistry
+from millrace.runlog import Epoch, Lease, RunLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """Everything that works on one run under one epoch."""
+
+    record: RunRecord
+    config: RLConfig
+    log: RunLog
+    epoch: Epoch
+    registry: WorkerRegistry
+    events: RunEvents
+    changed: asyncio.Event
+    """Wakes the loop."""
+    trainer: TrainerWatch
+    envs: EnvPool
+    policies: PolicyDriver
+    table: GroupTable
+    stream: RolloutStream
+    ledger: Ledger
+    evals: Evaluator
+    dispatcher: Dispatcher
+    specs: list[env_service_pb2.EnvSpec]
+    """Environments to train on, then those that are only evaluated."""
+
+    @property
+    def max_steps(self) -> float:
+        """Steps of the run; infinite if it has no end."""
+        return self.config.max_steps or math.inf
+
+
+def assemble(
+    *,
+    record: RunRecord,
+    run_log: RunLog,
+    epoch: Epoch,
+    lease: Lease,
+    registry: WorkerRegistry,
+    events: RunEvents,
+) -> RunParts:
+    """Make the parts of a run's driver; nothing of them works yet."""
+    config = RLConfig.model_validate(record.config)
+    settings = config.orchestrator
+    changed = asyncio.Event()
+    identity = RunIdentity(uid=record.uid, epoch=epoch.number, generation=run_log.generation)
+    envs = EnvPool(run_uid=record.uid, epoch=epoch.number, registry=registry)
+    policies = PolicyDriver(
+        run_uid=record.uid, epoch=epoch.number, registry=registry, events=events, on_change=changed.set
+    )
+    stream = RolloutStream(run_log)
+    ledger = Ledger(
+        run_log=run_log,
+        epoch=epoch,
+        lease=lease,
+        run_hash=record.run_hash,
+        envs=envs,
+        stream=stream,
+        events=events,
+        seq_len=settings.seq_len,
+    )
+    specs = [env_spec(env.name, env.id, env.args) for env in settings.env]
+    known = {spec.name for spec in specs}
+    evaluated = [] if settings.eval is None else settings.eval.env
+    specs += [env_spec(env.name, env.id, env.args) for env in evaluated if env.name not in known]
+    return RunParts(
+        record=record,
+        config=config,
+        log=run_log,
+        epoch=epoch,
+        registry=registry,
+        events=events,
+        changed=changed,
+        trainer=TrainerWatch(run_uid=record.uid, registry=registry),
+        envs=envs,
+        policies=policies,
+        table=GroupTable(),
+        stream=stream,
+        ledger=ledger,
+        evals=Evaluator(run=identity, config=settings, envs=envs, policies=policies, stream=stream),
+        dispatcher=Dispatcher(run=identity, config=settings, envs=envs, policies=policies, stream=stream),
+        specs=specs,
+    )
+
+
+def make_loop(parts: RunParts, *, is_stopping: Callable[[], bool]) -> RolloutLoop:
+    """The loop of a run whose environments are open."""
+    settings = parts.config.orchestrator
+    opened = {spec.name: parts.envs.envs[spec.name] for spec in parts.specs}
+    order = _task_order(parts.config, opened)
+
+    def make_group(ordinal: int, planned_step: int) -> Group:
+        task = order.task(ordinal)
+        return Group(
+            task=task,
+            group_size=settings.rollouts_per_example,
+            planned_step=planned_step,
+            is_scored_whole=opened[task.env].requires_group,
+        )
+
+    return RolloutLoop(
+        max_steps=parts.max_steps,
+        rule=AdmissionRule(
+            groups_per_step=settings.batch_size // settings.rollouts_per_example,
+            async_level=settings.async_level,
+            max_off_policy_steps=settings.max_off_policy_steps,
+            oversampling_factor=settings.oversampling_factor,
+            max_steps=parts.config.max_steps,
+        ),
+        make_group=make_group,
+        tasks=order,
+        table=parts.table,
+        stream=parts.stream,
+        dispatcher=parts.dispatcher,
+        policies=parts.policies,
+        ledger=parts.ledger,
+        events=parts.events,
+        algorithm=ALGORITHMS[settings.algo.type](),
+        filter_zero_advantages=settings.filter_zero_advantages,
+        seq_len=settings.seq_len,
+        changed=parts.changed,
+        is_stopping=is_stopping,
+    )
+
+
+def _task_order(config: RLConfig, opened: Mapping[str, OpenedEnv]) -> TaskOrder:
+    """The order over the training tasks of every environment."""
+    settings = config.orchestrator
+    sources = [
+        TaskSource(
+            env=env.name,
+            num_tasks=opened[env.name].num_train,
+            digest=opened[env.name].train_digest,
+            weight=env.weight,
+        )
+        for env in settings.env
+    ]
+    return TaskOrder(sources, seed=settings.seed)

@@ -1,0 +1,142 @@
+"""What a run's driver does besides the loop: policies in, watermarks and log instances out, Redis trimmed, events kept.
+
+Each method is a background task of the driver and ends by cancellation.
+"""
+
+import asyncio
+import logging
+
+from millrace.errors import CapacityError, LogGoneError, UnavailableError
+from millrace.internal.v1 import policy_pb2
+from millrace.orchestrator.assembly import RunParts
+from millrace.orchestrator.collector import Collector
+from millrace.runlog import reappend_committed
+from millrace.runlog.event_archive import EventArchive
+
+log = logging.getLogger(__name__)
+
+LOG_LOOK_S = 2.0
+"""How often Redis is asked which copy of the log it holds."""
+WORKER_POLL_S = 5.0
+TRIM_S = 10.0
+ARCHIVE_S = 3.0
+"""How often new events go to the store: what a wiped Redis may lose of them at most."""
+
+
+class Housekeeper:
+    """Keeps the copies of a run's log in step, and its workers informed."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._log = parts.log
+        self._generation = parts.log.generation
+        self._archive = EventArchive(parts.log)
+        self._policy_cursor = "0"
+        self._policy_rewinds = 0
+        self.log_instance = ""
+        """Which copy of the log Redis held at the last look."""
+        self.collector: Collector | None = None
+        """Reads the rollouts, once the run is that far."""
+
+    async def start(self) -> None:
+        """Note which copy of the log Redis holds, tell the workers, and append again what it lacks of the batches."""
+        self.log_instance = await self._log.read_instance()
+        self._parts.registry.set_log_instance(self._log.uid, self.log_instance)
+        await reappend_committed(self._log, self._parts.epoch)
+
+    async def watch_log(self) -> None:
+        """Notice that Redis restarted, which may have lost the newest entries, and bring its copy up to date.
+
+        Raises LogGoneError when the log is gone, or was rebuilt as another generation: whoever claims the run next
+        begins on that one.
+        """
+        while True:
+            await asyncio.sleep(LOG_LOOK_S)
+            instance = await self._log.read_instance()
+            if self._log.generation != self._generation:
+                raise LogGoneError(
+                    f"the log of run {self._log.uid} is now of generation {self._log.generation}, not "
+                    f"{self._generation}",
+                    reason="LOG_REBUILT",
+                    remedy="claim the run again",
+                )
+            if instance != self.log_instance:
+                log.warning("Redis restarted, bringing the log up to date", extra={"instance": instance})
+                await self._resync(instance)
+
+    async def _resync(self, instance: str) -> None:
+        self._parts.registry.set_log_instance(self._log.uid, instance)
+        count = await reappend_committed(self._log, self._parts.epoch)
+        if self.collector is not None:
+            await self.collector.resync(instance)
+        self._policy_cursor = "0"
+        self._policy_rewinds += 1
+        self.log_instance = instance
+        self._parts.changed.set()
+        await self._parts.events.warning(
+            "REDIS_RESTARTED",
+            f"Redis restarted and may have lost the entries of its last second; {count} committed batches were "
+            "appended again, env-servers and the trainer append what it lacks of theirs",
+        )
+
+    async def follow_policies(self) -> None:
+        """Take every published version from the policy stream."""
+        while True:
+            rewinds = self._policy_rewinds
+            for entry in await self._log.read("policies", after=self._policy_cursor, block_s=5.0):
+                if rewinds != self._policy_rewinds:
+                    break
+                self._policy_cursor = entry.id
+                policy = policy_pb2.PolicyEntry.FromString(entry.d)
+                self._parts.policies.publish(policy)
+                self._parts.ledger.lineage = max(policy.lineage, self._parts.ledger.lineage)
+
+    async def watch_workers(self) -> None:
+        """Wake the loop when workers change, tell them the watermark, open environments where servers joined."""
+        parts = self._parts
+        while True:
+            changed = parts.registry.changed
+            parts.registry.set_watermark(parts.record.uid, parts.ledger.frontier.resolved_below)
+            if parts.envs.envs and not parts.envs.is_complete(parts.specs):
+                await parts.envs.refresh(parts.specs)
+            try:
+                async with asyncio.timeout(WORKER_POLL_S):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+            parts.changed.set()
+
+    async def trim_batches(self) -> None:
+        """Remove from Redis the batches below the newest durable checkpoint; the store keeps them."""
+        trimmed = 0
+        while True:
+            await asyncio.sleep(TRIM_S)
+            newest = await self.newest_checkpoint()
+            if newest > trimmed:
+                await self._log.trim_batches(newest)
+                trimmed = newest
+
+    async def newest_checkpoint(self) -> int:
+        """Step of the newest durable checkpoint; 0 if there is none."""
+        return await asyncio.to_thread(self._newest_checkpoint)
+
+    async def archive_events(self) -> None:
+        """Bring new events to the store every few seconds, however long the store is away."""
+        while True:
+            await asyncio.sleep(ARCHIVE_S)
+            try:
+                await self._archive.archive()
+            except LogGoneError:
+                raise
+            except (UnavailableError, CapacityError) as error:
+                log.warning("events not archived, trying again", extra={"error": str(error)})
+
+    async def archive_now(self) -> None:
+        """Bring every event that was written so far to the store."""
+        await self._parts.events.flush()
+        await self._archive.archive()
+
+    def _newest_checkpoint(self) -> int:
+        prefix = self._log.names.checkpoints
+        manifests = (info.key for info in self._log.store.list(prefix) if info.key.endswith("/manifest.json"))
+        return max((int(key.removeprefix(prefix).partition("/")[0]) for key in manifests), default=0)
