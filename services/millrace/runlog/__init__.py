@@ -3,7 +3,8 @@
 from millrace.runlog.commit import commit_batch
 from millrace.runlog.connection import open_redis
 from millrace.runlog.epochs import Epoch
-from millrace.runlog.events import EventReader, EventWriter
+from millrace.runlog.event_writer import EventWriter
+from millrace.runlog.events import EventReader
 from millrace.runlog.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
 from millrace.runlog.intents import Intent
 from millrace.runlog.lease import Lease

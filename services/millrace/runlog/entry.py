@@ -53,6 +53,12 @@ class Entry:
     tp: str
 
 
+def id_order(id_: str) -> tuple[int, int]:
+    """What entry ids sort by."""
+    major, _, minor = id_.partition("-")
+    return int(major), int(minor)
+
+
 def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
     """Check format and hash of a raw stream entry."""
     where = f"entry {as_text(id_)} of {key}"

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import zstandard
 
 from millrace.errors import CorruptObjectError, LogGoneError
-from millrace.runlog.entry import Entry, decode_entry
+from millrace.runlog.entry import Entry, decode_entry, id_order
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.proof import proof_of
@@ -93,12 +93,6 @@ def load_newest_archived(store: ObjectStore, names: Names) -> Entry | None:
     # A name ends in its last id, padded to sort as text.
     keys = sorted((info.key for info in store.list(names.event_archive)), key=lambda key: key.rpartition("_")[2])
     return list(_decode(store.get(keys[-1]), store.uri(keys[-1])))[-1] if keys else None
-
-
-def id_order(id_: str) -> tuple[int, int]:
-    """What entry ids sort by."""
-    major, _, minor = id_.partition("-")
-    return int(major), int(minor)
 
 
 def _encode(entries: Sequence[Entry]) -> bytes:

@@ -1,169 +1,41 @@
-"""The events of a run: an ordered, buffered writer, and a reader by cursor."""
+"""The events of a run: read by cursor, across rebuilds of the log."""
 
-import asyncio
-import logging
+import math
 import re
 import time
 from collections.abc import Sequence
 
-from millrace.errors import (
-    CapacityError,
-    CorruptObjectError,
-    InternalError,
-    InvalidSpecError,
-    InvalidStateError,
-    LogGoneError,
-    MillraceError,
-    UnavailableError,
-    Violation,
-)
-from millrace.runlog.log import AppendResult, RunLog
+from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, Violation
+from millrace.runlog.connection import MAX_BLOCK_S
+from millrace.runlog.entry import Entry, id_order
+from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
-from millrace.telemetry import waits
 from millrace.v1 import event_pb2
 
-logger = logging.getLogger(__name__)
+MEMORY = 1024
+"""Events that a reader remembers: more than the writers of a run append again after a rebuild."""
 
-QUEUE_SIZE = 1024
-"""Events that may wait for Redis; `write` waits, visibly, when so many do."""
-MAX_EVENT_BYTES = 256 * 1024
-"""An event is a report, not a payload."""
-FLUSH_S = 30.0
-_RETRY_S = 2.0
-_MAX_RENUMBER = 100  # each conflict means that a process of the same name made progress
+LOOK_S = 2.0
+"""How often a reader looks whether the server was restarted."""
 
 _CURSOR = re.compile(r"\d{1,19}-\d{1,19}")
 
 
-class EventWriter:
-    """Appends events in order as `writer`, numbered 1, 2, 3, … without gaps, in the background.
-
-    `write` returns at once while Redis answers; when it does not, events queue and are appended later. The name must be
-    of one process at a time; a successor under the same name continues its numbers.
-    """
-
-    def __init__(self, log: RunLog, writer: str, *, queue_size: int = QUEUE_SIZE) -> None:
-        self._log = log
-        self._writer = writer
-        self._queue: asyncio.Queue[event_pb2.Event] = asyncio.Queue(queue_size)
-        self._pump: asyncio.Task[None] | None = None
-        self._sequence: int | None = None
-        self._failure: MillraceError | None = None
-
-    async def write(self, event: event_pb2.Event) -> None:
-        """Queue an event; its `time` is now unless set. Raises what ended the writer (such as `LogGoneError`)."""
-        if self._failure is not None:
-            raise self._failure
-        copy = event_pb2.Event()
-        copy.CopyFrom(event)
-        copy.ClearField("cursor")
-        copy.writer = self._writer
-        if not copy.HasField("time"):
-            copy.time.FromNanoseconds(time.time_ns())
-        if copy.ByteSize() > MAX_EVENT_BYTES:
-            raise CapacityError(
-                f"an event of {copy.ByteSize()} bytes is above {MAX_EVENT_BYTES}",
-                reason="EVENT_TOO_LARGE",
-                remedy="write a summary",
-            )
-        if self._pump is None:
-            self._pump = asyncio.create_task(self._run(), name=f"events of {self._writer}")
-        if self._queue.full():
-            with waits.waiting("room in the event queue", waits_on="redis"):
-                await self._put(copy)
-        else:
-            self._queue.put_nowait(copy)
-
-    async def flush(self, *, timeout_s: float = FLUSH_S) -> None:
-        """Return when every queued event is in the log; `UnavailableError` after `timeout_s`."""
-        if self._pump is None:
-            return
-        joined = asyncio.ensure_future(self._queue.join())
-        try:
-            await asyncio.wait((joined, self._pump), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            joined.cancel()
-        if self._failure is not None:
-            raise self._failure
-        if not joined.done() or joined.cancelled():
-            raise UnavailableError(
-                f"{self._queue.qsize()} events of {self._writer} could not be written within {timeout_s:g} s",
-                reason="EVENTS_UNWRITTEN",
-                remedy="see why Redis does not answer",
-            )
-
-    async def close(self, *, timeout_s: float = FLUSH_S) -> None:
-        """Flush, then stop the background task in any case."""
-        try:
-            await self.flush(timeout_s=timeout_s)
-        finally:
-            if self._pump is not None:
-                self._pump.cancel()
-                await asyncio.wait((self._pump,), timeout=timeout_s)
-
-    async def _put(self, event: event_pb2.Event) -> None:
-        """Wait for room, or for the end of the background task, which would leave none for ever."""
-        put = asyncio.ensure_future(self._queue.put(event))
-        assert self._pump is not None
-        try:
-            await asyncio.wait((put, self._pump), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not put.done():
-                put.cancel()
-        if self._failure is not None:
-            raise self._failure
-
-    async def _run(self) -> None:
-        try:
-            while True:
-                event = await self._queue.get()
-                await self._append(event)
-                self._queue.task_done()
-        except MillraceError as error:
-            logger.error(
-                "event writer ended", extra={"uid": self._log.uid, "writer": self._writer, "error": str(error)}
-            )
-            self._failure = error
-        except Exception as error:  # the edge of a task that nobody awaits: `write` and `flush` must hear of it
-            logger.exception("event writer ended", extra={"uid": self._log.uid, "writer": self._writer})
-            self._failure = InternalError(
-                f"writing events of {self._writer} to run {self._log.uid} failed: {type(error).__name__}: {error}",
-                reason="EVENT_WRITER_FAILED",
-                remedy="this is a defect: see the log of this process",
-            )
-            self._failure.__cause__ = error
-
-    async def _append(self, event: event_pb2.Event) -> None:
-        """Append one event, for as long as Redis is away; raises what waiting cannot mend."""
-        conflicts = 0
-        while True:
-            try:
-                if self._sequence is None:
-                    self._sequence = await self._log.writer_sequence(self._writer)
-                event.writer_sequence = self._sequence + 1
-                result = await self._log.append_event(
-                    event.SerializeToString(deterministic=True), writer=self._writer, sequence=event.writer_sequence
-                )
-            except LogGoneError:
-                raise
-            except (UnavailableError, CapacityError) as error:
-                with waits.waiting(f"to append an event of {self._writer}: {error.message}", waits_on="redis"):
-                    await asyncio.sleep(_RETRY_S)
-                continue
-            if result in (AppendResult.OK, AppendResult.ALREADY):
-                self._sequence = event.writer_sequence
-                return
-            conflicts += 1
-            if result is not AppendResult.CONFLICT or conflicts > _MAX_RENUMBER:
-                result.require(f"event {event.writer_sequence} of {self._writer}")
-            self._sequence = None  # a predecessor under this name wrote meanwhile: continue behind it
-
-
 class EventReader:
-    """Reads the events of a run in their order."""
+    """Reads the events of a run in their order.
+
+    After `LogGoneError`, `log.reopen()` and a `read` behind the same cursor go on: nothing is skipped, and what was
+    read and is in the log again under another cursor is not read twice. The same holds where a restarted Redis lost its
+    newest events and their writers append them again; cursors may then step back.
+    """
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
+        self._cursor = ""  # of the newest event that was returned
+        self._position = ""  # of the newest that was read: behind the cursor where known events were left out
+        self._known: dict[str, str] = {}  # hash → id of the newest events that were returned, oldest first
+        self._instance = ""
+        self._looked = -math.inf
 
     async def read(self, *, after: str = "", count: int = 256, block_s: float = 0.0) -> Sequence[event_pb2.Event]:
         """Events behind the cursor `after` ("" = from the oldest), each with its own cursor; waits up to `block_s` ≤ 5.
@@ -174,19 +46,59 @@ class EventReader:
             raise InvalidSpecError(
                 [Violation(field="after", value=after[:100], message="is no cursor of this run", source="request")]
             )
-        entries = await self._log.read(Stream.EVENTS, after=after or "0", count=count, block_s=block_s)
-        if after and entries and not _is_next(after, entries[0].id):
+        if not after or after != self._cursor:  # not a continuation of what was read before
+            self._cursor = self._position = after
+            self._known.clear()
+        await self._look_at_server()
+        ends = time.monotonic() + min(block_s, MAX_BLOCK_S)
+        while True:
+            entries = await self._read_on(count, max(0.0, ends - time.monotonic()))
+            new = [entry for entry in entries if entry.h not in self._known]
+            if entries:
+                self._position = entries[-1].id
+            if new:
+                self._remember(new)
+                return [_decode(entry.id, entry.d) for entry in new]
+            if not entries and time.monotonic() >= ends:
+                return []
+            await self._look_at_server()
+
+    async def _look_at_server(self) -> None:
+        """Read the newest events again when the server was restarted: what it lost has other cursors now."""
+        if time.monotonic() - self._looked < LOOK_S:
+            return
+        instance, self._looked = await self._log.read_instance(), time.monotonic()
+        is_restarted = self._instance.partition(".")[0] == instance.partition(".")[0] and self._instance != instance
+        self._instance = instance
+        if is_restarted and self._known:
+            last = await self._log.last_id(Stream.EVENTS) or "0-0"
+            self._position = min(next(iter(self._known.values())), last, key=id_order)
+
+    async def _read_on(self, count: int, block_s: float) -> list[Entry]:
+        position = self._position
+        entries = await self._log.read(Stream.EVENTS, after=position or "0", count=count, block_s=min(block_s, LOOK_S))
+        if position and entries and not _is_next(position, entries[0].id):
             raise InvalidStateError(
-                f"events behind the cursor {after} were trimmed; the oldest is {entries[0].id}",
+                f"events behind the cursor {position} were trimmed; the oldest is {entries[0].id}",
                 reason="CURSOR_EXPIRED",
                 remedy="watch again without a cursor",
                 metadata={"oldest_cursor": entries[0].id},
             )
-        return [_decode(entry.id, entry.d) for entry in entries]
+        return entries
+
+    def _remember(self, entries: Sequence[Entry]) -> None:
+        self._cursor = entries[-1].id
+        for entry in entries:
+            self._known[entry.h] = entry.id
+        for entry_hash in list(self._known)[: max(0, len(self._known) - MEMORY)]:
+            del self._known[entry_hash]
 
 
 def _is_next(cursor: str, id_: str) -> bool:
-    """Whether no event can lie between two ids: `<generation>-*` is gapless and begins at 0."""
+    """Whether no event can lie between two ids: `<generation>-*` is gapless and begins at 0.
+
+    A newer generation begins with what a rebuild left; what the older one had behind the cursor is in it again.
+    """
     generation, number = (int(part) for part in cursor.split("-"))
     next_generation, next_number = (int(part) for part in id_.split("-"))
     if next_generation == generation:

@@ -40,7 +40,7 @@ class Script:
 #   mode "step"   ids <position>-1 .. <position>-<count>; position must be last + 1, or base:{stream} of meta if the
 #                 stream is new; the last step is known from last-generated-id, which trimming does not change
 #   mode "writer" ids <generation>-*; role is the writer's name, position its sequence number, last + 1 in seq:{writer}
-#                 of meta: a repeated append of the newest entry is known by its hash
+#                 of meta or 1: a repeated append of the newest entry is known by its hash
 # Answer: {code, detail}; ids of the detail are for messages only.
 APPEND = Script.of(
     """
@@ -94,6 +94,8 @@ elseif mode == 'writer' then
     local number, hash = string.match(last, '^(%d+) (%x+)$')
     if number == position and hash == first_hash then return {'ALREADY', number} end
     if tonumber(position) ~= tonumber(number) + 1 then return {'CONFLICT', 'sequence ' .. number} end
+  elseif position ~= '1' then
+    return {'CONFLICT', 'sequence 0'}
   end
   ids[1] = generation .. '-*'
 elseif mode == 'auto' then

@@ -1,6 +1,8 @@
 """A fresh run in a real Redis and a real directory store for every test."""
 
+import asyncio
 import json
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import redis.asyncio as redis_asyncio
 
 from millrace.internal.v1 import batch_pb2
+from millrace.local.redis import EmbeddedRedis
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import TrainSample
 from millrace.runlog import ZERO_CHAIN_HASH, Frontier, RunLog, new_uid, open_redis
@@ -26,6 +29,49 @@ async def redis(redis_url: str) -> AsyncIterator[redis_asyncio.Redis]:
     client = open_redis(redis_url)
     yield client
     await client.aclose()
+
+
+class DurableRedis:
+    """A Redis of one test, with an append-only file, that can be killed, wiped, and made to forget its tail."""
+
+    def __init__(self, directory: Path) -> None:
+        self.server = EmbeddedRedis(directory, append_only="always")
+        self.client = open_redis(self.server.url)
+
+    @property
+    def _file(self) -> Path:
+        return self.server.directory / "appendonlydir"
+
+    async def restart(self) -> None:
+        """`kill -9`, then start again on the same file."""
+        await asyncio.to_thread(self.server.kill)
+        await asyncio.to_thread(self.server.start)
+
+    async def mark(self) -> None:
+        """Remember what the file holds now."""
+        shutil.rmtree(self.server.directory / "marked", ignore_errors=True)
+        await asyncio.to_thread(shutil.copytree, self._file, self.server.directory / "marked")
+
+    async def lose_tail(self) -> None:
+        """`kill -9`, and start again on what the file held at the mark: the rest was never synced."""
+        await asyncio.to_thread(self.server.kill)
+        shutil.rmtree(self._file)
+        await asyncio.to_thread(shutil.copytree, self.server.directory / "marked", self._file)
+        await asyncio.to_thread(self.server.start)
+
+
+@pytest.fixture
+async def durable(tmp_path: Path) -> AsyncIterator[DurableRedis]:
+    durable = DurableRedis(tmp_path / "durable")
+    await asyncio.to_thread(durable.server.start)
+    yield durable
+    await durable.client.aclose()
+    await asyncio.to_thread(durable.server.kill)
+
+
+@pytest.fixture
+async def durable_log(durable: DurableRedis, local_store: LocalStore, prefix: str, run_json: RunJson) -> RunLog:
+    return await RunLog.create(durable.client, local_store, prefix, new_uid(), run_json())
 
 
 @pytest.fixture

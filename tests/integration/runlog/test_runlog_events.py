@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, LogGoneError, UnavailableError
+from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, NotFoundError, UnavailableError
 from millrace.local.redis import EmbeddedRedis
 from millrace.runlog import EventReader, EventWriter, RunLog, Stream, new_uid, open_redis
+from millrace.telemetry import waits
 from millrace.v1 import event_pb2
 
 
@@ -94,16 +95,27 @@ async def test_an_oversized_event_is_refused(log):
     await writer.close()
 
 
-async def test_a_gone_log_ends_the_writer(log, redis):
+async def test_a_writer_waits_visibly_for_a_gone_log_and_close_stays_bounded(log, redis):
     writer = EventWriter(log, "w")
     await redis.delete(log.names.meta)
     await writer.write(_warning(0))
-    with pytest.raises(LogGoneError):
-        await writer.flush()
-    with pytest.raises(LogGoneError):
-        await writer.write(_warning(1))
-    with pytest.raises(LogGoneError):
-        await writer.close()
+    with pytest.raises(UnavailableError, match="1 events of w"):
+        await writer.flush(timeout_s=0.2)
+    assert [wait.waits_on for wait in waits.snapshot("t") if "append events of w" in wait.reason] == ["orchestrator"]
+    await writer.write(_warning(1))
+    with pytest.raises(UnavailableError, match="rebuilds the log"):
+        await writer.close(timeout_s=0.2)
+    assert not [wait for wait in waits.snapshot("t") if "append events of w" in wait.reason]
+
+
+async def test_a_deleted_run_ends_the_writer(log, redis, local_store):
+    writer = EventWriter(log, "w")
+    local_store.create(log.names.tombstone, b"{}")
+    await redis.delete(log.names.meta)
+    await writer.write(_warning(0))
+    for call in (writer.flush, lambda: writer.write(_warning(1)), writer.close):
+        with pytest.raises(NotFoundError, match="being deleted"):
+            await call()
 
 
 async def test_events_survive_an_outage_of_redis(tmp_path, local_store, run_json):

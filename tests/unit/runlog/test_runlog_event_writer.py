@@ -14,6 +14,9 @@ class BrokenLog:
 
     uid = "run-a"
 
+    async def read_instance(self) -> str:
+        return "1.a"
+
     async def writer_sequence(self, writer: str) -> int:
         raise KeyError("a defect")
 

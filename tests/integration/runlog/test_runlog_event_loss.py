@@ -1,0 +1,241 @@
+"""Events when Redis loses them: writers append again what is lacking, readers neither skip nor repeat."""
+
+import asyncio
+import time
+
+import pytest
+
+from millrace.errors import LogGoneError
+from millrace.runlog import EventReader, EventWriter, RunLog, event_writer, events
+from millrace.runlog.event_archive import EventArchive, load_archived_events
+from millrace.runlog.rebuild import open_or_rebuild
+from millrace.v1 import event_pb2
+
+
+@pytest.fixture(autouse=True)
+def fast_looks(monkeypatch):
+    monkeypatch.setattr(event_writer, "LOOK_S", 0.1)
+    monkeypatch.setattr(events, "LOOK_S", 0.1)
+
+
+@pytest.fixture
+def rebuild(durable, durable_log, local_store, prefix):
+    async def run() -> RunLog:
+        return await open_or_rebuild(durable.client, local_store, prefix=prefix, uid=durable_log.uid, owner="o")
+
+    return run
+
+
+async def _write(writer: EventWriter, first: int, last: int) -> None:
+    for number in range(first, last + 1):
+        await writer.write(event_pb2.Event(warning=event_pb2.Warning(reason="TEST", message=str(number))))
+
+
+async def _read(log: RunLog, reader: EventReader | None = None, after: str = "") -> list[event_pb2.Event]:
+    """Every event but those of rebuilds."""
+    found = await (reader or EventReader(log)).read(after=after, count=5000)
+    return [event for event in found if event.writer != "log"]
+
+
+def _contents(found: list[event_pb2.Event]) -> list[bytes]:
+    """What was written, without where it lies."""
+    contents = []
+    for event in found:
+        copy = event_pb2.Event()
+        copy.CopyFrom(event)
+        copy.ClearField("cursor")
+        contents.append(copy.SerializeToString(deterministic=True))
+    return contents
+
+
+def _is_gapless(found: list[event_pb2.Event]) -> bool:
+    numbers: dict[str, list[int]] = {}
+    for event in found:
+        numbers.setdefault(event.writer, []).append(event.writer_sequence)
+    return all(of_writer == list(range(1, len(of_writer) + 1)) for of_writer in numbers.values())
+
+
+async def test_a_wipe_loses_no_event_of_a_living_writer(durable, durable_log, rebuild):
+    first, second = EventWriter(durable_log, "a"), EventWriter(durable_log, "b")
+    await _write(first, 1, 10)
+    await first.flush()
+    assert await EventArchive(durable_log).archive() == 10
+    await _write(first, 11, 20)
+    await _write(second, 1, 5)
+    await asyncio.gather(first.flush(), second.flush())
+    before = _contents(await _read(durable_log))
+    await durable.client.flushall()
+    await _write(first, 21, 22)  # goes on: it does not know yet
+    await rebuild()
+    await asyncio.gather(first.close(), second.close())
+    after = await _read(durable_log)
+    assert _is_gapless(after) and len(after) == 27
+    assert set(before) < set(_contents(after)), "the same numbers and the same bytes"
+    assert [event.cursor for event in after[:10]] == [f"1-{number}" for number in range(10)]
+    assert all(event.cursor.startswith("2-") for event in after[10:])
+
+
+async def test_a_writer_that_is_idle_appends_again_by_itself(durable, durable_log):
+    writer = EventWriter(durable_log, "a")
+    await _write(writer, 1, 3)
+    await writer.flush()
+    await durable.mark()
+    await _write(writer, 4, 6)
+    await writer.flush()
+    before = _contents(await _read(durable_log))
+    await durable.lose_tail()
+    async with asyncio.timeout(10):
+        while _contents(await _read(durable_log)) != before:
+            await asyncio.sleep(0.02)
+    await writer.close()
+
+
+async def test_a_writer_that_goes_on_finds_its_tail_missing(durable, durable_log, monkeypatch):
+    monkeypatch.setattr(event_writer, "LOOK_S", 60.0)
+    writer = EventWriter(durable_log, "a")
+    await durable.mark()  # Redis forgets even that it ever heard of this writer
+    await _write(writer, 1, 6)
+    await writer.flush()
+    await durable.lose_tail()
+    await _write(writer, 7, 7)
+    await writer.close()
+    found = await _read(durable_log)
+    assert _is_gapless(found) and [event.warning.message for event in found] == list("1234567")
+
+
+async def test_closing_looks_once_more(durable, durable_log, monkeypatch):
+    monkeypatch.setattr(event_writer, "LOOK_S", 60.0)
+    writer = EventWriter(durable_log, "a")
+    await durable.mark()
+    await _write(writer, 1, 2)
+    await writer.flush()
+    await durable.lose_tail()
+    await writer.close()
+    assert [event.warning.message for event in await _read(durable_log)] == ["1", "2"]
+
+
+async def test_what_no_ring_holds_is_lost_without_a_gap(durable, durable_log, caplog):
+    writer = EventWriter(durable_log, "a", ring_size=3)
+    await durable.mark()
+    await _write(writer, 1, 6)
+    await writer.flush()
+    await durable.lose_tail()
+    await _write(writer, 7, 7)
+    await writer.close()
+    found = await _read(durable_log)
+    assert _is_gapless(found) and [event.warning.message for event in found] == ["4", "5", "6", "7"]
+    assert "events are lost" in caplog.text
+
+
+async def test_a_reader_goes_on_across_a_rebuild(durable, durable_log, rebuild):
+    first, second = EventWriter(durable_log, "a"), EventWriter(durable_log, "b")
+    reader = EventReader(durable_log)
+    await _write(first, 1, 10)
+    await first.flush()
+    await EventArchive(durable_log).archive()
+    await _write(second, 1, 5)
+    await second.flush()
+    seen = await _read(durable_log, reader)
+    assert len(seen) == 15
+    await durable.client.flushall()
+    began = time.monotonic()
+    with pytest.raises(LogGoneError):
+        await reader.read(after=seen[-1].cursor, block_s=5)
+    assert time.monotonic() - began < 5
+    await rebuild()
+    await _write(first, 11, 12)
+    await asyncio.gather(first.close(), second.close())
+    await durable_log.reopen()
+    cursor, found = seen[-1].cursor, list(seen)
+    while page := await reader.read(after=cursor, count=2):
+        cursor = page[-1].cursor
+        found += page
+    assert [event.warning.reason for event in found if event.writer == "log"] == ["LOG_REBUILT"]
+    ours = [event for event in found if event.writer != "log"]
+    assert _is_gapless(ours) and len(ours) == 17
+    async with asyncio.timeout(5):
+        began = time.monotonic()
+        assert not await reader.read(after=cursor, block_s=0.3), "what it knows already does not wake it"
+        assert time.monotonic() - began > 0.25
+
+
+async def test_a_blocked_reader_hears_of_a_wipe_within_5_s(durable, durable_log):
+    reading = asyncio.create_task(EventReader(durable_log).read(block_s=5))
+    rollouts = asyncio.create_task(durable_log.read("rollouts", block_s=5))
+    await asyncio.sleep(0.2)  # both block in Redis now
+    began = time.monotonic()
+    await durable.client.flushall()
+    for task in (reading, rollouts):
+        with pytest.raises(LogGoneError):
+            await task
+    assert time.monotonic() - began < 4
+
+
+async def test_a_reader_does_not_skip_what_a_lost_tail_moved(durable, durable_log):
+    """After the loss other events have the cursors that it has read already."""
+    first, second = EventWriter(durable_log, "a"), EventWriter(durable_log, "b")
+    reader = EventReader(durable_log)
+    await _write(first, 1, 5)
+    await first.flush()
+    await durable.mark()
+    await _write(first, 6, 10)
+    await first.flush()
+    seen = await _read(durable_log, reader)
+    await durable.lose_tail()
+    await _write(second, 1, 3)
+    await second.flush()
+    await first.close()
+    await second.close()
+    cursor, found = seen[-1].cursor, list(seen)
+    async with asyncio.timeout(10):
+        while len(found) < 13:
+            for event in await reader.read(after=cursor, block_s=1):
+                cursor = event.cursor
+                found.append(event)
+    assert _is_gapless(found)
+    assert len(set(_contents(found))) == 13
+
+
+async def test_a_new_reader_behind_an_old_cursor_fails_not(durable, durable_log, rebuild):
+    writer = EventWriter(durable_log, "a")
+    await _write(writer, 1, 5)
+    await writer.flush()
+    await durable.client.flushall()
+    await rebuild()
+    await writer.close()
+    found = await _read(durable_log, after="1-4")
+    assert _is_gapless(found) and len(found) == 5
+
+
+async def test_archiving_is_idempotent_and_several_do_no_harm(durable_log, local_store):
+    writer, archive = EventWriter(durable_log, "a"), EventArchive(durable_log)
+    assert await archive.archive() == 0
+    assert await local_keys(local_store, durable_log) == []
+    await _write(writer, 1, 700)
+    await writer.flush()
+    counts = await asyncio.gather(archive.archive(), EventArchive(durable_log).archive())
+    assert counts == [700, 700], "each wrote what the store lacked when it looked"
+    keys = await local_keys(local_store, durable_log)
+    assert len(keys) == 2 and await archive.archive() == 0 and await local_keys(local_store, durable_log) == keys
+    await _write(writer, 701, 703)
+    await writer.close()
+    assert await EventArchive(durable_log).archive() == 3
+    assert await archive.archive() == 3, "it writes the same object again, which is create-only"
+    found = load_archived_events(local_store, durable_log.names)
+    assert [entry.id for entry in found] == [f"1-{number}" for number in range(703)]
+    stored = await durable_log.read("events", count=1000)
+    assert found == stored, "ids, hashes, bytes and trace contexts"
+
+
+async def local_keys(store, log: RunLog) -> list[str]:
+    return [info.key for info in await asyncio.to_thread(lambda: list(store.list(log.names.event_archive)))]
+
+
+async def test_a_damaged_archive_is_named(durable_log, local_store):
+    from millrace.errors import CorruptObjectError
+
+    for data in (b"", b"x", b"\x28\xb5\x2f\xfd"):
+        local_store.put(log_key := durable_log.names.archived_events("1-0", "1-1"), data)
+        with pytest.raises(CorruptObjectError, match="no archived events"):
+            load_archived_events(local_store, durable_log.names)
+        local_store.delete(log_key)
