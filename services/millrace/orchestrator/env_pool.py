@@ -114,7 +114,8 @@ class EnvPool:
                 continue
             try:
                 stub = self._stub(worker_id)
-                answer = await call(stub.OpenEnv, env_service_pb2.OpenEnvRequest(env=spec), timeout_s=RPC_TIMEOUT_S)
+                request = env_service_pb2.OpenEnvRequest(env=spec)
+                answer = await call(stub.OpenEnv, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
             except (UnavailableError, InternalError) as error:  # INTERNAL: it died in the middle of its answer
                 log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 continue
@@ -153,7 +154,7 @@ class EnvPool:
     async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
         """Ask an env-server to play a group; False if it cannot take it now (full, gone, draining, or sick)."""
         try:
-            await call(self._stub(worker_id).PlayGroup, request, timeout_s=RPC_TIMEOUT_S)
+            await call(self._stub(worker_id).PlayGroup, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
         except (CapacityError, UnavailableError, InternalError) as error:
             log.info("group not taken", extra={"worker": worker_id, "ordinal": request.ordinal, "error": str(error)})
             if not isinstance(error, CapacityError):
@@ -177,7 +178,8 @@ class EnvPool:
 
         async def ask(worker_id: str) -> Sequence[env_service_pb2.PlayingGroup] | None:
             try:
-                answer = await call(self._stub(worker_id).ListPlaying, request, timeout_s=LIST_TIMEOUT_S)
+                method = self._stub(worker_id).ListPlaying
+                answer = await call(method, request, timeout_s=LIST_TIMEOUT_S, waits_on=worker_id)
             except (UnavailableError, InternalError) as error:
                 log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 return None
@@ -196,7 +198,7 @@ class EnvPool:
 
         async def cancel_on(worker_id: str) -> None:
             try:
-                await call(self._stub(worker_id).CancelGroups, request, timeout_s=timeout_s)
+                await call(self._stub(worker_id).CancelGroups, request, timeout_s=timeout_s, waits_on=worker_id)
             except MillraceError as error:
                 log.warning("could not cancel groups", extra={"worker": worker_id, "error": str(error)})
 

@@ -15,6 +15,7 @@ from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.run_driver import RunDriver
 from millrace.orchestrator.run_view import RunView
+from millrace.orchestrator.watchdog import Watchdog, tell_takeover
 from millrace.orchestrator.wishes import POLL_S, Wish, WishBook
 from millrace.orchestrator.workers import LET_GO_S, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
@@ -203,7 +204,8 @@ class RunManager:
                 claim.driver = RunDriver(parts, done_evals=frozenset(view.done_evals))
                 claim.heed(await self._wishes.read(uid))
                 log.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
-                await self._keep(claim, claim.driver, lease, run_log)
+                await tell_takeover(parts, owner=self._owner, spoke_at=view.spoke_at)
+                await self._keep(claim, claim.driver, lease, run_log, Watchdog.of(parts, owner=self._owner))
             except Exception as error:
                 if _is_gone(all_errors(error)):
                     self._kept_events[uid] = events  # goes on by itself as soon as the log is rebuilt
@@ -214,12 +216,15 @@ class RunManager:
         finally:
             await _try_to("release the lease", lease.release())
 
-    async def _keep(self, claim: _Claim, driver: RunDriver, lease: Lease, run_log: RunLog) -> None:
-        """Drive, and keep the lease and an eye on wishes meanwhile."""
+    async def _keep(
+        self, claim: _Claim, driver: RunDriver, lease: Lease, run_log: RunLog, watchdog: Watchdog
+    ) -> None:
+        """Drive, and keep the lease and an eye on wishes and on what stands still meanwhile."""
         async with asyncio.TaskGroup() as tasks:
             keepers = [
                 tasks.create_task(self._renew(lease, run_log)),
                 tasks.create_task(self._look_for_wishes(claim, run_log.uid)),
+                tasks.create_task(watchdog.run()),
             ]
             await driver.run()
             for keeper in keepers:

@@ -142,7 +142,7 @@ class PolicyDriver:
                     continue
                 with waits.waiting(
                     f"replica {record.worker_id} to serve policy {desired.version}",
-                    waits_on="inference",
+                    waits_on=record.worker_id,
                     deadline_s=SLOW_S,
                 ):
                     while desired is self.desired and not self._serves(record.worker_id, desired):
@@ -196,7 +196,9 @@ class PolicyDriver:
         self._suspected[record.worker_id].clear()
         request = policy_service_pb2.GetPolicyStatusRequest()
         try:
-            response = await call(stub.GetPolicyStatus, request, timeout_s=STATUS_TIMEOUT_S)
+            response = await call(
+                stub.GetPolicyStatus, request, timeout_s=STATUS_TIMEOUT_S, waits_on=record.worker_id
+            )
         except MillraceError as error:
             log.warning("replica does not answer", extra={"worker": record.worker_id, "error": str(error)})
             self._served.pop(record.worker_id, None)

@@ -62,6 +62,8 @@ class RunView:
         """Known to be committed to its closing header: events that said so may be lost with Redis."""
         self.done_evals: set[tuple[str, int]] = set()
         """Environment and step of every evaluation that is finished."""
+        self.spoke_at: dict[str, float] = {}
+        """When each writer wrote its newest event, on its own clock (seconds since the epoch)."""
         self.run = run_pb2.Run(
             name=f"runs/{record.name}",
             uid=record.uid,
@@ -89,6 +91,7 @@ class RunView:
     def apply(self, event: event_pb2.Event) -> None:
         """Fold one event in; events come in the order of their cursors."""
         self.cursor = event.cursor
+        self.spoke_at[event.writer] = event.time.ToNanoseconds() / 1e9
         progress = self.run.progress
         match event.WhichOneof("body"):
             case "state_changed":

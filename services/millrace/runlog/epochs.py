@@ -11,7 +11,7 @@ import logging
 import secrets
 from dataclasses import dataclass
 
-from millrace.errors import CorruptObjectError, UnavailableError
+from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 
@@ -42,6 +42,14 @@ def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
             )
         highest = int(number)
     return highest
+
+
+def epoch_owner(store: ObjectStore, names: Names, role: str, number: int) -> str:
+    """Who took an epoch of a role; empty if its object does not say (blocking)."""
+    try:
+        return str(json.loads(store.get(names.epoch(role, number)))["owner"])
+    except (NotFoundError, ValueError, KeyError, TypeError):  # it is for people: what it says decides nothing
+        return ""
 
 
 def first_generation(store: ObjectStore, names: Names) -> int:
