@@ -19,14 +19,17 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
+from millrace.orchestrator.assembly import RunParts
 from millrace.orchestrator.chain import SILENT_S, Chain, is_overdue
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.explain import KIND_NAMES, chain_of, components, serves
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.runlog.connection import OUTAGES, Outage
+from millrace.runlog.epochs import epoch_owner
 from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)
@@ -86,6 +89,29 @@ class Watchdog:
         self._stills: deque[tuple[float, float]] = deque(maxlen=16)
         self._outages_until = clock() - OUTAGE_MEMORY_S
         self._sent: deque[float] = deque()
+
+    @classmethod
+    def of(cls, parts: RunParts, *, owner: str) -> Self:
+        """The watchdog of a driven run: rollouts, commits, policies and the trainer's steps are progress."""
+
+        def progress() -> object:
+            desired = parts.policies.desired
+            return (
+                parts.stream.newest,
+                parts.ledger.step,
+                parts.events.state,
+                desired and (desired.lineage, desired.version),
+                parts.policies.served_version(),
+                [
+                    (record.trainer.epoch, record.trainer.step)
+                    for record in parts.registry.records()
+                    if record.trainer is not None and record.trainer.run_uid == parts.record.uid
+                ],
+            )
+
+        return cls(
+            run_uid=parts.record.uid, owner=owner, registry=parts.registry, events=parts.events, progress=progress
+        )
 
     async def run(self) -> None:
         """Look and tell; ends by cancellation."""
@@ -218,6 +244,26 @@ class Watchdog:
             return False
         self._sent.append(now)
         return True
+
+
+async def tell_takeover(parts: RunParts, *, owner: str, spoke_at: Mapping[str, float]) -> None:
+    """Name the orchestrator that held the run before; `spoke_at`: when each writer wrote its last event."""
+    epoch = parts.epoch
+    before = ""
+    if epoch.number > 1:
+        before = await asyncio.to_thread(epoch_owner, parts.log.store, parts.log.names, epoch.role, epoch.number - 1)
+    if not before or before == owner:
+        return
+    heard = (
+        f"wrote its last event {max(0.0, time.time() - spoke_at[before]):.0f} s ago"
+        if before in spoke_at
+        else ("wrote no event")
+    )
+    await parts.events.warning(
+        "ORCHESTRATOR_REPLACED",
+        f"orchestrator {owner} took the run over from {before}, which {heard}: it gave the run back, or it is frozen "
+        "or gone and its lease ran out",
+    )
 
 
 _CAUSES = "it is frozen or gone, or its machine or the network is"
