@@ -1,4 +1,4 @@
-"""Runs: create, get, list, cancel, fork, audit, watch, explain, checkpoints."""
+"""Runs: create, get, list, cancel, pause, resume, fork, audit, watch, explain, checkpoints."""
 
 import asyncio
 import contextlib
@@ -89,6 +89,21 @@ class RunsClient:
         """Ask a run to end as CANCELLED; the answer may still show the state before."""
         request = rs.CancelRunRequest(name=name, reason=reason, request_id=request_id or str(uuid.uuid4()))
         response = await call(self._stub.CancelRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
+        return response.run
+
+    async def pause(self, name: str, *, reason: str = "", request_id: str | None = None) -> run_pb2.Run:
+        """Ask a run to stop at a step boundary and to give its workers back; the answer may show the state before.
+
+        InvalidStateError for a run that has ended or is about to. Pausing a paused run changes nothing.
+        """
+        request = rs.PauseRunRequest(name=name, reason=reason, request_id=request_id or str(uuid.uuid4()))
+        response = await call(self._stub.PauseRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
+        return response.run
+
+    async def resume(self, name: str, *, request_id: str | None = None) -> run_pb2.Run:
+        """Let a paused run go on as soon as a trainer is free; one that is not paused goes on as it does."""
+        request = rs.ResumeRunRequest(name=name, request_id=request_id or str(uuid.uuid4()))
+        response = await call(self._stub.ResumeRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
 
     async def fork(

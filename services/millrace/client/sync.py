@@ -53,6 +53,14 @@ class SyncRuns:
         """Ask a run to end."""
         return self._runner.run(self._runs.cancel(name, reason=reason))
 
+    def pause(self, name: str, *, reason: str = "") -> run_pb2.Run:
+        """Ask a run to stop at a step boundary."""
+        return self._runner.run(self._runs.pause(name, reason=reason))
+
+    def resume(self, name: str) -> run_pb2.Run:
+        """Let a paused run go on."""
+        return self._runner.run(self._runs.resume(name))
+
     def fork(self, name: str, *, step: int, **options: Any) -> run_pb2.Run:
         """A new run that goes on from a step of this one."""
         return self._runner.run(self._runs.fork(name, step=step, **options))

@@ -23,6 +23,7 @@ class FakeRuns(RunServiceServicer):
         self.events = recorded()
         self.requests: list[rs.CreateRunRequest] = []
         self.is_denied = False
+        self.reasons: list[str] = []
 
     def add(self, name: str, state: run_pb2.RunState = run_pb2.RUN_STATE_RUNNING) -> run_pb2.Run:
         run = run_pb2.Run(name=f"runs/{name}", uid=f"uid-{name}", kind=run_pb2.RUN_KIND_RL, state=state)
@@ -50,6 +51,19 @@ class FakeRuns(RunServiceServicer):
         if self.runs[request.name].state == run_pb2.RUN_STATE_SUCCEEDED:
             await abort(context, InvalidStateError("the run has ended", reason="RUN_ENDED"))
         return rs.CancelRunResponse(run=self.runs[request.name])
+
+    async def PauseRun(self, request, context):
+        run = self.runs[request.name]
+        if run.state == run_pb2.RUN_STATE_SUCCEEDED:
+            await abort(context, InvalidStateError("the run has ended", reason="RUN_ENDED"))
+        run.state = run_pb2.RUN_STATE_PAUSED
+        self.reasons.append(request.reason)
+        return rs.PauseRunResponse(run=run)
+
+    async def ResumeRun(self, request, context):
+        run = self.runs[request.name]
+        run.state = run_pb2.RUN_STATE_QUEUED
+        return rs.ResumeRunResponse(run=run)
 
     async def WatchRun(self, request, context):
         for number, event in enumerate(self.events, 1):

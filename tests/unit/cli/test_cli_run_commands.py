@@ -133,6 +133,17 @@ def test_cancel_and_why(server, capsys):
     assert code == 2 and "the run has ended" in err
 
 
+def test_pause_and_resume(server, capsys):
+    server.add("alpha")
+    asked = run(capsys, "pause", "alpha", "--reason", "the GPUs are needed")
+    assert asked[:2] == (0, "runs/alpha is asked to pause (now PAUSED)\n")
+    assert server.reasons == ["the GPUs are needed"]
+    assert run(capsys, "resume", "alpha")[:2] == (0, "runs/alpha is asked to go on (now QUEUED)\n")
+    server.add("omega", run_pb2.RUN_STATE_SUCCEEDED)
+    code, _, err = run(capsys, "pause", "omega")
+    assert code == 2 and "the run has ended" in err
+
+
 RL = """
 max_steps = 3
 [model]

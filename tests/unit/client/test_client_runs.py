@@ -68,6 +68,17 @@ class FakeRuns(RunServiceServicer):
         run.state = run_pb2.RUN_STATE_CANCELLED
         return rs.CancelRunResponse(run=run)
 
+    async def PauseRun(self, request, context):
+        run = self.runs[request.name]
+        run.state = run_pb2.RUN_STATE_PAUSED
+        run.error.message = request.reason  # shows the test what was sent
+        return rs.PauseRunResponse(run=run)
+
+    async def ResumeRun(self, request, context):
+        run = self.runs[request.name]
+        run.state = run_pb2.RUN_STATE_QUEUED
+        return rs.ResumeRunResponse(run=run)
+
     async def WatchRun(self, request, context) -> AsyncIterator[rs.WatchRunResponse]:
         self.afters.append(request.after)
         begin = int(request.after or 0)
@@ -118,6 +129,15 @@ async def test_create_get_cancel_and_idempotence(fake):
         assert (await client.runs.cancel("runs/x")).state == run_pb2.RUN_STATE_CANCELLED
         checked = await client.runs.create('{"b":1}', run_id="dry", validate_only=True)
         assert checked.name == "runs/dry" and "runs/dry" not in servicer.runs
+
+
+async def test_pause_and_resume(fake):
+    servicer, address = fake
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_RUNNING)
+    async with Client(address) as client:
+        paused = await client.runs.pause("runs/x", reason="lunch")
+        assert (paused.state, paused.error.message) == (run_pb2.RUN_STATE_PAUSED, "lunch")
+        assert (await client.runs.resume("runs/x")).state == run_pb2.RUN_STATE_QUEUED
 
 
 async def test_errors_are_ours(fake):

@@ -9,6 +9,7 @@ import click
 
 from millrace.cli.commands.run_audit import audit
 from millrace.cli.commands.run_fork import fork
+from millrace.cli.commands.run_pause import pause, resume
 from millrace.cli.commands.run_replay import replay
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.raw import OPTIONS_HELP, RawCommand
@@ -44,6 +45,8 @@ def run() -> None:
 run.add_command(replay)
 run.add_command(fork)
 run.add_command(audit)
+run.add_command(pause)
+run.add_command(resume)
 
 
 @run.command(cls=RawCommand, epilog=OPTIONS_HELP + "\n  --follow        Follow the run to its end; Ctrl-C detaches.")

@@ -1,0 +1,76 @@
+"""`millrace run pause` and `millrace run resume`: stop a run at a step boundary, and let it go on from its log."""
+
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from millrace.cli.defaults import DEFAULT_LISTEN
+
+if TYPE_CHECKING:
+    from millrace.client import Client
+    from millrace.v1 import run_pb2
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_NAME = click.argument("name", metavar="RUN")
+
+
+def _server(function: F) -> F:
+    return click.option(
+        "--server",
+        metavar="ADDR",
+        help=f"host:port of the orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN} (millrace up).",
+    )(function)
+
+
+@click.command()
+@_NAME
+@click.option("--reason", default="", help="Why, for whoever looks at the run later.")
+@_server
+def pause(name: str, reason: str, server: str | None) -> None:
+    """Ask a run to stop at a step boundary and to give its workers back; nothing of it is lost.
+
+    What is being played may finish for 30 s; the rest is played again after `millrace run resume RUN`.
+    """
+
+    async def ask(client: "Client", found: "run_pb2.Run") -> str:
+        asked = await client.runs.pause(found.name, reason=reason)
+        return f"{asked.name} is asked to pause (now {_state(asked)})"
+
+    _ask(name, server, ask)
+
+
+@click.command()
+@_NAME
+@_server
+def resume(name: str, server: str | None) -> None:
+    """Let a paused run go on where it stopped, as soon as a trainer is free."""
+
+    async def ask(client: "Client", found: "run_pb2.Run") -> str:
+        asked = await client.runs.resume(found.name)
+        return f"{asked.name} is asked to go on (now {_state(asked)})"
+
+    _ask(name, server, ask)
+
+
+def _state(run: "run_pb2.Run") -> str:
+    from millrace.cli.progress import state_name
+
+    return state_name(run.state)
+
+
+def _ask(name: str, server: str | None, ask: "Callable[[Client, run_pb2.Run], Coroutine[Any, Any, str]]") -> None:
+    from millrace.cli import interrupts
+    from millrace.cli.address import explain_unreachable, server_address
+    from millrace.cli.names import resolve
+    from millrace.client import Client
+
+    address, origin = server_address(server)
+
+    async def work(_: interrupts.Interrupts) -> str:
+        async with Client(address) as client:
+            return await ask(client, await resolve(client.runs, name))
+
+    with explain_unreachable(origin):
+        click.echo(interrupts.run(work))
