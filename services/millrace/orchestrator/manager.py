@@ -216,9 +216,7 @@ class RunManager:
         finally:
             await _try_to("release the lease", lease.release())
 
-    async def _keep(
-        self, claim: _Claim, driver: RunDriver, lease: Lease, run_log: RunLog, watchdog: Watchdog
-    ) -> None:
+    async def _keep(self, claim: _Claim, driver: RunDriver, lease: Lease, run_log: RunLog, watchdog: Watchdog) -> None:
         """Drive, and keep the lease and an eye on wishes and on what stands still meanwhile."""
         async with asyncio.TaskGroup() as tasks:
             keepers = [

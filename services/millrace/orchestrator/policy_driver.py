@@ -196,9 +196,7 @@ class PolicyDriver:
         self._suspected[record.worker_id].clear()
         request = policy_service_pb2.GetPolicyStatusRequest()
         try:
-            response = await call(
-                stub.GetPolicyStatus, request, timeout_s=STATUS_TIMEOUT_S, waits_on=record.worker_id
-            )
+            response = await call(stub.GetPolicyStatus, request, timeout_s=STATUS_TIMEOUT_S, waits_on=record.worker_id)
         except MillraceError as error:
             log.warning("replica does not answer", extra={"worker": record.worker_id, "error": str(error)})
             self._served.pop(record.worker_id, None)
