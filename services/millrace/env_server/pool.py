@@ -4,6 +4,9 @@ Every rollout ends, whatever its environment does, and one bad task does not tak
 
 * A worker that dies or blocks takes down every rollout that it plays, and nobody knows whose fault it was. Each of
   their tasks becomes a suspect.
+* A worker that somebody killed or stopped from outside (SIGKILL, SIGSTOP) makes no suspects the first time: what it
+  played is played again at once, side by side. If that happens to a rollout twice, its task is a suspect like others:
+  the kernel's out-of-memory killer strikes from outside, too.
 * Suspects are replayed one at a time in a separate probe worker. A task that ends its rollout there is cleared, and its
   other rollouts go back to the shared workers. A task that kills the probe worker, alone, has now been in flight in two
   deaths: it is quarantined, and its rollouts end as QUARANTINED from then on.
@@ -20,7 +23,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from millrace.env_server.outcome import Outcome, failed, make_rollout
-from millrace.env_server.supervisor import DEFAULT_BLOCKED_GRACE_S, EnvLoadError, WorkerDiedError, WorkerProcess
+from millrace.env_server.supervisor import (
+    DEFAULT_BLOCKED_GRACE_S,
+    DEFAULT_FROZEN_S,
+    EnvLoadError,
+    WorkerDiedError,
+    WorkerProcess,
+)
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
@@ -38,6 +47,8 @@ _FIRST_RESTART_S = 0.2
 _MAX_RESTART_S = 30.0
 # A worker that lived this long did not die of being started.
 _STABLE_S = 60.0
+# Loads that may be ended from outside, one after the other, before the environment counts as failed.
+_MAX_KILLED_LOADS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +58,7 @@ class PoolLimits:
     num_workers: int = 1
     load_timeout_s: float = LOAD_TIMEOUT_S
     blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S
+    frozen_s: float = DEFAULT_FROZEN_S
     probe_idle_s: float = 60.0
 
 
@@ -118,7 +130,8 @@ class EnvPool:
                     return await worker.play(request, tokenizer_dir=tokenizer_dir)
             except WorkerDiedError as error:
                 shared_deaths += 1
-                self._suspects.add(task_id)
+                if not error.is_from_outside or shared_deaths > 1:
+                    self._suspects.add(task_id)
                 logger.warning("rollout lost its worker", extra={"task": task_id, "reason": str(error)})
             finally:
                 await self._notify()
@@ -212,11 +225,17 @@ class EnvPool:
     async def _supervise(self, slot: int) -> None:
         """Keep one shared worker alive until the pool is closed or the environment cannot be loaded."""
         pause_s = _FIRST_RESTART_S
+        num_killed_loads = 0
         while self.failure is None:
             began = time.monotonic()
             try:
                 worker = await self._start_worker(f"{self.env.id}#{next(self._numbers)}", slot)
+                num_killed_loads = 0
             except EnvLoadError as error:
+                num_killed_loads += 1
+                if error.is_from_outside and num_killed_loads < _MAX_KILLED_LOADS:
+                    logger.warning("loading was ended from outside, trying again", extra={"env": self.env.id})
+                    continue
                 await self._fail(error)
                 return
             except OSError as error:
@@ -239,7 +258,10 @@ class EnvPool:
 
     async def _start_worker(self, name: str, slot: int | None) -> WorkerProcess:
         """Start a worker and wait until it has loaded the same tasks as the first one. Raises EnvLoadError."""
-        worker = await WorkerProcess.spawn(self.env, name=name, blocked_grace_s=self._limits.blocked_grace_s)
+        limits = self._limits
+        worker = await WorkerProcess.spawn(
+            self.env, name=name, blocked_grace_s=limits.blocked_grace_s, frozen_s=limits.frozen_s
+        )
         if slot is not None:
             self._workers[slot] = worker  # close() finds it while it loads
         else:

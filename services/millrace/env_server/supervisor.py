@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Self
 
 from millrace.env_server.frames import encode_frame, read_frame
+from millrace.env_server.pulse import Pulse
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.telemetry import waits
@@ -24,31 +25,40 @@ logger = logging.getLogger(__name__)
 # long after a rollout's deadline is blocked, and with it every rollout that it plays.
 DEFAULT_BLOCKED_GRACE_S = 12.0
 _CLOSE_S = 6.0
-# A worker answers an empty command with an empty report at once, unless its event loop or the whole process stands
-# still. Who is silent for longer is a visible wait, and overdue after that; only a rollout's deadline ends it, because
-# environments may block their loop for a while.
+# A worker answers an empty command with an empty report at once, unless its event loop stands still, and a byte on its
+# pulse unless its whole process does. Who is silent for longer is a visible wait. A blocked loop is overdue after that,
+# but only a rollout's deadline ends it, because environments may block it for a while; a process that does not run at
+# all is killed. Imports hold the interpreter for seconds at a time on a busy machine, so loading has a longer bound.
 _PING_S = 1.0
 _SILENT_S = 3.0
 _SILENT_OVERDUE_S = 8.0
+DEFAULT_FROZEN_S = 20.0
+_FROZEN_LOADING_S = 60.0
 # Where our processes are is no business of an environment; how to log is its worker's.
 _WITHHELD = {variable_name(part.name) for part in fields(Settings)} - {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON"}
 _STORE_CREDENTIALS = "AWS_"
 
 
 class WorkerDiedError(Exception):
-    """The worker ended while it played. `is_blocked` says that the env-server killed it because it did not answer."""
+    """The worker ended while it played.
 
-    def __init__(self, message: str, *, is_blocked: bool) -> None:
+    `is_blocked` says that the env-server killed it because its loop did not answer, `is_from_outside` that what ended
+    it came from outside: somebody killed it, or stopped it and the env-server then killed it.
+    """
+
+    def __init__(self, message: str, *, is_blocked: bool, is_from_outside: bool = False) -> None:
         super().__init__(message)
         self.is_blocked = is_blocked
+        self.is_from_outside = is_from_outside
 
 
 class EnvLoadError(Exception):
-    """The environment could not be loaded."""
+    """The environment could not be loaded; `is_from_outside` says that it was not its own doing."""
 
-    def __init__(self, error_type: str, message: str) -> None:
+    def __init__(self, error_type: str, message: str, *, is_from_outside: bool = False) -> None:
         super().__init__(message)
         self.error_type = error_type
+        self.is_from_outside = is_from_outside
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,40 +70,62 @@ class WorkerProcess:
     writer: asyncio.StreamWriter
     name: str
     blocked_grace_s: float
+    frozen_s: float
+    pulse: Pulse
     loaded: asyncio.Future[env_worker_pb2.EnvLoaded] = field(init=False)
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _plays: dict[int, asyncio.Future[list[rollout_pb2.Rollout]]] = field(default_factory=dict, init=False)
     _next_play_id: int = field(default=1, init=False)
     _blocked_reason: str = field(default="", init=False)
+    _is_frozen: bool = field(default=False, init=False)
     _heard: float = field(default=0.0, init=False)
     _listener: asyncio.Task[None] = field(init=False)
-    _pulse: asyncio.Task[None] = field(init=False)
+    _watch: asyncio.Task[None] = field(init=False)
 
     @classmethod
     async def spawn(
-        cls, env: env_service_pb2.EnvSpec, *, name: str, blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S
+        cls,
+        env: env_service_pb2.EnvSpec,
+        *,
+        name: str,
+        blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S,
+        frozen_s: float = DEFAULT_FROZEN_S,
     ) -> Self:
         """Start a worker and tell it what to load. In a session of its own, so that its children die with it."""
         ours, theirs = socket.socketpair()
+        our_pulse, their_pulse = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "millrace.env_server.worker",
-                "--fd",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
+                f"--fd={theirs.fileno()}",
+                f"--pulse-fd={their_pulse.fileno()}",
+                pass_fds=[theirs.fileno(), their_pulse.fileno()],
                 env=worker_environ(os.environ),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
+        except OSError:
+            ours.close()
+            our_pulse.close()
+            raise
         finally:
             theirs.close()
+            their_pulse.close()
         reader, writer = await asyncio.open_connection(sock=ours)
-        worker = cls(process=process, reader=reader, writer=writer, name=name, blocked_grace_s=blocked_grace_s)
+        worker = cls(
+            process=process,
+            reader=reader,
+            writer=writer,
+            name=name,
+            blocked_grace_s=blocked_grace_s,
+            frozen_s=frozen_s,
+            pulse=Pulse(our_pulse, stood_still_s=_PING_S + _SILENT_S),
+        )
         worker.loaded = asyncio.get_running_loop().create_future()
         worker._listener = asyncio.create_task(worker._listen(), name=f"listen {name}")
-        worker._pulse = asyncio.create_task(worker._watch_pulse(), name=f"pulse {name}")
+        worker._watch = asyncio.create_task(worker._watch_life(), name=f"watch {name}")
         await worker._send(env_worker_pb2.WorkerCommand(load=env_worker_pb2.LoadEnv(env=env)))
         logger.info("env worker started", extra={"worker": name, "pid": process.pid, "env": env.id})
         return worker
@@ -164,31 +196,41 @@ class WorkerProcess:
             self.writer.write(encode_frame(command))
             await self.writer.drain()
 
-    async def _watch_pulse(self) -> None:
-        """Ask for a sign of life once per second; its silence is a wait of this env-server. Ends with the worker."""
-        await asyncio.wait({self.loaded})  # before that it cannot answer: loading has a deadline of its own
+    async def _watch_life(self) -> None:
+        """Ask for signs of life once per second; their absence is a wait of this env-server. Ends with the worker."""
         wait = waits.LastingWait()
         looked = self._heard = time.monotonic()
         try:
-            while not self.writer.is_closing():
-                self.writer.write(encode_frame(env_worker_pb2.WorkerCommand()))
+            while not self._ended.is_set():
                 await asyncio.sleep(_PING_S)
                 now = time.monotonic()
-                if now - looked > _PING_S + _SILENT_S:
-                    self._heard = now  # this process itself stood still
+                if now - looked > _PING_S + _SILENT_S or not self.loaded.done():
+                    self._heard = now  # this process itself stood still; or the loop does not run yet
                 looked = now
-                silent_s = now - self._heard
-                if silent_s < _SILENT_S or not self._plays:
-                    wait.over()
-                    continue
-                wait.on(
-                    f"env worker {self.name} (pid {self.process.pid}), which has not answered for {silent_s:.0f} s: "
-                    f"frozen, or blocked by the environment's code; {len(self._plays)} rollouts wait",
-                    waits_on=f"env worker {self.name}",
-                    key="silent",
-                    deadline_s=_SILENT_OVERDUE_S,
-                )
+                if self.loaded.done():
+                    self.writer.write(encode_frame(env_worker_pb2.WorkerCommand()))
+                self._judge(wait, frozen_s=self.pulse.ask(), silent_s=now - self._heard)
         finally:
+            wait.over()
+            self.pulse.close()
+
+    def _judge(self, wait: waits.LastingWait, *, frozen_s: float, silent_s: float) -> None:
+        """Say what is wrong with the worker, and kill it if its process does not run."""
+        limit_s = self.frozen_s if self.loaded.done() else max(self.frozen_s, _FROZEN_LOADING_S)
+        who = f"env worker {self.name} (pid {self.process.pid}), which has not answered for"
+        waiting = f"{len(self._plays)} rollouts wait"
+        if frozen_s > limit_s:
+            self._is_frozen = True
+            self.kill(f"frozen: its process gave no sign of life for {frozen_s:.0f} s")
+        elif frozen_s >= _SILENT_S:
+            reason = f"{who} {frozen_s:.0f} s: its process is frozen, and is killed after {limit_s:g} s; {waiting}"
+            wait.on(
+                reason, waits_on=f"env worker {self.name}", key="frozen", deadline_s=min(_SILENT_OVERDUE_S, limit_s)
+            )
+        elif silent_s >= _SILENT_S and self._plays:
+            reason = f"{who} {silent_s:.0f} s: blocked by the environment's code; {waiting}"
+            wait.on(reason, waits_on=f"env worker {self.name}", key="blocked", deadline_s=_SILENT_OVERDUE_S)
+        else:
             wait.over()
 
     async def _listen(self) -> None:
@@ -235,17 +277,20 @@ class WorkerProcess:
     def _end(self) -> None:
         how = self._blocked_reason or describe_exit(self.process.returncode)
         self._ended.set()
-        self._pulse.cancel()
+        # Only a signal that cannot be caught comes from outside for certain; the environment's own crashes look else.
+        is_killed = not self._blocked_reason and self.process.returncode == -signal.SIGKILL
+        is_from_outside = self._is_frozen or is_killed
+        self._watch.cancel()
         self.writer.close()
         if not self.loaded.done():
-            self.loaded.set_exception(
-                EnvLoadError("WorkerDied", f"the environment's process ended while loading: {how}")
-            )
+            message = f"the environment's process ended while loading: {how}"
+            self.loaded.set_exception(EnvLoadError("WorkerDied", message, is_from_outside=is_from_outside))
         self.loaded.exception()  # retrieved: nobody may be waiting for it any more
         for answer in self._plays.values():
             if not answer.done():
-                error = WorkerDiedError(f"worker {self.name} died: {how}", is_blocked=bool(self._blocked_reason))
-                answer.set_exception(error)
+                is_blocked = bool(self._blocked_reason) and not self._is_frozen
+                message = f"worker {self.name} died: {how}"
+                answer.set_exception(WorkerDiedError(message, is_blocked=is_blocked, is_from_outside=is_from_outside))
         logger.info("env worker ended", extra={"worker": self.name, "how": how})
 
 

@@ -1,4 +1,4 @@
-"""An environment worker: `python -m millrace.env_server.worker --fd N`.
+"""An environment worker: `python -m millrace.env_server.worker --fd N --pulse-fd M`.
 
 Hosts one environment: loads it in the main thread, then plays rollouts in one event loop. It speaks frames over the
 socket that it inherits and ends when the socket closes. Its own deadline ends a rollout that waits or overruns; what
@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from millrace.env_server.adapter import EnvAdapter, describe_load_error, load_adapter
 from millrace.env_server.frames import encode_frame, read_frame
 from millrace.env_server.outcome import Outcome, failed, make_rollout
+from millrace.env_server.pulse import start_answering
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
@@ -40,7 +41,10 @@ def main() -> None:
     """Load, report, play."""
     parser = argparse.ArgumentParser(description="Millrace environment worker; started by the env-server.")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket")
-    channel = socket.socket(fileno=parser.parse_args().fd)
+    parser.add_argument("--pulse-fd", type=int, required=True, help="inherited socket on which every byte is answered")
+    args = parser.parse_args()
+    channel = socket.socket(fileno=args.fd)
+    start_answering(socket.socket(fileno=args.pulse_fd))
     _die_with_parent()
     # What environments print belongs to the log, not to a pipe that nobody reads.
     os.dup2(2, 1)

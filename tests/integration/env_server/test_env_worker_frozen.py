@@ -11,7 +11,7 @@ from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.rpc.channel import call
 from millrace.telemetry import waits
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
 
 def request(base_url: str, ordinal: int = 0) -> env_service_pb2.PlayGroupRequest:
@@ -50,7 +50,9 @@ async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine) ->
         await asyncio.sleep(4)
         assert about("env worker") == []  # an idle worker that answers
         os.kill(worker.process.pid, signal.SIGSTOP)
-        playing = [asyncio.create_task(worker.play(request(engine.base_url("ok"), n), tokenizer_dir="")) for n in (0, 1)]
+        playing = [
+            asyncio.create_task(worker.play(request(engine.base_url("ok"), n), tokenizer_dir="")) for n in (0, 1)
+        ]
         wait = await until_there(f"env worker reverse-text#7 (pid {worker.process.pid}), which has not answered for")
         assert wait.reason.endswith("2 rollouts wait")
         assert (wait.waits_on, wait.deadline_s > 0) == ("env worker reverse-text#7", True)
@@ -62,6 +64,48 @@ async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine) ->
                 await asyncio.sleep(0.1)
     finally:
         await worker.close()
+
+
+async def test_a_worker_that_stays_frozen_is_killed_and_its_rollouts_are_played_again(server, engine) -> None:
+    """Four tasks at once: none of them becomes a suspect, or they would be played one after the other."""
+    args = {"num_train": 8, "num_eval": 2}
+    await server.open("reverse-text", args)
+    [pool] = [pool for pool in server.service._pools.values() if "8" in pool.env.args_json]
+    [worker] = pool._workers
+    worker.frozen_s = 4.0
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    groups = [server.request("reverse-text", n, args=args, size=2) for n in range(4)]
+    playing = asyncio.create_task(server.play(*groups))
+    wait = await until_there(f"(pid {worker.process.pid}), which has not answered for")
+    assert wait.reason.endswith("s: its process is frozen, and is killed after 4 s; 8 rollouts wait")
+    rollouts = await playing
+    assert [rollout.status for rollout in rollouts] == ["ok"] * 8
+    assert worker.process.returncode == -signal.SIGKILL and not pool._suspects and pool._probe is None
+
+
+async def test_code_that_blocks_its_worker_for_longer_is_no_frozen_process(server) -> None:
+    args = {"modes": ["block_long"]}
+    await server.open("faulty-v0", args)
+    pool = next(pool for pool in server.service._pools.values() if "block_long" in pool.env.args_json)
+    [worker] = pool._workers
+    worker.frozen_s = 3.0
+    blocking = server.request("faulty-v0", 0, args=args, rollout_timeout_seconds=30.0)
+    playing = asyncio.create_task(server.play(blocking))
+    wait = await until_there("which has not answered for")
+    assert "blocked by the environment's code" in wait.reason
+    [rollout] = await playing
+    assert rollout.status == "ok" and worker.is_ready
+
+
+async def test_a_worker_that_is_killed_while_it_loads_is_started_again(server) -> None:
+    args = {"num_train": 9, "num_eval": 2}
+    await server.open("reverse-text", args, wait=False)
+    pool = next(pool for pool in server.service._pools.values() if "9" in pool.env.args_json)
+    async with asyncio.timeout(20):
+        while pool._workers[0] is None:
+            await asyncio.sleep(0.01)
+    os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+    assert (await server.open("reverse-text", args)).state == env_service_pb2.ENV_STATE_READY
 
 
 async def test_rollouts_that_an_engine_keeps_waiting_are_one_wait_for_it(server, engine) -> None:
