@@ -1,0 +1,132 @@
+"""The object store fails while a run needs it: the run waits, visibly, and goes on; its log is clean."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+from chaos_run import ChaosRun
+from chaos_stack import ChaosStack
+from fault_proxy import Effect, Fault, FaultProxy
+
+from millrace.client import Client
+from millrace.storage.s3 import S3Store
+from millrace.v1 import run_service_pb2
+
+BUCKET = "millrace-chaos"
+RETRIES_END_S = 25.0
+"""Twelve attempts of an operation that fails at once take less."""
+
+
+@pytest.fixture(scope="module")
+def proxy(s3_endpoint: str) -> Iterator[FaultProxy]:
+    with FaultProxy(s3_endpoint) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared_stack(warm, proxy: FaultProxy, s3_endpoint: str) -> Iterator[ChaosStack]:
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("AWS_ACCESS_KEY_ID", "test")
+        environ.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
+        S3Store(bucket=BUCKET, endpoint=s3_endpoint, region="us-east-1").ensure_bucket()
+        url = f"s3://{BUCKET}/store?endpoint={proxy.endpoint}&region=us-east-1"
+        with ChaosStack(warm, "store", env={"MILLRACE_STORE_URL": url}) as stack:
+            yield stack
+
+
+@pytest.fixture
+def stack(shared_stack: ChaosStack, proxy: FaultProxy) -> Iterator[ChaosStack]:
+    """A stack whose every request to the object store passes the proxy, without faults yet."""
+    proxy.clear()
+    shared_stack.wait_ready()
+    yield shared_stack
+    proxy.clear()
+
+
+def _explain(stack: ChaosStack, run: ChaosRun) -> run_service_pb2.ExplainRunResponse:
+    async def ask() -> run_service_pb2.ExplainRunResponse:
+        async with Client(stack.address) as client:
+            return await client.runs.explain(run.name)
+
+    return asyncio.run(ask())
+
+
+def _wait_explained(stack: ChaosStack, run: ChaosRun, *words: str, timeout_s: float) -> str:
+    """Return the first wait that `millrace run why` shows with all these words."""
+    ends = time.monotonic() + timeout_s
+    seen: set[str] = set()
+    while time.monotonic() < ends:
+        answer = _explain(stack, run)
+        reasons = [answer.summary, *(f"{wait.owner}: {wait.reason}" for wait in answer.waits)]
+        for reason in reasons:
+            if all(word in reason for word in words):
+                return reason
+        seen.update(reasons)
+        time.sleep(0.25)
+    raise AssertionError(f"nothing said {words}: {sorted(seen)}")
+
+
+def test_faults_of_every_kind_strike_during_a_run(stack: ChaosStack, proxy: FaultProxy) -> None:
+    run = stack.submit(max_steps=6, **{"ckpt.interval": 2})
+    run.wait_step(0)
+    faults = [
+        proxy.add(Fault(effect=Effect.LOSE_ANSWER, method="PUT", key="*/batches/*.pb", every=3, times=3)),
+        proxy.add(Fault(effect=Effect.LOSE_ANSWER, method="PUT", key="*/manifest.json", every=2, times=3)),
+        proxy.add(Fault(effect=Effect.TORN_WRITE, method="PUT", key="*.safetensors", every=2, times=2)),
+        proxy.add(Fault(effect=Effect.CUT_REQUEST, method="PUT", every=5, times=6)),
+        proxy.add(Fault(effect=Effect.ANSWER, method="PUT", every=4, times=12)),
+        proxy.add(Fault(effect=Effect.ANSWER, method="PUT", status=507, code="InsufficientStorage", every=6, times=4)),
+        proxy.add(Fault(effect=Effect.CUT_ANSWER, method="GET", every=5, times=12)),
+        proxy.add(Fault(effect=Effect.RESET, method="LIST", every=5, times=8)),
+        proxy.add(Fault(effect=Effect.ANSWER, status=500, code="InternalError", every=7, times=12)),
+        proxy.add(Fault(effect=Effect.SLOW, method="PUT", rate=400_000, every=3)),
+        proxy.add(Fault(effect=Effect.SLOW, method="GET", rate=800_000, every=3)),
+    ]
+    stack.finish(run)
+    proxy.clear()
+    struck = {f"{fault.method} {fault.effect} {fault.key}": fault.struck for fault in faults}
+    assert all(struck.values()), f"every fault struck: {struck}"
+    assert run.steps() == sorted(set(run.steps())) and run.steps()[-1] == 5
+    stack.audit(run)
+
+
+def test_an_outage_longer_than_the_retries_is_named_and_outlived(stack: ChaosStack, proxy: FaultProxy) -> None:
+    run = stack.submit(max_steps=8)
+    run.wait_step(1)
+    began = time.time()
+    outage = proxy.add(Fault(effect=Effect.ANSWER, status=503, code="SlowDown"))
+    said = _wait_explained(stack, run, "object store", proxy.endpoint, "503 SlowDown", timeout_s=15)
+    print(f"after {time.time() - began:.1f} s: {said}")
+    while time.time() < began + RETRIES_END_S + 15:
+        assert not run.is_over, run.describe()
+        time.sleep(1)
+    assert "object store" in _wait_explained(stack, run, "object store", timeout_s=10)
+    proxy.remove(outage)
+    ended = time.time()
+    stack.finish(run)
+    print(f"{outage.struck} requests failed; {run.recovery_s(ended):.1f} s from the outage's end to progress")
+    assert all(stack.restarts(name) == 0 for name in stack.pids()), "no process dies of it"
+
+
+def test_a_store_that_hangs_and_then_answers(stack: ChaosStack, proxy: FaultProxy) -> None:
+    run = stack.submit(max_steps=5)
+    run.wait_step(1)
+    hanging = proxy.add(Fault(effect=Effect.HANG))
+    _wait_explained(stack, run, "object store", proxy.endpoint, timeout_s=15)
+    proxy.remove(hanging)
+    ended = time.time()
+    stack.finish(run)
+    print(f"{run.recovery_s(ended):.1f} s to progress")
+
+
+def test_a_full_store_is_named_and_the_run_goes_on_with_room(stack: ChaosStack, proxy: FaultProxy) -> None:
+    run = stack.submit(max_steps=5)
+    run.wait_step(1)
+    full = proxy.add(Fault(effect=Effect.ANSWER, method="PUT", status=507, code="InsufficientStorage"))
+    _wait_explained(stack, run, "object store", "507 InsufficientStorage", timeout_s=15)
+    time.sleep(3)
+    proxy.remove(full)
+    stack.finish(run)
+
+
