@@ -10,7 +10,7 @@ from typing import Any
 from millrace.errors import FencedError, InternalError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import check_header, verify_chunk
-from millrace.runlog.epochs import Epoch
+from millrace.runlog.epochs import Epoch, latest_epoch
 from millrace.runlog.log import AppendResult, RunLog
 from millrace.runlog.names import Stream
 from millrace.runlog.recover import MAX_REDIS_BATCH_BYTES, reappend_committed
@@ -45,6 +45,9 @@ async def commit_batch(
     header.writer_epoch = epoch.number
     await _upload(log, epoch, header, chunks, archive)
     faults.reach(faults.Point.ORCHESTRATOR_MID_COMMIT, step=header.step)
+    # The store knows every epoch, also where Redis was wiped or lost its tail.
+    if await asyncio.to_thread(latest_epoch, log.store, log.names, epoch.role) > epoch.number:
+        AppendResult.FENCED.require(f"committing step {header.step} of run {log.uid}")
     header_bytes = await _write_header(log, header)
     faults.reach(faults.Point.ORCHESTRATOR_AFTER_HEADER, step=header.step)
     result = await log.append_batch(epoch, header_bytes, chunks if fits_redis(header) else ())

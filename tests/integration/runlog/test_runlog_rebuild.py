@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 import redis.asyncio as redis_asyncio
@@ -43,7 +44,7 @@ async def _read(log: RunLog) -> list[event_pb2.Event]:
     return list(await EventReader(log).read(count=1000))
 
 
-async def _wipe(redis: redis_asyncio.Redis, log: RunLog) -> dict[bytes, bytes]:
+async def _wipe(redis: redis_asyncio.Redis, log: RunLog) -> dict[bytes, bytes | None]:
     """Remove every key of the deployment; returns what they held, for a Redis that comes back from an old file."""
     keys = [key async for key in redis.scan_iter(match=f"{log.names.prefix}:*", count=1000)]
     dumped = {key: await redis.dump(key) for key in keys}
@@ -166,7 +167,7 @@ async def test_a_rebuilder_may_die_at_every_command_to_redis(log, redis, local_s
     await _wipe(redis, log)
     deaths = 0
     while True:
-        client = DyingRedis.from_url(redis_url)
+        client = DyingRedis(connection_pool=redis_asyncio.ConnectionPool.from_url(redis_url))
         client.lives = deaths
         try:
             await open_or_rebuild(client, local_store, prefix=prefix, uid=log.uid, owner="o")
@@ -205,7 +206,7 @@ async def test_a_rebuilder_may_die_at_every_call_to_the_store(log, redis, local_
     deaths = 0
     while True:
         client = open_redis(redis_url)  # a new process: it has proven nothing yet
-        store = DyingStore(local_store, deaths)
+        store: Any = DyingStore(local_store, deaths)
         try:
             await open_or_rebuild(client, store, prefix=prefix, uid=log.uid, owner="o")
             break
@@ -273,6 +274,7 @@ async def test_a_copy_from_before_a_rebuild_is_replaced(log, rebuild, redis, red
     await EventArchive(rebuilt).archive()
     await _wipe(redis, log)
     for key, value in old.items():
+        assert value is not None
         await redis.restore(key, 0, value)
     with pytest.raises(LogGoneError):
         await rebuilt.reopen()
@@ -294,12 +296,14 @@ async def test_a_copy_that_lost_archived_events_is_replaced(log, rebuild, redis)
     await _write(log, "a", "1", "2")
     old = await _wipe(redis, log)
     for key, value in old.items():
+        assert value is not None
         await redis.restore(key, 0, value)
     await _write(log, "a", "3")
     await _write(log, "b", "4")
     assert await archive.archive() == 4
     await _wipe(redis, log)
     for key, value in old.items():
+        assert value is not None
         await redis.restore(key, 0, value)
     await _write(log, "c", "new 1-2")
     with pytest.raises(LogGoneError, match="which the store has") as caught:
