@@ -46,6 +46,8 @@ def run_details(run: run_pb2.Run, checkpoints: Sequence[checkpoint_pb2.Checkpoin
         ("age", _age(run, now)),
         ("config", f"sha256 {run.run_hash}" if run.run_hash else "–"),
     ]
+    if run.HasField("parent"):
+        lines.append(("forked from", f"{run.parent.name} at step {run.parent.step}"))
     if run.labels:
         lines.append(("labels", ", ".join(f"{key}={value}" for key, value in sorted(run.labels.items()))))
     lines += [("checkpoint", f"step {saved.step}  {saved.uri}") for saved in checkpoints]

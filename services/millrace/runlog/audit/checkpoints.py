@@ -54,18 +54,17 @@ def compare_chains(audit: Audit, facts: Sequence[CheckpointFact], chains: Mappin
 
 def _check(audit: Audit, prefix: str, name: str, *, run_hash: str) -> CheckpointFact | None:
     what = f"manifest of checkpoint {name}"
-    manifest = audit.get_json(
-        f"{prefix}manifest.json", missing="CHECKPOINT_CORRUPT", corrupt="CHECKPOINT_CORRUPT", what=what
-    )
-    if manifest is None:
+    manifest = audit.get_json(f"{prefix}manifest.json", missing="", corrupt="CHECKPOINT_CORRUPT", what=what)
+    if manifest is None:  # also if it was pruned just now
         return None
     try:
         fact = CheckpointFact(step=int(manifest["step"]), chain_hash=str(manifest["chain_hash"]))
         _check_identity(audit, name, manifest, run_hash=run_hash)
-        for item in manifest["objects"]:
-            audit.require_object(
-                item["key"], int(item["size_bytes"]), check="CHECKPOINT_OBJECT_MISSING", what=f"checkpoint {name}"
-            )
+        problems = [audit.object_problem(item["key"], int(item["size_bytes"])) for item in manifest["objects"]]
+        if any(problems) and audit.store.head(f"{prefix}manifest.json") is None:
+            return None  # pruned meanwhile, its manifest first
+        for problem in filter(None, problems):
+            audit.findings.violation("CHECKPOINT_OBJECT_MISSING", f"checkpoint {name}: {problem}")
     except (KeyError, TypeError, ValueError) as error:
         audit.findings.violation("CHECKPOINT_CORRUPT", f"{what} ({audit.uri(prefix)}) is not readable: {error!r}")
         return None

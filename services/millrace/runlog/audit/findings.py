@@ -100,13 +100,11 @@ class Audit:
             return None
         return document
 
-    def require_object(self, key: str, size_bytes: int, *, check: str, what: str) -> bool:
-        """Whether an object exists with its size; a violation `check` if not."""
+    def object_problem(self, key: str, size_bytes: int) -> str:
+        """What is wrong with an object that a manifest names, in words; empty if it exists with its size."""
         found = self.store.head(key)
         if found is None:
-            self.findings.violation(check, f"{what}: {self.uri(key)} does not exist")
-        elif found.size_bytes != size_bytes:
-            self.findings.violation(
-                check, f"{what}: {self.uri(key)} has {found.size_bytes} bytes, its manifest says {size_bytes}"
-            )
-        return found is not None and found.size_bytes == size_bytes
+            return f"{self.uri(key)} does not exist"
+        if found.size_bytes != size_bytes:
+            return f"{self.uri(key)} has {found.size_bytes} bytes, its manifest says {size_bytes}"
+        return ""

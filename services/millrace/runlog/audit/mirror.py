@@ -19,7 +19,7 @@ from millrace.runlog.audit.findings import Audit
 from millrace.runlog.audit.rollouts import RolloutFact, is_trainable
 from millrace.runlog.connection import as_text
 from millrace.runlog.entry import Entry, decode_entry
-from millrace.runlog.epochs import GENERATION_ROLE
+from millrace.runlog.epochs import GENERATION_ROLE, latest_epoch
 from millrace.runlog.names import Stream
 
 _PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each
@@ -65,8 +65,13 @@ class Mirror:
 
     async def compare(self, *, epochs: dict[str, int], installed: int) -> None:
         """Compare meta, batches and policies with the store; `installed` is the newest generation marked there."""
-        findings, held = self._audit.findings, int(self._meta["generation"])
-        if not installed <= held <= max(epochs.get(GENERATION_ROLE, 0), installed):  # a mark may be still to come
+        findings = self._audit.findings
+        held = await self._read_generation()  # again: a rebuild may have come in between
+        newest = await asyncio.to_thread(latest_epoch, self._audit.store, self._audit.names, GENERATION_ROLE)
+        if held is None:
+            findings.note("NOT_IN_REDIS", "Redis lost the log of the run during the audit: only the store was checked")
+            return
+        if not installed <= held <= max(newest, installed):  # the mark of the newest may be still to come
             findings.violation(
                 "GENERATION_MISMATCH",
                 f"Redis holds generation {held} of the log, the newest that was installed is {installed}",
@@ -81,6 +86,14 @@ class Mirror:
         await self._compare_batches()
         async for entry in self._entries(Stream.POLICIES):
             await asyncio.to_thread(self._compare_policy, entry)
+
+    async def _read_generation(self) -> int | None:
+        found: Any = await connection.call(
+            self._redis,
+            f"reading the generation of run {self._audit.names.uid}",
+            lambda: self._redis.execute_command("HGET", self._audit.names.meta, "generation"),
+        )
+        return None if found is None else int(found)
 
     async def _compare_batches(self) -> None:
         header: batch_pb2.BatchHeader | None = None

@@ -93,12 +93,8 @@ class PolicyCheck:
             self._check_identity(manifest, lineage, version)
             if with_objects:
                 for item in (*manifest["objects"], *manifest["files"]):
-                    audit.require_object(
-                        item["key"],
-                        int(item["size_bytes"]),
-                        check="POLICY_OBJECT_MISSING",
-                        what=f"policy {lineage}-{version}",
-                    )
+                    if problem := audit.object_problem(item["key"], int(item["size_bytes"])):
+                        audit.findings.violation("POLICY_OBJECT_MISSING", f"policy {lineage}-{version}: {problem}")
         except (KeyError, TypeError, ValueError) as error:
             audit.findings.violation("POLICY_CORRUPT", f"{what} ({audit.uri(prefix)}) is not readable: {error!r}")
 
