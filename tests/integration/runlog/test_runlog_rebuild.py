@@ -24,6 +24,7 @@ from millrace.runlog import (
     reappend_committed,
     reappend_policies,
 )
+from millrace.runlog import rebuild as rebuild_module
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.rebuild import open_or_rebuild
 from millrace.v1 import event_pb2
@@ -185,6 +186,33 @@ async def test_a_rebuilder_may_die_at_every_command_to_redis(log, redis, local_s
     assert await log.current_epoch("orchestrator") == 1
 
 
+class ForgetfulRedis(redis_asyncio.Redis):
+    """A client whose server is wiped before it sends its third pipeline."""
+
+    count = 0
+
+    def pipeline(self, *args, **options):
+        pipeline = super().pipeline(*args, **options)
+        self.count += 1
+        if self.count == 3:
+            pipeline.flushall()
+        return pipeline
+
+
+async def test_a_wipe_in_the_middle_of_a_rebuild_leaves_no_partial_log(durable, durable_log, local_store, monkeypatch):
+    monkeypatch.setattr(rebuild_module, "_PAGE_ENTRIES", 2)
+    await _write(durable_log, "a", *map(str, range(9)))
+    await EventArchive(durable_log).archive()
+    await durable.client.flushall()
+    pool = redis_asyncio.ConnectionPool.from_url(durable.server.url)
+    client = ForgetfulRedis(connection_pool=pool)
+    log = await open_or_rebuild(client, local_store, prefix=durable_log.names.prefix, uid=durable_log.uid, owner="o")
+    assert log.generation == 3, "the second try"
+    assert [event.warning.message for event in await _read(log)][:-1] == list(map(str, range(9)))
+    await client.aclose()
+    await pool.aclose()
+
+
 class DyingStore:
     """A store whose user dies at call number `lives`."""
 
@@ -262,7 +290,10 @@ async def test_policies_begin_behind_a_hole(log, rebuild, redis, local_store):
     assert await reappend_policies(log, trainer) == 2
 
 
-async def test_a_copy_from_before_a_rebuild_is_replaced(log, rebuild, redis, redis_url, local_store, prefix):
+@pytest.mark.parametrize("is_archived", [True, False])
+async def test_a_copy_from_before_a_rebuild_is_replaced(
+    is_archived, log, rebuild, redis, redis_url, local_store, prefix
+):
     """Redis is wiped, the log rebuilt, and then Redis comes back from a file that has neither."""
     await _write(log, "a", "1")
     await EventArchive(log).archive()
@@ -270,8 +301,9 @@ async def test_a_copy_from_before_a_rebuild_is_replaced(log, rebuild, redis, red
     await _write(log, "a", "2")
     old = await _wipe(redis, log)
     rebuilt = await rebuild()
-    await _write(rebuilt, "b", "3")
-    await EventArchive(rebuilt).archive()
+    if is_archived:
+        await _write(rebuilt, "b", "3")
+        await EventArchive(rebuilt).archive()
     await _wipe(redis, log)
     for key, value in old.items():
         assert value is not None
@@ -280,11 +312,12 @@ async def test_a_copy_from_before_a_rebuild_is_replaced(log, rebuild, redis, red
         await rebuilt.reopen()
     client = open_redis(redis_url)
     try:
-        mended = await open_or_rebuild(client, local_store, prefix=prefix, uid=log.uid, owner="o")
+        mended = await open_or_rebuild(client, local_store, prefix=log.names.prefix, uid=log.uid, owner="o")
         assert mended.generation == 3
         found = [(event.cursor, event.writer, event.warning.message) for event in await _read(mended)]
-        assert [item for item in found if item[1] != "log"] == [("1-0", "a", "1"), ("2-1", "b", "3"), ("3-0", "a", "2")]
-        assert [item[0] for item in found if item[1] == "log"] == ["2-0", "3-1"]
+        only_store = [("2-1", "b", "3")] if is_archived else []
+        assert [item for item in found if item[1] != "log"] == [("1-0", "a", "1"), *only_store, ("3-0", "a", "2")]
+        assert [item[0] for item in found if item[1] == "log"] == (["2-0", "3-1"] if is_archived else ["3-1"])
         assert [entry.d for entry in await mended.read("rollouts")] == [b"rollout"], "only Redis has these"
     finally:
         await client.aclose()
