@@ -140,7 +140,6 @@ class Ledger:
         oldest = min(filter(None, entries), key=entry_key, default=None)
         if oldest is not None:
             await self._log.trim_rollouts(oldest)
-            self._stream.forget_below(oldest)
 
     async def close(
         self,

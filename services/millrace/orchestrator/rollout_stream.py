@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 READ_COUNT = 512
 """Entries taken from the stream at once; a rollout of a long context is about 0.1 MiB."""
+MAX_SEEN = 100_000
+"""Hashes of entries that are remembered, some 100 bytes each: more than a Redis that restarts can bring back."""
 FOLLOW_BLOCK_S = 5.0
 START = "0"
 
@@ -28,8 +30,7 @@ class RolloutStream:
         self._log = run_log
         self._cursor = START
         self._rewinds = 0
-        self._trimmed_below = ""
-        self._seen: dict[str, str] = {}
+        self._seen: dict[bytes, None] = {}
         self.newest = ""
         """Id of the newest entry that was read; empty before the first."""
         self.take: Callable[[Rollout], None] = _nobody_takes
@@ -53,12 +54,6 @@ class RolloutStream:
         self._cursor = START
         self._rewinds += 1
 
-    def forget_below(self, entry_id: str) -> None:
-        """Entries below are of resolved ordinals and trimmed: should a restarted Redis show them again, skip them."""
-        self._trimmed_below = entry_id
-        below = entry_key(entry_id)
-        self._seen = {hash_: id_ for hash_, id_ in self._seen.items() if entry_key(id_) >= below}
-
     async def _poll(self, *, block_s: float) -> bool:
         rewinds = self._rewinds
         entries = await self._log.read("rollouts", after=self._cursor, count=READ_COUNT, block_s=block_s)
@@ -70,9 +65,8 @@ class RolloutStream:
                 continue
             self._cursor = entry.id
             self.newest = max(self.newest, entry.id, key=entry_key)
-            if entry.h in self._seen or entry_key(entry.id) < entry_key(self._trimmed_below):
+            if not self._is_new(bytes.fromhex(entry.h)):
                 continue
-            self._seen[entry.h] = entry.id
             try:
                 rollout = decode_rollout(entry.d)
             except CorruptObjectError as error:
@@ -81,6 +75,15 @@ class RolloutStream:
                 continue
             self.take(replace(rollout, entry_id=entry.id))
         return bool(entries)
+
+    def _is_new(self, entry_hash: bytes) -> bool:
+        """Whether an entry with that content was not taken before; remembers it."""
+        if entry_hash in self._seen:
+            return False
+        self._seen[entry_hash] = None
+        if len(self._seen) > MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        return True
 
 
 def entry_key(entry_id: str) -> tuple[int, int]:

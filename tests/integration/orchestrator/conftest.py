@@ -74,6 +74,8 @@ class Stack:
             servicer.worker_id,
             servicer=servicer,
             adder=env_service_pb2_grpc.add_EnvServiceServicer_to_server,
+            on_assignments=servicer.on_assignments,
+            slot=servicer.slot,
         )
         life = self.lives[servicer.worker_id] = await self.exit.enter_async_context(AsyncExitStack())
         servicer.address = await life.enter_async_context(context)
@@ -98,7 +100,8 @@ class Stack:
 
     async def trainer(self, **options) -> FakeTrainer:
         trainer = FakeTrainer(self.deps, **options)
-        await self.exit.enter_async_context(
+        life = self.lives[trainer.worker_id] = await self.exit.enter_async_context(AsyncExitStack())
+        await life.enter_async_context(
             worker(
                 self.address,
                 worker_service_pb2.WORKER_KIND_TRAINER,

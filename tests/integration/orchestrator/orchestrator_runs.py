@@ -21,8 +21,8 @@ CONFIG = {
 }
 
 
-def config_json(**orchestrator) -> str:
-    document = {**CONFIG, "orchestrator": {**CONFIG["orchestrator"], **orchestrator}}
+def config_json(*, max_steps: int = 3, **orchestrator) -> str:
+    document = {**CONFIG, "max_steps": max_steps, "orchestrator": {**CONFIG["orchestrator"], **orchestrator}}
     return validate_document(document).resolved_json()
 
 
@@ -41,3 +41,48 @@ async def watch(stack, run: run_pb2.Run, *, timeout_s: float = 40.0) -> list:
 
 def bodies(events, kind: str) -> list:
     return [getattr(event, kind) for event in events if event.WhichOneof("body") == kind]
+
+
+async def until(condition, *, timeout_s: float = 20.0, what: str = "") -> None:
+    """Return when `condition()` is true, which may be awaitable; fails after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await _value(condition()):
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"not within {timeout_s:g} s: {what or condition}") from None
+
+
+async def _value(result):
+    return await result if asyncio.iscoroutine(result) else result
+
+
+async def get(stack, run: run_pb2.Run) -> run_pb2.Run:
+    return (await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name=run.uid))).run
+
+
+async def has_state(stack, run: run_pb2.Run, state: run_pb2.RunState) -> bool:
+    return (await get(stack, run)).state == state
+
+
+def states(events) -> list[str]:
+    return [run_pb2.RunState.Name(change.new_state)[10:] for change in bodies(events, "state_changed")]
+
+
+def resolutions(headers) -> dict[int, tuple[int, str, int]]:
+    """Outcome, reason and attempts of every ordinal; fails if one is resolved twice, or one is left out."""
+    found = {}
+    for header in headers:
+        for item in header.resolutions:
+            assert item.ordinal not in found, f"ordinal {item.ordinal} is resolved twice"
+            found[item.ordinal] = (item.outcome, item.reason, item.attempts)
+    assert sorted(found) == list(range(len(found))), "no ordinal is left out"
+    return found
+
+
+def numbers(events) -> dict[str, list[int]]:
+    """The numbers of the events of each writer, in the order in which they came."""
+    found: dict[str, list[int]] = {}
+    for event in events:
+        found.setdefault(event.writer, []).append(event.writer_sequence)
+    return found
