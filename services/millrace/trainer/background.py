@@ -40,9 +40,9 @@ class BackgroundLoop:
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, what: str, timeout_s: float) -> T:
         """Runs a coroutine and waits for its result; UnavailableError naming `what` after `timeout_s`."""
+        future = self.submit(coroutine)
         try:
             with waits.waiting(what, deadline_s=timeout_s, quiet_s=_QUIET_S):
-                future = self.submit(coroutine)
                 return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
             if future.done():  # the coroutine itself raised a TimeoutError

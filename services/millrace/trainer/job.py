@@ -2,18 +2,19 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.config.rl import RLConfig
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publish import upload_files
 from millrace.runlog import ZERO_CHAIN_HASH, Names
+from millrace.runlog.origin import parse_origin
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.batches import Batches
+from millrace.trainer.batches import POLL_S, Batches, StopRequested
 from millrace.trainer.checkpoint import Checkpointer, CheckpointStore
 from millrace.trainer.distributed import Gang
 from millrace.trainer.learner import Learner
@@ -23,9 +24,12 @@ from millrace.trainer.model import policy_files, resolve_model_directory
 from millrace.trainer.publisher import Publisher, PublishPlan, newest_published, plan_publishing
 from millrace.trainer.reporter import Reporter
 from millrace.trainer.resume import resume
+from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.training import Position, Training
 
 log = logging.getLogger(__name__)
+
+_PEER_OPENS_WITHIN_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,39 +42,70 @@ class JobContext:
     prefix: str
     gang: Gang
     owner: str
+    slot: str
     should_stop: Callable[[], bool]
     on_epoch: Callable[[int], None]
     on_progress: Callable[[int], None]
+    silence: SilenceTeller = field(default_factory=SilenceTeller)
 
 
 def run_job(context: JobContext, uid: str) -> None:
     """Trains a run to its end. Raises StopRequested when asked to let go, and every error of the parts."""
-    client = LogClient.open(
+    names = Names(context.prefix, uid)
+    record = context.store.get(names.run_json)
+    client = LogClient(
         context.background,
         redis_url=context.redis_url,
         store=context.store,
-        prefix=context.prefix,
-        uid=uid,
+        names=names,
         owner=context.owner,
+        slot=context.slot,
         is_leader=context.gang.is_leader,
         is_alone=context.gang.is_alone,
         should_stop=context.should_stop,
     )
     try:
-        if context.gang.is_leader:
-            context.on_epoch(client.epoch)
-        train(prepare(context, uid, client))
-        client.flush()
+        client.begin()
+        with context.silence.told_to(client.write):
+            train(prepare(context, names, client, record))
+            client.flush()
     finally:
         client.close()
 
 
-def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
-    """The parts of a run, its state that of the newest checkpoint or of the start model."""
-    config = parse_config(client.run_json(), uid=uid)
-    trainer, gang, names = config.trainer, context.gang, Names(context.prefix, uid)
+def hold_run(context: JobContext, client: LogClient) -> None:
+    """Waits, with the whole gang, until rank 0 holds the run; StopRequested at every rank if it is asked to stop."""
+    gang = context.gang
+    told = b"wait"
+    while told != b"hold":
+        message: bytes | None = None
+        if gang.is_leader:
+            is_held = client.poll_ready(timeout_s=POLL_S)
+            message = b"hold" if is_held else b"stop" if context.should_stop() else b"wait"
+        told = gang.broadcast(message)
+        if told == b"stop":
+            raise StopRequested
+    if gang.is_leader:
+        context.on_epoch(client.epoch)
+    elif not client.poll_ready(timeout_s=_PEER_OPENS_WITHIN_S):
+        raise UnavailableError(
+            f"rank {gang.rank} could not open the log of the run within {_PEER_OPENS_WITHIN_S:g} s",
+            reason="REDIS_UNREACHABLE",
+            remedy="see whether this rank reaches MILLRACE_REDIS_URL as rank 0 does",
+        )
+
+
+def prepare(context: JobContext, names: Names, client: LogClient, record: bytes) -> Training:
+    """The parts of a run, its state that of the newest checkpoint or of the start model.
+
+    The model is loaded while the lease is waited for; what is in the store is looked at once the run is held.
+    """
+    uid, gang = names.uid, context.gang
+    config = parse_config(record, uid=uid)
+    trainer = config.trainer
     directory = resolve_model_directory(trainer.model.name)
     learner = Learner.of_start_model(config, gang=gang, directory=directory)
+    hold_run(context, client)
     checkpoints = CheckpointStore(context.store, names, gang=gang)
     manifest = resume(
         checkpoints,
@@ -81,7 +116,9 @@ def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
         is_strict=learner.is_strict,
     )
     position, lineage = Position(0, ZERO_CHAIN_HASH), 0
-    if manifest is not None:
+    if manifest is None:
+        require_whole_history(context.store, names, record)
+    else:
         position, lineage = Position(manifest.step, bytes.fromhex(manifest.chain_hash)), manifest.lineage
     reporter = Reporter(client if gang.is_leader else None, world_size=gang.world_size)
     plan = agree_on_plan(context, names, start_step=position.version, lineage=lineage, strict=learner.is_strict)
@@ -120,6 +157,17 @@ def prepare(context: JobContext, uid: str, client: LogClient) -> Training:
         position=position,
         on_progress=context.on_progress,
     )
+
+
+def require_whole_history(store: ObjectStore, names: Names, record: bytes) -> None:
+    """CorruptObjectError if the run is a fork: its start is the checkpoint that was copied for it."""
+    origin = parse_origin(record, where=store.uri(names.run_json))
+    if origin.base_step:
+        raise CorruptObjectError(
+            f"run {names.uid} is a fork that begins at step {origin.base_step}, and has no checkpoint",
+            reason="CHECKPOINT_MISSING",
+            remedy="restore its checkpoint from a replica of the bucket, or fork again",
+        )
 
 
 def make_publisher(

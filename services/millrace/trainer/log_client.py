@@ -7,106 +7,99 @@ other ranks open the log only to read their chunks.
 
 import asyncio
 import concurrent.futures
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
-from millrace.errors import CapacityError, FencedError, InternalError, LogGoneError, MillraceError, UnavailableError
+from millrace.errors import InternalError, LogGoneError, MillraceError, UnavailableError
 from millrace.internal.v1 import batch_pb2, policy_pb2
-from millrace.runlog import AppendResult, Epoch, EventWriter, Lease, RunLog, Stream, open_redis, reappend_policies
+from millrace.runlog import EventWriter, Names, RunLog, open_redis
 from millrace.storage import ObjectStore
-from millrace.telemetry import logging, waits
+from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.batches import StopRequested
+from millrace.trainer.hold import Hold, outlasting
 from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)
 
-ROLE = "trainer"
-LEASE_TTL_S = 10.0  # a successor of a killed trainer waits at most this long
-_LEASE_POLL_S = 0.5
-_RETRY_S = 1.0
-_READ_TIMEOUT_S = 600.0  # chunks of a batch; the store's own retries end long before
+_POLL_S = 0.5
+_READ_TIMEOUT_S = 600.0  # chunks of a batch; a gang's collective times out after that, too
 _WRITE_TIMEOUT_S = 120.0
+_CLOSE_S = 4.0  # twice within the grace period; what a dead Redis keeps from being written then is in the store
 
 ReadBatch = tuple[batch_pb2.BatchHeader, bytes, Mapping[int, bytes]]
 
 
 class LogClient:
-    """One run's log. Make it by `open`; `close` releases the lease."""
+    """One run's log. `begin`, then poll `poll_ready`; `close` in any case: it releases the lease."""
 
-    def __init__(self, background: BackgroundLoop, run_log: RunLog, *, should_stop: Callable[[], bool]) -> None:
-        self._background = background
-        self._log = run_log
-        self._should_stop = should_stop
-        self._lease: Lease | None = None
-        self._epoch: Epoch | None = None
-        self._events: EventWriter | None = None
-        self._renewal: concurrent.futures.Future[None] | None = None
-        self._lost: MillraceError | None = None  # why the lease is no longer renewed
-        self._reading: tuple[int, concurrent.futures.Future[ReadBatch]] | None = None
-        self._wants_chunks = False
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         background: BackgroundLoop,
         *,
         redis_url: str,
         store: ObjectStore,
-        prefix: str,
-        uid: str,
+        names: Names,
         owner: str,
+        slot: str,
         is_leader: bool,
         is_alone: bool,
         should_stop: Callable[[], bool],
-    ) -> Self:
-        """Opens the log; the leader waits for the lease (a dead predecessor's must run out) and takes a new epoch.
+    ) -> None:
+        self._background = background
+        self._redis_url = redis_url
+        self._store = store
+        self._names = names
+        self._owner = owner
+        self._slot = slot
+        self._is_leader = is_leader
+        self._is_alone = is_alone
+        self._should_stop = should_stop
+        self._log: RunLog | None = None
+        self._hold: Hold | None = None
+        self._events: EventWriter | None = None
+        self._opening: concurrent.futures.Future[None] | None = None
+        self._keeping: concurrent.futures.Future[None] | None = None
+        self._reading: tuple[int, concurrent.futures.Future[ReadBatch]] | None = None
 
-        Raises StopRequested if asked to stop while it waits. `is_alone` says that the leader also reads all chunks.
+    def begin(self) -> None:
+        """Begins to open the log in the background; the leader also takes the lease and a new epoch.
+
+        That may last: a dead predecessor's lease may have to run out, a lost log to be rebuilt.
         """
+        self._opening = self._background.submit(self._open())
 
-        async def connect() -> RunLog:
-            return await RunLog.open(open_redis(redis_url), store, prefix=prefix, uid=uid)
-
-        run_log = background.call(connect(), what=f"opening the log of run {uid}", timeout_s=_WRITE_TIMEOUT_S)
-        client = cls(background, run_log, should_stop=should_stop)
-        client._wants_chunks = is_alone
-        if is_leader:
-            try:
-                client._hold(owner)
-            except BaseException:  # cleans up, then raises
-                client.close()
-                raise
-        return client
+    def poll_ready(self, *, timeout_s: float) -> bool:
+        """Whether the log is open, and held by the leader; waits up to `timeout_s`. Raises what opening raised."""
+        assert self._opening is not None
+        concurrent.futures.wait([self._opening], timeout_s)
+        if not self._opening.done():
+            return False
+        self._opening.result()
+        return True
 
     @property
     def run_hash(self) -> str:
         """sha256 of the run's resolved config, hex."""
-        return self._log.run_hash
+        return self._opened.run_hash
 
     @property
     def epoch(self) -> int:
         """The fencing epoch that this trainer holds."""
-        return self._held_epoch.number
-
-    def run_json(self) -> bytes:
-        """The record of the run, as it was created."""
-        return self._call(self._log.run_json(), "reading run.json", _READ_TIMEOUT_S)
+        return self._held.epoch.number
 
     # BatchLog
 
     def is_stop_requested(self) -> bool:
         """Whether to let go of the run; raises why the lease is no longer renewed, if so (FencedError: lost)."""
-        if self._lost is not None:
-            raise self._lost
+        if self._held.lost is not None:
+            raise self._held.lost
         return self._should_stop()
 
     def prefetch(self, step: int) -> None:
         """Begins to read a step in the background; the reading goes on until it comes."""
         if self._reading is None or self._reading[0] != step:
             self._cancel_reading()
-            self._reading = step, self._background.submit(self._read(step))
+            self._reading = step, self._background.submit(self._read(step, None if self._is_alone else []))
 
     def poll_header(self, step: int, *, timeout_s: float) -> bytes | None:
         """The header of a step as stored, or None if it is not there within the time."""
@@ -123,16 +116,23 @@ class LogClient:
             found = self._reading[1].result()[2]
             if all(index in found for index in chunks):
                 return {index: found[index] for index in chunks}
-        reading = self._log.read_batch(step, want_chunks=chunks, timeout_s=_READ_TIMEOUT_S)
-        _, _, found = self._call(reading, f"reading batch {step}", _READ_TIMEOUT_S)
+        _, _, found = self._call(self._read(step, chunks), f"reading batch {step}", _READ_TIMEOUT_S)
         return dict(found)
 
     # PolicyLog
 
     def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
-        """Appends a published version. `is_replay`: the store had it already, with equal weights."""
-        what = f"announcing policy {entry.lineage}-{entry.version}"
-        self._call(self._append_policy(entry, what, is_replay), what, _WRITE_TIMEOUT_S)
+        """Appends a published version. `is_replay`: the store had it already, with equal weights.
+
+        Waits for Redis as long as it takes, unless asked to stop: then whoever continues the run announces it.
+        """
+        appending = self._background.submit(self._held.append_policy(entry, is_replay=is_replay))
+        while not concurrent.futures.wait([appending], _POLL_S).done:
+            if self._should_stop():
+                appending.cancel()
+                log.warning("asked to stop before the policy was announced", extra={"version": entry.version})
+                return
+        appending.result()
 
     def write_event(self, event: event_pb2.Event) -> None:
         """Appends an event, in order, without waiting for Redis unless very many are queued."""
@@ -140,16 +140,29 @@ class LogClient:
             raise InternalError("only rank 0 writes events", reason="NOT_LEADER")
         self._call(self._events.write(event), "writing an event", _WRITE_TIMEOUT_S)
 
-    def flush(self) -> None:
-        """Returns when every event is in the log."""
+    async def write(self, event: event_pb2.Event) -> None:
+        """Appends an event; for callers on the background loop."""
         if self._events is not None:
-            self._call(self._events.flush(), "writing events", _WRITE_TIMEOUT_S)
+            await self._events.write(event)
+
+    def flush(self) -> None:
+        """Returns when every event is in the log, or when asked to stop."""
+        while self._events is not None:
+            try:
+                return self._call(self._events.flush(), "writing events", _WRITE_TIMEOUT_S)
+            except LogGoneError:
+                raise
+            except UnavailableError as error:
+                if self._should_stop():
+                    raise
+                log.warning("events not written; trying again", extra={"error": str(error)})
 
     def close(self) -> None:
         """Ends reading, writes what is queued, gives the lease back. Logs what fails: the caller is leaving anyway."""
         self._cancel_reading()
-        if self._renewal is not None:
-            self._renewal.cancel()
+        for future in (self._opening, self._keeping):
+            if future is not None:
+                future.cancel()
         try:
             self._call(self._close(), "closing the log", _WRITE_TIMEOUT_S)
         except (MillraceError, OSError) as error:  # OSError: also a TimeoutError of the coroutine itself
@@ -157,93 +170,49 @@ class LogClient:
 
     # On the background loop
 
-    def _hold(self, owner: str) -> None:
-        """Takes lease and epoch, begins to renew, opens the event writer."""
-        uid = self._log.uid
-        with waits.waiting(f"lease of the trainer of run {uid}", waits_on="trainer"):
-            while True:
-                acquiring = Lease.acquire(self._log, ROLE, owner, LEASE_TTL_S)
-                self._lease = self._call(acquiring, "acquiring the lease", _WRITE_TIMEOUT_S)
-                if self._lease is not None:
-                    break
-                if self._should_stop():
-                    raise StopRequested
-                time.sleep(_LEASE_POLL_S)
-        acquired: Epoch = self._call(self._log.acquire_epoch(ROLE, owner), "acquiring an epoch", _WRITE_TIMEOUT_S)
-        self._epoch = acquired
-        self._renewal = self._background.submit(self._renew(self._lease, acquired))
-        # A predecessor may have died between a policy's manifest and its announcement, which others wait for.
-        self._call(reappend_policies(self._log, acquired), "announcing published policies", _WRITE_TIMEOUT_S)
-
-        async def open_events() -> EventWriter:
-            return EventWriter(self._log, f"trainer-{self.epoch}")
-
-        self._events = self._call(open_events(), "opening the event writer", _WRITE_TIMEOUT_S)
-        log.info("holding the run", extra={"run": uid, "epoch": self.epoch})
-
-    async def _renew(self, lease: Lease, epoch: Epoch) -> None:
-        """Renews at a third of the ttl; losing the lease to another holder ends the job, and so does any defect."""
-        while True:
-            try:
-                if not await lease.renew(epoch=epoch.number):
-                    reason = f"the trainer lease of run {self._log.uid} was lost"
-                    self._lost = FencedError(reason, reason="LEASE_LOST", remedy="another trainer continues the run")
-                    return
-            except (UnavailableError, CapacityError) as error:
-                log.warning("lease not renewed; trying again", extra={"error": str(error)})
-            except Exception as error:  # the edge of a task that nobody awaits: the job must hear of it
-                log.exception("the lease is no longer renewed", extra={"run": self._log.uid})
-                self._lost = _renewal_failure(error, uid=self._log.uid)
-                return
-            await asyncio.sleep(lease.ttl_s / 3)
-
-    async def _read(self, step: int) -> ReadBatch:
-        """Reads a step, for as long as it takes; a gang's leader leaves the chunks to each rank."""
-        while True:
-            try:
-                return await self._log.read_batch(step, want_chunks=None if self._wants_chunks else [])
-            except LogGoneError:
-                raise
-            except UnavailableError as error:
-                log.warning("batch not readable; trying again", extra={"step": step, "error": str(error)})
-                await asyncio.sleep(_RETRY_S)
-
-    async def _append_policy(self, entry: policy_pb2.PolicyEntry, what: str, is_replay: bool) -> None:
-        await self._until_may_write(what)
-        data = entry.SerializeToString(deterministic=True)
-        result = await self._log.append_policy(self._held_epoch, data, entry.version)
-        if result is AppendResult.CONFLICT:
-            if await self._log.next_position(Stream.POLICIES) <= entry.version:
-                await reappend_policies(self._log, self._held_epoch)  # Redis lost its tail; the store has all of it
-                return
-            if is_replay:
-                return  # the stream is past this version and trimmed it; its manifest is proven equal
-        result.require(what)
-
-    async def _until_may_write(self, what: str) -> None:
-        """Waits until the lease is fresh again; raises why once it is no longer renewed."""
-        if self._lease is not None and self._lease.may_write:
+    async def _open(self) -> None:
+        """Opens the log; the leader also takes the hold, begins to renew it, and opens the event writer."""
+        redis = open_redis(self._redis_url)
+        self._log = RunLog(redis, self._store, names=self._names, generation=0, run_hash="")
+        if not self._is_leader:
+            await outlasting(self._log, self._log.reopen)
             return
-        with waits.waiting(f"the lease's renewal before {what}", waits_on="redis", deadline_s=_WRITE_TIMEOUT_S):
-            while self._lease is None or not self._lease.may_write:
-                if self._lost is not None:
-                    raise self._lost
-                await asyncio.sleep(_LEASE_POLL_S)
+        self._hold = await Hold.take(self._log, owner=self._owner, slot=self._slot)
+        self._keeping = self._background.submit(self._hold.keep())
+        self._events = EventWriter(self._log, f"trainer-{self._hold.epoch.number}")
+
+    async def _read(self, step: int, chunks: Sequence[int] | None) -> ReadBatch:
+        """Reads a step with these chunks (None: all), for as long as it takes."""
+        run_log = self._opened
+
+        async def read() -> ReadBatch:
+            return await run_log.read_batch(step, want_chunks=chunks)
+
+        return await (outlasting(run_log, read) if self._hold is None else self._hold.outlasting(read))
 
     async def _close(self) -> None:
+        if self._log is None:
+            return
         try:
             if self._events is not None:
-                await self._events.close()
-            if self._lease is not None and not isinstance(self._lost, FencedError):
-                await self._lease.release()
+                await self._events.close(timeout_s=_CLOSE_S)
+            if self._hold is not None:
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._hold.release()
         finally:
             await self._log.redis.aclose()
 
     @property
-    def _held_epoch(self) -> Epoch:
-        if self._epoch is None:
-            raise InternalError("only rank 0 holds an epoch", reason="NOT_LEADER")
-        return self._epoch
+    def _opened(self) -> RunLog:
+        if self._log is None:
+            raise InternalError("the log is not open yet", reason="NOT_OPEN")
+        return self._log
+
+    @property
+    def _held(self) -> Hold:
+        if self._hold is None:
+            raise InternalError("only rank 0 holds the run", reason="NOT_LEADER")
+        return self._hold
 
     def _cancel_reading(self) -> None:
         if self._reading is not None:
@@ -252,16 +221,3 @@ class LogClient:
 
     def _call(self, coroutine: Coroutine[Any, Any, Any], what: str, timeout_s: float) -> Any:
         return self._background.call(coroutine, what=what, timeout_s=timeout_s)
-
-
-def _renewal_failure(error: Exception, *, uid: str) -> MillraceError:
-    """What the job fails with when renewing raised `error`."""
-    if isinstance(error, MillraceError):
-        return error
-    failure = InternalError(
-        f"renewing the trainer lease of run {uid} failed: {type(error).__name__}: {error}",
-        reason="LEASE_RENEWAL_FAILED",
-        remedy="this is a defect: see the trainer's log",
-    )
-    failure.__cause__ = error
-    return failure

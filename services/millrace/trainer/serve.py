@@ -13,6 +13,7 @@ from millrace.errors import MillraceError
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_TRAINER, Worker
 from millrace.rpc.health import HealthBoard
 from millrace.rpc.serve import serve
+from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import WorkerAgent, new_worker_id
 from millrace.runlog.log import FORMAT_MAJOR
 from millrace.storage import open_store
@@ -21,6 +22,7 @@ from millrace.telemetry.settings import Settings
 from millrace.trainer.background import BackgroundLoop
 from millrace.trainer.distributed import Gang
 from millrace.trainer.job import JobContext, run_job
+from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.worker import TrainerWorker
 
 log = logging.getLogger(__name__)
@@ -37,10 +39,13 @@ def run(settings: Settings) -> int:
     board = HealthBoard()
     worker = TrainerWorker(gang=gang, board=board)
     signals = _Signals(worker)
+    slot, silence = worker_slot(settings.advertise or settings.listen or ""), SilenceTeller()
     worker_id = new_worker_id("trainer") if gang.is_leader else f"rank-{gang.rank}-{uuid.uuid4().hex[:8]}"
     try:
         with BackgroundLoop() as background:
-            companions = _Companions(settings, background, worker, board, worker_id=worker_id)
+            companions = _Companions(
+                settings, background, worker, board, worker_id=worker_id, slot=slot, silence=silence
+            )
             if gang.is_leader:
                 companions.start()
             context = JobContext(
@@ -50,6 +55,8 @@ def run(settings: Settings) -> int:
                 prefix=settings.prefix,
                 gang=gang,
                 owner=worker_id,
+                slot=slot,
+                silence=silence,
                 should_stop=worker.should_stop,
                 on_epoch=worker.on_epoch,
                 on_progress=worker.on_progress,
@@ -96,12 +103,16 @@ class _Companions:
         board: HealthBoard,
         *,
         worker_id: str,
+        slot: str,
+        silence: SilenceTeller,
     ) -> None:
         self._settings = settings
         self._background = background
         self._worker = worker
         self._board = board
         self._worker_id = worker_id
+        self._slot = slot
+        self._silence = silence
         self._stopping: asyncio.Event | None = None
         self._futures: list[concurrent.futures.Future[None]] = []
 
@@ -119,8 +130,15 @@ class _Companions:
             version=millrace.__version__,
             min_log_format=FORMAT_MAJOR,
             max_log_format=FORMAT_MAJOR,
+            slot=self._slot,
         )
-        agent = WorkerAgent(self._settings.require("orchestrator"), description, self._worker.report, self._worker.hear)
+        agent = WorkerAgent(
+            self._settings.require("orchestrator"),
+            description,
+            self._worker.report,
+            self._worker.hear,
+            on_silence=self._silence.hear,
+        )
         self._futures.append(self._background.submit(agent.run(self._stopping)))
         if self._settings.listen:
             self._futures.append(self._background.submit(self._serve(self._settings.listen, self._stopping)))

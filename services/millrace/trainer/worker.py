@@ -65,6 +65,7 @@ class TrainerWorker:
         self._status = Status()
         self._assigned = ""
         self._assigned_at = clock()
+        self._unwanted: frozenset[str] = frozenset()  # runs to let go of at once
         self._last_progress = clock()
         self._slowest_step_s = 0.0
         self._idle = waits.LastingWait()
@@ -75,6 +76,7 @@ class TrainerWorker:
         """The next heartbeat."""
         status = self._status
         return HeartbeatRequest(
+            is_leaving=self._stopping.is_set(),
             trainer=TrainerStatus(
                 run_uid=status.run_uid,
                 epoch=status.epoch,
@@ -82,11 +84,12 @@ class TrainerWorker:
                 is_finished=status.is_finished,
                 error_reason=status.error_reason,
                 error_message=status.error_message,
-            )
+            ),
         )
 
     def hear(self, response: HeartbeatResponse) -> None:
-        """Takes what the orchestrator wants: one run, or none."""
+        """Takes what the orchestrator wants: one run, or none; and which runs are paused or over."""
+        self._unwanted = frozenset(response.let_go)
         self._assigned = response.assignments[0].run_uid if response.assignments else ""
         if self._assigned:
             self._assigned_at = self._clock()
@@ -103,6 +106,8 @@ class TrainerWorker:
         if self._stopping.is_set():
             return True
         working_on = self._status.run_uid
+        if working_on in self._unwanted:
+            return True
         if self._assigned:
             return self._assigned != working_on
         return self._clock() - self._assigned_at > _UNASSIGNED_GRACE_S
@@ -142,7 +147,7 @@ class TrainerWorker:
         assigned = self._assigned
         if self._status.run_uid and self._status.run_uid != assigned:
             self._status = Status()  # the orchestrator took note of how the run ended, or gave it to another trainer
-        if assigned and not self._status.is_over:
+        if assigned and assigned not in self._unwanted and not self._status.is_over:
             self._idle.over()
             return f"work {assigned}"
         reason = f"note to be taken of the end of run {assigned}" if assigned else "a run to be assigned (it is idle)"

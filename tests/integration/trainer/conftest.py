@@ -169,6 +169,7 @@ class Recorder:
             prefix=PREFIX,
             gang=Gang(),
             owner="trainer-test",
+            slot="test/trainer",
             should_stop=stop or (lambda: stop_at is not None and reached[0] >= stop_at),
             on_epoch=lambda epoch: None,
             on_progress=lambda version: reached.__setitem__(0, version),

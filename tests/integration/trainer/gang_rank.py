@@ -22,6 +22,7 @@ def main(redis_url: str, store: str, prefix: str, uid: str, stop_at: str) -> Non
             prefix=prefix,
             gang=gang,
             owner=f"rank-{gang.rank}",
+            slot="test/gang",
             should_stop=lambda: bool(stop_at) and reached[0] >= int(stop_at),
             on_epoch=lambda epoch: None,
             on_progress=lambda version: reached.__setitem__(0, version),

@@ -22,6 +22,7 @@ from millrace.errors import (
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.pull import download_hf, read_manifest
 from millrace.runlog import Lease, Stream
+from millrace.trainer import job
 
 MakeConfig = Callable[..., RLConfig]
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -308,8 +309,12 @@ def test_an_error_of_closing_does_not_replace_the_error_of_the_job(
     async def broken(self: Lease) -> None:
         raise InternalError("the lease cannot be given back")
 
+    def fails(*args: Any, **options: Any) -> None:
+        raise NotFoundError("no checkpoints here")
+
     monkeypatch.setattr(Lease, "release", broken)
-    recorder.record(make_config(name="/nowhere/model"), steps=1)
-    with pytest.raises(NotFoundError, match="/nowhere/model"):
+    monkeypatch.setattr(job, "resume", fails)
+    recorder.record(make_config(), steps=1)
+    with pytest.raises(NotFoundError, match="no checkpoints here"):
         recorder.train()
     assert any("not closed in order" in record.getMessage() for record in caplog.records)

@@ -25,7 +25,7 @@ def settings(tmp_path: Path) -> Settings:
 
 def _agent_that_raises(error: BaseException) -> type:
     class Agent:
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **options: Any) -> None:
             pass
 
         async def run(self, stopping: asyncio.Event) -> None:
@@ -56,7 +56,7 @@ async def test_an_error_with_an_exit_code_of_its_own_is_raised(
 
 async def test_an_agent_that_ends_when_asked_is_no_failure(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     class Agent:
-        def __init__(self, address: str, worker: Any, report: Any, hear: Any) -> None:
+        def __init__(self, address: str, worker: Any, report: Any, hear: Any, **options: Any) -> None:
             self._trainer = report.__self__
 
         async def run(self, stopping: asyncio.Event) -> None:

@@ -1,0 +1,208 @@
+"""`millrace run replay` over recorded logs: equal digests, differing tensors, another loss, and nothing written."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.cli.main import main
+from millrace.config.rl import RLConfig
+from millrace.policies.publish import publish_policy
+from millrace.policies.pull import pull_tensors, read_manifest
+from millrace.policies.tensors import TensorBytes
+
+Recorder = Any  # conftest.Recorder; tests are not importable from one another
+MakeConfig = Callable[..., RLConfig]
+
+
+@pytest.fixture(autouse=True)
+def _losses_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def trained(recorder: Recorder, make_config: MakeConfig) -> Recorder:
+    """A finished run of 5 steps with checkpoints 2, 4 and 5 and a name."""
+    recorder.record(make_config(ckpt={"interval": 2}), steps=5)
+    recorder.train()
+    recorder.store.create(f"{recorder.prefix}/names/tiny-run", recorder.uid.encode())
+    return recorder
+
+
+def _replay(recorder: Recorder, step: int, *more: str, run: str = "tiny-run") -> int:
+    where = ("--store", recorder.store_url, "--prefix", recorder.prefix)
+    return main(["run", "replay", run, "--step", str(step), *where, *more])
+
+
+def _objects(recorder: Recorder) -> list[Any]:
+    return list(recorder.store.list(""))
+
+
+@pytest.mark.parametrize(("step", "start"), [(1, 0), (2, 2), (3, 2), (4, 4)])
+def test_every_step_is_recomputed_bit_for_bit_and_nothing_is_written(
+    trained: Recorder, capsys: pytest.CaptureFixture[str], step: int, start: int
+) -> None:
+    before = _objects(trained)
+    assert _replay(trained, step) == 0
+    out, err = capsys.readouterr()
+    assert f"recomputed step {step} of run {trained.uid} from version {start}" in out
+    assert f"equal: version 0-{step + 1} has digest {trained.digests()[step + 1]}" in out
+    assert [line for line in err.splitlines() if "steps" in line] == [
+        f"replaying tiny-run: {done} of {step + 1 - start} steps" for done in range(step + 2 - start)
+    ]
+    assert _objects(trained) == before
+
+
+def test_a_version_that_was_published_with_other_weights_is_told_tensor_by_tensor(
+    trained: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = f"{trained.root}policies/0000-00000004/manifest.json"
+    manifest = read_manifest(trained.store, key)
+    tensors = pull_tensors(trained.store, manifest)
+    values = tensors["model.norm.weight"].numpy().copy()
+    values[[1, 3]] += 0.5
+    changed = {**tensors, "model.norm.weight": TensorBytes.from_numpy(values)}
+    trained.store.delete(key)
+    publish_policy(
+        trained.store,
+        prefix=trained.prefix,
+        uid=trained.uid,
+        lineage=0,
+        version=4,
+        epoch=9,
+        tensors=changed.items(),
+        files=manifest.files,
+    )
+    assert _replay(trained, 3) == 1
+    lines = capsys.readouterr().out.splitlines()
+    different = next(line for line in lines if line.startswith("different: version 0-4"))
+    assert (
+        manifest.digest in different and trained.digests()[4] in different and trained.digests()[4] != manifest.digest
+    )
+    table = [line.split() for line in lines[lines.index(different) + 1 :]]
+    assert table == [["TENSOR", "DIFFERING", "MAX", "ABS"], ["model.norm.weight", "2", "of", "16", "0.5"]]
+
+
+def test_metrics_under_another_loss_beside_the_originals(trained: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    before = _objects(trained)
+    assert _replay(trained, 3, "--loss", "other_losses:doubled") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("equal:") for line in lines)  # trying a loss leaves the step itself as it was
+    header = next(index for index, line in enumerate(lines) if line.startswith("METRIC OF STEP 3"))
+    assert lines[header].split()[-1] == "other_losses:doubled"
+    metrics = {row[0]: row[1:] for row in (line.split() for line in lines[header + 1 :])}
+    mine, other = (float(value) for value in metrics["loss/mean"])
+    assert mine != 0 and other == pytest.approx(2 * mine, rel=1e-4)
+    norms = [float(value) for value in metrics["optim/grad_norm"]]
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-4)
+    assert len(set(metrics["mismatch_kl/mean"])) == 1
+    step = next(
+        e.step_completed for e in trained.events() if e.HasField("step_completed") and e.step_completed.step == 3
+    )
+    assert mine == pytest.approx(step.metrics["loss/mean"], rel=1e-4)
+    assert _objects(trained) == before
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("nothing", "must be module:function"),
+        ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
+        ("other_losses:missing", "has no 'missing'"),
+        ("other_losses:NOT_A_FUNCTION", "has a int, not a function, as 'NOT_A_FUNCTION'"),
+        ("other_losses:a_number", "it returned a float, not a millrace.trainer.loss.TokenLosses"),
+        ("other_losses:per_sequence", "its rl must be a tensor of shape"),
+        ("other_losses:constant", "so it trains nothing"),
+        ("other_losses:broken", "it raised ZeroDivisionError: by design"),
+    ],
+)
+def test_a_bad_loss_is_told_in_words(
+    trained: Recorder, capsys: pytest.CaptureFixture[str], loss: str, words: str
+) -> None:
+    assert _replay(trained, 4, "--loss", loss) == 2
+    err = capsys.readouterr().err
+    assert f"--loss: {words}" in err or (words in err and "--loss: " in err)
+    assert "remedy: write it like millrace.trainer.loss.token_losses" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("step", [5, 6, 400])
+def test_a_step_that_was_not_taken_names_the_range(
+    trained: Recorder, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    assert _replay(trained, step) == 2
+    assert f"step {step} of run {trained.uid} cannot be recomputed" in (err := capsys.readouterr().err)
+    assert "keeps what is needed for steps 0 to 4" in err
+
+
+def test_steps_before_the_oldest_checkpoint_end_with_their_batches(
+    trained: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for info in list(trained.store.list(f"{trained.root}batches/00000000/")):
+        trained.store.delete(info.key)
+    assert _replay(trained, 1) == 2
+    assert "keeps what is needed for steps 2 to 4" in capsys.readouterr().err
+    assert _replay(trained, 2) == 0
+
+
+def test_a_version_that_is_not_published_has_only_metrics(
+    trained: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained.store.delete(f"{trained.root}policies/0000-00000005/manifest.json")
+    assert _replay(trained, 4) == 2
+    assert "version 5" in (err := capsys.readouterr().err) and "nothing to compare with" in err
+    assert _replay(trained, 4, "--loss", "other_losses:doubled") == 0
+    assert "version 5 is not published" in capsys.readouterr().out
+
+
+def test_runs_are_found_by_name_beginning_uid_and_age(trained: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("runs/tiny-run", "tiny", trained.uid, "-"):
+        assert _replay(trained, 4, run=run) == 0
+    assert _replay(trained, 4, run="tinyrun") == 3
+    assert "did you mean tiny-run?" in capsys.readouterr().err
+
+
+def test_without_redis_and_without_the_model_directory(
+    recorder: Recorder, make_config: MakeConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The installed command in a process of its own: the run's model is gone, Redis is not named."""
+    import shutil
+
+    moved = shutil.copytree(tiny_model, tmp_path / "model")
+    recorder.record(make_config(name=str(moved), ckpt={"interval": 2}), steps=3)
+    recorder.train()
+    shutil.rmtree(moved)
+    command = [sys.executable, "-m", "millrace.cli", "run", "replay", recorder.uid, "--step", "1"]
+    recorder.store.create(f"{recorder.prefix}/names/gone", recorder.uid.encode())
+    environ = {"PATH": "", "MILLRACE_STORE_URL": recorder.store_url, "MILLRACE_PREFIX": recorder.prefix}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert recorder.digests()[2] in ended.stdout
+
+
+def test_other_conditions_are_noted(trained: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    key = f"{trained.root}checkpoints/00000002/manifest.json"
+    manifest = json.loads(trained.store.get(key))
+    manifest["world_size"] = 4
+    trained.store.put(key, json.dumps(manifest).encode())
+    assert _replay(trained, 2) == 0
+    assert "note: last bits may differ, because world_size was 4, is 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("store", "words"), [("file:///nowhere/at/all", "is not there"), (None, "there is no outputs/local/store here")]
+)
+def test_a_store_that_is_not_there(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    store: str | None,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MILLRACE_STORE_URL", raising=False)
+    assert main(["run", "replay", "x", "--step", "1", *(("--store", store) if store else ())]) == 2
+    assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
