@@ -1,0 +1,56 @@
+"""`millrace run audit --store`: the audit of a recorded run by a process without any server."""
+
+import asyncio
+import os
+import sys
+
+import pytest
+from recorded_log import flip, record
+
+from millrace.runlog.names import Deployment
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+async def run(log, redis, local_store):
+    run = await record(log, redis, local_store)
+    local_store.create(Deployment(log.names.prefix).name_object("demo"), log.uid.encode())
+    return run
+
+
+async def millrace(run, *options: str) -> tuple[int, str, str]:
+    store = run.store.uri("x").removesuffix("/x")
+    command = ("-m", "millrace.cli", "run", "audit", "demo", "--store", store, "--prefix", run.names.prefix, *options)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")},
+    )
+    async with asyncio.timeout(TIMEOUT_S):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_a_clean_run_with_and_without_redis(run, redis_url):
+    for options in ((), ("--redis", redis_url)):
+        code, out, err = await millrace(run, *options)
+        assert (code, err) == (0, "") and out.endswith("audit clean\n")
+        assert "  ordinals   6 trained, 4 dropped (run_ended 1, zero_advantage 3), 0 open\n" in out
+
+
+async def test_a_damaged_run_exits_1(run, redis_url):
+    flip(run, run.header(2).chunks[0].key)
+    await run.redis.hset(run.names.meta, "epoch:trainer", 7)
+    code, out, _ = await millrace(run)
+    assert code == 1 and "VIOLATION CHUNK_CORRUPT: chunk 0 of step 2" in out and "EPOCH_AHEAD" not in out
+    code, out, _ = await millrace(run, "--redis", redis_url)
+    assert code == 1 and "VIOLATION EPOCH_AHEAD" in out and out.endswith("audit found 2 violations\n")
+
+
+async def test_a_run_that_is_not_there_exits_3(run):
+    code, _, err = await millrace(run, "--prefix", "nobody")
+    assert code == 3 and "holds no run 'demo'" in err
