@@ -118,7 +118,7 @@ def stack(warm) -> Iterator[ChaosStack]:
 
 @pytest.mark.timeout(420)
 def test_each_frozen_process_is_named_and_nobody_else(stack: ChaosStack) -> None:
-    run = stack.submit(max_steps=150, **{"ckpt.interval": 20})
+    run = stack.submit(max_steps=80, **{"ckpt.interval": 10})
     run.wait_step(2)
     told = Told(stack, run)
     assert told.news() == []
