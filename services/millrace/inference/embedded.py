@@ -42,6 +42,8 @@ from millrace.inference.engine import (
 from millrace.inference.rows import Running
 from millrace.inference.scheduler import Scheduler
 from millrace.policies.tensors import TensorBytes
+from millrace.telemetry import faults
+from millrace.telemetry.faults import Point
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ class EmbeddedEngine:
             weights.check_tensors(scheduler.model, tensors)
             try:
                 weights.copy_tensors(scheduler.model, tensors)
+                faults.reach(Point.INFERENCE_MID_APPLY, version=identity.version)
                 scheduler.set_identity(identity, inflight_mode)
             except BaseException as error:  # marks the engine as failed, then raises
                 self._fail(f"applying policy {identity} failed half-way: {error}")

@@ -23,6 +23,7 @@ from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, HeartbeatRequest, Worker
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.serve import serve
+from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import WorkerAgent, new_worker_id
 from millrace.runlog.log import FORMAT_MAJOR
 from millrace.storage.base import open_store
@@ -36,6 +37,7 @@ _STALL_SHOWN_S = 10.0  # one forward pass takes less: from here on a stall is a 
 # The engine's thread takes the interpreter lock between two torch operators; with Python's default of 5 ms it would
 # wait that long, several times per token, whenever the HTTP API has work.
 _SWITCH_INTERVAL_S = 0.0005
+_FAREWELL_S = 1.0
 
 
 class Replica:
@@ -61,6 +63,8 @@ class Replica:
         self._servicer = PolicyServicer(self._engine, self._updater)
         self._api = HttpApi(self._engine, slot)
         self._started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._is_announced = asyncio.Event()
+        self._is_gone = asyncio.Event()
 
     async def run(self) -> None:
         """Serves until it shall stop, then drains."""
@@ -72,7 +76,6 @@ class Replica:
                 await self._updater.serve_fixed(self._own.model_dir)
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(self._updater.run()), group.create_task(self._watch_health())]
-                draining = group.create_task(self._drain_http())
                 agent = group.create_task(self._register(host, http_port))
                 await serve(
                     self._settings.require("listen"),
@@ -82,9 +85,11 @@ class Replica:
                     on_started=self._started.set_result,
                     stopping=self._stopping,
                     health_board=self._board,
+                    before_stop=self._drain,
                 )
-                await draining
-                for task in (*background, agent):
+                self._is_gone.set()
+                await agent
+                for task in background:
                     task.cancel()
         except BaseExceptionGroup as errors:
             raise _cause(errors) from errors
@@ -97,7 +102,7 @@ class Replica:
         return [SERVICE_NAME]
 
     async def _register(self, http_host: str, http_port: int) -> None:
-        """Keeps the replica registered; without an orchestrator it serves by itself."""
+        """Keeps the replica registered to its last moment; without an orchestrator it serves by itself."""
         if self._settings.orchestrator is None:
             return
         grpc_port = await self._started
@@ -112,12 +117,22 @@ class Replica:
             version=millrace.__version__,
             min_log_format=FORMAT_MAJOR,
             max_log_format=FORMAT_MAJOR,
+            slot=worker_slot(address),
         )
         agent = WorkerAgent(self._settings.orchestrator, worker, self._heartbeat, lambda reply: None)
-        await agent.run(self._stopping)
+        async with asyncio.TaskGroup() as group:
+            leaving = group.create_task(self._leave(agent))
+            await agent.run(self._is_gone)
+            leaving.cancel()
+
+    async def _leave(self, agent: WorkerAgent) -> None:
+        """Says at once that nothing new may come and that others take over what is here."""
+        await self._stopping.wait()
+        await agent.tell_now(timeout_s=_FAREWELL_S)
+        self._is_announced.set()
 
     def _heartbeat(self) -> HeartbeatRequest:
-        return HeartbeatRequest(policy=self._servicer.status())
+        return HeartbeatRequest(policy=self._servicer.status(), is_leaving=self._stopping.is_set())
 
     async def _watch_health(self) -> None:
         wait = waits.LastingWait()
@@ -143,11 +158,12 @@ class Replica:
                 self._board.set_ready(PROCESS)
             await asyncio.sleep(_HEALTH_PERIOD_S)
 
-    async def _drain_http(self) -> None:
-        """Requests go on while load balancers look away, then the open ones get the grace period."""
-        await self._stopping.wait()
-        await asyncio.sleep(self._settings.drain_s)
+    async def _drain(self) -> None:
+        """After load balancers looked away: the open requests get the grace period, everything new goes elsewhere."""
+        self._updater.leave()
         await self._api.drain(self._settings.grace_s)
+        if self._settings.orchestrator is not None:
+            await self._is_announced.wait()  # at most _FAREWELL_S after the signal
 
 
 def _is_wildcard(host: str) -> bool:

@@ -16,6 +16,8 @@ from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity
 from millrace.inference.kv_cache import RowCache
 from millrace.inference.rows import RowTable, Running
 from millrace.inference.sampling import sample, uniforms
+from millrace.telemetry import faults
+from millrace.telemetry.faults import Point
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ class Scheduler:
             return True
         if self._rows.count:
             self._decode()
+            faults.reach(Point.INFERENCE_MID_DECODE, version=self.identity.version)
             return True
         return False
 

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 << 20
 STALL_S = 60.0
 """An engine that has work and did nothing for this long counts as hanging."""
+_SHUTDOWN_S = 2.0  # for answers on their way after `drain`, which has ended every generation
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 B = TypeVar("B", bound=BaseModel)
@@ -345,7 +346,8 @@ def _id(kind: str) -> str:
 
 async def start_http(api: HttpApi, host: str, port: int) -> tuple[web.AppRunner, int]:
     """Serves the API; returns the runner to clean up and the port. UnavailableError if the address cannot be bound."""
-    runner = web.AppRunner(api.make_app(), handler_cancellation=True, access_log=None)
+    app = api.make_app()
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port, backlog=4096).start()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from millrace.errors import CorruptObjectError, FencedError, InternalError, MillraceError
+from millrace.errors import CorruptObjectError, FencedError, InternalError, MillraceError, UnavailableError
 from millrace.inference import model_files
 from millrace.inference.engine import Engine, EngineState, HeldDigest, InflightMode, PolicyIdentity
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
@@ -110,6 +110,7 @@ class PolicyUpdater:
         self._error = ""
         self._pause_s = 0.0
         self._update_s = 0.0
+        self._is_leaving = False
         self._wake = asyncio.Event()
         self._change = asyncio.Event()
 
@@ -138,6 +139,8 @@ class PolicyUpdater:
 
     def desire(self, policy: DesiredPolicy, *, mode: InflightMode, epoch: int) -> None:
         """Sets the version to serve. FencedError if a newer orchestrator has spoken for the run."""
+        if self._is_leaving:
+            raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="use another one")
         seen = self._epochs.get(policy.run_uid, 0)
         if epoch < seen:
             raise FencedError(
@@ -163,10 +166,15 @@ class PolicyUpdater:
         """Returns when the version serves, failed, is no longer wanted, or after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self._desired == policy and self._settled != policy:
+                while self._desired == policy and self._settled != policy and not self._is_leaving:
                     await self._change.wait()
         except TimeoutError:
             return
+
+    def leave(self) -> None:
+        """Takes no versions any more, and lets those who wait for one go."""
+        self._is_leaving = True
+        self._notify()
 
     async def serve_fixed(self, model_dir: Path) -> None:
         """Serves a model directory as version 0 of no run."""

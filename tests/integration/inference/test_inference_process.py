@@ -4,51 +4,20 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import grpc.aio
 import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.inference.service import SERVICE_NAME
 from millrace.internal.v1 import policy_service_pb2 as pb
-from millrace.internal.v1 import policy_service_pb2_grpc, worker_service_pb2_grpc
+from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1 import worker_service_pb2 as workers
 from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
 
 START_S = 60.0
-
-
-class Orchestrator(worker_service_pb2_grpc.WorkerServiceServicer):
-    """Notes who registers and what they report."""
-
-    def __init__(self) -> None:
-        self.worker: asyncio.Future[workers.Worker] = asyncio.get_running_loop().create_future()
-        self.reported = pb.PolicyStatus()
-        self.waits: list[str] = []
-
-    async def RegisterWorker(self, request, context):
-        if not self.worker.done():
-            self.worker.set_result(request.worker)
-        return workers.RegisterWorkerResponse(heartbeat_seconds=0.1, lease_seconds=5)
-
-    async def Heartbeat(self, request, context):
-        self.reported = request.policy
-        self.waits = [wait.reason for wait in request.waits]
-        return workers.HeartbeatResponse()
-
-
-@pytest.fixture
-async def orchestrator() -> AsyncIterator[tuple[Orchestrator, int]]:
-    server, servicer = grpc.aio.server(), Orchestrator()
-    worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield servicer, port
-    await server.stop(0)
 
 
 async def start(**variables: str) -> asyncio.subprocess.Process:
