@@ -22,6 +22,8 @@ from millrace.runlog import (
     recover,
 )
 from millrace.runlog.origin import Origin, load_origin
+from millrace.telemetry import faults
+from millrace.telemetry.faults import Action, Fault, Point
 
 
 async def _commit(log, epoch, make_batch, steps):
@@ -240,3 +242,23 @@ async def test_a_parent_without_a_base_begins_at_zero(redis, local_store, prefix
         assert load_origin(local_store, log.names) == Origin()
     with pytest.raises(CorruptObjectError, match=r"run\.json .*chain_hash"):
         await RunLog.create(redis, local_store, prefix, new_uid(), run_json(parent={"base_step": 2}))
+
+
+@pytest.mark.parametrize(
+    "point", [Point.ORCHESTRATOR_MID_COMMIT, Point.ORCHESTRATOR_AFTER_HEADER, Point.ORCHESTRATOR_AFTER_COMMIT]
+)
+async def test_a_commit_that_was_broken_off_at_a_fault_point_is_finished(log, make_batch, tmp_path, monkeypatch, point):
+    monkeypatch.setattr(faults, "_DIRECTORY", str(tmp_path))
+    epoch = await log.acquire_epoch("orchestrator", "o")
+    chain = await _commit(log, epoch, make_batch, [0])
+    fired = faults.arm(tmp_path, Fault(point=point, action=Action.RAISE, when={"step": 1}))
+    header, chunks = make_batch(1, chain=chain)
+    with pytest.raises(UnavailableError, match=r"fault injected at orchestrator\."):
+        await commit_batch(log, epoch, header, chunks, b"archive")
+    assert fired.exists()
+    is_durable = log.store.head(log.names.batch_header(1)) is not None
+    assert is_durable == (point is not Point.ORCHESTRATOR_MID_COMMIT)
+    assert await log.next_position(Stream.BATCHES) == (2 if point is Point.ORCHESTRATOR_AFTER_COMMIT else 1)
+    successor = await log.acquire_epoch("orchestrator", "o-2")
+    assert await reappend_committed(log, successor) == (1 if point is Point.ORCHESTRATOR_AFTER_HEADER else 0)
+    assert await log.next_position(Stream.BATCHES) == (2 if is_durable else 1)
