@@ -51,7 +51,7 @@ class CallerPause:
             ending.cancel()
 
     async def _end_later(self, caller: str, limit_s: float) -> None:
-        with waits.waiting(f"paused by {caller}", waits_on="ResumeGeneration", deadline_s=limit_s):
+        with waits.waiting(f"paused by {caller}", waits_on="operator", deadline_s=limit_s):
             await asyncio.sleep(limit_s)
         log.warning("a pause was not resumed; generation goes on", extra={"caller": caller, "limit_s": limit_s})
         self._ending = None  # from here on a new pause has nothing to cancel, so it must come after this one's end

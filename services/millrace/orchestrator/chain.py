@@ -16,9 +16,8 @@ from millrace.v1 import event_pb2
 
 SILENT_S = 3.0
 """Seconds without a heartbeat (one per second) from which on a worker is named as silent."""
-REDIS, STORE, ENV_WORKER = "redis", "object store", "env worker"
-_EXTERNAL = {REDIS, STORE}
-_ALIASES = {"store": STORE}
+REDIS, STORE, DISK, OPERATOR, ENV_WORKER = "redis", "object store", "disk", "operator", "env worker"
+_EXTERNAL = {REDIS, STORE, DISK, OPERATOR}
 
 
 class Severity(IntEnum):
@@ -31,7 +30,7 @@ class Severity(IntEnum):
     MISSING = 3
     """There is no such component."""
     STORAGE = 4
-    """Redis or the object store does not answer."""
+    """Redis, the object store or a disk does not answer."""
     SILENT = 5
     """A process does not answer."""
 
@@ -128,7 +127,6 @@ class _Graph:
         return max(ends, key=_weight).behind(link)
 
     def _to(self, target: str, component: Component, wait: event_pb2.Wait, seen: tuple[str, ...]) -> Chain | None:
-        target = _ALIASES.get(target, target)
         if target in _EXTERNAL:
             return Chain(severity=Severity.STORAGE if _is_unanswered(wait, target) else Severity.WAITS, culprit=target)
         if target.startswith(f"{ENV_WORKER} "):
@@ -145,8 +143,9 @@ class _Graph:
 
 
 def _is_unanswered(wait: event_pb2.Wait, target: str) -> bool:
-    """Whether Redis or the store does not answer, or answers slowly; a download as a whole may take its time."""
-    return target == REDIS or (wait.reason.startswith(STORE) and wait.age_seconds > SILENT_S)
+    """Whether Redis, the store or a disk answers late or not; a download as a whole may take its time."""
+    is_operation = target == DISK or wait.reason.startswith(STORE)
+    return target == REDIS or (is_operation and wait.age_seconds > SILENT_S)
 
 
 _KINDS = ("trainer", "orchestrator", "env-server", "inference")

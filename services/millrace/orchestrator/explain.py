@@ -38,7 +38,7 @@ def explain(
 
 def unanswered(owner: str) -> str:
     """The longest wait of this process for Redis or the store, in words; empty if both answer."""
-    found = [wait for wait in waits.snapshot(owner) if wait.waits_on in (REDIS, STORE, "store")]
+    found = [wait for wait in waits.snapshot(owner) if wait.waits_on in (REDIS, STORE)]
     return f"it waits for {found[0].reason}, {found[0].age_s:.1f} s" if found else ""
 
 

@@ -48,7 +48,7 @@ class RetryPolicy:
         number = 0
         reason = f"object store {where}: {what}"
         deadline_s = self.deadline_s + ATTEMPT_S
-        with waits.waiting(reason, waits_on="store", deadline_s=deadline_s, quiet_s=QUIET_S) as wait:
+        with waits.waiting(reason, waits_on="object store", deadline_s=deadline_s, quiet_s=QUIET_S) as wait:
             while True:
                 try:
                     result = attempt(number)

@@ -61,7 +61,7 @@ def test_a_write_waits_visibly_for_room_and_goes_on_by_itself(small_disk):
     ends = time.monotonic() + 20
     while not (seen := [w for w in waits.snapshot("me") if "No space left" in w.reason]) and time.monotonic() < ends:
         time.sleep(0.05)
-    assert seen and seen[0].waits_on == "store" and f"create {store.uri('k')}, attempt" in seen[0].reason
+    assert seen and seen[0].waits_on == "object store" and f"create {store.uri('k')}, attempt" in seen[0].reason
     assert not answers
     small_disk.make_room()
     writer.join(20)
