@@ -16,7 +16,8 @@ from millrace.env_server.frames import encode_frame, read_frame
 from millrace.env_server.pulse import Pulse
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
-from millrace.telemetry import waits
+from millrace.telemetry import faults, waits
+from millrace.telemetry.faults import Point
 from millrace.telemetry.settings import Settings, variable_name
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,7 @@ class WorkerProcess:
         try:
             play = env_worker_pb2.PlayMembers(play_id=play_id, request=request, tokenizer_dir=tokenizer_dir)
             await self._send(env_worker_pb2.WorkerCommand(play=play))
+            faults.reach(Point.ENV_SERVER_MID_EPISODE, step=request.planned_step)
             return await self._answer(answer, request.rollout_timeout_seconds + self.blocked_grace_s)
         except asyncio.CancelledError:
             cancel = env_worker_pb2.CancelPlay(play_id=play_id)
