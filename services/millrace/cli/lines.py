@@ -89,7 +89,8 @@ def wait_line(wait: event_pb2.Wait) -> str:
     """`trainer-0 waits for batch 12 ← orchestrator (3.2s of 60s)`."""
     on = f" ← {wait.waits_on}" if wait.waits_on else ""
     limit = f" of {wait.deadline_seconds:g}s" if wait.deadline_seconds else ""
-    return f"{wait.owner} waits for {wait.reason}{on} ({wait.age_seconds:.1f}s{limit})"
+    late = ", overdue" if 0 < wait.deadline_seconds < wait.age_seconds else ""
+    return f"{wait.owner} waits for {wait.reason}{on} ({wait.age_seconds:.1f}s{limit}{late})"
 
 
 def log_line(event: event_pb2.Event, progress: Progress) -> str:

@@ -57,8 +57,12 @@ def run_details(run: run_pb2.Run, checkpoints: Sequence[checkpoint_pb2.Checkpoin
 
 
 def explanation(answer: rs.ExplainRunResponse) -> str:
-    """The chain in words, then every wait, longest first."""
-    lines = [answer.summary] if answer.summary else []
+    """The chain in words, one link per line, then every wait, longest first."""
+    first, *others = answer.summary.split(" ← ")
+    lines = [first] if first else []
+    lines += [f"  ← {link}" for link in others]
+    if others and answer.waits:
+        lines.append("every wait:")
     lines += [f"  {wait_line(wait)}" for wait in answer.waits]
     return "\n".join(lines) or "nothing waits"
 

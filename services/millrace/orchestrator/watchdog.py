@@ -7,11 +7,12 @@ One watchdog per driven run. It only looks and tells, through events of the run,
 |----------------------------------------------------------|----------------------------------------------------|
 | a worker of the run silent, lost, replaced, back         | WORKER_SILENT, WORKER_LOST, WORKER_REPLACED, WORKER_BACK |
 | no progress for 20 s, again at 60 s, 300 s, 900 s, …     | wait_reported: the end of the chain                |
-| a wait older than its deadline                           | wait_reported: that wait, once                     |
+| a wait older than its deadline                           | wait_reported: that wait, once in 10 minutes       |
 | Redis did not answer for a while and does again          | REDIS_SILENT                                       |
 | this process stood still (frozen, or its machine was)    | ORCHESTRATOR_STOOD_STILL; nobody else is blamed    |
 
-What this process misses while it stands still, the run's trainer tells (ORCHESTRATOR_SILENT).
+What this process misses while it stands still, the run's trainer tells (ORCHESTRATOR_SILENT). A run whose steps take
+longer than 20 s is not stuck: each standstill that ended by itself makes the watchdog more patient.
 """
 
 import asyncio
@@ -39,6 +40,10 @@ TELL_SILENT_S = 10.0
 """Silence of a worker after which an event says so: ten heartbeats, so that a busy machine accuses nobody."""
 NO_PROGRESS_S = (20.0, 60.0, 300.0, 900.0)
 """Ages of a standstill at which the end of the chain is told; behind the last one, every time it passes again."""
+PATIENCE, MOST_PATIENT = 1.5, 30.0
+"""Factor on these ages after a standstill that was told and then ended although nobody had been found silent."""
+OVERDUE_AGAIN_S = 600.0
+"""The same overdue wait is told so seldom: in a slow run it may come back at every step."""
 TELL_STILL_S = 5.0
 TELL_OUTAGE_S = 5.0
 OUTAGE_SETTLES_S = 2.0
@@ -85,7 +90,9 @@ class Watchdog:
         self._at = progress()
         self._moved = clock()
         self._num_told = 0
-        self._overdue: set[tuple[str, str, str]] = set()
+        self._patience = 1.0
+        self._has_accused = False
+        self._overdue: dict[tuple[str, str, str], float] = {}
         self._stills: deque[tuple[float, float]] = deque(maxlen=16)
         self._outages_until = clock() - OUTAGE_MEMORY_S
         self._sent: deque[float] = deque()
@@ -137,7 +144,7 @@ class Watchdog:
             return
         await self._look_at_workers(now)
         await self._look_at_progress(now)
-        await self._look_at_waits()
+        await self._look_at_waits(now)
         await self._look_at_redis(now)
 
     async def _look_at_workers(self, now: float) -> None:
@@ -185,10 +192,12 @@ class Watchdog:
     async def _look_at_progress(self, now: float) -> None:
         at = self._progress()
         if at != self._at:
-            self._at, self._moved, self._num_told = at, now, 0
+            if self._num_told and not self._has_accused:
+                self._patience = min(self._patience * PATIENCE, MOST_PATIENT)
+            self._at, self._moved, self._num_told, self._has_accused = at, now, 0, False
             return
         idle_s = now - self._moved
-        if idle_s < _threshold_s(self._num_told):
+        if idle_s < _threshold_s(self._num_told) * self._patience:
             return
         self._num_told += 1
         chain = chain_of(self._run_uid, self._registry, owner=self._owner)
@@ -197,18 +206,15 @@ class Watchdog:
         )
         await self._tell_wait(_end_of(chain, owner=self._owner, idle_s=idle_s))
 
-    async def _look_at_waits(self) -> None:
-        """Tell of each overdue wait once, for as long as it lasts."""
-        overdue: set[tuple[str, str, str]] = set()
+    async def _look_at_waits(self, now: float) -> None:
+        """Tell of each overdue wait, and of the same one not soon again; numbers in its reason make no difference."""
+        self._overdue = {key: at for key, at in self._overdue.items() if now - at < OVERDUE_AGAIN_S}
         for component in components(self._run_uid, self._registry, owner=self._owner):
             for wait in component.waits:
-                if not is_overdue(wait):
-                    continue
                 key = (wait.owner, wait.waits_on, re.sub(r"[\d.]+", "#", wait.reason))
-                if key not in self._overdue and key not in overdue:
+                if is_overdue(wait) and key not in self._overdue:
+                    self._overdue[key] = now
                     await self._tell_wait(wait)
-                overdue.add(key)
-        self._overdue = overdue
 
     async def _look_at_redis(self, now: float) -> None:
         """Tell of outages that are over; while one lasts no event could be written anyway."""
@@ -225,6 +231,7 @@ class Watchdog:
         return outage.seconds - still_s
 
     async def _warn(self, reason: str, message: str) -> None:
+        self._has_accused = True
         log.warning(message, extra={"run": self._run_uid, "reason": reason})
         if self._may_send():
             await self._events.warning(reason, message)

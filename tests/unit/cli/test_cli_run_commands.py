@@ -196,3 +196,23 @@ def test_process_logs_of_the_stack_that_listens_there(tmp_path):
         "trainer.log"
     ]
     assert process_logs("127.0.0.1:6", "runs/x", root=tmp_path) == []
+
+
+def test_why_shows_one_link_per_line_and_marks_what_is_overdue():
+    from millrace.cli.output import explanation
+    from millrace.v1 import event_pb2, run_service_pb2
+
+    late = event_pb2.Wait(owner="orch-0", reason="3 of 8 groups", waits_on="env-server", age_seconds=70)
+    late.deadline_seconds = 60
+    answer = run_service_pb2.ExplainRunResponse(
+        summary="trainer-0 waits for batch 12, 70.5 s ← orch-0 waits for 3 of 8 groups, 70.0 s ← env-server is silent",
+        waits=[late],
+    )
+    assert explanation(answer).splitlines() == [
+        "trainer-0 waits for batch 12, 70.5 s",
+        "  ← orch-0 waits for 3 of 8 groups, 70.0 s",
+        "  ← env-server is silent",
+        "every wait:",
+        "  orch-0 waits for 3 of 8 groups ← env-server (70.0s of 60s, overdue)",
+    ]
+    assert explanation(run_service_pb2.ExplainRunResponse()) == "nothing waits"

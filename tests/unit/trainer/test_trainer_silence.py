@@ -1,0 +1,76 @@
+"""The trainer tells its run of a silent orchestrator, and says that it is idle when it is."""
+
+import asyncio
+
+from millrace.errors import LogGoneError
+from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse
+from millrace.rpc.health import HealthBoard
+from millrace.rpc.worker import Silence
+from millrace.telemetry import waits
+from millrace.trainer.distributed import Gang
+from millrace.trainer.silence import SilenceTeller
+from millrace.trainer.worker import TrainerWorker
+from millrace.v1 import event_pb2
+
+
+def silence(*, is_over: bool) -> Silence:
+    return Silence(orchestrator="127.0.0.1:7", seconds=16.2, is_over=is_over, problem="no answer within 5 s")
+
+
+async def test_a_silence_and_its_end_are_events_of_the_run_that_is_trained() -> None:
+    teller, told = SilenceTeller(), asyncio.Queue[event_pb2.Event]()
+    teller.hear(silence(is_over=False))  # no run: nobody to tell
+    with teller.told_to(told.put):
+        teller.hear(silence(is_over=False))
+        teller.hear(silence(is_over=True))
+        events = [(await told.get()).warning, (await told.get()).warning]
+    teller.hear(silence(is_over=False))
+    assert [event.reason for event in events] == ["ORCHESTRATOR_SILENT", "ORCHESTRATOR_BACK"]
+    assert "the orchestrator at 127.0.0.1:7 has not answered for 16 s (no answer within 5 s)" in events[0].message
+    assert events[1].message == "the orchestrator at 127.0.0.1:7 answers again after 16 s of silence"
+    await asyncio.sleep(0)
+    assert told.empty()
+
+
+async def test_a_log_that_is_gone_does_not_matter() -> None:
+    async def fail(_: event_pb2.Event) -> None:
+        failed.set()
+        raise LogGoneError("gone")
+
+    teller, failed = SilenceTeller(), asyncio.Event()
+    with teller.told_to(fail):
+        teller.hear(silence(is_over=False))
+        async with asyncio.timeout(5):
+            await failed.wait()
+
+
+def test_an_idle_trainer_says_so_and_waits_in_a_run_are_of_the_run() -> None:
+    worker = TrainerWorker(gang=Gang(), board=HealthBoard())
+    seen: list[tuple[str, str, str]] = []
+    turns = 0
+
+    def look(order: str = "") -> None:
+        found = [(w.reason, w.waits_on, w.run) for w in waits.snapshot("t") if "run" in w.reason or "batch" in w.reason]
+        seen.extend(found or [(order, "", "")])
+
+    def job(uid: str) -> None:
+        with waits.waiting("batch 0", waits_on="orchestrator"):
+            look()
+        worker.stop()
+
+    original = worker._stopping.wait
+
+    def idle(timeout: float | None = None) -> bool:
+        nonlocal turns
+        turns += 1
+        look()
+        worker.hear(HeartbeatResponse(assignments=[Assignment(run_uid="r-1")]))
+        return original(0)
+
+    worker._stopping.wait = idle  # type: ignore[method-assign]
+    worker.run(job)
+    assert seen == [
+        ("a run to be assigned (it is idle)", "orchestrator", ""),
+        ("batch 0", "orchestrator", "r-1"),
+    ]
+    assert turns == 1
