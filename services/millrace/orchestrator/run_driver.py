@@ -213,7 +213,7 @@ class RunDriver:
         if step == 0 or all((env, step) in self._done_evals for env in self._parts.evals.names):
             step += settings.interval  # else a predecessor was at it: do again what the log does not have
         while step < self._parts.max_steps:
-            await self._wait_served(step)
+            await self._wait_served(step, overdue_s=0.0)  # it comes when it comes: nothing is held up
             try:
                 await self._evaluate_missing(step)
             except InvalidStateError as error:
@@ -285,9 +285,9 @@ class RunDriver:
         await self._events.state_changed(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
         await self._keeper.archive_now()
 
-    async def _wait_served(self, version: int) -> None:
+    async def _wait_served(self, version: int, *, overdue_s: float = POLICY_OVERDUE_S) -> None:
         policies = self._parts.policies
-        with waits.waiting(f"policy {version} to be served", waits_on="trainer", deadline_s=POLICY_OVERDUE_S):
+        with waits.waiting(f"policy {version} to be served", waits_on="trainer", deadline_s=overdue_s):
             while (served := policies.served_version()) is None or served < version:  # noqa: ASYNC110 - bounded
                 await asyncio.sleep(SERVED_POLL_S)
 
