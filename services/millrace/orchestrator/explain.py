@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from millrace.internal.v1 import worker_service_pb2
-from millrace.orchestrator.chain import REDIS, STORE, Chain, Component, find_chain
+from millrace.orchestrator.chain import REDIS, SILENT_S, STORE, Chain, Component, find_chain
 from millrace.orchestrator.run_view import RunView
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.rpc.waits_wire import to_proto
@@ -52,10 +52,13 @@ def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Compon
     now = time.monotonic()
     own = _of_run(to_proto(waits.snapshot(owner)), uid)
     found = [Component(name=owner, kind="orchestrator", waits=own)]
-    found += [_component(record, uid, now) for record in registry.records() if serves(record, uid)]
+    # Who said that it leaves and is silent has left: nobody waits for it.
+    here = [record for record in registry.records() if not (record.is_leaving and now - record.last_seen > SILENT_S)]
+    found += [_component(record, uid, now) for record in here if serves(record, uid)]
     present = {component.kind for component in found}
     for record in registry.lost.values():
-        if KIND_NAMES.get(record.worker.kind) not in present and serves(record, uid):
+        is_missed = KIND_NAMES.get(record.worker.kind) not in present and not record.is_leaving
+        if is_missed and serves(record, uid):
             found.append(_component(record, uid, now, is_lost=True))
     return found
 

@@ -206,9 +206,8 @@ class RolloutLoop:
             self.wait.on(reason, waits_on="env-server", key=f"groups {step}", deadline_s=timeout_s)
         else:
             version = step - self.rule.async_level
-            self.wait.on(
-                f"policy {version} to be served", waits_on="trainer", key=f"policy {version}", deadline_s=SLOW_S
-            )
+            up_to = self.policies.up_to(version)
+            self.wait.on(f"policy {version} to be served", waits_on=up_to, key=f"policy {version}", deadline_s=SLOW_S)
         await self.tick()
 
     async def tick(self) -> None:

@@ -87,6 +87,11 @@ class PolicyDriver:
                 )
         return replicas
 
+    def up_to(self, version: int) -> str:
+        """Who it is up to that a version is served: the trainer to publish it, then the replicas to take it."""
+        is_published = self.desired is not None and self.desired.version >= version
+        return "inference" if is_published else "trainer"
+
     def served_version(self) -> int | None:
         """Newest version that at least one ready replica serves."""
         return max((replica.version for replica in self.ready()), default=None)

@@ -287,8 +287,9 @@ class RunDriver:
 
     async def _wait_served(self, version: int, *, overdue_s: float = POLICY_OVERDUE_S) -> None:
         policies = self._parts.policies
-        with waits.waiting(f"policy {version} to be served", waits_on="trainer", deadline_s=overdue_s):
-            while (served := policies.served_version()) is None or served < version:  # noqa: ASYNC110 - bounded
+        with waits.waiting(f"policy {version} to be served", waits_on="trainer", deadline_s=overdue_s) as wait:
+            while (served := policies.served_version()) is None or served < version:
+                wait.update(waits_on=policies.up_to(version))
                 await asyncio.sleep(SERVED_POLL_S)
 
 
