@@ -103,6 +103,7 @@ def http_status(error: ClientError) -> int:
 
 def _answered(error: ClientError, what: str, *, where: str, bucket: str, uri: str) -> MillraceError | TransientError:
     code, status = error_code(error), http_status(error)
+    answer = f"HTTP {status}" if code == str(status) else f"HTTP {status} {code}"  # HEAD has no body that says more
     metadata = {"store": where, "operation": what}
     if code == "NoSuchBucket" or (code in ABSENT and not uri):
         return UnavailableError(
@@ -115,18 +116,18 @@ def _answered(error: ClientError, what: str, *, where: str, bucket: str, uri: st
         return NotFoundError(f"no object {uri}", reason="OBJECT_NOT_FOUND", metadata={"uri": uri})
     if status == 507 or code in _FULL:  # before the denials: some servers answer 403 for a quota
         full = CapacityError(
-            f"{where} has no room for {what}: {status} {code}",
+            f"{where} has no room for {what}: {answer}",
             reason="STORE_FULL",
             remedy="free space in the bucket or raise its quota; retention and `keep_last` bound what a run keeps",
             metadata=metadata,
         )
-        return TransientError(f"{status} {code}", final=full)
+        return TransientError(answer, final=full)
     if code in _DENIED or status in (401, 403):
-        return _denied(f"{where} denied {what}: {code}", metadata)
+        return _denied(f"{where} denied {what}: {answer}", metadata)
     if status >= 500 or status in (408, 429) or code in _TRY_AGAIN:
-        return TransientError(f"{status} {code}")
+        return TransientError(answer)
     return InternalError(
-        f"{where} refused {what}: {status} {code}: {error}",
+        f"{where} refused {what}: {answer}: {error}",
         reason="STORE_REFUSED",
         remedy="see the store's log",
         metadata=metadata,

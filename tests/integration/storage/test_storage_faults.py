@@ -178,7 +178,7 @@ def test_an_outage_ends_every_operation_with_a_name_and_a_remedy(proxy: FaultPro
     store = make_store(RetryPolicy(deadline_s=10, max_attempts=3))
     method, operation = (WRITES.get(name) or READS[name])[:2]
     proxy.add(Fault(effect=Effect.ANSWER, status=503, code="SlowDown"))
-    with pytest.raises(UnavailableError, match=r"503 SlowDown; check that it runs.*MILLRACE_STORE_URL") as caught:
+    with pytest.raises(UnavailableError, match=r"HTTP 503 SlowDown; check that it runs.*MILLRACE_STORE_URL") as caught:
         operation(store, directory)
     assert proxy.count(method) == 3, "bounded"
     assert proxy.endpoint in str(caught.value) and store.uri("").rstrip("/") in str(caught.value)
@@ -207,7 +207,7 @@ def test_a_hanging_request_shows_itself_and_is_given_up(proxy: FaultProxy, make_
     assert hanging.struck == 1 and 3 <= seconds < 10
     named = f"object store {store.describe()}: PUT {store.uri('k')}"
     assert seen[named] > 2, "already the first attempt is a wait, with its age"
-    assert any(reason.startswith(f"{named}, attempt 3 of at most 8 after 503 SlowDown") for reason in seen)
+    assert any(reason.startswith(f"{named}, attempt 3 of at most 8 after HTTP 503 SlowDown") for reason in seen)
     assert max(seen.values()) > 3, "the age is that of the whole operation, not of the last attempt"
     assert waits.snapshot("me") == []
 
@@ -236,7 +236,7 @@ def test_a_trickle_is_given_up(proxy: FaultProxy, make_store, monkeypatch):
 def test_a_full_bucket_is_waited_for_and_then_named(proxy: FaultProxy, make_store, status, code):
     store = make_store(RetryPolicy(deadline_s=10, max_attempts=3))
     full = proxy.add(Fault(effect=Effect.ANSWER, method="PUT", status=status, code=code))
-    with pytest.raises(CapacityError, match=rf"no room for PUT s3://.*/k: {status} {code}; free space") as caught:
+    with pytest.raises(CapacityError, match=rf"no room for PUT s3://.*/k: HTTP {status} {code}; free space") as caught:
         store.put("k", DATA)
     assert full.struck == 3 and caught.value.reason == "STORE_FULL" and caught.value.retry_after_s
     proxy.clear()
