@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev demo test test-unit test-slow lint format types protos bench clean
+.PHONY: help setup setup-dev demo test test-unit test-slow soak lint format types protos bench clean
 
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
@@ -24,6 +24,9 @@ test-unit: setup-dev ## Run the tests that need no services.
 
 test-slow: setup-dev ## Run the tests that take minutes.
 	$(PY) -m pytest -m slow
+
+soak: setup-dev ## Kill processes at random for MILLRACE_SOAK_MINUTES (20), then audit the log.
+	$(PY) -m pytest tests/chaos/test_soak.py -m slow -s
 
 lint: setup-dev ## ruff, import rules, types, protos.
 	.venv/bin/ruff check .

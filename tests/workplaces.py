@@ -115,6 +115,16 @@ class Workplace:
                     found.append(process)
         return found
 
+    def processes_of(self, directory: Path) -> list[psutil.Process]:
+        """Those of them that know this directory, from an argument or their environment (a stack's, for example)."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error, OSError):
+                known = [*process.cmdline(), *process.environ().values()]
+                if any(str(directory) in text for text in known):
+                    found.append(process)
+        return found
+
     def wait_empty(self, timeout_s: float) -> None:
         """Fails unless every process has ended within `timeout_s`."""
         ends = time.monotonic() + timeout_s

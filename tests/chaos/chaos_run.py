@@ -1,12 +1,14 @@
 """One run on a `ChaosStack`: its events as they come, how long it stood still, and its audit."""
 
-import asyncio
 import contextlib
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import chaos_loop
 
 from millrace.client import Client
 from millrace.client.runs import is_terminal
@@ -20,9 +22,15 @@ GIVE_UP_S = 150.0
 Event = event_pb2.Event
 
 
+def longest_gap(times: Sequence[float], *, since: float, until: float = math.inf) -> float:
+    """Longest time without any of `times` (sorted) that begins at `since` or later, and before `until`."""
+    marks = [since, *(at for at in times if at > since)]
+    return max((later - earlier for earlier, later in itertools.pairwise(marks) if earlier < until), default=0.0)
+
+
 @dataclass(eq=False)
 class ChaosRun:
-    """A submitted run that a thread of its own follows, through reconnects, to its end."""
+    """A submitted run that is followed in the background, through reconnects, to its end."""
 
     address: str
     name: str
@@ -36,8 +44,7 @@ class ChaosRun:
     def __post_init__(self) -> None:
         self._news = threading.Condition()
         self._over = False
-        self._thread = threading.Thread(target=self._follow, name=f"watch of {self.name}", daemon=True)
-        self._thread.start()
+        chaos_loop.begin(self._follow())
 
     # What has happened.
 
@@ -90,32 +97,33 @@ class ChaosRun:
 
     def wait_done(self, *, timeout_s: float = 80.0) -> None:
         """The run ends as SUCCEEDED, by itself."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive() or self.state != run_pb2.RUN_STATE_SUCCEEDED:
+        with self._news:
+            self._news.wait_for(lambda: self._over, timeout_s)
+        if self.state != run_pb2.RUN_STATE_SUCCEEDED:
             raise AssertionError(f"{self.name} is {self._state_name()} after {timeout_s:g} s. {self.describe()}")
 
     # Figures.
 
-    def recovery_s(self, killed_at: float) -> float:
-        """Seconds from a kill (as `time.time()` has it) to the next progress event, by the writers' clocks."""
-        after = [at for at in self._progress_times() if at > killed_at]
-        if not after:
-            raise AssertionError(f"no progress after the kill. {self.describe()}")
-        return after[0] - killed_at
+    def progress_times(self) -> list[float]:
+        """When each progress event was written, by the writers' clocks, as `time.time()` has it."""
+        found = [event for event in list(self.events) if event.WhichOneof("body") in PROGRESS]
+        return sorted(event.time.seconds + event.time.nanos / 1e9 for event in found)
 
-    def longest_stall_s(self, since: float) -> float:
-        """Longest time without a progress event after `since` (as `time.time()` has it)."""
-        times = [since, *(at for at in self._progress_times() if at > since)]
-        return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
+    def recovery_s(self, killed_at: float) -> float:
+        """Seconds from a kill to the next progress event, of whichever service."""
+        later = [at for at in self.progress_times() if at > killed_at]
+        if not later:
+            raise AssertionError(f"no progress after the kill. {self.describe()}")
+        return later[0] - killed_at
+
+    def standstill_s(self, killed_at: float) -> float:
+        """Longest time without progress from a kill on: what is committed already may hide the loss for a while."""
+        return longest_gap(self.progress_times(), since=killed_at)
 
     def describe(self) -> str:
         """The newest events in short, and what the services say that they wait for: for the message of a failure."""
         lines = [str(event).replace("\n", " ")[:300] for event in self.events[-8:]]
         return "\n".join(["The newest events:", *lines, f"reconnects: {self.reconnects[-3:]}", self.error, self._why()])
-
-    def _progress_times(self) -> list[float]:
-        found = [event for event in list(self.events) if event.WhichOneof("body") in PROGRESS]
-        return sorted(event.time.seconds + event.time.nanos / 1e9 for event in found)
 
     def _state_name(self) -> str:
         return run_pb2.RunState.Name(self.state).removeprefix("RUN_STATE_")
@@ -126,15 +134,15 @@ class ChaosRun:
                 return f"millrace run why: {(await client.runs.explain(self.name)).summary}"
 
         try:
-            return asyncio.run(ask())
-        except (MillraceError, RuntimeError) as error:  # RuntimeError: an asynchronous test calls us in its loop
+            return chaos_loop.call(ask())
+        except (MillraceError, TimeoutError) as error:
             return f"millrace run why: {error}"
 
-    # The thread.
+    # On the harness's loop.
 
-    def _follow(self) -> None:
+    async def _follow(self) -> None:
         try:
-            asyncio.run(self._watch())
+            await self._watch()
         except MillraceError as error:
             self.error = str(error)
         with self._news:

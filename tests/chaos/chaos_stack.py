@@ -11,7 +11,6 @@ of `time.time()`, because fault records and events carry it. For stores and Redi
 `ChaosStack` with `env=`.
 """
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -24,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import chaos_loop
 import redis
+import redis.asyncio
 from chaos_audit import check_by_hand
 from chaos_run import ChaosRun
 from workplaces import STOP_TIMEOUT_S, Workplace
@@ -32,9 +33,10 @@ from workplaces import STOP_TIMEOUT_S, Workplace
 from millrace.client import Client
 from millrace.config.load import load
 from millrace.config.schema import RLConfig
-from millrace.local.liveness import Answer, probe_service
+from millrace.errors import UnavailableError
 from millrace.local.ports import free_ports
 from millrace.local.supervisor import tail
+from millrace.rpc.probe import probe
 from millrace.storage import ObjectStore, open_store
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
@@ -172,6 +174,30 @@ class ChaosStack:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
+    def kill_running(self, name: str, *, timeout_s: float = 60.0) -> float:
+        """SIGKILL to the current life of a process, which may still be starting; returns when, as `time.time()`."""
+        ends = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self.kill(name)
+            except ProcessLookupError:  # it is dead at the moment: the supervisor waits before it starts it again
+                if time.monotonic() > ends:
+                    raise AssertionError(f"{name} was not started again:\n{self.said(8)}") from None
+                time.sleep(_POLL_S)
+
+    def notes(self) -> list[str]:
+        """What the supervisor has noted: deaths, restarts, silence."""
+        return (self.directory / "logs" / "stack.log").read_text().splitlines()
+
+    def wait_replaced(self, name: str, old_pid: int, *, timeout_s: float = 30.0) -> float:
+        """Return when (as `time.time()`) another process has the name; it need not serve yet."""
+        ends = time.monotonic() + timeout_s
+        while self.pid(name) == old_pid:
+            if time.monotonic() > ends:
+                raise AssertionError(f"{name} (pid {old_pid}) was not replaced in {timeout_s:g} s:\n{self.said(8)}")
+            time.sleep(_POLL_S)
+        return time.time()
+
     def wait_restarted(self, name: str, old_pid: int, *, timeout_s: float = 60.0) -> int:
         """Return the new pid once the supervisor has started it again and it serves."""
         ends = time.monotonic() + timeout_s
@@ -216,7 +242,18 @@ class ChaosStack:
             async with Client(self.address) as client:
                 return (await client.runs.create(config.resolved_json(), run_id=run_id)).uid
 
-        return ChaosRun(address=self.address, name=f"runs/{run_id}", uid=_run(create()))
+        return ChaosRun(address=self.address, name=f"runs/{run_id}", uid=chaos_loop.call(create()))
+
+    def submit_patiently(self, *, timeout_s: float = 60.0, **overrides: Any) -> ChaosRun:
+        """Submit although the orchestrator may be dead at the moment."""
+        ends = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self.submit(**overrides)
+            except UnavailableError:
+                if time.monotonic() > ends:
+                    raise
+                time.sleep(_POLL_S)
 
     def finish(self, run: ChaosRun, *, timeout_s: float = 80.0) -> Any:
         """The run ends as SUCCEEDED by itself and its audit is clean; returns the audit's report."""
@@ -241,7 +278,7 @@ class ChaosStack:
             finally:
                 await client.aclose()
 
-        report = _run(ask())
+        report = chaos_loop.call(ask())
         found = [f"{violation.check}: {violation.message}" for violation in report.violations]
         assert not found, "\n".join([f"the audit of {run.name} ({run.uid}) finds:", *found])
         return report
@@ -259,7 +296,9 @@ class ChaosStack:
             with contextlib.suppress(redis.RedisError), contextlib.closing(self.redis()) as client:
                 return bool(client.ping())
             return False
-        return _run(probe_service(self._place()["addresses"][name])()) is Answer.SERVING
+        with contextlib.suppress(UnavailableError):
+            return probe(self._place()["addresses"][name], timeout_s=2.0)
+        return False
 
     def _place(self) -> dict[str, Any]:
         """`stack.json`; empty before the stack is ready."""
@@ -275,15 +314,3 @@ def timed(title: str) -> Iterator[None]:
     began = time.monotonic()
     yield
     print(f"{title}: {time.monotonic() - began:.1f} s")
-
-
-def _run(work: Any) -> Any:
-    """Run a coroutine to its end, also from within a test's event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    import concurrent.futures
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()

@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from chaos_stack import ChaosStack
 
+TIMEOUT_S = 300
+
 
 @pytest.fixture(scope="session")
 def chaos_session(warm) -> Iterator[ChaosStack]:
@@ -42,3 +44,10 @@ def make_chaos(warm, request: pytest.FixtureRequest) -> Iterator:
     yield make
     for stack in made:
         stack.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A process that comes back takes seconds, on a busy machine many: these tests get longer than the others."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))

@@ -31,6 +31,4 @@ def test_a_kill_loses_and_repeats_nothing(chaos: ChaosStack, row: str) -> None:
     run = chaos.submit(max_steps=6)
     killed_at = fault.wait(run)["time"]
     chaos.finish(run)
-    print(
-        f"{row}: {run.recovery_s(killed_at):.1f} s to the next progress, {run.longest_stall_s(killed_at):.1f} s at most"
-    )
+    print(f"{row}: {run.recovery_s(killed_at):.1f} s to the next progress, {run.standstill_s(killed_at):.1f} s at most")

@@ -14,16 +14,20 @@ from millrace.cli.progress import Progress
 from millrace.cli.results import collect, phases_of, summary, write_summary
 from millrace.cli.view import View, make_view
 from millrace.client import Client
+from millrace.errors import UnavailableError
 from millrace.local.stack import LocalStack, StackOptions
+from millrace.telemetry import waits
 from millrace.v1 import run_pb2
 
 SUMMARY_NAME = "summary.json"
+SUBMIT_DEADLINE_S = 60.0
+SUBMIT_PAUSE_S = 1.0
 
 
 async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[str, Any], Path]:
     """Start the stack, run, stop the stack; returns the summary and where it was written.
 
-    However it ends, no process is left. Raises CliError when the run fails, ProcessDiedError when a process dies.
+    However it ends, no process is left. Raises CliError when the run fails, ProcessDiedError for a crash loop.
     """
     begun = time.monotonic()
     config = prepared.config
@@ -75,6 +79,21 @@ async def submit(client: Client, prepared: Prepared, *, run_id: str, request_id:
     )
 
 
+async def submit_for_sure(client: Client, prepared: Prepared, view: View, *, run_id: str) -> run_pb2.Run:
+    """Create the run on a stack of our own, which starts a dead orchestrator again; UnavailableError after 60 s."""
+    request_id = str(uuid.uuid4())
+    ends = time.monotonic() + SUBMIT_DEADLINE_S
+    with waits.waiting("the orchestrator to take the run", waits_on="orchestrator", deadline_s=SUBMIT_DEADLINE_S):
+        while True:
+            try:
+                return await submit(client, prepared, run_id=run_id, request_id=request_id)
+            except UnavailableError as error:
+                if time.monotonic() > ends:
+                    raise
+                view.note(f"submitting again in {SUBMIT_PAUSE_S:g} s: {error.message}")
+                await asyncio.sleep(SUBMIT_PAUSE_S)
+
+
 async def follow_or_detach(client: Client, progress: Progress, view: View, *, directory: Path | None = None) -> None:
     """Follow to the end; a Ctrl-C says how to come back, and how to end the run."""
     metrics = MetricsFile(directory / "metrics.jsonl") if directory else None
@@ -100,7 +119,7 @@ def submitted_line(run: run_pb2.Run) -> str:
 async def _submit_and_follow(
     client: Client, prepared: Prepared, progress: Progress, view: View, directory: Path, run_id: str
 ) -> None:
-    run = await submit(client, prepared, run_id=run_id)
+    run = await submit_for_sure(client, prepared, view, run_id=run_id)
     _adopt(progress, run)
     view.note(f"submitted {run.name} (uid {run.uid})")
     metrics = MetricsFile(directory / "metrics.jsonl")

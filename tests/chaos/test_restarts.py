@@ -1,0 +1,45 @@
+"""Every service is restarted in the middle of one run; a run is paused, its workers are free, and it goes on."""
+
+import re
+import signal
+import time
+
+from chaos_stack import SERVICES, ChaosStack
+
+from millrace.local.supervisor import TERM_GRACE_S
+
+
+def test_a_rolling_restart_of_every_service_loses_nothing(chaos: ChaosStack) -> None:
+    run = chaos.submit(max_steps=60)
+    run.wait_step(2)
+    for name in SERVICES:
+        old = chaos.pid(name)
+        at = chaos.kill(name, signal.SIGTERM)
+        assert not run.is_over, f"the run was over before {name} was restarted"
+        ended_s = chaos.wait_replaced(name, old) - at
+        assert ended_s < TERM_GRACE_S, f"{name} took {ended_s:.1f} s to end"
+        chaos.wait_restarted(name, old)
+        ended = [line for line in chaos.notes() if f" {name} ended: " in line or f" {name} died: " in line]
+        assert "ended: exit code 0; started again" in ended[-1]
+        before = len(run.steps())
+        run.wait_event(lambda _, before=before: len(run.steps()) > before, what=f"step after the restart of {name}")
+        print(f"{name}: ended after {ended_s:.1f} s, progress again after {run.standstill_s(at):.1f} s")
+    chaos.finish(run)
+    told = [text for text in run.reconnects if re.search(r"draining; watch again with after='\S+'", text)]
+    assert told, f"the watch stream was not told where to resume: {run.reconnects}"
+    sequences: dict[str, list[int]] = {}
+    for event in run.events:
+        sequences.setdefault(event.writer, []).append(event.writer_sequence)
+    assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in sequences.values()), "nothing missed or twice"
+
+
+def test_sigterm_of_the_whole_stack_mid_run_and_a_new_start(make_chaos) -> None:
+    stack: ChaosStack = make_chaos()
+    run = stack.submit(max_steps=40)
+    run.wait_step(5)
+    began = time.monotonic()
+    stack.stop()
+    assert time.monotonic() - began < 15
+    assert stack.workplace.processes_of(stack.directory) == []
+    stack.start()
+    stack.finish(run)
