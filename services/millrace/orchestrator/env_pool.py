@@ -18,11 +18,15 @@ from millrace.telemetry import waits
 log = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 10.0
+PLAY_TIMEOUT_S = 5.0
+"""PlayGroup answers at once; who does not holds up the groups for others meanwhile."""
 LIST_TIMEOUT_S = 30.0
 """ListPlaying answers only when the log has what the env-server finished: after a wipe that is much."""
 OPEN_POLL_S = 0.25
 OPEN_TIMEOUT_S = 300.0
 """Longest time for an environment to load: imports of `verifiers` alone cost 7 CPU-seconds."""
+RETURN_PAUSE_S, RETURN_LIMIT_S = 1.0, 5.0
+"""After a takeover: so long after the last one came back nobody else is expected, and how long that is waited for."""
 SILENCE_S = 3.0
 """How long an env-server that did not answer gets no new groups, so that it does not hold up those for others."""
 
@@ -166,6 +170,20 @@ class EnvPool:
             self._ready.get(request.env.name, set()).discard(worker_id)
             return False
         return True
+
+    async def let_return(self) -> None:
+        """After a takeover: wait, shortly, until the env-servers that the predecessor had are back as well.
+
+        What those play that have not registered when the groups are taken over is played a second time.
+        """
+        ends = time.monotonic() + RETURN_LIMIT_S
+        with waits.waiting("env-servers to come back", waits_on="env-server", deadline_s=RETURN_LIMIT_S):
+            while (now := time.monotonic()) < ends:
+                records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+                newest = max((record.registered for record in records), default=0.0)
+                if now - newest >= RETURN_PAUSE_S:
+                    return
+                await asyncio.sleep(min(newest + RETURN_PAUSE_S, ends) - now)
 
     async def playing(self, log_instance: str) -> dict[str, list[env_service_pb2.PlayingGroup]]:
         """What each living env-server plays for the run; silent ones are left out.

@@ -6,7 +6,7 @@ Each method is a background task of the driver and ends by cancellation.
 import asyncio
 import logging
 
-from millrace.errors import CapacityError, LogGoneError, UnavailableError
+from millrace.errors import CapacityError, LogGoneError, MillraceError, UnavailableError
 from millrace.internal.v1 import policy_pb2
 from millrace.orchestrator.assembly import RunParts
 from millrace.orchestrator.collector import Collector
@@ -21,6 +21,7 @@ WORKER_POLL_S = 5.0
 TRIM_S = 10.0
 ARCHIVE_S = 3.0
 """How often new events go to the store: what a wiped Redis may lose of them at most."""
+LAST_ARCHIVE_S = 3.0
 
 
 class Housekeeper:
@@ -135,6 +136,14 @@ class Housekeeper:
         """Bring every event that was written so far to the store."""
         await self._parts.events.flush()
         await self._archive.archive()
+
+    async def archive_last(self) -> None:
+        """The same when this process stops: as far as it goes in a moment, the successor does the rest."""
+        try:
+            async with asyncio.timeout(LAST_ARCHIVE_S):
+                await self.archive_now()
+        except (MillraceError, TimeoutError) as error:
+            log.warning("last events not archived", extra={"error": str(error)})
 
     def _newest_checkpoint(self) -> int:
         prefix = self._log.names.checkpoints

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import redis.asyncio
 
@@ -33,6 +34,9 @@ BACKOFF_S = 5.0
 """Pause before a run is tried again whose claim or drive failed."""
 MAX_GONE, GONE_WINDOW_S = 3, 60.0
 """How often within the window a run whose log was gone is claimed again without a pause."""
+
+Work: TypeAlias = Callable[[RunView], Awaitable[None]]
+"""What is done with a run under its claim."""
 
 
 @dataclass(slots=True)
@@ -113,33 +117,29 @@ class RunManager:
             for events in self._kept_events.values():
                 await _try_to("write the last events", events.close())
 
-    async def _claimable(self) -> list[tuple[RunView, Callable[[RunView], Awaitable[None]]]]:
+    async def _claimable(self) -> list[tuple[RunView, Work]]:
         """Open runs that nobody drives here, oldest first, and what is to be done with each."""
-        found = []
         try:
             views = await self._catalog.refresh()
         except MillraceError as error:
             log.warning("cannot list runs, trying again", extra={"error": str(error)})
             return []
+        wishes: list[tuple[RunView, Wish]] = []
         for view in views:
             uid = view.record.uid
             if view.is_terminal:
                 self._note_ended(view)
-                continue
-            if uid in self._claims or time.monotonic() < self._not_before.get(uid, 0.0):
-                continue
-            try:
-                work = await self._work_on(view)
-            except MillraceError as error:
-                self._put_off(view, error)
-            else:
-                if work is not None:
-                    found.append((view, work))
-        return found
+            elif uid not in self._claims and time.monotonic() >= self._not_before.get(uid, 0.0):
+                try:
+                    wishes.append((view, await self._wishes.read(uid)))
+                except MillraceError as error:
+                    self._put_off(view, error)
+        # Without an await in between: a trainer that registers now goes to the oldest run that lacks one.
+        found = [(view, self._work_on(view, wish)) for view, wish in wishes]
+        return [(view, work) for view, work in found if work is not None]
 
-    async def _work_on(self, view: RunView) -> Callable[[RunView], Awaitable[None]] | None:
+    def _work_on(self, view: RunView, wish: Wish) -> Work | None:
         """Drive the run if it gets a trainer, or needs none for what is left; None if there is nothing to do now."""
-        wish = await self._wishes.read(view.record.uid)
         is_paused = view.run.state == run_pb2.RUN_STATE_PAUSED
         is_closing = view.is_closed or view.run.state == run_pb2.RUN_STATE_STOPPING
         if wish.is_paused and not is_closing:
@@ -153,7 +153,7 @@ class RunManager:
             return self._drive
         return self._queue_again if is_paused else None
 
-    async def _safely(self, view: RunView, work: Callable[[RunView], Awaitable[None]]) -> None:
+    async def _safely(self, view: RunView, work: Work) -> None:
         uid = view.record.uid
         try:
             with waits.of_run(uid):

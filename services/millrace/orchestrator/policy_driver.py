@@ -73,7 +73,7 @@ class PolicyDriver:
         """Replicas that serve some version of this run's policy and take work, in order of id."""
         replicas = []
         for record in self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid):
-            if record.is_leaving:
+            if not record.takes_work:
                 continue
             status = self._served.get(record.worker_id)
             if status is not None and status.has_version and status.state != policy_service_pb2.POLICY_STATE_BROKEN:

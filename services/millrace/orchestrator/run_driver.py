@@ -82,6 +82,9 @@ class RunDriver:
         """
         try:
             await self._drive()
+        except asyncio.CancelledError:
+            await self._keeper.archive_last()
+            raise
         except Exception as error:  # the edge of a run: a defect there must not end the other runs
             first = _decisive(error)
             if isinstance(first, ConflictError | UnavailableError | CapacityError):
@@ -158,6 +161,8 @@ class RunDriver:
             ledger=self._ledger,
             envs=self._parts.envs,
         )
+        if self._parts.epoch.number > 1:
+            await self._parts.envs.let_return()
         await collector.adopt(self._keeper.log_instance)
         background.append(tasks.create_task(self._parts.stream.follow()))
         await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "workers, environments and policy are ready")

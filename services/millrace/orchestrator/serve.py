@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 STALL_S = 60.0
 """Silence of the manager's scan after which the process counts as hung."""
+GIVE_BACK_S = 15.0
+"""How long a stop waits for leases to be released and the last events to be written; Redis may be away."""
 
 
 async def serve_orchestrator(
@@ -113,4 +115,6 @@ async def _manage(manager: RunManager, started: asyncio.Event, stopping: asyncio
     finally:
         for task in (running, stop):
             task.cancel()
-        await asyncio.gather(running, stop, return_exceptions=True)
+        _, left = await asyncio.wait((running, stop), timeout=GIVE_BACK_S)
+        if left:
+            log.warning("not every run could be given back", extra={"within_s": GIVE_BACK_S})

@@ -25,6 +25,8 @@ PULSE_S, STOOD_STILL_S = 0.5, 2.0
 """How often this process looks whether it runs, and the gap from which on it says that it did not."""
 MAX_LOST = 64
 """Lost workers that are remembered, to name them."""
+QUIET_S = 5.0
+"""Silence after which a worker gets nothing new until it is heard again."""
 LEAVING_LEASE_S = 3.0
 """The same silence for a worker that said that it leaves: it has gone."""
 LET_GO_S = 600.0
@@ -41,6 +43,8 @@ class WorkerRecord:
 
     worker: worker_service_pb2.Worker
     last_seen: float
+    registered: float = field(default_factory=time.monotonic)
+    """When it joined, monotonic."""
     waits: list[event_pb2.Wait] = field(default_factory=list)
     trainer: worker_service_pb2.TrainerStatus | None = None
     policy: policy_service_pb2.PolicyStatus | None = None
@@ -54,6 +58,11 @@ class WorkerRecord:
     def worker_id(self) -> str:
         """Unique id of the process."""
         return self.worker.worker_id
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it may get something new: it does not leave, and has not been silent for a while."""
+        return not self.is_leaving and time.monotonic() - self.last_seen <= QUIET_S
 
     @property
     def reported(self) -> str:
@@ -124,7 +133,7 @@ class WorkerRegistry:
 
     def accepting(self, kind: worker_service_pb2.WorkerKind) -> list[WorkerRecord]:
         """Workers of a kind that take work, in order of id."""
-        return [record for record in self.alive(kind) if not record.is_leaving]
+        return [record for record in self.alive(kind) if record.takes_work]
 
     def owned(self, kind: worker_service_pb2.WorkerKind, run_uid: str) -> list[WorkerRecord]:
         """Workers of a kind that are given to a run."""

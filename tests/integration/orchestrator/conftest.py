@@ -15,6 +15,7 @@ from millrace.internal.v1 import (
     policy_service_pb2_grpc,
     worker_service_pb2,
 )
+from millrace.orchestrator import housekeeping, policy_driver, workers
 from millrace.orchestrator.serve import serve_orchestrator
 from millrace.rpc.channel import open_channel
 from millrace.runlog import open_redis
@@ -121,6 +122,14 @@ def _report(task: asyncio.Task) -> None:
     """Show what ended the orchestrator: a test only sees its calls fail."""
     if not task.cancelled() and (error := task.exception()) is not None:
         traceback.print_exception(error)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter intervals: the order of things stays, the tests take a third of the time."""
+    monkeypatch.setattr(workers, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(policy_driver, "RESCAN_S", 0.1)
+    monkeypatch.setattr(housekeeping, "LOG_LOOK_S", 0.5)
 
 
 @pytest.fixture

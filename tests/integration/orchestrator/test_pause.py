@@ -8,7 +8,7 @@ from orchestrator_runs import create, get, has_state, resolutions, states, until
 
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator import loop
+from millrace.orchestrator import loop, workers
 from millrace.rpc.channel import call
 from millrace.runlog import RunLog, load_headers
 from millrace.v1 import run_pb2, run_service_pb2
@@ -116,7 +116,8 @@ async def test_a_queued_run_can_be_paused_and_queued_again_without_any_worker(st
     ]
 
 
-async def test_a_paused_run_can_be_cancelled(stack) -> None:
+async def test_a_paused_run_can_be_cancelled(stack, monkeypatch) -> None:
+    monkeypatch.setattr(workers, "LEASE_S", 2.0)
     run, trainer, _ = await paused_mid_run(stack)
     await stack.kill_worker(trainer.worker_id)
     await call(stack.runs.CancelRun, run_service_pb2.CancelRunRequest(name=run.name))

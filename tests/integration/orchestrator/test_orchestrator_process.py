@@ -1,0 +1,158 @@
+"""The orchestrator as a process: killed and started again in its place, and stopped with care."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from orchestrator_runs import bodies, create, resolutions, states, until, watch
+
+from millrace.errors import UnavailableError
+from millrace.local.ports import free_port
+from millrace.local.redis import die_with_parent
+from millrace.rpc.channel import call, open_channel, stream
+from millrace.runlog.lease import lease_holder
+from millrace.runlog.log import RunLog
+from millrace.telemetry import faults
+from millrace.v1 import run_service_pb2, run_service_pb2_grpc
+
+RECOVERY_S = 15.0
+"""The goal of the issue, restart included."""
+
+
+class Process:
+    """An orchestrator process on a fixed port; a supervisor would start it again as `start` does."""
+
+    def __init__(self, stack, tmp_path) -> None:
+        self.stack, self.faults_dir = stack, tmp_path / "faults"
+        self.log_path = tmp_path / "orchestrator.log"
+        stack.address = f"127.0.0.1:{free_port()}"
+        self.process: subprocess.Popen | None = None
+
+    async def start(self) -> None:
+        environ = {
+            "PATH": os.environ["PATH"],
+            "MILLRACE_REDIS_URL": self.stack.redis_url,
+            "MILLRACE_STORE_URL": self.stack.store_url,
+            "MILLRACE_PREFIX": self.stack.prefix,
+            "MILLRACE_LISTEN": self.stack.address,
+            "MILLRACE_DRAIN_S": "1",
+            faults.VARIABLE: str(self.faults_dir),
+        }
+        with self.log_path.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "millrace.orchestrator"],
+                env=environ,
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,
+            )
+
+    async def listens(self) -> None:
+        """Return when it answers."""
+        request = run_service_pb2.ListRunsRequest()
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await call(self.stack.runs.ListRuns, request)
+                    return
+                except UnavailableError:
+                    await asyncio.sleep(0.1)
+
+    async def ended(self, *, timeout_s: float) -> int:
+        assert self.process is not None
+        return await asyncio.to_thread(self.process.wait, timeout_s)
+
+    def send(self, signum: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(signum)
+
+
+@pytest.fixture
+async def process(stack, tmp_path):
+    await stack.kill_orchestrator()  # the one in this process
+    process = Process(stack, tmp_path)
+    await process.start()
+    channel = await stack.exit.enter_async_context(open_channel(stack.address))
+    stack.runs = run_service_pb2_grpc.RunServiceStub(channel)
+    yield process
+    process.send(signal.SIGKILL)
+    await process.ended(timeout_s=10)
+
+
+async def workers(stack):
+    env, _, trainer = await stack.env_server(delay_s=0.2), await stack.inference(), await stack.trainer()
+    return env, trainer
+
+
+async def steps_beyond(stack, trainer, count: int) -> None:
+    await until(lambda: len(trainer.steps) > count, timeout_s=60.0, what=f"more than {count} batches")
+
+
+POINTS = [
+    faults.Point.ORCHESTRATOR_AFTER_DISPATCH,
+    faults.Point.ORCHESTRATOR_AFTER_ROLLOUTS,
+    faults.Point.ORCHESTRATOR_AFTER_HEADER,
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+async def test_it_continues_soon_after_it_was_killed(stack, process, point, record_property) -> None:
+    env, trainer = await workers(stack)
+    fired = faults.arm(process.faults_dir, faults.Fault(point=point, when={"step": 2}))
+    await process.listens()
+    run = await create(stack, max_steps=6)
+    assert await process.ended(timeout_s=60) == -signal.SIGKILL and fired.exists()
+    killed, count = time.monotonic(), len(trainer.steps)
+    await process.start()
+    await steps_beyond(stack, trainer, count)
+    recovery_s = time.monotonic() - killed
+    record_property("recovery_s", round(recovery_s, 2))
+    print(f"{point}: next batch {recovery_s:.2f} s after the kill")
+    assert recovery_s < RECOVERY_S
+    events = await watch(stack, run, timeout_s=60.0)
+    assert states(events)[-1] == "SUCCEEDED"
+    assert [header.step for header in trainer.steps] == list(range(7))
+    resolutions(trainer.steps)
+    assert len({header.writer_epoch for header in trainer.steps}) == 2
+    assert env.requests
+
+
+async def test_a_term_gives_runs_back_before_the_drain_and_tells_watchers_where_to_go_on(stack, process) -> None:
+    _, trainer = await workers(stack)
+    trainer.hold.clear()
+    await process.listens()
+    run = await create(stack, max_steps=6)
+    await until(lambda: trainer.headers, timeout_s=30.0)
+    log = await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
+    seen = []
+
+    async def follow() -> None:
+        request = run_service_pb2.WatchRunRequest(name=run.name)
+        async for response in stream(stack.runs.WatchRun, request):
+            seen.append(response.event)  # noqa: PERF401 - it is read while it grows
+
+    watching = asyncio.create_task(follow())
+    await until(lambda: seen)
+    process.send(signal.SIGTERM)
+    asked = time.monotonic()
+
+    async def is_free() -> bool:
+        return await lease_holder(log, "orchestrator") is None
+
+    await until(is_free, timeout_s=5.0)
+    assert process.process.poll() is None, f"free {time.monotonic() - asked:.1f} s after the signal, while it drains"
+    with pytest.raises(UnavailableError) as raised:
+        await watching
+    assert raised.value.reason == "DRAINING" and raised.value.metadata["cursor"] == seen[-1].cursor
+    assert await process.ended(timeout_s=15) == 0
+    await process.start()
+    await process.listens()
+    trainer.hold.set()
+    events = await watch(stack, run, timeout_s=60.0)
+    assert states(events)[-1] == "SUCCEEDED"
+    assert "failed" not in states(events) and bodies(events, "batch_committed")
+    resolutions(trainer.steps)
