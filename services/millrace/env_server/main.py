@@ -10,6 +10,7 @@ from pathlib import Path
 from millrace.errors import InvalidSpecError, MillraceError, Violation
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
+from millrace.telemetry.startup import without_gc
 
 DEFAULT_SPOOL_BYTES = 2 << 30
 
@@ -103,7 +104,8 @@ def _read_settings(environ: Mapping[str, str]) -> tuple[Settings, EnvServerSetti
 
 async def _run(settings: Settings, own: EnvServerSettings) -> None:
     # Heavy imports stand here, after the settings are known to be good.
-    from millrace.env_server.run import run
+    with without_gc():
+        from millrace.env_server.run import run
 
     await run(settings, own)
 

@@ -26,6 +26,7 @@ from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
 from millrace.telemetry.logging import setup
+from millrace.telemetry.startup import without_gc
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def main() -> None:
     if command is None:
         return
     try:
-        adapter = load_adapter(command.load.env)
+        with without_gc():
+            adapter = load_adapter(command.load.env)
     # The environment is foreign code: whatever it raises, exit included, is the reason why it could not be loaded.
     except BaseException as error:  # environment code: whatever it raises is the answer
         kind, message = describe_load_error(error)

@@ -10,6 +10,7 @@ from pathlib import Path
 from millrace.errors import InvalidSpecError, MillraceError, Violation
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
+from millrace.telemetry.startup import without_gc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,8 @@ def main() -> None:
 
 async def _run(settings: Settings, own: InferenceSettings) -> None:
     # torch and transformers take seconds to import: only after the settings are known to be good.
-    from millrace.inference.replica import Replica
+    with without_gc():
+        from millrace.inference.replica import Replica
 
     replica = Replica(settings, own)
     await replica.run()

@@ -13,6 +13,7 @@ import grpc.aio
 
 import millrace
 from millrace.errors import MillraceError
+from millrace.inference import loader
 from millrace.inference.embedded import EmbeddedEngine
 from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import ModelSlot
@@ -76,6 +77,7 @@ class Replica:
                 await self._updater.serve_fixed(self._own.model_dir)
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(self._updater.run()), group.create_task(self._watch_health())]
+                group.create_task(self._warm_up())
                 agent = group.create_task(self._register(host, http_port))
                 await serve(
                     self._settings.require("listen"),
@@ -96,6 +98,11 @@ class Replica:
         finally:
             await runner.cleanup()
             await self._engine.close()
+
+    async def _warm_up(self) -> None:
+        """Imports meanwhile what the first policy will need: the orchestrator hears of this replica first."""
+        await self._started
+        await asyncio.to_thread(loader.warm_up)
 
     def _add_services(self, server: grpc.aio.Server, _: asyncio.Event) -> list[str]:
         policy_service_pb2_grpc.add_PolicyServiceServicer_to_server(self._servicer, server)
