@@ -12,7 +12,7 @@ import chaos_loop
 
 from millrace.client import Client
 from millrace.client.runs import is_terminal
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, UnavailableError
 from millrace.v1 import event_pb2, run_pb2
 
 PROGRESS = ("step_completed", "batch_committed", "policy_published", "policy_served", "checkpoint_saved")
@@ -150,13 +150,12 @@ class ChaosRun:
             self._news.notify_all()
 
     async def _watch(self) -> None:
+        def lost(error: UnavailableError, _: float) -> None:
+            self.reconnects.append(f"{error.message}; {error.remedy}")
+
         async with (
             Client(self.address) as client,
-            contextlib.aclosing(
-                client.runs.watch(
-                    self.name, on_reconnect=lambda e, _: self.reconnects.append(e.message), give_up_s=GIVE_UP_S
-                )
-            ) as events,
+            contextlib.aclosing(client.runs.watch(self.name, on_reconnect=lost, give_up_s=GIVE_UP_S)) as events,
         ):
             async for event in events:
                 with self._news:
