@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+# Read when grpc is imported: its fork handlers start threads in a child that is about to exec, and crash it at times.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 import hypothesis
 import pytest
 
