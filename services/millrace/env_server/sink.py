@@ -19,7 +19,7 @@ from millrace.runlog.log import RunLog
 
 logger = logging.getLogger(__name__)
 
-EVERYTHING = 1 << 63
+EVERYTHING = 1 << 62
 """A resolved watermark from here on says that the run is over."""
 # An evaluation has no watermark: its rollouts are read within seconds, and Redis is rebuilt within minutes.
 EVAL_KEPT_S = 600.0

@@ -9,4 +9,5 @@ def worker_slot(place: str) -> str:
     Servers give the address under which others reach them, so containers with one host name do not collide. An empty
     place gives no slot: then a successor is another worker, and its predecessor is missed only when its lease ends.
     """
-    return f"{socket.gethostname()}/{place}" if place else ""
+    is_none = not place or place.endswith(":0")  # port 0 is whatever was free: nobody's place
+    return "" if is_none else f"{socket.gethostname()}/{place}"
