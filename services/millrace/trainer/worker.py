@@ -143,6 +143,7 @@ class TrainerWorker:
     def _next_order(self) -> str:
         """`exit`, `work <uid>` or, after a short wait, `idle`."""
         if self._stopping.is_set():
+            self._idle.over()
             return "exit"
         assigned = self._assigned
         if self._status.run_uid and self._status.run_uid != assigned:
