@@ -6,9 +6,10 @@ Everything here can be rebuilt from the committed headers; nothing counts before
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from millrace.errors import FencedError, InternalError
+from millrace.errors import FencedError, InternalError, MillraceError
 from millrace.internal.v1 import batch_pb2, env_service_pb2, rollout_pb2
 from millrace.orchestrator.batcher import (
     Batch,
@@ -74,6 +75,7 @@ class Ledger:
         self.frontier = Frontier()
         self.chain = bytes(32)
         self._pending: list[Resolved] = []
+        self._committing: frozenset[int] = frozenset()
         self._archive: list[Rollout] = []
         self._num_empty = 0
         self._cursor = 0
@@ -92,8 +94,9 @@ class Ledger:
         self._cursor = self.frontier.resolved_below
 
     def is_resolved(self, ordinal: int) -> bool:
-        """Whether an ordinal is resolved by a committed header, or dropped and waits for the next one."""
-        return self.frontier.is_resolved(ordinal) or any(item.ordinal == ordinal for item in self._pending)
+        """Whether an ordinal is resolved: by a committed header, by the one under way, or dropped for the next one."""
+        is_known = self.frontier.is_resolved(ordinal) or ordinal in self._committing
+        return is_known or any(item.ordinal == ordinal for item in self._pending)
 
     def next_ordinal(self, table: GroupTable) -> int:
         """Smallest ordinal that is neither resolved nor in the table."""
@@ -120,6 +123,7 @@ class Ledger:
 
     async def commit(self, batch: Batch, table: GroupTable) -> None:
         """Commit batch n: its ordinals are resolved with it, and those dropped since batch n-1."""
+        await self._hold_lease()
         rollouts = [rollout for item in batch.resolved for rollout in table.remove(item.ordinal)]
         if not batch.samples:
             self._count_empty(batch, rollouts)
@@ -152,9 +156,11 @@ class Ledger:
         error: run_pb2.RunError | None = None,
     ) -> None:
         """Write the closing header: every open ordinal ends, and the final evaluation's samples go to the trainer."""
+        await self._hold_lease()
         for group in list(table):
             self.drop(group, table, reason=reason)
-        resolved = list(self._pending)
+        # A batch that could not be committed is trained by nobody.
+        resolved = [replace(item, reason=item.reason or reason) for item in self._pending]
         header = self._header(batch_pb2.BATCH_KIND_CLOSE, resolved, table)
         header.outcome = outcome
         header.final_version = final_version
@@ -207,20 +213,29 @@ class Ledger:
         resolved: Sequence[Resolved],
         rollouts: Sequence[Rollout],
     ) -> None:
-        if not self._lease.may_write and not await self._lease.renew():  # Redis or we stood still for a while
+        self._lease.require()
+        # No await since `resolved` was made: what is dropped while the commit is under way belongs to the next header.
+        archived, self._pending, self._archive = [*self._archive, *rollouts], [], []
+        self._committing = frozenset(item.ordinal for item in resolved)
+        try:
+            chunks = pack_batch(header, samples)
+            header_bytes = await _finish(commit_batch(self._log, self._epoch, header, chunks, encode_archive(archived)))
+        except MillraceError:  # if the run fails for it, the closing header resolves them
+            self._pending, self._archive = [*resolved, *self._pending], [*archived, *self._archive]
+            raise
+        self.chain = chain_hash(self.chain, header_bytes)
+        self.frontier = self.frontier.resolve(item.ordinal for item in resolved)
+        self._committing = frozenset()
+        self.step += 1
+
+    async def _hold_lease(self) -> None:
+        """Renew the lease if it is not fresh, because Redis or we stood still for a while."""
+        if not self._lease.may_write and not await self._lease.renew():
             raise FencedError(
                 f"the lease of run {self._log.uid} is another orchestrator's: step {self.step} is not committed here",
                 reason="LEASE_LOST",
                 remedy="that one continues the run",
             )
-        self._lease.require()
-        # Taken before the first await: what is dropped while the commit is under way belongs to the next header.
-        archived, self._pending, self._archive = [*self._archive, *rollouts], [], []
-        chunks = pack_batch(header, samples)
-        header_bytes = await _finish(commit_batch(self._log, self._epoch, header, chunks, encode_archive(archived)))
-        self.chain = chain_hash(self.chain, header_bytes)
-        self.frontier = self.frontier.resolve(item.ordinal for item in resolved)
-        self.step += 1
 
 
 async def _finish(work: Coroutine[Any, Any, T]) -> T:
