@@ -1,6 +1,7 @@
 """The trainer tells its run of a silent orchestrator, and says that it is idle when it is."""
 
 import asyncio
+from collections import Counter
 
 from millrace.errors import LogGoneError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse
@@ -49,9 +50,13 @@ def test_an_idle_trainer_says_so_and_waits_in_a_run_are_of_the_run() -> None:
     seen: list[tuple[str, str, str]] = []
     turns = 0
 
-    def look(order: str = "") -> None:
-        found = [(w.reason, w.waits_on, w.run) for w in waits.snapshot("t") if "run" in w.reason or "batch" in w.reason]
-        seen.extend(found or [(order, "", "")])
+    def shown() -> list[tuple[str, str, str]]:
+        return [(wait.reason, wait.waits_on, wait.run) for wait in waits.snapshot("t")]
+
+    before = Counter(shown())  # of other tests in this process
+
+    def look() -> None:
+        seen.extend((Counter(shown()) - before).elements())
 
     def job(uid: str) -> None:
         with waits.waiting("batch 0", waits_on="orchestrator"):
