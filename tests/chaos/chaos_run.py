@@ -5,8 +5,9 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import chaos_loop
 
@@ -20,6 +21,7 @@ PROGRESS = ("step_completed", "batch_committed", "policy_published", "policy_ser
 GIVE_UP_S = 150.0
 
 Event = event_pb2.Event
+T = TypeVar("T")
 
 
 def longest_gap(times: Sequence[float], *, since: float, until: float = math.inf) -> float:
@@ -102,6 +104,27 @@ class ChaosRun:
         if self.state != run_pb2.RUN_STATE_SUCCEEDED:
             raise AssertionError(f"{self.name} is {self._state_name()} after {timeout_s:g} s. {self.describe()}")
 
+    def wait_state(self, state: run_pb2.RunState, *, timeout_s: float = 60.0, times: int = 1) -> Event:
+        """The event of the `times`-th change to this state."""
+        seen = 0
+
+        def matches(event: Event) -> bool:
+            nonlocal seen
+            seen += event.HasField("state_changed") and event.state_changed.new_state == state
+            return seen == times
+
+        return self.wait_event(matches, timeout_s=timeout_s, what=run_pb2.RunState.Name(state))
+
+    def pause(self) -> None:
+        """Ask it to pause, and return when it has."""
+        paused = sum(event.state_changed.new_state == run_pb2.RUN_STATE_PAUSED for event in self.of("state_changed"))
+        self._ask(lambda client: client.runs.pause(self.name, reason="the test wants the workers"))
+        self.wait_state(run_pb2.RUN_STATE_PAUSED, times=paused + 1)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._ask(lambda client: client.runs.resume(self.name))
+
     # Figures.
 
     def progress_times(self) -> list[float]:
@@ -129,14 +152,17 @@ class ChaosRun:
         return run_pb2.RunState.Name(self.state).removeprefix("RUN_STATE_")
 
     def _why(self) -> str:
-        async def ask() -> str:
-            async with Client(self.address) as client:
-                return f"millrace run why: {(await client.runs.explain(self.name)).summary}"
-
         try:
-            return chaos_loop.call(ask())
+            return f"millrace run why: {self._ask(lambda client: client.runs.explain(self.name)).summary}"
         except (MillraceError, TimeoutError) as error:
             return f"millrace run why: {error}"
+
+    def _ask(self, question: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+        async def ask() -> T:
+            async with Client(self.address) as client:
+                return await question(client)
+
+        return chaos_loop.call(ask())
 
     # On the harness's loop.
 
