@@ -84,6 +84,8 @@ class Dispatcher:
             return False
         request = self._request(group, replica)
         for worker_id in self._servers(group.task.env, table):
+            if group.ordinal not in table.open or group.missing != list(request.members):
+                return True  # members came while another env-server was asked: what is still missing is asked for anew
             if await self._envs.play(worker_id, request):
                 if group.attempt == request.attempt:  # else it failed already, before the answer came: place it again
                     group.env_server, group.replica = worker_id, replica.worker_id

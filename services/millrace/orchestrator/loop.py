@@ -104,10 +104,11 @@ class RolloutLoop:
 
     async def place_open(self) -> None:
         """Play again, as the next attempt, what was lost with an env-server or a replica; place what nobody plays."""
-        if lost := self.dispatcher.lost(self.table):
-            await self.dispatcher.stop(lost)
-            for group in lost:
-                group.next_attempt()
+        if lost := [(group, group.attempt) for group in self.dispatcher.lost(self.table)]:
+            await self.dispatcher.stop([group for group, _ in lost])
+            for group, attempt in lost:
+                if group.ordinal in self.table.open and group.attempt == attempt:
+                    group.next_attempt()  # else it became whole, was dropped, or failed meanwhile
         now = time.monotonic()
         unplaced = [group for group in self.table.open.values() if not group.env_server and group.not_before <= now]
         if any(group.attempt for group in unplaced):
