@@ -2,13 +2,17 @@
 
 import pytest
 from orchestrator_fakes import make_rollout
-from orchestrator_runs import create, resolutions, states, until, watch
+from orchestrator_runs import create, has_state, resolutions, states, until, watch
 
 from millrace.orchestrator import ledger as ledger_module
+from millrace.orchestrator import loop, manager
 from millrace.orchestrator.ledger import Ledger
 from millrace.rollouts.types import RolloutStatus
-from millrace.rollouts.wire import encode_rollout
-from millrace.runlog import Lease, RunLog, Stream
+from millrace.rollouts.wire import decode_archive, encode_rollout
+from millrace.rpc.channel import call
+from millrace.runlog import Lease, RunLog, Stream, load_headers
+from millrace.runlog.audit import audit_run
+from millrace.v1 import run_pb2, run_service_pb2
 
 
 async def log_of(stack, run) -> RunLog:
@@ -76,3 +80,43 @@ async def test_what_is_dropped_while_the_lease_is_renewed_before_a_commit_is_not
     stale.append(True)
     assert states(await watch(stack, run))[-1] == "SUCCEEDED"
     assert resolutions(trainer.steps)[3][1] == "quarantined"
+
+
+async def test_a_run_that_is_cancelled_before_its_groups_are_taken_over_resolves_them_and_keeps_their_rollouts(
+    stack, monkeypatch
+) -> None:
+    monkeypatch.setattr(loop, "DRAIN_S", 0.2)
+    env, _, trainer = await stack.env_server(silent={0}), await stack.inference(), await stack.trainer()
+    run = await create(stack, max_steps=100)
+    await until(lambda: len(trainer.headers) >= 3)
+    log = await log_of(stack, run)
+    played = make_rollout(env.plays_of(0)[0], 2, RolloutStatus.OK, 0)
+    (await log.append_rollout(encode_rollout(played))).require("one member of the group that nobody finishes")
+    await call(stack.runs.PauseRun, run_service_pb2.PauseRunRequest(name=run.name))
+    await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_PAUSED))
+    await call(stack.runs.CancelRun, run_service_pb2.CancelRunRequest(name=run.name))
+    assert states(await watch(stack, run))[-1] == "CANCELLED"
+    headers, _ = await load_headers(log)
+    assert resolutions(headers)[0][1] == "cancelled"
+    kept = decode_archive(log.store.get(headers[-1].rollouts_key))
+    assert played.seconds in [rollout.seconds for rollout in kept]
+    report = await audit_run(log.redis, log.store, prefix=stack.prefix, uid=run.uid)
+    assert [v for v in report.violations if not v.check.startswith(("POLICY", "MIRROR"))] == []
+
+
+async def test_a_run_whose_log_cannot_be_read_is_not_closed_over_the_gap(stack, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(manager, "BACKOFF_S", 0.2)
+    _, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
+    run = await create(stack, max_steps=4)
+    await until(lambda: len(trainer.headers) >= 2)
+    await call(stack.runs.PauseRun, run_service_pb2.PauseRunRequest(name=run.name))
+    await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_PAUSED))
+    log = await log_of(stack, run)
+    key = log.names.batch_header(0)
+    lost = log.store.get(key)
+    log.store.delete([key])
+    await call(stack.runs.ResumeRun, run_service_pb2.ResumeRunRequest(name=run.name))
+    await until(lambda: "header" in caplog.text and "is missing" in str([r.__dict__ for r in caplog.records]))
+    assert log.store.head(key) is None, "nothing else is written in its place"
+    log.store.put(key, lost)
+    assert states(await watch(stack, run))[-1] == "SUCCEEDED", "it goes on once the object is restored"

@@ -141,7 +141,7 @@ async def test_a_redis_that_restarts_is_brought_up_to_date_in_place(stack, durab
     trainer.hold.set()
     events = await watching
     assert states(events) == ["STARTING", "RUNNING", "STOPPING", "SUCCEEDED"], "the drive went on"
-    assert [warning.reason for warning in bodies(events, "warning")] == ["REDIS_RESTARTED"]
+    assert [warning.reason for warning in bodies(events, "warning")].count("REDIS_RESTARTED") == 1
     headers = await headers_of(stack, run)
     assert all(outcome[2] == 1 for outcome in resolutions(headers).values()), "nothing was played twice"
     assert b'"num_duplicates": 0' in headers[-1].orchestrator_state, "what was read again is no duplicate"

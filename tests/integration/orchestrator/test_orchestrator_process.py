@@ -81,6 +81,7 @@ async def process(stack, tmp_path):
     yield process
     process.send(signal.SIGKILL)
     await process.ended(timeout_s=10)
+    print(process.log_path.read_text())  # shown if the test failed
 
 
 async def workers(stack):
