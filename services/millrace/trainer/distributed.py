@@ -12,7 +12,9 @@ from typing import Self
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 
 from millrace.telemetry import waits
 
@@ -40,8 +42,10 @@ class Gang:
         if world_size == 1:
             return cls(device=device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
-        return cls(rank=int(environ["RANK"]), world_size=world_size, device=device)
+        rank = int(environ["RANK"])
+        store = _store_of_this_start(environ)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+        return cls(rank=rank, world_size=world_size, device=device)
 
     @property
     def is_leader(self) -> bool:
@@ -113,6 +117,19 @@ class Gang:
         with _waiting_for_peers():
             dist.all_reduce(tensor, op=operation)
         return tensor.tolist()
+
+
+def _store_of_this_start(environ: Mapping[str, str]) -> Store:
+    """Where the ranks find each other, apart from what a killed gang left there.
+
+    torchrun (2.13) keeps one store over its restarts, in which a new rank finds the address of the dead one, and waits.
+    Its count of restarts tells the starts apart on one machine; over several machines each counts its own, and
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun take a new store for every start.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=_COLLECTIVE_TIMEOUT))
+    if environ.get("LOCAL_WORLD_SIZE") != environ["WORLD_SIZE"]:
+        return store
+    return PrefixStore(f"start-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _waiting_for_peers() -> waits.Waiting:

@@ -2,19 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import numpy as np
 import pytest
 import torch
 
 from millrace.config.rl import RLConfig
-from millrace.internal.v1 import batch_pb2
+from millrace.internal.v1 import batch_pb2, worker_service_pb2, worker_service_pb2_grpc
+from millrace.local.redis import free_port
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import TrainSample
-from millrace.runlog import ZERO_CHAIN_HASH, EventReader, RunLog, chain_hash, commit_batch, new_uid, open_redis
+from millrace.runlog import ZERO_CHAIN_HASH, EventReader, RunLog, Stream, chain_hash, commit_batch, new_uid, open_redis
 from millrace.storage.local import LocalStore
 from millrace.trainer.background import BackgroundLoop
 from millrace.trainer.batches import StopRequested
@@ -29,11 +34,21 @@ VOCABULARY = 64
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a Qwen3 of a few thousand parameters and tied embeddings."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def dropout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with dropout, which is active only where `trainer.model.dropout` asks for it."""
+    return make_tiny_model(tmp_path_factory.mktemp("dropout-model"), attention_dropout=0.3)
+
+
+def make_tiny_model(directory: Path, *, attention_dropout: float = 0.0) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    directory = tmp_path_factory.mktemp("tiny-model")
     torch.manual_seed(0)
     config = Qwen3Config(
+        attention_dropout=attention_dropout,
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
@@ -151,6 +166,13 @@ class Recorder:
             found[manifest["version"]] = manifest["digest"]
         return found
 
+    def forget_training(self) -> None:
+        """Leaves of the run what was recorded: its batches. Everything that a trainer made of them goes."""
+        for part in ("policies/", "checkpoints/"):
+            for info in list(self.store.list(self.root + part)):
+                self.store.delete(info.key)
+        self.call(self.log.command("forgetting", "DEL", self.log.names.stream(Stream.POLICIES)))
+
     def checkpoints(self) -> list[int]:
         root = f"{PREFIX}/runs/{self.uid}/checkpoints/"
         return [
@@ -181,6 +203,83 @@ class Recorder:
         return reached[0]
 
 
+class FakeOrchestrator(worker_service_pb2_grpc.WorkerServiceServicer):
+    """Assigns one run and remembers what the trainer says."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.worker: worker_service_pb2.Worker | None = None
+        self.run_uid = ""
+        self.let_go: list[str] = []
+        self.status = worker_service_pb2.TrainerStatus()
+        self.is_leaving = False
+
+    async def RegisterWorker(self, request: Any, context: Any) -> worker_service_pb2.RegisterWorkerResponse:
+        self.worker = request.worker
+        return worker_service_pb2.RegisterWorkerResponse(heartbeat_seconds=0.1, lease_seconds=10)
+
+    async def Heartbeat(self, request: Any, context: Any) -> worker_service_pb2.HeartbeatResponse:
+        self.status, self.is_leaving = request.trainer, request.is_leaving
+        assignments = [worker_service_pb2.Assignment(run_uid=self.run_uid)] if self.run_uid else []
+        return worker_service_pb2.HeartbeatResponse(assignments=assignments, let_go=self.let_go)
+
+    async def until(self, condition: Callable[[worker_service_pb2.TrainerStatus], bool]) -> None:
+        async with asyncio.timeout(60):
+            while self.worker is None or not condition(self.status):
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def orchestrator() -> AsyncIterator[FakeOrchestrator]:
+    server = grpc.aio.server()
+    servicer = FakeOrchestrator()
+    worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    yield servicer
+    await server.stop(0)
+
+
+class TrainerProcesses:
+    """Starts `python -m millrace.trainer.main`, each time in the same place, as a supervisor would."""
+
+    def __init__(self, orchestrator: FakeOrchestrator, log_path: Path) -> None:
+        self.listen = f"127.0.0.1:{free_port()}"
+        self.log_path = log_path
+        self._orchestrator = orchestrator
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, recorder: Recorder, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
+        """`arguments` replace `-m millrace.trainer.main`."""
+        variables = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MILLRACE_REDIS_URL": recorder.redis_url,
+            "MILLRACE_STORE_URL": recorder.store_url,
+            "MILLRACE_PREFIX": recorder.prefix,
+            "MILLRACE_ORCHESTRATOR": self._orchestrator.address,
+            "MILLRACE_LISTEN": self.listen,
+            "MILLRACE_DRAIN_S": "0",
+            **environ,
+        }
+        command = [sys.executable, *(arguments or ("-m", "millrace.trainer.main"))]
+        with self.log_path.open("ab") as log:
+            self._started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
+        return self._started[-1]
+
+    def kill_all(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture
+def trainers(orchestrator: FakeOrchestrator, tmp_path: Path) -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses(orchestrator, tmp_path / "trainer.log")
+    yield processes
+    processes.kill_all()
+
+
 @pytest.fixture
 def background() -> Iterator[BackgroundLoop]:
     with BackgroundLoop("test-background") as loop:
@@ -202,7 +301,7 @@ def new_recorder(background: BackgroundLoop, local_store: LocalStore, redis_url:
 def make_config(tiny_model: Path) -> Callable[..., RLConfig]:
     """A config of the tiny model; keyword arguments are merged into `trainer`."""
 
-    def make(*, name: str = str(tiny_model), **trainer: Any) -> RLConfig:
+    def make(*, name: str = str(tiny_model), max_steps: int = 6, seed: int = 0, **trainer: Any) -> RLConfig:
         defaults: dict[str, Any] = {
             "optim": {"lr": 0.01},
             "model": {"seq_len": 32},
@@ -210,7 +309,8 @@ def make_config(tiny_model: Path) -> Callable[..., RLConfig]:
         }
         return RLConfig.model_validate(
             {
-                "max_steps": 6,
+                "max_steps": max_steps,
+                "seed": seed,
                 "seq_len": 32,
                 "model": {"name": name},
                 "trainer": {**defaults, **trainer},
