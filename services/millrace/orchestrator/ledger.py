@@ -26,7 +26,7 @@ from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.groups import Group, GroupTable
 from millrace.orchestrator.rollout_stream import RolloutStream, entry_key
 from millrace.rollouts.batch_wire import pack_batch
-from millrace.rollouts.types import Rollout, TrainSample
+from millrace.rollouts.types import Purpose, Rollout, TrainSample
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog import Epoch, Frontier, Lease, RunLog, chain_hash, commit_batch
 from millrace.runlog.origin import Origin
@@ -120,6 +120,23 @@ class Ledger:
             self.drop(group, table, reason=reason)
         if playing:
             await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
+
+    def abandon(self, rollouts: Sequence[Rollout], *, reason: str) -> None:
+        """Before a closing header: resolve as dropped what a predecessor left open, given the rollouts in the log.
+
+        The archive keeps these. Of an ordinal that nothing came back from only the number is known.
+        """
+        left = [r for r in rollouts if r.purpose is Purpose.TRAIN and not self.frontier.is_resolved(r.ordinal)]
+        self._archive += left
+        newest = {rollout.ordinal: rollout for rollout in sorted(left, key=lambda rollout: rollout.attempt)}
+        highest = max([*newest, *self.frontier.resolved_above], default=-1)
+        for ordinal in range(self.frontier.resolved_below, highest + 1):
+            if self.is_resolved(ordinal):
+                continue
+            item = Resolved(ordinal=ordinal, env="", task_id="", reason=reason, attempts=0)
+            if rollout := newest.get(ordinal):
+                item = replace(item, env=rollout.env, task_id=rollout.task_id, attempts=rollout.attempt + 1)
+            self._pending.append(item)
 
     async def commit(self, batch: Batch, table: GroupTable) -> None:
         """Commit batch n: its ordinals are resolved with it, and those dropped since batch n-1."""

@@ -62,6 +62,7 @@ class RunDriver:
         self._wish = Wish()
         self._asked_to_stop = asyncio.Event()
         self._cancelled = asyncio.Event()
+        self._is_restored = False  # before that nobody knows which header would come next
         self.is_paused = False
         """The drive ended with the run paused."""
 
@@ -77,8 +78,8 @@ class RunDriver:
     async def run(self) -> None:
         """Drive the run to its closing header and its terminal state, or to its pause.
 
-        A lost lease or epoch, a gone log, and an outage of Redis or the store, are raised: the run stays open, and
-        whoever claims it next continues from the log. Everything else fails the run.
+        A lost lease or epoch, a log that is gone or cannot be read, and an outage of Redis or the store, are raised:
+        the run stays open, and whoever claims it next continues from the log. Everything else fails the run.
         """
         try:
             await self._drive()
@@ -87,7 +88,7 @@ class RunDriver:
             raise
         except Exception as error:  # the edge of a run: a defect there must not end the other runs
             first = _decisive(error)
-            if isinstance(first, ConflictError | UnavailableError | CapacityError):
+            if isinstance(first, ConflictError | UnavailableError | CapacityError) or not self._is_restored:
                 raise first from error
             log.error("run failed", extra={"run": self._parts.record.name, "error": str(first)}, exc_info=error)
             await self._fail(_as_millrace(first))
@@ -116,6 +117,7 @@ class RunDriver:
         origin = await asyncio.to_thread(load_origin, run_log.store, run_log.names)
         last, chain = await load_committed(run_log)
         self._ledger.restore(last, chain, origin=origin, table=self._parts.table)
+        self._is_restored = True
         await self._keeper.start()
 
     def _background(self) -> list[Coroutine[Any, Any, None]]:
@@ -145,6 +147,7 @@ class RunDriver:
                 return
             outcome, reason, why = batch_pb2.RUN_OUTCOME_CANCELLED, "cancelled", "cancelled on request"
             await self._parts.envs.cancel([])
+            await self._abandon(reason)
         await self._events.state_changed(run_pb2.RUN_STATE_STOPPING, why)
         await self._ledger.close(
             self._parts.table, outcome=outcome, reason=reason, final_version=self._ledger.step, evaluation=evaluation
@@ -280,6 +283,7 @@ class RunDriver:
         detail = run_pb2.RunError(reason=error.reason, message=str(error), component=_component(error))
         if self._ledger.closing is None:
             await self._parts.envs.cancel([])
+            await self._abandon("run_failed")
             await self._ledger.close(
                 self._parts.table,
                 outcome=batch_pb2.RUN_OUTCOME_FAILED,
@@ -289,6 +293,14 @@ class RunDriver:
             )
         await self._events.state_changed(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
         await self._keeper.archive_now()
+
+    async def _abandon(self, reason: str) -> None:
+        """The run ends: if nobody has read its rollouts yet, what a predecessor left open is dropped as well."""
+        if self._keeper.collector is None:
+            left: list[Rollout] = []
+            self._parts.stream.take = left.append
+            await self._parts.stream.catch_up()
+            self._ledger.abandon(left, reason=reason)
 
     async def _wait_served(self, version: int, *, overdue_s: float = POLICY_OVERDUE_S) -> None:
         policies = self._parts.policies
