@@ -158,9 +158,8 @@ class Ledger:
         )
         # What was dropped while the commit was under way is in no header yet.
         entries = [table.oldest_entry(), *(rollout.entry_id for rollout in self._archive)]
-        oldest = min(filter(None, entries), key=entry_key, default=None)
-        if oldest is not None:
-            await self._log.trim_rollouts(oldest)
+        needed = min(filter(None, entries), key=entry_key, default=self._stream.position)
+        await self._log.trim_rollouts(needed)
 
     async def close(
         self,

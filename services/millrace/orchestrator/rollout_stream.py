@@ -36,6 +36,11 @@ class RolloutStream:
         self.take: Callable[[Rollout], None] = _nobody_takes
         """Gets every rollout once, with its `entry_id`; set by who sorts them."""
 
+    @property
+    def position(self) -> str:
+        """Id of the entry of this copy of the stream up to which all were taken; `START` before the first."""
+        return self._cursor
+
     async def follow(self) -> None:
         """Take entries as they come; ends by cancellation."""
         while True:

@@ -7,8 +7,8 @@ from orchestrator_runs import create, has_state, resolutions, states, until, wat
 from millrace.orchestrator import ledger as ledger_module
 from millrace.orchestrator import loop, manager
 from millrace.orchestrator.ledger import Ledger
-from millrace.rollouts.types import RolloutStatus
-from millrace.rollouts.wire import decode_archive, encode_rollout
+from millrace.rollouts.types import Purpose, RolloutStatus
+from millrace.rollouts.wire import decode_archive, decode_rollout, encode_rollout
 from millrace.rpc.channel import call
 from millrace.runlog import Lease, RunLog, Stream, load_headers
 from millrace.runlog.audit import audit_run
@@ -120,3 +120,12 @@ async def test_a_run_whose_log_cannot_be_read_is_not_closed_over_the_gap(stack, 
     assert log.store.head(key) is None, "nothing else is written in its place"
     log.store.put(key, lost)
     assert states(await watch(stack, run))[-1] == "SUCCEEDED", "it goes on once the object is restored"
+
+
+async def test_rollouts_are_trimmed_also_where_every_batch_uses_all_that_is_there(stack) -> None:
+    _, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
+    run = await create(stack, max_steps=5, async_level=0)
+    assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+    rollouts = [decode_rollout(entry.d) for entry in await (await log_of(stack, run)).read("rollouts", count=1000)]
+    left = {rollout.ordinal for rollout in rollouts if rollout.purpose is Purpose.TRAIN}
+    assert left <= {item.ordinal for item in trainer.steps[4].resolutions}, "older ones are in the archives"
