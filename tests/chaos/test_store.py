@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from chaos_logs import wait_said
+from chaos_logs import wait_line
 from chaos_run import ChaosRun
 from chaos_stack import ChaosStack
 from fault_proxy import Effect, Fault, FaultProxy
@@ -75,12 +75,12 @@ def test_faults_of_every_kind_strike_during_a_run(stack: ChaosStack, proxy: Faul
         proxy.add(Fault(effect=Effect.LOSE_ANSWER, method="PUT", key="*/batches/*.pb", every=3, times=3)),
         proxy.add(Fault(effect=Effect.LOSE_ANSWER, method="PUT", key="*/manifest.json", every=2, times=3)),
         proxy.add(Fault(effect=Effect.TORN_WRITE, method="PUT", key="*.safetensors", every=2, times=2)),
-        proxy.add(Fault(effect=Effect.CUT_REQUEST, method="PUT", every=5, times=6)),
-        proxy.add(Fault(effect=Effect.ANSWER, method="PUT", every=4, times=12)),
-        proxy.add(Fault(effect=Effect.ANSWER, method="PUT", status=507, code="InsufficientStorage", every=6, times=4)),
-        proxy.add(Fault(effect=Effect.CUT_ANSWER, method="GET", every=5, times=12)),
-        proxy.add(Fault(effect=Effect.RESET, method="LIST", every=5, times=8)),
-        proxy.add(Fault(effect=Effect.ANSWER, status=500, code="InternalError", every=7, times=12)),
+        proxy.add(Fault(effect=Effect.CUT_REQUEST, method="PUT", every=5, times=4)),
+        proxy.add(Fault(effect=Effect.ANSWER, method="PUT", every=4, times=6)),
+        proxy.add(Fault(effect=Effect.ANSWER, method="PUT", status=507, code="InsufficientStorage", every=6, times=3)),
+        proxy.add(Fault(effect=Effect.CUT_ANSWER, method="GET", every=5, times=6)),
+        proxy.add(Fault(effect=Effect.RESET, method="LIST", every=5, times=4)),
+        proxy.add(Fault(effect=Effect.ANSWER, status=500, code="InternalError", every=7, times=6)),
         proxy.add(Fault(effect=Effect.SLOW, method="PUT", rate=1_500_000, every=3)),
         proxy.add(Fault(effect=Effect.SLOW, method="GET", rate=3_000_000, every=3)),
     ]
@@ -92,12 +92,13 @@ def test_faults_of_every_kind_strike_during_a_run(stack: ChaosStack, proxy: Faul
     stack.audit(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "gives_up"),
     [
         pytest.param("*", ("orchestrator", "run given up by this replica"), id="all"),
-        pytest.param("*/policies/*", ("trainer", "run let go"), id="policies", marks=pytest.mark.slow),
-        pytest.param("*/checkpoints/*", ("trainer", "run let go"), id="checkpoints", marks=pytest.mark.slow),
+        pytest.param("*/policies/*", ("trainer", "run let go"), id="policies"),
+        pytest.param("*/checkpoints/*", ("trainer", "run let go"), id="checkpoints"),
     ],
 )
 def test_an_outage_longer_than_the_retries_is_named_and_outlived(
@@ -110,8 +111,8 @@ def test_an_outage_longer_than_the_retries_is_named_and_outlived(
     outage = proxy.add(Fault(effect=Effect.ANSWER, key=key, status=503, code="SlowDown"))
     said = _wait_explained(stack, run, "object store", proxy.endpoint, "HTTP 503", timeout_s=20)
     print(f"after {time.time() - began:.1f} s: {said}")
-    gave_up = wait_said(stack, service, words, since=began, timeout_s=RETRIES_END_S + 20, alive=lambda: not run.is_over)
-    print(f"after {gave_up - began:.1f} s: {service}: {words}")
+    log = stack.directory / "logs" / f"{service}.log"
+    print(wait_line(log, words, since=began, timeout_s=RETRIES_END_S + 20, alive=lambda: not run.is_over))
     assert "object store" in _wait_explained(stack, run, "object store", timeout_s=20)
     proxy.remove(outage)
     ended = time.time()
