@@ -159,7 +159,8 @@ class Ledger:
         # What was dropped while the commit was under way is in no header yet.
         entries = [table.oldest_entry(), *(rollout.entry_id for rollout in self._archive)]
         needed = min(filter(None, entries), key=entry_key, default=self._stream.position)
-        await self._log.trim_rollouts(needed)
+        if self._lease.may_write:  # else the next commit trims, or a successor that needs more than we know
+            await self._log.trim_rollouts(needed)
 
     async def close(
         self,

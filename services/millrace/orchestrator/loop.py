@@ -106,6 +106,7 @@ class RolloutLoop:
         """Play again, as the next attempt, what was lost with an env-server or a replica; place what nobody plays."""
         if lost := [(group, group.attempt) for group in self.dispatcher.lost(self.table)]:
             await self.dispatcher.stop([group for group, _ in lost])
+            await self.stream.catch_up()  # a new attempt of a group that is scored whole begins from nothing
             for group, attempt in lost:
                 if group.ordinal in self.table.open and group.attempt == attempt:
                     group.next_attempt()  # else it became whole, was dropped, or failed meanwhile

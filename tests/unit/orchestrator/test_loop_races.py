@@ -27,10 +27,13 @@ def open_group(table: GroupTable, **options) -> Group:
     return group
 
 
-async def test_a_lost_group_that_becomes_whole_while_it_is_stopped_keeps_its_members() -> None:
+async def test_a_lost_group_whose_members_come_while_it_is_stopped_is_whole() -> None:
     table = GroupTable()
     group = open_group(table, is_scored_whole=True)
-    table.add(make_rollout(0, 0, group_size=2, env_server="a"))
+
+    class Stream:
+        async def catch_up(self) -> None:
+            table.add(make_rollout(0, 0, group_size=2, env_server="a"))
 
     class Dispatch:
         def lost(self, table: GroupTable) -> list[Group]:
@@ -46,7 +49,7 @@ async def test_a_lost_group_that_becomes_whole_while_it_is_stopped_keeps_its_mem
         make_group=absent,
         tasks=absent,
         table=table,
-        stream=absent,
+        stream=cast("Any", Stream()),
         dispatcher=cast("Any", Dispatch()),
         policies=absent,
         ledger=absent,
