@@ -76,6 +76,7 @@ class RunManager:
         self._wishes = WishBook(store, prefix)
         self._claims: dict[str, _Claim] = {}
         self._not_before: dict[str, float] = {}
+        self._pauses: dict[str, waits.LastingWait] = {}
         self._gone: dict[str, list[float]] = {}
         self._kept_events: dict[str, RunEvents] = {}
         self._told: set[str] = set()
@@ -130,6 +131,7 @@ class RunManager:
             if view.is_terminal:
                 self._note_ended(view)
             elif uid not in self._claims and time.monotonic() >= self._not_before.get(uid, 0.0):
+                self._end_pause(uid)
                 try:
                     wishes.append((view, await self._wishes.read(uid)))
                 except MillraceError as error:
@@ -179,6 +181,12 @@ class RunManager:
         known = all(isinstance(cause, MillraceError) for cause in causes)
         fields = {"run": view.record.name, "again_in_s": pause_s, "error": text}
         log.error("run given up by this replica for now", extra=fields, exc_info=None if known else error)
+        with waits.of_run(uid):
+            self._pauses.setdefault(uid, waits.LastingWait()).on(f"another try to drive the run: {text}", key=text)
+
+    def _end_pause(self, uid: str) -> None:
+        if pause := self._pauses.pop(uid, None):
+            pause.over()
 
     async def _drive(self, view: RunView) -> None:
         """Claim a run and drive it as long as the claim holds."""
@@ -278,6 +286,7 @@ class RunManager:
         if time.time() - view.run.end_time.ToNanoseconds() / 1e9 < LET_GO_S:
             self._tell_once(view, has_ended=True)
         self._wishes.forget(view.record.uid)
+        self._end_pause(view.record.uid)
 
     def _tell_once(self, view: RunView, *, has_ended: bool) -> None:
         if view.record.uid not in self._told and view.record.uid not in self._claims:

@@ -19,6 +19,11 @@ async def log_of(stack, run) -> RunLog:
     return await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
 
 
+async def is_explained(stack, run, why: str) -> bool:
+    answer = await call(stack.runs.ExplainRun, run_service_pb2.ExplainRunRequest(name=run.name))
+    return any(why in wait.reason for wait in answer.waits)
+
+
 @pytest.fixture
 def ledgers(monkeypatch) -> list[Ledger]:
     """Every ledger that is made, in order."""
@@ -118,6 +123,7 @@ async def test_a_run_whose_log_cannot_be_read_is_not_closed_over_the_gap(stack, 
     await call(stack.runs.ResumeRun, run_service_pb2.ResumeRunRequest(name=run.name))
     await until(lambda: any("is missing, but step" in getattr(record, "error", "") for record in caplog.records))
     assert log.store.head(key) is None, "nothing else is written in its place"
+    await until(lambda: is_explained(stack, run, "is missing, but step"))
     log.store.put(key, lost)
     assert states(await watch(stack, run))[-1] == "SUCCEEDED", "it goes on once the object is restored"
 
