@@ -158,7 +158,7 @@ class EnvPool:
     async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
         """Ask an env-server to play a group; False if it cannot take it now (full, gone, draining, or sick)."""
         try:
-            await call(self._stub(worker_id).PlayGroup, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
+            await call(self._stub(worker_id).PlayGroup, request, timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id)
         except (CapacityError, UnavailableError, InternalError) as error:
             log.info("group not taken", extra={"worker": worker_id, "ordinal": request.ordinal, "error": str(error)})
             if not isinstance(error, CapacityError):

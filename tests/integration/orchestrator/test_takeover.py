@@ -4,11 +4,11 @@ import asyncio
 import json
 import logging
 
-from orchestrator_fakes import make_rollout
+from orchestrator_fakes import FakeEnvServer, make_rollout
 from orchestrator_runs import bodies, create, get, has_state, resolutions, states, until, watch
 
 from millrace.internal.v1 import batch_pb2, rollout_pb2
-from millrace.orchestrator import groups, manager
+from millrace.orchestrator import env_pool, groups, manager
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import decode_archive, encode_rollout
 from millrace.runlog import Lease, RunLog, load_headers
@@ -229,3 +229,22 @@ async def test_an_evaluation_that_was_under_way_is_done_by_the_successor(stack) 
     assert states(events)[-1] == "SUCCEEDED"
     assert [(e.step, e.num_rollouts) for e in bodies(events, "eval_completed")] == [(0, 6), (3, 6)]
     assert (await get(stack, run)).state == run_pb2.RUN_STATE_SUCCEEDED
+
+
+async def test_an_env_server_that_does_not_answer_holds_up_groups_for_the_others_only_shortly(
+    stack, monkeypatch
+) -> None:
+    play = FakeEnvServer.PlayGroup
+
+    async def hang_on_one(self, request, context):
+        if self.worker_id == "env-server-a":
+            await asyncio.sleep(3600)
+        return await play(self, request, context)
+
+    monkeypatch.setattr(FakeEnvServer, "PlayGroup", hang_on_one)
+    monkeypatch.setattr(env_pool, "PLAY_TIMEOUT_S", 0.2)
+    await stack.env_server(worker_id="env-server-a")
+    other, _, _ = await stack.env_server(worker_id="env-server-b"), await stack.inference(), await stack.trainer()
+    run = await create(stack)
+    await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_RUNNING))
+    await until(lambda: other.requests, timeout_s=5.0, what="it is asked soon after the one that hangs")
