@@ -18,12 +18,9 @@ from millrace.rollouts.types import TrainSample
 from millrace.runlog.frontier import chain_hash
 from millrace.trainer.batch import MicroBatch, build_micro_batch, plan_micro_batches
 from millrace.trainer.distributed import Gang
+from millrace.trainer.stop import StopRequested
 
 POLL_S = 0.5  # how soon a stop is noticed while there is no batch
-
-
-class StopRequested(Exception):
-    """The trainer was asked to let go of the run: a signal, or another assignment. Not an error."""
 
 
 class BatchLog(Protocol):

@@ -14,7 +14,7 @@ from millrace.runlog.origin import parse_origin
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.batches import POLL_S, Batches, StopRequested
+from millrace.trainer.batches import POLL_S, Batches
 from millrace.trainer.checkpoint import Checkpointer, CheckpointStore
 from millrace.trainer.distributed import Gang
 from millrace.trainer.learner import Learner
@@ -25,6 +25,7 @@ from millrace.trainer.publisher import Publisher, PublishPlan, newest_published,
 from millrace.trainer.reporter import Reporter
 from millrace.trainer.resume import resume
 from millrace.trainer.silence import SilenceTeller
+from millrace.trainer.stop import StopRequested
 from millrace.trainer.training import Position, Training
 
 log = logging.getLogger(__name__)

@@ -31,6 +31,12 @@ _FILE_PATTERNS = (
 )
 
 
+def load_code() -> None:
+    """Imports what loading a model needs, which takes a second or two, so that the first run does not wait for it."""
+    import transformers.modeling_utils  # noqa: F401 - the import is the purpose
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+
 def resolve_model_directory(name: str) -> Path:
     """The local directory of a model named by path or Hub id; NotFoundError (MODEL_NOT_FOUND) says what to do."""
     path = Path(name).expanduser()

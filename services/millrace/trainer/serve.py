@@ -1,4 +1,7 @@
-"""The trainer's process: gang, background loop, heartbeats, health server, signals."""
+"""The trainer's process: gang, background loop, heartbeats, health server, signals.
+
+torch is imported while the process already registers: what is imported here must not need it.
+"""
 
 import asyncio
 import concurrent.futures
@@ -17,17 +20,17 @@ from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import WorkerAgent, new_worker_id
 from millrace.runlog.log import FORMAT_MAJOR
 from millrace.storage import open_store
-from millrace.telemetry import logging
+from millrace.telemetry import logging, waits
 from millrace.telemetry.settings import Settings
 from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.distributed import Gang
-from millrace.trainer.job import JobContext, run_job
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.worker import TrainerWorker
 
 log = logging.getLogger(__name__)
 
 _END_S = 15.0
+_TELL_S = 2.0
+_QUIET_S = 5.0
 
 
 def run(settings: Settings) -> int:
@@ -35,41 +38,47 @@ def run(settings: Settings) -> int:
 
     Raises the companion's error if it has an exit code of its own: a port in use, a refused registration.
     """
-    gang = Gang.join()
+    is_leader = os.environ.get("RANK", "0") == "0"
     board = HealthBoard()
-    worker = TrainerWorker(gang=gang, board=board)
+    worker = TrainerWorker(board=board)
     signals = _Signals(worker)
     slot, silence = worker_slot(settings.advertise or settings.listen or ""), SilenceTeller()
-    worker_id = new_worker_id("trainer") if gang.is_leader else f"rank-{gang.rank}-{uuid.uuid4().hex[:8]}"
-    try:
-        with BackgroundLoop() as background:
-            companions = _Companions(
-                settings, background, worker, board, worker_id=worker_id, slot=slot, silence=silence
-            )
-            if gang.is_leader:
-                companions.start()
-            context = JobContext(
-                background=background,
-                store=open_store(settings.require("store_url")),
-                redis_url=settings.require("redis_url"),
-                prefix=settings.prefix,
-                gang=gang,
-                owner=worker_id,
-                slot=slot,
-                silence=silence,
-                should_stop=worker.should_stop,
-                on_epoch=worker.on_epoch,
-                on_progress=worker.on_progress,
-            )
+    worker_id = new_worker_id("trainer") if is_leader else f"rank-{os.environ['RANK']}-{uuid.uuid4().hex[:8]}"
+    with BackgroundLoop() as background:
+        companions = _Companions(settings, background, worker, board, worker_id=worker_id, slot=slot, silence=silence)
+        if is_leader:
+            companions.start()
+        try:
+            # Seconds of imports, in which the orchestrator already hears of this trainer and assigns it a run.
+            with waits.waiting("torch and transformers to be loaded", quiet_s=_QUIET_S):
+                from millrace.trainer.distributed import Gang
+                from millrace.trainer.job import JobContext, run_job
+                from millrace.trainer.model import load_code
+
+                load_code()
+            gang = Gang.join()
             try:
-                worker.run(lambda uid: run_job(context, uid))
+                context = JobContext(
+                    background=background,
+                    store=open_store(settings.require("store_url")),
+                    redis_url=settings.require("redis_url"),
+                    prefix=settings.prefix,
+                    gang=gang,
+                    owner=worker_id,
+                    slot=slot,
+                    silence=silence,
+                    should_stop=worker.should_stop,
+                    on_epoch=worker.on_epoch,
+                    on_progress=worker.on_progress,
+                )
+                worker.run(lambda uid: run_job(context, uid), gang=gang)
             finally:
-                companions.stop()
-            companions.raise_failure()
-            if companions.have_failed:
-                return 1
-    finally:
-        gang.leave()
+                gang.leave()
+        finally:
+            companions.stop()
+        companions.raise_failure()
+        if companions.have_failed:
+            return 1
     return 130 if signals.was_interrupted else 0
 
 
@@ -114,6 +123,7 @@ class _Companions:
         self._slot = slot
         self._silence = silence
         self._stopping: asyncio.Event | None = None
+        self._agent: WorkerAgent | None = None
         self._futures: list[concurrent.futures.Future[None]] = []
 
     @property
@@ -132,23 +142,26 @@ class _Companions:
             max_log_format=FORMAT_MAJOR,
             slot=self._slot,
         )
-        agent = WorkerAgent(
+        self._agent = WorkerAgent(
             self._settings.require("orchestrator"),
             description,
             self._worker.report,
             self._worker.hear,
             on_silence=self._silence.hear,
         )
-        self._futures.append(self._background.submit(agent.run(self._stopping)))
+        self._futures.append(self._background.submit(self._agent.run(self._stopping)))
         if self._settings.listen:
             self._futures.append(self._background.submit(self._serve(self._settings.listen, self._stopping)))
         for future in self._futures:
             future.add_done_callback(self._ended)
 
     def stop(self) -> None:
-        """Ends both in order."""
+        """Tells the orchestrator that this trainer is gone, and ends both in order."""
         if self._stopping is None:
             return
+        if self._agent is not None and not self.have_failed:
+            telling = self._agent.tell_now(timeout_s=_TELL_S)
+            self._background.call(telling, what="telling the orchestrator of the end", timeout_s=_END_S)
         self._background.call(self._set(self._stopping), what="stopping", timeout_s=_END_S)
         concurrent.futures.wait(self._futures, self._settings.drain_s + self._settings.grace_s + _END_S)
 

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from millrace.errors import CapacityError, FencedError, MillraceError, UnavailableError
 from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.telemetry import logging, waits
-from millrace.trainer.batches import StopRequested
-from millrace.trainer.distributed import Gang
+from millrace.trainer.stop import StopRequested
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +54,28 @@ class Status:
         return self.is_finished or bool(self.error_reason)
 
 
+class Peers(Protocol):
+    """What is needed of the gang; `distributed.Gang` is one. Without it no torch is needed here, which loads slowly."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process is rank 0."""
+        ...
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the gang is this process only."""
+        ...
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, at every rank."""
+        ...
+
+
 class TrainerWorker:
     """The state machine. `report` and `hear` are the worker agent's ends, on its thread; `run` is the main thread's."""
 
-    def __init__(self, *, gang: Gang, board: HealthBoard, clock: Callable[[], float] = time.monotonic) -> None:
-        self._gang = gang
+    def __init__(self, *, board: HealthBoard, clock: Callable[[], float] = time.monotonic) -> None:
         self._board = board
         self._clock = clock
         self._stopping = threading.Event()
@@ -128,8 +145,9 @@ class TrainerWorker:
 
     # The main thread.
 
-    def run(self, run_job: RunJob) -> None:
+    def run(self, run_job: RunJob, *, gang: Peers) -> None:
         """Works until `stop`. In a gang, every rank runs it; rank 0 decides."""
+        self._gang = gang
         while True:
             order = self._gang.broadcast(self._next_order().encode() if self._gang.is_leader else None).decode()
             match order.partition(" "):

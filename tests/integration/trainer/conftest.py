@@ -22,9 +22,9 @@ from millrace.rollouts.types import TrainSample
 from millrace.runlog import ZERO_CHAIN_HASH, EventReader, RunLog, Stream, chain_hash, commit_batch, new_uid, open_redis
 from millrace.storage.local import LocalStore
 from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.batches import StopRequested
 from millrace.trainer.distributed import Gang
 from millrace.trainer.job import JobContext, run_job
+from millrace.trainer.stop import StopRequested
 from millrace.v1 import event_pb2
 
 PREFIX = "t"

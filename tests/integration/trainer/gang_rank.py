@@ -5,9 +5,9 @@ from pathlib import Path
 
 from millrace.storage.local import LocalStore
 from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.batches import StopRequested
 from millrace.trainer.distributed import Gang
 from millrace.trainer.job import JobContext, run_job
+from millrace.trainer.stop import StopRequested
 
 
 def main(redis_url: str, store: str, prefix: str, uid: str, stop_at: str) -> None:

@@ -46,7 +46,7 @@ async def test_a_log_that_is_gone_does_not_matter() -> None:
 
 
 def test_an_idle_trainer_says_so_and_waits_in_a_run_are_of_the_run() -> None:
-    worker = TrainerWorker(gang=Gang(), board=HealthBoard())
+    worker = TrainerWorker(board=HealthBoard())
     seen: list[tuple[str, str, str]] = []
     turns = 0
 
@@ -73,7 +73,7 @@ def test_an_idle_trainer_says_so_and_waits_in_a_run_are_of_the_run() -> None:
         return original(0)
 
     worker._stopping.wait = idle  # type: ignore[method-assign]
-    worker.run(job)
+    worker.run(job, gang=Gang())
     assert seen == [
         ("a run to be assigned (it is idle)", "orchestrator", ""),
         ("batch 0", "orchestrator", "r-1"),

@@ -9,9 +9,9 @@ import pytest
 from millrace.errors import FencedError, NotFoundError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
-from millrace.trainer.batches import StopRequested
 from millrace.trainer.distributed import Gang
 from millrace.trainer.publisher import PublishPlan, plan_publishing
+from millrace.trainer.stop import StopRequested
 from millrace.trainer.worker import TrainerWorker
 
 
@@ -37,7 +37,7 @@ def board(clock: Clock) -> HealthBoard:
 
 @pytest.fixture
 def worker(clock: Clock, board: HealthBoard) -> TrainerWorker:
-    return TrainerWorker(gang=Gang(), board=board, clock=clock)
+    return TrainerWorker(board=board, clock=clock)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def start(worker: TrainerWorker) -> Iterator[Callable[[Callable[[str], None]], N
     threads: list[threading.Thread] = []
 
     def start(job: Callable[[str], None]) -> None:
-        threads.append(threading.Thread(target=worker.run, args=(job,), daemon=True))
+        threads.append(threading.Thread(target=worker.run, args=(job,), kwargs={"gang": Gang()}, daemon=True))
         threads[-1].start()
 
     yield start
@@ -205,7 +205,7 @@ class PeerGang(Gang):
 def test_another_rank_waits_with_its_error_until_rank_0_has_reported(
     board: HealthBoard, clock: Clock, end: str
 ) -> None:
-    peer = TrainerWorker(gang=PeerGang(), board=board, clock=clock)
+    peer = TrainerWorker(board=board, clock=clock)
     ended: list[BaseException] = []
 
     def work() -> None:
@@ -213,7 +213,7 @@ def test_another_rank_waits_with_its_error_until_rank_0_has_reported(
             raise NotFoundError("no model at /x", reason="MODEL_NOT_FOUND")
 
         try:
-            peer.run(job)
+            peer.run(job, gang=PeerGang())
         except NotFoundError as error:
             ended.append(error)
 
