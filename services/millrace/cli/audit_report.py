@@ -9,6 +9,7 @@ _GAPS = frozenset(
         "HEADER_MISSING",
         "ORDINAL_LOST",
         "OPEN_AFTER_CLOSE",
+        "GROUP_NOT_WHOLE",
         "POLICY_MISSING",
         "EPOCH_MISSING",
         "EVENT_GAP",

@@ -254,7 +254,15 @@ async def test_archives(run):
 
 async def test_what_was_trained_is_archived(run):
     rearchive(run, 1, lambda played: played[1:])
-    assert await violations(run, offline=True) == {"TRAINED_NOT_ARCHIVED"}
+    assert await violations(run, offline=True) == {"TRAINED_NOT_ARCHIVED", "GROUP_NOT_WHOLE"}
+
+
+async def test_a_group_is_trained_with_each_of_its_members_once(run):
+    rearchive(run, 1, lambda played: [dataclasses.replace(played[0], group_size=MEMBERS + 1), *played[1:]])
+    rearchive(run, 2, lambda played: [*played, dataclasses.replace(played[0], attempt=1, entry_id="9-0")])
+    report = await audit(run, offline=True)
+    assert [found.check for found in report.violations] == ["GROUP_NOT_WHOLE"] * 2
+    assert "ordinal 6 with the members [0, 0, 1]" in report.violations[1].message
 
 
 async def test_a_rollout_of_an_ordinal_that_its_archive_does_not_resolve(run):
@@ -267,7 +275,9 @@ async def test_a_rollout_that_was_generated_again(run):
         first = played[0]
         return [
             *played,
-            dataclasses.replace(first, attempt=1, dispatched_after=first.entry_id, entry_id="9" * 13 + "-0"),
+            dataclasses.replace(
+                first, attempt=1, dispatched_after=first.entry_id, entry_id="9" * 13 + "-0", is_duplicate=True
+            ),
         ]
 
     rearchive(run, 1, again)
@@ -288,7 +298,11 @@ async def test_a_late_duplicate_is_counted_and_no_violation(run):
 
 async def test_groups_that_are_scored_whole_are_played_again_as_a_whole(run):
     def again(played):
-        return [*played, dataclasses.replace(played[0], attempt=1, dispatched_after=played[0].entry_id, entry_id="9-0")]
+        first = played[0]
+        late = dataclasses.replace(
+            first, attempt=1, dispatched_after=first.entry_id, entry_id="9" * 13 + "-0", is_duplicate=True
+        )
+        return [*played, late]
 
     rearchive(run, 1, again)
     rewrite(run, 1, lambda header: setattr(header, "orchestrator_state", b'{"scored_whole": ["e"]}'))

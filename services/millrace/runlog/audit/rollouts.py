@@ -78,6 +78,7 @@ class Archives:
             elif is_trainable(rollout):
                 found[rollout.ordinal, rollout.member].append(RolloutFact.of(rollout))
         self._check_trained(header, found)
+        self._check_whole(header, [rollout for rollout in rollouts if rollout.ordinal in trained])
         for ordinal in resolved:
             for member in self._by_ordinal.pop(ordinal, ()):
                 found[ordinal, member] += self._in_redis[ordinal, member]
@@ -126,6 +127,22 @@ class Archives:
             elif count > max(fact.num_samples for fact in facts):
                 self._audit.findings.violation(
                     "SAMPLE_TRAINED_TWICE", f"{where} with {count} samples, its rollout has fewer"
+                )
+
+    def _check_whole(self, header: batch_pb2.BatchHeader, rollouts: Iterable[Rollout]) -> None:
+        """Of a trained group every member is there once; what is beside that was discarded as a duplicate."""
+        groups: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        sizes: dict[int, int] = {}
+        for rollout in rollouts:
+            if is_trainable(rollout) and not rollout.is_duplicate:
+                groups[rollout.ordinal][rollout.member] += 1
+                sizes[rollout.ordinal] = max(rollout.group_size, sizes.get(rollout.ordinal, 0))
+        for ordinal, members in groups.items():
+            if sorted(members.elements()) != list(range(sizes[ordinal])):
+                self._audit.findings.violation(
+                    "GROUP_NOT_WHOLE",
+                    f"step {header.step} trains ordinal {ordinal} with the members {sorted(members.elements())}, its "
+                    f"group has {sizes[ordinal]}",
                 )
 
     def _check_regeneration(
