@@ -36,7 +36,9 @@ class Hold:
         self._lease = lease
         self._instance = ""  # of the copy that has every policy
         self._appending = asyncio.Lock()
-        self._woken = asyncio.Event()
+        self._woken = asyncio.Event()  # `keep` has something to do
+        self._present = asyncio.Event()  # Redis holds the log, as far as is known
+        self._present.set()
         self.epoch = epoch
         self.lost: MillraceError | None = None
         """Why it is no longer renewed; it never comes back."""
@@ -70,12 +72,17 @@ class Hold:
 
     async def keep(self) -> None:
         """Renews until the hold is lost to another trainer, or to a defect; `lost` says why."""
+        wait = waits.LastingWait()
         while self.lost is None:
             pause_s = self._lease.ttl_s / 3
             try:
                 await self._renew()
                 await self._follow_log()
-            except LogGoneError:
+                self._present.set()
+                wait.over()
+            except LogGoneError as error:
+                self._present.clear()
+                _wait_for(wait, error)
                 pause_s = _POLL_S
             except (UnavailableError, CapacityError) as error:
                 log.warning("lease not renewed; trying again", extra={"error": str(error)})
@@ -86,8 +93,10 @@ class Hold:
                 self.lost = _renewal_failure(error, uid=self._log.uid)
             self._woken.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(pause_s if self.lost is None else 0):
                     await self._woken.wait()
+        wait.over()
+        self._present.set()  # whoever waits for the log shall hear that the hold is lost
 
     async def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
         """Appends a published version, however long Redis is away; FencedError if the hold is lost meanwhile."""
@@ -104,16 +113,23 @@ class Hold:
 
     async def outlasting(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeats what fails because Redis is away or lost the log, visibly, for as long as the hold is not lost."""
-        return await outlasting(self._log, attempt, on_reopened=self._woken.set, check=self._require)
+
+        async def present() -> None:
+            self._present.clear()
+            self._woken.set()
+            await self._present.wait()  # `keep` reopens the log, and shows the wait
+
+        async def checked() -> T:
+            if self.lost is not None:
+                raise self.lost
+            return await attempt()
+
+        return await outlasting(checked, reopen=present)
 
     async def release(self) -> None:
         """Gives the lease back, unless it is another's."""
         if not isinstance(self.lost, FencedError):
             await self._lease.release()
-
-    def _require(self) -> None:
-        if self.lost is not None:
-            raise self.lost
 
     async def _renew(self) -> None:
         if not await self._lease.renew(epoch=self.epoch.number):
@@ -165,30 +181,31 @@ class Hold:
         result.require(what)
 
 
-async def outlasting(
-    run_log: RunLog,
-    attempt: Callable[[], Awaitable[T]],
-    *,
-    on_reopened: Callable[[], object] = lambda: None,
-    check: Callable[[], None] = lambda: None,
-) -> T:
-    """Repeats `attempt` while Redis is away or lost the log, which it reopens when it is rebuilt; visible as a wait.
-
-    `check` may end it by raising; it is asked before each attempt.
-    """
+async def outlasting(attempt: Callable[[], Awaitable[T]], *, reopen: Callable[[], Awaitable[None]]) -> T:
+    """Repeats `attempt` while Redis is away, which shows as a wait, or lost the log: then after `reopen`."""
     wait = waits.LastingWait()
     try:
         while True:
-            check()
             try:
                 return await attempt()
-            except LogGoneError as error:
-                _wait_for(wait, error)
-                with contextlib.suppress(UnavailableError):  # LogGoneError too: it is not rebuilt yet
-                    await run_log.reopen()
-                    on_reopened()
-                    continue
+            except LogGoneError:
+                wait.over()
+                await reopen()
             except (UnavailableError, CapacityError) as error:
+                _wait_for(wait, error)
+                await asyncio.sleep(_POLL_S)
+    finally:
+        wait.over()
+
+
+async def reopened(run_log: RunLog) -> None:
+    """Returns when the log is rebuilt, for those who hold no lease; visible as a wait."""
+    wait = waits.LastingWait()
+    try:
+        while True:
+            try:
+                return await run_log.reopen()
+            except UnavailableError as error:
                 _wait_for(wait, error)
             await asyncio.sleep(_POLL_S)
     finally:

@@ -16,7 +16,7 @@ from millrace.runlog import EventWriter, Names, RunLog, open_redis
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.hold import Hold, outlasting
+from millrace.trainer.hold import Hold, outlasting, reopened
 from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class LogClient:
         redis = open_redis(self._redis_url)
         self._log = RunLog(redis, self._store, names=self._names, generation=0, run_hash="")
         if not self._is_leader:
-            await outlasting(self._log, self._log.reopen)
+            await reopened(self._log)
             return
         self._hold = await Hold.take(self._log, owner=self._owner, slot=self._slot)
         self._keeping = self._background.submit(self._hold.keep())
@@ -188,7 +188,9 @@ class LogClient:
         async def read() -> ReadBatch:
             return await run_log.read_batch(step, want_chunks=chunks)
 
-        return await (outlasting(run_log, read) if self._hold is None else self._hold.outlasting(read))
+        if self._hold is not None:
+            return await self._hold.outlasting(read)
+        return await outlasting(read, reopen=lambda: reopened(run_log))
 
     async def _close(self) -> None:
         if self._log is None:

@@ -162,6 +162,8 @@ class Recorder:
         """Digest by version of every published policy."""
         found = {}
         for prefix in self.store.list_prefixes(f"{PREFIX}/runs/{self.uid}/policies/"):
+            if self.store.head(prefix + "manifest.json") is None:
+                continue  # being uploaded
             manifest = json.loads(self.store.get(prefix + "manifest.json"))
             found[manifest["version"]] = manifest["digest"]
         return found

@@ -1,0 +1,211 @@
+"""The trainer lives through a wiped and a restarted Redis with its position, and finds it when it has been replaced."""
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config.rl import RLConfig
+from millrace.errors import FencedError
+from millrace.internal.v1 import policy_pb2
+from millrace.local.redis import EmbeddedRedis
+from millrace.runlog import Stream, open_redis, reappend_committed
+from millrace.runlog.epochs import create_epoch
+from millrace.runlog.lease import lease_holder
+from millrace.runlog.rebuild import open_or_rebuild
+from millrace.storage.local import LocalStore
+from millrace.telemetry import waits
+from millrace.trainer.background import BackgroundLoop
+
+Recorder = Any  # conftest.Recorder; tests are not importable from one another
+
+NOTICED_WITHIN_S = 5.0
+LOST = "the run's log to be rebuilt, which Redis lost"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    """A Redis of the test's own, to be wiped and killed."""
+    with EmbeddedRedis(tmp_path / "redis", append_only="always") as redis:
+        yield redis
+
+
+@pytest.fixture
+def run(
+    server: EmbeddedRedis, background: BackgroundLoop, local_store: LocalStore, new_recorder: Any, make_config: Any
+) -> Recorder:
+    """A run with two committed batches that waits for its third."""
+    recorder = type(new_recorder())(background, local_store, server.url)
+    recorder.create(make_config(ckpt={}))
+    for step in range(2):
+        recorder.commit(step, recorder.make_samples(step))
+    return recorder
+
+
+class Training:
+    """`recorder.train` in a thread."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._stopping = threading.Event()
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        self.result = self._pool.submit(recorder.train, stop=self._stopping.is_set)
+
+    def until_published(self, version: int) -> None:
+        _until(lambda: version in self._recorder.digests() or self.result.done(), f"version {version}")
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def train(run: Recorder) -> Iterator[Callable[[], Training]]:
+    started: list[Training] = []
+
+    def start() -> Training:
+        started.append(Training(run))
+        started[-1].until_published(2)
+        return started[-1]
+
+    yield start
+    for training in started:
+        training.stop()
+
+
+def _until_announced(run: Recorder) -> None:
+    _until(lambda: len(_policies(run)) == 3, "policies")
+
+
+def _until(condition: Callable[[], bool], what: str, *, timeout_s: float = 30.0) -> float:
+    """Seconds until the condition holds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, f"no {what} within {timeout_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def _is_waiting_for_the_log() -> bool:
+    return any(wait.reason == LOST and wait.waits_on == "orchestrator" for wait in waits.snapshot("test"))
+
+
+def _rebuild(run: Recorder) -> None:
+    """What the orchestrator does when Redis lost a log."""
+
+    async def rebuild() -> None:
+        log = await open_or_rebuild(
+            open_redis(run.redis_url), run.store, prefix=run.prefix, uid=run.uid, owner="orchestrator-2"
+        )
+        run.epoch = await log.acquire_epoch("orchestrator", "orchestrator-2")
+        await reappend_committed(log, run.epoch)
+        run.log = log
+
+    run.call(rebuild())
+
+
+def _policies(run: Recorder) -> list[policy_pb2.PolicyEntry]:
+    return [policy_pb2.PolicyEntry.FromString(entry.d) for entry in run.call(run.log.read(Stream.POLICIES))]
+
+
+def _finish(run: Recorder, training: Training) -> None:
+    run.commit(2, run.make_samples(2))
+    run.commit(3, [], closing=True)
+    assert training.result.result(60) == 3
+    assert [(p.lineage, p.version) for p in _policies(run)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert {p.version: p.digest for p in _policies(run)} == run.digests()
+    assert run.checkpoints() == [3]
+
+
+def test_a_wiped_redis_costs_neither_position_nor_epoch(
+    run: Recorder, train: Callable[[], Training], new_recorder: Any, make_config: Callable[..., RLConfig]
+) -> None:
+    training = train()
+    _until_announced(run)
+    run.call(run.log.redis.flushall())
+    assert _until(_is_waiting_for_the_log, "wait for the log", timeout_s=NOTICED_WITHIN_S) < NOTICED_WITHIN_S
+    assert not training.result.done()
+    _rebuild(run)
+    seconds = _until(lambda: len(_policies(run)) == 3, "policies", timeout_s=NOTICED_WITHIN_S)
+    assert seconds < NOTICED_WITHIN_S and not training.result.done()
+    assert not _is_waiting_for_the_log()
+    holder = run.call(lease_holder(run.log, "trainer"))
+    assert (holder.owner, holder.epoch, holder.slot) == ("trainer-test", 1, "test/trainer")
+    _finish(run, training)
+    assert run.call(run.log.current_epoch("trainer")) == 1  # the same trainer, to its end
+    undisturbed = new_recorder()
+    undisturbed.record(make_config(ckpt={}), steps=3)
+    undisturbed.train()
+    assert run.digests() == undisturbed.digests()
+    steps = [event.step_completed.step for event in run.events() if event.HasField("step_completed")]
+    assert steps[-1] == 2
+
+
+def test_a_wipe_in_the_middle_of_a_step_is_noticed_when_the_policy_is_announced(
+    run: Recorder, train: Callable[[], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from millrace.trainer import publisher
+
+    publish, wiped = publisher.publish_policy, threading.Event()
+
+    def publish_then_wipe(*args: Any, **options: Any) -> Any:
+        published = publish(*args, **options)
+        if options["version"] == 2 and not wiped.is_set():
+            run.call(run.log.redis.flushall())
+            wiped.set()
+        return published
+
+    monkeypatch.setattr(publisher, "publish_policy", publish_then_wipe)
+    training = train()
+    assert wiped.wait(30)
+    _until(_is_waiting_for_the_log, "wait for the log", timeout_s=NOTICED_WITHIN_S)
+    _rebuild(run)
+    _until(lambda: len(_policies(run)) == 3, "policies", timeout_s=NOTICED_WITHIN_S)
+    _finish(run, training)
+
+
+def test_what_a_restarted_redis_lost_of_the_policies_is_appended_again(
+    run: Recorder, train: Callable[[], Training], server: EmbeddedRedis
+) -> None:
+    training = train()
+    _until_announced(run)
+    # Redis comes back without what it had not synced: here, every policy.
+    run.call(run.log.command("losing", "DEL", run.log.names.stream(Stream.POLICIES)))
+    server.kill()
+    time.sleep(1)
+    server.start()
+    seconds = _until(lambda: len(_policies(run)) == 3, "policies", timeout_s=NOTICED_WITHIN_S + 2)
+    assert seconds < NOTICED_WITHIN_S and not training.result.done()
+    _finish(run, training)
+    assert run.call(run.log.current_epoch("trainer")) == 1
+
+
+def test_a_trainer_that_was_replaced_while_the_log_was_away_lets_go(
+    run: Recorder, train: Callable[[], Training]
+) -> None:
+    training = train()
+    _until_announced(run)
+    run.call(run.log.redis.flushall())
+    _until(_is_waiting_for_the_log, "wait for the log", timeout_s=NOTICED_WITHIN_S)
+    # Redis counts from nothing again; the store does not.
+    assert run.call(create_epoch(run.store, run.log.names, "trainer", "successor")).number == 2
+    _rebuild(run)
+    with pytest.raises(FencedError) as raised:
+        training.result.result(NOTICED_WITHIN_S)
+    assert raised.value.reason == "STALE_EPOCH"
+    assert _policies(run) == []  # the successor appends them
+    assert run.checkpoints() == []
+
+
+def test_stop_is_heard_while_redis_is_away(run: Recorder, train: Callable[[], Training], server: EmbeddedRedis) -> None:
+    training = train()
+    _until_announced(run)
+    server.kill()
+    began = time.monotonic()
+    training.stop()
+    assert training.result.result(0) == 2 and time.monotonic() - began < 12
+    assert run.checkpoints() == [2]
