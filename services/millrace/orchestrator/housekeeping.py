@@ -19,7 +19,7 @@ LOG_LOOK_S = 2.0
 """How often Redis is asked which copy of the log it holds."""
 WORKER_POLL_S = 5.0
 TRIM_S = 10.0
-ARCHIVE_S = 3.0
+ARCHIVE_S = 10.0
 """How often new events go to the store: what a wiped Redis may lose of them at most."""
 LAST_ARCHIVE_S = 3.0
 
