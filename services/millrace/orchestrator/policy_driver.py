@@ -136,6 +136,7 @@ class PolicyDriver:
     async def _drive(self, record: WorkerRecord) -> None:
         async with open_channel(record.worker.address) as channel:
             stub = policy_service_pb2_grpc.PolicyServiceStub(channel)
+            await self._refresh(stub, record)  # after a takeover it may serve more than this driver has read of yet
             while True:
                 published = self._published
                 desired = self.desired
@@ -222,7 +223,7 @@ class PolicyDriver:
             status is not None
             and status.has_version
             and status.state == policy_service_pb2.POLICY_STATE_SERVING
-            and (status.lineage, status.version) == (desired.lineage, desired.version)
+            and (status.lineage, status.version) >= (desired.lineage, desired.version)
         )
 
 
