@@ -1,4 +1,4 @@
-"""A replica is driven forwards only: what a new driver has read of the policy stream may be older than what it serves."""
+"""A replica is driven forwards only: what a new driver has read of the policies may be older than what it serves."""
 
 import asyncio
 from types import SimpleNamespace
