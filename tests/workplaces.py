@@ -79,6 +79,12 @@ class Workplace:
         assert last.endswith("summary.json"), f"the last line is not the summary's path: {last!r}"
         return json.loads((self.path / last).read_text()), output
 
+    def twin(self, path: Path) -> "Workplace":
+        """Another workplace with the same models, whose processes are not this one's."""
+        (path / "outputs").mkdir(parents=True)
+        (path / "outputs" / "reverse-text").symlink_to(self.path / "outputs" / "reverse-text")
+        return Workplace(path)
+
     @contextlib.contextmanager
     def following(self, *argv: str, **options) -> Iterator[subprocess.Popen[str]]:
         """A `millrace` command whose output is read as it comes. Whatever the test does, it has ended afterwards."""
@@ -121,7 +127,7 @@ class Workplace:
         for process in self.processes():
             with contextlib.suppress(psutil.Error, OSError):
                 known = [*process.cmdline(), *process.environ().values()]
-                if any(str(directory) in text for text in known):
+                if any(text == str(directory) or f"{directory}/" in text for text in known):
                     found.append(process)
         return found
 

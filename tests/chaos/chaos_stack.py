@@ -35,6 +35,7 @@ from millrace.config.load import load
 from millrace.config.schema import RLConfig
 from millrace.errors import UnavailableError
 from millrace.local.ports import free_ports
+from millrace.local.redis import die_with_parent
 from millrace.local.supervisor import tail
 from millrace.rpc.probe import probe
 from millrace.storage import ObjectStore, open_store
@@ -106,6 +107,7 @@ class ChaosStack:
             self._process = self.workplace.popen(
                 *("-m", "millrace.cli", "up", *place, *self._options),
                 stdout=output,
+                preexec_fn=die_with_parent,  # tests that are killed leave no stack behind: its reaper ends the rest
                 env={faults.VARIABLE: str(self.faults), **self._env},
             )
         ends = time.monotonic() + START_TIMEOUT_S

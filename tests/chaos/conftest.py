@@ -9,8 +9,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from chaos_stack import ChaosStack
+from workplaces import Workplace
 
 TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="session")
+def warm(warm: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """The warmed-up model in a workplace of the chaos tests' own: other tests count what runs in theirs."""
+    return warm.twin(tmp_path_factory.mktemp("chaos") / "place")
 
 
 @pytest.fixture(scope="session")
