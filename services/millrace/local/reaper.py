@@ -2,8 +2,9 @@
 
 The supervisor starts this file as a bare interpreter in a session of its own and holds the write end of its standard
 input. Lines tell it the process groups (`add 4711 8123456`: leader, and its start time in clock ticks) and an orderly
-end (`done`). End of file without `done` means that the supervisor is dead: whatever it started is asked to end, then
-killed.
+end (`done`). End of file without `done` means that the supervisor is dead: what it started itself is asked to end, and
+when that is gone, or after a grace, all that is left is killed. What those processes started is never asked: its end is
+its parent's business, who would otherwise see it die for no reason while it is about to end itself.
 
 Two ways find the processes, since each misses some: the process groups (a child may leave its group), and the marker
 `MILLRACE_STACK_ID` in the environment, which descendants inherit (a process may overwrite its own: Valkey does).
@@ -65,7 +66,7 @@ def members(groups: dict[int, int]) -> set[int]:
     """The running processes of these process groups (leader to its start ticks), reused leader pids left out."""
     if not Path("/proc/self").exists():
         return {leader for leader in groups if _answers(leader)}
-    own = {leader for leader, ticks in groups.items() if start_ticks(leader) in (0, ticks)}
+    own = _leaders(groups)
     found: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
@@ -90,9 +91,9 @@ def end_all(
     kill_wait_s: float = KILL_WAIT_S,
     variable: str = MARKER,
 ) -> set[int]:
-    """TERM, then KILL everything that is marked or grouped; returns what is left after `term_grace_s + kill_wait_s`.
+    """TERM the leaders of the groups, then KILL everything that is marked or grouped, once they are gone or too slow.
 
-    The mark of a stack is its id.
+    Returns what is left after `term_grace_s + kill_wait_s`. The mark of a stack is its id.
     `term_grace_s` 0 kills at once. Processes that appear meanwhile are found too: each round looks again.
     """
     begun = time.monotonic()
@@ -101,11 +102,12 @@ def end_all(
         age_s = time.monotonic() - begun
         if age_s > term_grace_s + kill_wait_s:
             return left
-        if age_s >= term_grace_s:
+        leaders = left & _leaders(groups)
+        if age_s >= term_grace_s or not leaders:
             send(left, signal.SIGKILL)
         else:
-            send(left - asked, signal.SIGTERM)
-            asked |= left
+            send(leaders - asked, signal.SIGTERM)
+            asked |= leaders
         time.sleep(_POLL_S)
     return set()
 
@@ -122,6 +124,11 @@ def main(stack_id: str) -> int:
             case ["done"]:
                 return 0
     return 1 if end_all(stack_id, groups, term_grace_s=TERM_GRACE_S) else 0
+
+
+def _leaders(groups: dict[int, int]) -> set[int]:
+    """The leaders whose pid is not somebody else's by now."""
+    return {leader for leader, ticks in groups.items() if start_ticks(leader) in (0, ticks)}
 
 
 def _answers(pid: int) -> bool:

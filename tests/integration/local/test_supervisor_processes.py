@@ -148,6 +148,49 @@ def test_sigkill_of_the_supervisor_leaves_nothing_behind(tmp_path):
     assert reaper.marked(stack) == set()
 
 
+TELLS = """
+import signal, sys, time
+def told(*_):
+    print("TERM", flush=True)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, told)
+print("up", flush=True)
+time.sleep(600)
+"""
+# Leads a group, has a child in a session of its own (as env-servers have), and takes a while to end.
+LINGERS = f"""
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {TELLS!r}], start_new_session=True)
+def asked(*_):
+    time.sleep(0.5)
+    print("child", child.poll(), flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, asked)
+print("parent", flush=True)
+time.sleep(600)
+"""
+
+
+def test_only_leaders_are_asked_and_the_rest_is_killed_once_they_are_gone(tmp_path):
+    """A child that ended before its parent would be news to it: an env-server would suspect the task of a worker."""
+    stack = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    with subprocess.Popen(
+        [sys.executable, "-c", LINGERS],
+        env={**os.environ, reaper.MARKER: stack},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert {process.stdout.readline(), process.stdout.readline()} == {"up\n", "parent\n"}
+        groups = {process.pid: reaper.start_ticks(process.pid)}
+        began = time.monotonic()
+        assert reaper.end_all(stack, groups, term_grace_s=20.0) == set()
+        assert time.monotonic() - began < 10  # the child was not waited for
+        assert process.stdout.read() == "child None\n"  # it lived when its parent ended, and was never asked
+    assert process.returncode == 0
+
+
 def test_group_members_are_found_when_the_marker_is_gone(tmp_path):
     """Valkey overwrites its environment to set its title; its process group still finds it."""
     clean = {key: value for key, value in os.environ.items() if key != reaper.MARKER}
