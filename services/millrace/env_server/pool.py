@@ -10,8 +10,12 @@ Every rollout ends, whatever its environment does, and one bad task does not tak
 * Suspects are replayed one at a time in a separate probe worker. A task that ends its rollout there is cleared, and its
   other rollouts go back to the shared workers. A task that kills the probe worker, alone, has now been in flight in two
   deaths: it is quarantined, and its rollouts end as QUARANTINED from then on.
-* A rollout is started at most three times (twice shared, once probed), so it ends even if workers die for other
-  reasons.
+* A worker that was asked to end (SIGTERM, SIGINT, SIGHUP), wherever it played, accuses nobody: the rollout is played
+  again, twice at most; after that such an end counts like others.
+* While the env-server leaves, the death of a worker is no news at all: what is around it is being stopped. Workers
+  are not started again, and a rollout that lost its worker does not end here (PlayAbandonedError): others play it.
+* A rollout is started at most three times (twice shared, once probed), and twice more if workers are asked to end, so
+  it ends even if workers die for other reasons.
 """
 
 import asyncio
@@ -47,8 +51,14 @@ _FIRST_RESTART_S = 0.2
 _MAX_RESTART_S = 30.0
 # A worker that lived this long did not die of being started.
 _STABLE_S = 60.0
+# Ends of workers that were asked to end, per rollout, that count for nothing.
+_MAX_ASKED_ENDS = 2
 # Loads that may be ended from outside, one after the other, before the environment counts as failed.
 _MAX_KILLED_LOADS = 3
+
+
+class PlayAbandonedError(Exception):
+    """The rollout lost its worker while the env-server leaves: it has no end here and says nothing about its task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +92,7 @@ class EnvPool:
         self._suspects: set[str] = set()
         self._quarantined: dict[str, str] = {}
         self._numbers = itertools.count()
+        self._is_leaving = False
 
     def start(self) -> None:
         """Begin to load, in the background."""
@@ -101,40 +112,53 @@ class EnvPool:
         running = [worker for worker in (*self._workers, self._probe) if worker is not None]
         await asyncio.gather(*(worker.close() for worker in running), *self._retiring)
 
+    async def leave(self) -> None:
+        """The env-server is about to end: what workers play may finish, and their deaths accuse nobody from now on."""
+        self._is_leaving = True
+        await self._notify()
+
     @property
     def quarantined_tasks(self) -> Sequence[str]:
         """Ids of the tasks that are not played any more."""
         return tuple(self._quarantined)
 
     async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
-        """Play the request's members together; one rollout per member, whatever happens."""
+        """Play the request's members together; one rollout per member, whatever happens.
+
+        Raises PlayAbandonedError while the env-server leaves, and only then.
+        """
         task_id = self.task_id(request)
-        shared_deaths = 0
+        shared_deaths = num_asked = 0
         while True:
+            if self._is_forsaken:
+                raise PlayAbandonedError
             if self.failure is not None:
                 kind, message = self.failure.error_type, str(self.failure)
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, kind, message))
             if reason := self._quarantined.get(task_id):
                 return self._failures(request, failed(RolloutStatus.QUARANTINED, "TaskQuarantined", reason))
-            if task_id in self._suspects or shared_deaths >= _MAX_SHARED_DEATHS:
-                must_probe = shared_deaths >= _MAX_SHARED_DEATHS
-                rollouts = await self._play_probed(request, task_id, tokenizer_dir, must_probe=must_probe)
+            must_probe = shared_deaths >= _MAX_SHARED_DEATHS
+            is_probed = must_probe or task_id in self._suspects
+            began = time.monotonic()
+            try:
+                if is_probed:
+                    rollouts = await self._play_probed(request, task_id, tokenizer_dir, must_probe=must_probe)
+                else:
+                    rollouts = await self._play_shared(request, tokenizer_dir)
                 if rollouts is not None:
                     return rollouts
-                continue
-            worker = await self._free_worker()
-            if worker is None:
-                continue
-            try:
-                with self._playing(request):
-                    return await worker.play(request, tokenizer_dir=tokenizer_dir)
             except WorkerDiedError as error:
-                shared_deaths += 1
-                if not error.is_from_outside or shared_deaths > 1:
-                    self._suspects.add(task_id)
                 logger.warning("rollout lost its worker", extra={"task": task_id, "reason": str(error)})
-            finally:
-                await self._notify()
+                if self._is_leaving:
+                    raise PlayAbandonedError from error
+                if error.is_asked and num_asked < _MAX_ASKED_ENDS:
+                    num_asked += 1
+                elif is_probed:
+                    return self._condemn(request, task_id, error, seconds=time.monotonic() - began)
+                else:
+                    shared_deaths += 1
+                    if not error.is_from_outside or shared_deaths > 1:
+                        self._suspects.add(task_id)
 
     def task_id(self, request: env_service_pb2.PlayGroupRequest) -> str:
         """Id of the request's task; the pool must be READY and the index in range."""
@@ -143,27 +167,47 @@ class EnvPool:
         use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
         return (self.info.train_task_ids if use_train else self.info.eval_task_ids)[request.task_index]
 
+    @property
+    def _is_forsaken(self) -> bool:
+        """The env-server leaves, and there is no worker left that could play: none is started any more."""
+        return self._is_leaving and (self.failure is not None or not any(self._workers))
+
+    async def _play_shared(
+        self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str
+    ) -> list[rollout_pb2.Rollout] | None:
+        """Play in a shared worker; None if there will be none. Raises WorkerDiedError."""
+        worker = await self._free_worker()
+        if worker is None:
+            return None
+        try:
+            with self._playing(request):
+                return await worker.play(request, tokenizer_dir=tokenizer_dir)
+        finally:
+            await self._notify()
+
     async def _play_probed(
         self, request: env_service_pb2.PlayGroupRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
     ) -> list[rollout_pb2.Rollout] | None:
-        """Play alone in the probe worker; None if the task's standing changed while this rollout was in the queue."""
+        """Play alone in the probe worker; None if the task's standing changed while this rollout was in the queue.
+
+        Raises WorkerDiedError; PlayAbandonedError while the env-server leaves.
+        """
         with waits.waiting(f"probe of suspect task {task_id} of {self.env.id}", waits_on="env worker"):
             await self._probe_lane.acquire()
         try:
             if task_id in self._quarantined or (task_id not in self._suspects and not must_probe):
                 return None
-            began = time.monotonic()
             try:
                 worker = await self._probe_worker()
                 with self._playing(request):
                     rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
             except EnvLoadError as error:
+                if self._is_leaving:
+                    raise PlayAbandonedError from error
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
             except OSError as error:
                 message = f"cannot start a probe worker: {error}"
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, type(error).__name__, message))
-            except WorkerDiedError as error:
-                return self._condemn(request, task_id, error, seconds=time.monotonic() - began)
             self._suspects.discard(task_id)
             return rollouts
         finally:
@@ -213,7 +257,7 @@ class EnvPool:
         reason = f"a worker of environment {self.env.id} for {waits.COUNT} rollouts"
         with waits.shared(reason, waits_on="env worker", deadline_s=self._limits.load_timeout_s):
             async with self._changed:
-                while self.failure is None:
+                while self.failure is None and not self._is_forsaken:
                     is_v1 = self.info is not None and self.info.api == "v1"
                     most = _MAX_PLAYS_V1 if is_v1 else _MAX_PLAYS_V0
                     ready = [w for w in self._workers if w is not None and w.is_ready and w.num_playing < most]
@@ -226,13 +270,16 @@ class EnvPool:
         """Keep one shared worker alive until the pool is closed or the environment cannot be loaded."""
         pause_s = _FIRST_RESTART_S
         num_killed_loads = 0
-        while self.failure is None:
+        while self.failure is None and not self._is_leaving:
             began = time.monotonic()
             try:
                 worker = await self._start_worker(f"{self.env.id}#{next(self._numbers)}", slot)
                 num_killed_loads = 0
             except EnvLoadError as error:
                 num_killed_loads += 1
+                if self._is_leaving:
+                    self._workers[slot] = None
+                    break
                 if error.is_from_outside and num_killed_loads < _MAX_KILLED_LOADS:
                     logger.warning("loading was ended from outside, trying again", extra={"env": self.env.id})
                     continue
@@ -246,9 +293,12 @@ class EnvPool:
             self._workers[slot] = None
             self.num_deaths += 1
             await self._notify()
+            if self._is_leaving:
+                break
             pause_s = _FIRST_RESTART_S if time.monotonic() - began > _STABLE_S else min(pause_s * 2, _MAX_RESTART_S)
             with waits.waiting(f"another start of a worker of {self.env.id} ({self.num_deaths} died)"):
                 await asyncio.sleep(pause_s)
+        await self._notify()
 
     async def _fail(self, error: EnvLoadError) -> None:
         logger.error("environment failed", extra={"env": self.env.id, "error": f"{error.error_type}: {error}"})
@@ -289,8 +339,17 @@ class EnvPool:
     async def _probe_worker(self) -> WorkerProcess:
         if self._probe_retirement is not None:
             self._probe_retirement.cancel()
-        if self._probe is None or not self._probe.is_ready:
-            return await self._start_worker(f"{self.env.id}#probe{next(self._numbers)}", None)
+        num_killed_loads = 0
+        while self._probe is None or not self._probe.is_ready:
+            if self._is_leaving:
+                raise PlayAbandonedError
+            try:
+                return await self._start_worker(f"{self.env.id}#probe{next(self._numbers)}", None)
+            except EnvLoadError as error:
+                num_killed_loads += 1
+                if not error.is_from_outside or num_killed_loads >= _MAX_KILLED_LOADS:
+                    raise
+                logger.warning("loading was ended from outside, trying again", extra={"env": self.env.id})
         return self._probe
 
     def _schedule_probe_retirement(self) -> None:

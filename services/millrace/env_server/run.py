@@ -141,7 +141,7 @@ class _Registered:
     async def _leave(self) -> None:
         """Say at once that nothing new may come, and that others should take what is here."""
         await self._stopping.wait()
-        self._service.is_leaving = True
+        await self._service.leave()
         await (await self._agent).tell_now(timeout_s=_FAREWELL_S)
         self._is_announced.set()
 

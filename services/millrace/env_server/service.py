@@ -11,7 +11,7 @@ import grpc.aio
 from millrace.env_server.adapter import parse_args
 from millrace.env_server.groups import Groups, PlayingGroup, group_key
 from millrace.env_server.outcome import failed, make_rollout
-from millrace.env_server.pool import EnvPool, PoolLimits
+from millrace.env_server.pool import EnvPool, PlayAbandonedError, PoolLimits
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.tasks import canonical_json
 from millrace.env_server.tokenizer_files import TokenizerFiles
@@ -68,9 +68,15 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         """Rollouts that count against the capacity: played here, or waiting for their append."""
         return self.groups.num_rollouts + self._sink.num_orphans
 
+    async def leave(self) -> None:
+        """Take nothing new; workers that end from now on are no news."""
+        self.is_leaving = True
+        for pool in self._pools.values():
+            await pool.leave()
+
     async def drain(self, *, grace_s: float) -> None:
         """Take nothing new, and let what is played finish and reach the log for `grace_s` at most."""
-        self.is_leaving = True
+        await self.leave()
         with waits.waiting("rollouts to finish before the end", waits_on="env worker", deadline_s=grace_s):
             try:
                 async with asyncio.timeout(grace_s):
@@ -204,7 +210,13 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def _play(self, group: PlayingGroup, part: env_service_pb2.PlayGroupRequest, pool: EnvPool) -> None:
         """Play some members and append their rollouts, whatever happens."""
         with waits.of_run(part.run_uid):
-            rollouts = await self._rollouts(part, pool)
+            try:
+                rollouts = await self._rollouts(part, pool)
+            except PlayAbandonedError:
+                logger.info("rollout is left to others", extra={"ordinal": part.ordinal, "run": part.run_uid})
+                for member in part.members:
+                    self.groups.finish_member(group, member)
+                return
             await asyncio.gather(*(self._append(group, rollout) for rollout in rollouts))
 
     async def _append(self, group: PlayingGroup, rollout: rollout_pb2.Rollout) -> None:
@@ -218,6 +230,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         try:
             tokenizer_dir = await self._tokenizers.directory(part.tokenizer_manifest_key)
             return await pool.play(part, tokenizer_dir=tokenizer_dir)
+        except PlayAbandonedError:
+            raise
         # A rollout that the orchestrator waits for must end; what is not a rollout's own failure is ours.
         except Exception as error:  # a rollout's edge: it ends with a typed error
             kind = error.reason if isinstance(error, MillraceError) else type(error).__name__

@@ -38,19 +38,24 @@ _FROZEN_LOADING_S = 60.0
 # Where our processes are is no business of an environment; how to log is its worker's.
 _WITHHELD = {variable_name(part.name) for part in fields(Settings)} - {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON"}
 _STORE_CREDENTIALS = "AWS_"
+_ASKED = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 
 
 class WorkerDiedError(Exception):
     """The worker ended while it played.
 
     `is_blocked` says that the env-server killed it because its loop did not answer, `is_from_outside` that what ended
-    it came from outside: somebody killed it, or stopped it and the env-server then killed it.
+    it came from outside: somebody killed it, or stopped it and the env-server then killed it. `is_asked` says that it
+    was asked to end (SIGTERM and the like): that, unlike SIGKILL, is nothing that a want of memory does.
     """
 
-    def __init__(self, message: str, *, is_blocked: bool, is_from_outside: bool = False) -> None:
+    def __init__(
+        self, message: str, *, is_blocked: bool, is_from_outside: bool = False, is_asked: bool = False
+    ) -> None:
         super().__init__(message)
         self.is_blocked = is_blocked
         self.is_from_outside = is_from_outside
+        self.is_asked = is_asked
 
 
 class EnvLoadError(Exception):
@@ -148,7 +153,9 @@ class WorkerProcess:
     async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
         """Play the request's members; one rollout per member. Raises WorkerDiedError."""
         if self._ended.is_set():
-            raise WorkerDiedError(f"worker {self.name} had ended already", is_blocked=False)
+            # Nothing of this play has begun, so it is as little its fault as if somebody had asked the worker to end.
+            message = f"worker {self.name} had ended already"
+            raise WorkerDiedError(message, is_blocked=False, is_from_outside=True, is_asked=True)
         play_id, self._next_play_id = self._next_play_id, self._next_play_id + 1
         answer: asyncio.Future[list[rollout_pb2.Rollout]] = asyncio.get_running_loop().create_future()
         self._plays[play_id] = answer
@@ -279,9 +286,10 @@ class WorkerProcess:
     def _end(self) -> None:
         how = self._blocked_reason or describe_exit(self.process.returncode)
         self._ended.set()
-        # Only a signal that cannot be caught comes from outside for certain; the environment's own crashes look else.
+        # These signals come from outside, as a rule; the environment's own crashes look else.
+        is_asked = not self._blocked_reason and self.process.returncode in _ASKED
         is_killed = not self._blocked_reason and self.process.returncode == -signal.SIGKILL
-        is_from_outside = self._is_frozen or is_killed
+        is_from_outside = self._is_frozen or is_killed or is_asked
         self._watch.cancel()
         self.writer.close()
         if not self.loaded.done():
@@ -292,7 +300,10 @@ class WorkerProcess:
             if not answer.done():
                 is_blocked = bool(self._blocked_reason) and not self._is_frozen
                 message = f"worker {self.name} died: {how}"
-                answer.set_exception(WorkerDiedError(message, is_blocked=is_blocked, is_from_outside=is_from_outside))
+                error = WorkerDiedError(
+                    message, is_blocked=is_blocked, is_from_outside=is_from_outside, is_asked=is_asked
+                )
+                answer.set_exception(error)
         logger.info("env worker ended", extra={"worker": self.name, "how": how})
 
 

@@ -9,6 +9,7 @@ import pytest
 from millrace.env_server.supervisor import WorkerProcess
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.rpc.channel import call
+from millrace.runlog.names import Stream
 from millrace.telemetry import waits
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -122,3 +123,58 @@ async def test_rollouts_that_an_engine_keeps_waiting_are_one_wait_for_it(server,
     async with asyncio.timeout(20):
         while about("rollouts of reverse-text"):
             await asyncio.sleep(0.05)
+
+
+async def test_workers_that_are_asked_to_end_accuse_nobody_wherever_they_play(server) -> None:
+    """SIGTERM in a shared worker and in the probe worker: no suspect, no failed rollout; the third one counts."""
+    args = {"modes": ["long_sleep", "long_sleep"]}
+    await server.open("faulty-v0", args)
+    pool = next(pool for pool in server.service._pools.values() if "long_sleep" in pool.env.args_json)
+    first = pool._workers[0]
+    playing = asyncio.create_task(server.play(server.request("faulty-v0", 0, args=args, size=2)))
+    async with asyncio.timeout(20):
+        while not first.num_playing:
+            await asyncio.sleep(0.01)
+    os.kill(first.process.pid, signal.SIGTERM)
+    async with asyncio.timeout(30):
+        while pool._workers[0] in (None, first) or not pool._workers[0].num_playing:
+            await asyncio.sleep(0.01)
+    assert not pool._suspects
+    assert [rollout.status for rollout in await playing] == ["ok", "ok"] and pool._probe is None
+    # A suspect whose probe worker is asked to end, while it loads and while it plays, is no culprit.
+    task_id = pool.task_id(server.request("faulty-v0", 1, args=args))
+    pool._suspects.add(task_id)
+    playing = asyncio.create_task(server.play(server.request("faulty-v0", 1, args=args, size=1)))
+    probes = []
+    async with asyncio.timeout(60):
+        for is_loading in (True, False):
+            while pool._probe is None or pool._probe in probes or not (is_loading or pool._probe.num_playing):
+                await asyncio.sleep(0.01)
+            probes.append(pool._probe)
+            os.kill(pool._probe.process.pid, signal.SIGTERM)
+    assert [rollout.status for rollout in await playing] == ["ok"]
+    assert not pool._suspects and not pool.quarantined_tasks
+
+
+async def test_a_leaving_env_server_leaves_rollouts_without_a_worker_to_others(server) -> None:
+    args = {"modes": ["long_sleep", "long_sleep", "ok"]}
+    await server.open("faulty-v0", args)
+    pool = next(pool for pool in server.service._pools.values() if '"ok"]' in pool.env.args_json)
+    [worker] = pool._workers
+    before = len(await server.log.read(Stream.ROLLOUTS, count=10_000))
+    for task_index in range(2):
+        await call(server.stub.PlayGroup, server.request("faulty-v0", task_index, args=args, size=2), timeout_s=5)
+    async with asyncio.timeout(20):
+        while worker.num_playing < 4:
+            await asyncio.sleep(0.01)
+    try:
+        await server.service.leave()
+        os.kill(worker.process.pid, signal.SIGKILL)
+        async with asyncio.timeout(5):  # it does not wait for a new worker, nor for the grace
+            await server.service.drain(grace_s=60)
+        assert len(await server.log.read(Stream.ROLLOUTS, count=10_000)) == before and pool.num_deaths == 1
+        assert not pool._suspects and pool._workers == [None]
+    finally:  # the server and its other pools are those of other tests, too
+        server.service.is_leaving = False
+        for other in server.service._pools.values():
+            other._is_leaving = False
