@@ -39,6 +39,7 @@ _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.tmp")
 _DAMAGED = "damaged"
 _LOCK = ".lock"
 _SLOW_DISK_S = 10.0  # a write above this is overdue in `run why`; the kernel ends it
+_QUIET_DISK_S = 2.0  # a queue of writes that lasts no longer is ordinary
 _FIRST_RETRY_S, _MAX_RETRY_S = 0.5, 5.0
 
 T = TypeVar("T")
@@ -211,7 +212,8 @@ class Spool:
         return self.directory / kept.run_uid / kept.file_name
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        with waits.waiting(f"the disk of the spool {self.directory}", waits_on="disk", deadline_s=_SLOW_DISK_S):
+        reason = f"{waits.COUNT} reads and writes of the spool {self.directory}"
+        with waits.shared(reason, waits_on="disk", deadline_s=_SLOW_DISK_S, quiet_s=_QUIET_DISK_S):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def _write(self, kept: Kept) -> None:

@@ -54,6 +54,11 @@ class Component:
     num_requests: int | None = None
     """Inference: open requests, if they are known."""
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it does not answer: what it said last, its waits, says nothing of now."""
+        return self.is_lost or self.silence_s > SILENT_S
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -110,7 +115,7 @@ class _Graph:
 
     def from_component(self, component: Component, seen: tuple[str, ...]) -> Chain:
         """The worst path that begins at a component."""
-        if component.is_lost or component.silence_s > SILENT_S:
+        if component.is_silent:
             return _silent(component, observer=self._observer)
         paths = [self._along(component, wait, (*seen, component.name)) for wait in component.waits]
         if not paths:
@@ -197,8 +202,7 @@ def _missing(kind: str, component: Component, wait: event_pb2.Wait) -> Chain:
 
 def _idle_engine(engine: Component, component: Component, wait: event_pb2.Wait) -> Chain | None:
     """Rollouts that are played "with the engine" while it has no open request are at their environment's own work."""
-    is_silent = engine.is_lost or engine.silence_s > SILENT_S
-    if component.kind != "env-server" or engine.num_requests != 0 or is_silent or engine.waits:
+    if component.kind != "env-server" or engine.num_requests != 0 or engine.is_silent or engine.waits:
         return None
     text = f"{engine.name} has no open request: the environment's own code works"
     inside = event_pb2.Wait(

@@ -5,7 +5,7 @@ last), so it answers while Redis or the object store does not.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from millrace.internal.v1 import worker_service_pb2
 from millrace.orchestrator.chain import REDIS, SILENT_S, STORE, Chain, Component, find_chain
@@ -21,8 +21,12 @@ INFERENCE = worker_service_pb2.WORKER_KIND_INFERENCE
 KIND_NAMES = {TRAINER: "trainer", ENV_SERVER: "env-server", INFERENCE: "inference"}
 
 
+NameOf = Callable[[str], str]
+"""Name of a run by its uid; the uid itself if it is unknown."""
+
+
 def explain(
-    view: RunView, registry: WorkerRegistry, *, owner: str, note: str = ""
+    view: RunView, registry: WorkerRegistry, *, owner: str, note: str = "", name_of: NameOf = str
 ) -> run_service_pb2.ExplainRunResponse:
     """Collect what the run's processes wait for; `note` says why the view may be old."""
     if view.is_terminal:
@@ -30,9 +34,9 @@ def explain(
         return run_service_pb2.ExplainRunResponse(summary=f"run {view.record.name} has ended as {state}")
     uid = view.record.uid
     found = components(uid, registry, owner=owner)
-    shown = [wait for component in found for wait in component.waits]
+    shown = [wait for component in found for wait in _collapsed(component.waits)]
     shown.sort(key=lambda wait: -wait.age_seconds)
-    summary = _summary(view, registry, found, owner=owner)
+    summary = _summary(view, registry, found, owner=owner, name_of=name_of)
     return run_service_pb2.ExplainRunResponse(waits=shown, summary=f"{note}; {summary}" if note else summary)
 
 
@@ -90,6 +94,23 @@ def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = Fa
     )
 
 
+def _collapsed(found: Sequence[event_pb2.Wait]) -> list[event_pb2.Wait]:
+    """One of each of an owner's waits that differ in nothing but their age: the oldest, with how many there are."""
+    same: dict[tuple[str, str, str, float, str], list[event_pb2.Wait]] = {}
+    for wait in found:
+        key = (wait.owner, wait.reason, wait.waits_on, wait.deadline_seconds, wait.run_uid)
+        same.setdefault(key, []).append(wait)
+    shown: list[event_pb2.Wait] = []
+    for alike in same.values():
+        oldest = max(alike, key=lambda wait: wait.age_seconds)
+        wait = event_pb2.Wait()
+        wait.CopyFrom(oldest)
+        if len(alike) > 1:
+            wait.reason += f" (×{len(alike)}, oldest {oldest.age_seconds:.1f} s)"
+        shown.append(wait)
+    return shown
+
+
 def _of_run(found: Iterable[event_pb2.Wait], uid: str) -> list[event_pb2.Wait]:
     return [wait for wait in found if wait.run_uid in ("", uid)]
 
@@ -108,35 +129,39 @@ def _chain(found: Sequence[Component], *, owner: str) -> Chain:
     return find_chain(found, starts=("trainer", owner))
 
 
-def _summary(view: RunView, registry: WorkerRegistry, found: Sequence[Component], *, owner: str) -> str:
+def _summary(
+    view: RunView, registry: WorkerRegistry, found: Sequence[Component], *, owner: str, name_of: NameOf
+) -> str:
     """One line that begins with what is special about the run's state."""
     match view.run.state:
         case run_pb2.RUN_STATE_QUEUED:
-            return f"queued: {_why_queued(registry)}"
+            return f"queued: {_why_queued(registry, name_of)}"
         case run_pb2.RUN_STATE_PAUSED:
             return f"paused: nothing works on it until `millrace run resume {view.record.name}`"
         case _:
             pass
     parts = []
     if not any(component.kind == "trainer" for component in found):
-        parts.append(f"no trainer is assigned to the run ({_trainers(registry)})")
+        parts.append(f"no trainer is assigned to the run ({_trainers(registry, name_of)})")
     if chain := str(_chain(found, owner=owner)):
         parts.append(chain)
     return "; ".join(parts) if parts else "nobody waits: every service of the run is working"
 
 
-def _why_queued(registry: WorkerRegistry) -> str:
+def _why_queued(registry: WorkerRegistry, name_of: NameOf) -> str:
     if any(not record.run_uid and not record.reported for record in registry.alive(TRAINER)):
         return "a trainer is free, an orchestrator takes the run as soon as its log can be read"
-    return f"no trainer worker is free ({_trainers(registry)})"
+    held = [record.run_uid or record.reported for record in registry.alive(TRAINER)]
+    see = f"; see: millrace run why {name_of(held[0])}" if held else ""
+    return f"no trainer worker is free ({_trainers(registry, name_of)}){see}"
 
 
-def _trainers(registry: WorkerRegistry) -> str:
+def _trainers(registry: WorkerRegistry, name_of: NameOf) -> str:
     """Which trainers there are, and what keeps them."""
     words = []
     for record in registry.alive(TRAINER):
         run = record.run_uid or record.reported
-        words.append(f"{record.worker_id} has {f'run {run}' if run else 'no run'}")
+        words.append(f"{record.worker_id} has {f'run {name_of(run)}' if run else 'no run'}")
     gone = [record.worker_id for record in registry.lost.values() if record.worker.kind == TRAINER]
     if gone:
         words.append(f"lost: {', '.join(gone[-3:])}")

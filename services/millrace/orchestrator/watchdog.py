@@ -7,7 +7,7 @@ One watchdog per driven run. It only looks and tells, through events of the run,
 |----------------------------------------------------------|----------------------------------------------------|
 | a worker of the run silent, lost, replaced, back         | WORKER_SILENT, WORKER_LOST, WORKER_REPLACED, WORKER_BACK |
 | no progress for 20 s, again at 60 s, 300 s, 900 s, …     | wait_reported: the end of the chain                |
-| a wait older than its deadline                           | wait_reported: that wait, once in 10 minutes       |
+| a wait older than its deadline of a worker that answers  | wait_reported: that wait, once in 10 minutes       |
 | Redis did not answer for a while and does again          | REDIS_SILENT                                       |
 | this process stood still (frozen, or its machine was)    | ORCHESTRATOR_STOOD_STILL; nobody else is blamed    |
 
@@ -210,6 +210,8 @@ class Watchdog:
         """Tell of each overdue wait, and of the same one not soon again; numbers in its reason make no difference."""
         self._overdue = {key: at for key, at in self._overdue.items() if now - at < OVERDUE_AGAIN_S}
         for component in components(self._run_uid, self._registry, owner=self._owner):
+            if component.is_silent:
+                continue  # what it said last grows old with it; that it is silent is told by itself
             for wait in component.waits:
                 key = (wait.owner, wait.waits_on, re.sub(r"[\d.]+", "#", wait.reason))
                 if is_overdue(wait) and key not in self._overdue:

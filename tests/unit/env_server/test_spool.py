@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import multiprocessing
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -181,3 +182,28 @@ async def test_without_a_directory_nothing_is_left_behind() -> None:
     await spool.keep(make_rollout(1))
     await spool.close()
     assert not spool.directory.exists()
+
+
+async def test_a_slow_disk_is_one_wait_with_a_count_and_a_quick_one_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    goes_on = threading.Event()
+    blocked = asyncio.get_running_loop().run_in_executor(spool._thread, goes_on.wait, 30)
+    keeping = [asyncio.create_task(spool.keep(make_rollout(ordinal))) for ordinal in range(100)]
+    await asyncio.sleep(0)
+
+    def on_disk() -> list[waits.Wait]:
+        return [wait for wait in waits.snapshot("env-server-0") if wait.waits_on == "disk"]
+
+    try:
+        assert on_disk() == []  # younger than two seconds
+        clock = waits._REGISTRY.clock
+        monkeypatch.setattr(waits._REGISTRY, "clock", lambda: clock() + 3)
+        (wait,) = on_disk()
+        assert wait.reason == f"100 reads and writes of the spool {tmp_path}" and 3 <= wait.age_s < wait.deadline_s
+    finally:
+        monkeypatch.undo()
+        goes_on.set()
+        await asyncio.gather(blocked, *keeping)
+        await spool.close()

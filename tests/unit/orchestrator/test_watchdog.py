@@ -158,6 +158,20 @@ async def test_an_overdue_wait_is_told_once_in_ten_minutes(world):
     assert [wait.reason for wait in world.events.waits] == ["3 rollouts", "2 rollouts"]
 
 
+async def test_what_a_silent_worker_said_last_is_not_held_against_its_disk(world):
+    """Its waits grow old with its heartbeat; it is the silent worker that is named, not what it waited for."""
+    disk = event_pb2.Wait(owner="env-server-a", reason="2 writes", waits_on="disk", age_seconds=2, deadline_seconds=10)
+    world.add("trainer-0", ws.WORKER_KIND_TRAINER, waits_for=trainer_waits())
+    world.add("env-server-a", ws.WORKER_KIND_ENV_SERVER, waits_for=disk)
+    world.frozen = {"env-server-a"}
+    with waits.of_run(UID), waits.waiting("8 of 8 groups", waits_on="env-server"):
+        await world.run(9.0)
+        assert world.events.waits == [] and world.events.warnings == []  # 11 s by now, had it gone on
+        await world.run(13.0)
+    assert world.events.reasons[0] in ("WORKER_SILENT", "WORKER_LOST")
+    assert [wait.waits_on for wait in world.events.waits] == ["env-server-a"]  # no progress: the end of the chain
+
+
 async def test_a_slow_run_is_not_stuck_at_every_step(world):
     world.add("trainer-0", ws.WORKER_KIND_TRAINER, waits_for=trainer_waits())
     for _ in range(40):
@@ -239,7 +253,8 @@ async def test_explain_says_what_is_special_of_the_state(world):
     world.registry.release(UID)
     assert summary(world, run_pb2.RUN_STATE_QUEUED).startswith("queued: a trainer is free")
     world.registry.claim(ws.WORKER_KIND_TRAINER, "r-other")
-    assert summary(world, run_pb2.RUN_STATE_QUEUED) == ("queued: no trainer worker is free (trainer-9 has run r-other)")
+    named = summary(world, run_pb2.RUN_STATE_QUEUED, name_of={"r-other": "theirs"}.__getitem__)
+    assert named == "queued: no trainer worker is free (trainer-9 has run theirs); see: millrace run why theirs"
     assert summary(world).startswith("no trainer is assigned to the run (trainer-9 has run r-other)")
 
 
@@ -274,3 +289,16 @@ async def test_a_lost_worker_is_explained_until_another_of_its_kind_serves(world
         assert f" ← {gone} lost)" in summary(world)
         world.add("env-server-b", ws.WORKER_KIND_ENV_SERVER)
         assert summary(world).endswith("← env-server-b plays 0 rollouts")
+
+
+async def test_waits_of_one_owner_that_are_alike_are_one_line(world):
+    world.add("env-server-a", ws.WORKER_KIND_ENV_SERVER)
+    request = ws.HeartbeatRequest(worker_id="env-server-a")
+    for number in range(104):
+        age_s = 1.7 if number == 50 else 0.5
+        request.waits.add(owner="env-server-a", reason="the disk", waits_on="disk", age_seconds=age_s)
+    request.waits.add(owner="env-server-a", reason="a tokenizer", age_seconds=1)
+    world.registry.heartbeat(request)
+    answer = explain(view(run_pb2.RUN_STATE_RUNNING), world.registry, owner=OWNER)
+    assert [wait.reason for wait in answer.waits] == ["the disk (×104, oldest 1.7 s)", "a tokenizer"]
+    assert answer.waits[0].age_seconds == 1.7
