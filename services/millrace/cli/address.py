@@ -1,12 +1,21 @@
 """Which orchestrator a command talks to, and what to say when nobody is there."""
 
 import contextlib
+import json
 import os
+import socket
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.errors import InvalidSpecError, UnavailableError, Violation
 from millrace.telemetry.settings import Settings, parse_address
+
+STACK_JSON = Path("outputs/local/stack.json")
+CONNECT_TIMEOUT_S = 1.0
+START_REMEDY = "start a stack with `millrace up`, or name another server with --server or MILLRACE_SERVER"
+WAIT_REMEDY = "; or wait: a stack restarts what died"
+SILENT_REMEDY = "it listens but does not answer; a stack kills and restarts what is silent for 30 s; try again"
 
 
 def check_address(text: str, *, option: str) -> str:
@@ -28,15 +37,37 @@ def server_address(option: str | None, *, environ: Mapping[str, str] = os.enviro
 
 
 @contextlib.contextmanager
-def explain_unreachable(origin: str) -> Iterator[None]:
-    """Say where the address came from and how to start a server, when none answers at it."""
+def explain_unreachable(origin: str, address: str, *, stack_json: Path = STACK_JSON) -> Iterator[None]:
+    """Say where the address came from and what to do, when none answers at it."""
     try:
         yield
     except UnavailableError as error:
-        if error.reason != "UNREACHABLE":
+        if error.reason not in ("UNREACHABLE", "DEADLINE_EXCEEDED"):
             raise
-        raise UnavailableError(
-            f"{error.message} (the address is from {origin})",
-            reason=error.reason,
-            remedy="start a stack with `millrace up`, or name another server with --server or MILLRACE_SERVER",
-        ) from error
+        if is_listening(address):
+            remedy = SILENT_REMEDY
+        elif error.reason == "DEADLINE_EXCEEDED":
+            raise
+        else:
+            remedy = START_REMEDY + (WAIT_REMEDY if _is_of_stack(address, stack_json) else "")
+        message = f"{error.message} (the address is from {origin})"
+        raise UnavailableError(message, reason=error.reason, remedy=remedy) from error
+
+
+def is_listening(address: str) -> bool:
+    """Whether the port takes connections; a frozen process's does, because the kernel answers for it."""
+    try:
+        with socket.create_connection(parse_address(address), timeout=CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+def _is_of_stack(address: str, path: Path) -> bool:
+    """Whether the stack that `path` describes has this address and still has its supervisor."""
+    try:
+        stack = json.loads(path.read_text())
+        os.kill(int(stack["pid"]), 0)
+    except (OSError, ValueError, KeyError):  # none, being written, or its supervisor is gone
+        return False
+    return stack.get("address") == address

@@ -11,6 +11,7 @@ from pathlib import Path
 from millrace.cli.address import check_address
 from millrace.cli.config_file import missing_file, require_file_or_model
 from millrace.cli.model_path import check_models, is_path
+from millrace.cli.new_name import check_new_name
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
 from millrace.errors import InvalidSpecError
@@ -70,6 +71,8 @@ def prepare(
         if server is not None:
             loaded = _with_absolute_model(loaded)
     name = flags.get("name") or loaded.config.run.name
+    if name:
+        check_new_name(str(name), option="--name" if flags.get("name") else "run.name")
     return Prepared(
         config=loaded.config,
         settings=settings,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.follow import MetricsFile, follow, require_success, ticking
+from millrace.cli.follow import MetricsFile, follow, require_success, telling_queued, ticking
 from millrace.cli.interrupts import Interrupts
 from millrace.cli.prepare import Prepared, choose_run_id
 from millrace.cli.progress import Progress
@@ -98,7 +98,7 @@ async def follow_or_detach(client: Client, progress: Progress, view: View, *, di
     """Follow to the end; a Ctrl-C says how to come back, and how to end the run."""
     metrics = MetricsFile(directory / "metrics.jsonl") if directory else None
     try:
-        async with ticking(view):
+        async with ticking(view), telling_queued(client, progress, view):
             await follow(client, progress, view, metrics=metrics)
     except asyncio.CancelledError:
         name = progress.name.removeprefix("runs/")

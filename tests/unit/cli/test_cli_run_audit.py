@@ -190,8 +190,31 @@ def test_fork_reads_a_file_and_not_the_environment(server, capsys, tmp_path, mon
 
 
 def test_fork_dry_run(server, capsys):
-    code, out, _ = run(capsys, "fork", "alpha", "--step", "7", "--max-steps", "20", "--dry-run")
+    code, out, err = run(capsys, "fork", "alpha", "--step", "2", "--max-steps", "20", "--dry-run")
     assert code == 0 and json.loads(out)["max_steps"] == 20 and server.forks == []
+    assert err == "dry run: nothing is made; left for the server to check: nothing more\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--step", "9999", "--max-steps", "10000"), "cannot be forked at step 9999: it has 2 steps"),
+        (("--step", "2", "--model.name", "other"), "trainer.model.name: must be 'm'"),
+        (("--step", "1", "--trainer.optim.lr", "1e-5"), "changed: trainer.optim.lr"),
+        (("--step", "2", "--max-steps", "2"), "max_steps: must be above 2"),
+        (("--step", "2", "--name", "alpha"), "there is a run 'alpha' already"),
+        (("--step", "2", "--name", "forkA"), "--name: lower-case letters, digits and '-', begins with a letter"),
+    ],
+)
+def test_fork_dry_run_finds_what_the_server_would_refuse(server, capsys, arguments, message):
+    code, out, err = run(capsys, "fork", "alpha", *arguments, "--dry-run")
+    assert (code, out) == (2, "") and message in err
+    assert server.forks == []
+
+
+def test_an_illegal_name_comes_with_a_legal_one(server, capsys):
+    _, _, err = run(capsys, "fork", "alpha", "--step", "2", "--name", "forkA")
+    assert "(got 'forkA')" in err and "remedy: for example --name fork-a" in err
 
 
 def test_a_step_that_is_not_kept(server, capsys):

@@ -1,5 +1,6 @@
 """`millrace run ...` against a RunService in another thread: what is printed where, and the exit codes."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +9,13 @@ import pytest
 from fake_runs import FakeRuns, serving
 from recorded_run import state
 
+from millrace.cli import follow
 from millrace.cli.log_files import process_logs
 from millrace.cli.main import main
 from millrace.cli.names import choose
 from millrace.errors import NotFoundError
 from millrace.v1 import run_pb2
+from millrace.v1 import run_service_pb2 as rs
 
 
 @pytest.fixture
@@ -97,6 +100,37 @@ def test_watch_prints_progress_and_ends_with_the_run(server, capsys):
     code, out, _ = run(capsys, "watch", "alpha")
     assert code == 0
     assert "step   3/3  reward 0.700  staleness 0.8/2" in out and out.splitlines()[-1] == "STOPPING -> SUCCEEDED  done"
+
+
+def test_watch_of_a_queued_run_says_why_at_once_and_when_it_changes(monkeypatch, capsys):
+    monkeypatch.setattr(follow, "QUEUED_PERIOD_S", 0.01)
+    server = QueuedRuns()
+    server.add("alpha", run_pb2.RUN_STATE_QUEUED)
+    with serving(server) as address:
+        code, out, _ = run(capsys, "watch", "alpha", "--server", address)
+    assert code == 0
+    assert out.splitlines()[:2] == ["QUEUED: trainer-0 has run beta", "QUEUED: trainer-0 has run gamma"]
+    assert out.count("QUEUED: ") == 2
+
+
+class QueuedRuns(FakeRuns):
+    """Is queued until it has given three answers, two of them equal, and one more is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = ["beta", "beta", "gamma"]
+        self.is_told = asyncio.Event()
+
+    async def ExplainRun(self, request, context):
+        if not self.answers:
+            self.is_told.set()
+            return rs.ExplainRunResponse(summary="queued: trainer-0 has run gamma")
+        return rs.ExplainRunResponse(summary=f"queued: trainer-0 has run {self.answers.pop(0)}")
+
+    async def WatchRun(self, request, context):
+        await self.is_told.wait()
+        async for answer in super().WatchRun(request, context):
+            yield answer
 
 
 def test_watch_of_a_failed_run_is_1(server, capsys):

@@ -1,5 +1,7 @@
 """`millrace rl`: one RL run from a config to a summary."""
 
+from contextlib import nullcontext
+
 import click
 
 from millrace.cli.raw import OPTIONS_HELP, RawCommand
@@ -26,7 +28,8 @@ def rl(arguments: tuple[str, ...]) -> int:
     from millrace.cli.session import run_local, run_remote
 
     flow = run_local if prepared.server is None else run_remote
-    with explain_unreachable(prepared.server_origin):
+    explained = explain_unreachable(prepared.server_origin, prepared.server) if prepared.server else nullcontext()
+    with explained:
         data, path = interrupts.run(lambda signals: flow(prepared, signals))
     click.echo("\n".join(["", *summary_lines(data), str(path)]))
     return 0

@@ -69,7 +69,7 @@ def submit(arguments: tuple[str, ...]) -> int:
     from millrace.client import Client
 
     if prepared.is_follow:
-        with explain_unreachable(prepared.server_origin):
+        with explain_unreachable(prepared.server_origin, prepared.server or DEFAULT_LISTEN):
             data, path = interrupts.run(lambda signals: run_remote(prepared, signals))
         click.echo("\n".join(["", *summary_lines(data), str(path)]))
         return 0
@@ -78,7 +78,7 @@ def submit(arguments: tuple[str, ...]) -> int:
         async with Client(prepared.server or DEFAULT_LISTEN) as client:
             return submitted_line(await submit(client, prepared, run_id=prepared.name or ""))
 
-    with explain_unreachable(prepared.server_origin):
+    with explain_unreachable(prepared.server_origin, prepared.server or DEFAULT_LISTEN):
         click.echo(interrupts.run(create))
     return 0
 
@@ -244,5 +244,5 @@ def _with_client(server: str | None, act: "Callable[[Client], Coroutine[Any, Any
         async with Client(address) as client:
             await act(client)
 
-    with explain_unreachable(origin):
+    with explain_unreachable(origin, address):
         interrupts.run(work)

@@ -65,7 +65,7 @@ def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
             found = await resolve(client.runs, name)
             return await client.runs.audit(found.name)
 
-    with explain_unreachable(origin):
+    with explain_unreachable(origin, address):
         return interrupts.run(work)
 
 

@@ -23,7 +23,7 @@ Options:
   --KEY VALUE     Any key of the config, on top of RUN's, such as --trainer.optim.lr 1e-5 or --max-steps 200.
   @ FILE          A config file, on top of RUN's config.
   --server ADDR   host:port of the orchestrator (also: MILLRACE_SERVER).
-  --dry-run       Print the config that the new run would have and do nothing.
+  --dry-run       Check the fork, print the config that the new run would have, and do nothing.
   --debug         Show tracebacks."""
 
 
@@ -45,6 +45,7 @@ def fork(arguments: tuple[str, ...]) -> int:
     """
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable, server_address
+    from millrace.cli.new_name import check_new_name
     from millrace.client import Client
 
     if not arguments or arguments[0].startswith(("--", "@")):
@@ -52,6 +53,8 @@ def fork(arguments: tuple[str, ...]) -> int:
     name, rest = arguments[0], arguments[1:]
     flags = _flags(rest)
     step = _step(flags.get("step"))
+    if flags.get("name"):
+        check_new_name(str(flags["name"]))
     server = flags.get("server")
     address, origin = server_address(None if server is None else str(server))
 
@@ -59,7 +62,7 @@ def fork(arguments: tuple[str, ...]) -> int:
         async with Client(address) as client:
             return await _fork(client, name, rest, step=step, flags=flags)
 
-    with explain_unreachable(origin):
+    with explain_unreachable(origin, address):
         click.echo(interrupts.run(work))
     return 0
 
@@ -71,9 +74,13 @@ async def _fork(
 
     parent = await resolve(client.runs, name)
     config = _config(parent, rest)
-    if flags.get("dry-run"):
-        return json.dumps(json.loads(config.resolved_json()), indent=2)
     run_id = flags.get("name")
+    if flags.get("dry-run"):
+        from millrace.cli.fork_check import check_fork
+
+        left = await check_fork(client, parent, config, step=step, name=str(run_id or ""))
+        click.echo(f"dry run: nothing is made; left for the server to check: {left}", err=True)
+        return json.dumps(json.loads(config.resolved_json()), indent=2)
     made = await client.runs.fork(
         parent.name, step=step, run_id=str(run_id) if run_id else "", config_json=config.resolved_json()
     )

@@ -72,5 +72,5 @@ def _ask(name: str, server: str | None, ask: "Callable[[Client, run_pb2.Run], Co
         async with Client(address) as client:
             return await ask(client, await resolve(client.runs, name))
 
-    with explain_unreachable(origin):
+    with explain_unreachable(origin, address):
         click.echo(interrupts.run(work))

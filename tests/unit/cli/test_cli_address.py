@@ -1,0 +1,44 @@
+"""What is said when no orchestrator answers, by why it does not."""
+
+import json
+import os
+import socket
+
+import pytest
+
+from millrace.cli.address import SILENT_REMEDY, START_REMEDY, WAIT_REMEDY, explain_unreachable
+from millrace.errors import UnavailableError
+
+
+def remedy(address: str, reason: str, stack_json) -> str | None:
+    with pytest.raises(UnavailableError) as caught, explain_unreachable("--server", address, stack_json=stack_json):
+        raise UnavailableError("gone", reason=reason, remedy="own")
+    return caught.value.remedy
+
+
+@pytest.fixture
+def port():
+    """A port that is bound, so that nobody else takes it, and refuses connections until it listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound
+
+
+def test_refused(port, tmp_path):
+    path = tmp_path / "stack.json"
+    address = f"127.0.0.1:{port.getsockname()[1]}"
+    assert remedy(address, "UNREACHABLE", path) == START_REMEDY
+    path.write_text(json.dumps({"address": "127.0.0.1:1", "pid": os.getpid()}))
+    assert remedy(address, "UNREACHABLE", path) == START_REMEDY
+    path.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    assert remedy(address, "UNREACHABLE", path) == START_REMEDY + WAIT_REMEDY
+
+
+@pytest.mark.parametrize("reason", ["UNREACHABLE", "DEADLINE_EXCEEDED"])
+def test_listens_and_does_not_answer(port, tmp_path, reason):
+    port.listen()
+    assert remedy(f"127.0.0.1:{port.getsockname()[1]}", reason, tmp_path / "none") == SILENT_REMEDY
+
+
+def test_what_a_server_said_itself_stays(port, tmp_path):
+    assert remedy(f"127.0.0.1:{port.getsockname()[1]}", "DRAINING", tmp_path / "none") == "own"
