@@ -41,6 +41,7 @@ from millrace.telemetry import waits
 from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
 
 RUN_ID = re.compile(r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")
+RUN_ID_RULE = "lower-case letters, digits and '-', begins with a letter, at most 63, no '-' at its end"
 HEARTBEAT_S = 15.0
 """Silence after which a watch stream sends an empty message, so that a dead path is seen."""
 EXPLAIN_READ_S = 2.0
@@ -215,7 +216,11 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                     remedy="see whether Redis and the object store answer",
                 ) from error
             view, note = known, "the run's log cannot be read now, its state is that of the last look"
-        return explain(view, self._registry, owner=self._owner, note=note)
+        return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of)
+
+    def _name_of(self, uid: str) -> str:
+        known = self._catalog.known(uid)
+        return known.record.name if known is not None else uid
 
     async def _create(self, record: RunRecord, request_id: str) -> run_pb2.Run:
         uid = await create_run(
@@ -267,7 +272,7 @@ def _validate(request: run_service_pb2.CreateRunRequest) -> RLConfig:
     """Every violation of the request at once."""
     violations: list[Violation] = []
     if request.run_id and not RUN_ID.match(request.run_id):
-        violations.append(Violation(field="run_id", value=request.run_id, message=f"must match {RUN_ID.pattern}"))
+        violations.append(Violation(field="run_id", value=request.run_id, message=RUN_ID_RULE))
     if request.kind != run_pb2.RUN_KIND_RL:
         known = request.kind in run_pb2.RunKind.values()
         kind = run_pb2.RunKind.Name(request.kind) if known else str(request.kind)
