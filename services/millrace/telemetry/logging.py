@@ -44,7 +44,9 @@ def bind(**fields: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        _FIELDS.reset(token)
+        # An abandoned stream's generator is closed in another context than it began in: there is nothing to reset.
+        with contextlib.suppress(ValueError):
+            _FIELDS.reset(token)
 
 
 def bound(name: str) -> Any:

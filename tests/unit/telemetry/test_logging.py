@@ -168,3 +168,14 @@ def test_a_masked_json_line_stays_json() -> None:
 def test_pairs_are_masked() -> None:
     masked = redact('password=abc, "api_key": "k1", X-Amz-Signature=ff0&x=1', secrets=())
     assert masked == 'password=***, "api_key": "***", X-Amz-Signature=***&x=1'
+
+
+async def test_an_abandoned_stream_may_be_closed_by_another_task():
+    async def stream():
+        with logging.bind(request_id="x"):
+            yield 1
+
+    responses = stream()
+    assert await asyncio.create_task(anext(responses)) == 1
+    await asyncio.create_task(responses.aclose())
+    assert logging.bound("request_id") is None
