@@ -99,7 +99,7 @@ class Keeper:
                 if await self._probes[name]() is Answer.SERVING and child.is_alive:
                     now = time.monotonic()
                     self._lives[name].ready(now)
-                    if now - began > _TELL_READY_AFTER_S:
+                    if now - began > _TELL_READY_AFTER_S or name == "redis":  # everybody waits for Redis
                         self._note(f"{name} is ready again after {now - began:.1f} s")
                     return
                 await asyncio.sleep(_READY_POLL_S)

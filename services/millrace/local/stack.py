@@ -107,6 +107,7 @@ class LocalStack:
         self._ready_deadline_s = ready_deadline_s
         self._lock: IO[str] | None = None
         self._where: dict[str, object] = {}
+        self._log_sizes: dict[str, int] = {}
         self._keeper: Keeper | None = None
         self._keeping: asyncio.Task[NoReturn] | None = None
 
@@ -155,6 +156,8 @@ class LocalStack:
         self.address = addresses["orchestrator"] = self.options.listen or addresses["orchestrator"]
         http = f"{self.options.http_host}:{ports['http']}"
         for name in self._modules:
+            path = self.logs / f"{name}.log"
+            self._log_sizes[name] = path.stat().st_size if path.exists() else 0
             await self.supervisor.start(self._service(name, addresses, http, redis_url, store_url))
         await self.guard(self._wait_ready(addresses))
         self._where = {
@@ -325,7 +328,8 @@ class LocalStack:
                     return
                 await asyncio.sleep(_POLL_S)
         path = self.logs / f"{name}.log"
-        shown = "\n".join(f"  | {line}" for line in tail(path)) or "  | (it wrote nothing)"
+        own = tail(path, after=self._log_sizes.get(name, 0))
+        shown = "\n".join(f"  | {line}" for line in own) or "  | (it wrote nothing)"
         raise UnavailableError(
             f"{name} was not ready within {self._ready_deadline_s:g} s. The last lines of its log:\n{shown}",
             reason="SERVICE_NOT_READY",
@@ -338,7 +342,8 @@ class LocalStack:
             pending = waits.snapshot("millrace", min_age_s=SAY_WAIT_AFTER_S / 2)
             for wait in pending:
                 path = self.logs / f"{wait.waits_on}.log"
-                last = (tail(path, 1) or ["(no output yet)"])[0][:120]
+                since = self._log_sizes.get(wait.waits_on, 0)
+                last = (tail(path, 1, after=since) or ["(no output yet)"])[0][:120]
                 self._note(f"waiting for {wait.reason} ({wait.age_s:.0f} s of {wait.deadline_s:.0f} s): {last}")
 
 

@@ -292,12 +292,12 @@ def describe_death(child: Child, *, given_up_after: int | None = None) -> Proces
     )
 
 
-def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a file (of its last 64 KiB); empty if it does not exist."""
+def tail(path: Path, lines: int = TAIL_LINES, *, after: int = 0) -> list[str]:
+    """The last lines of a file (of its last 64 KiB, behind byte `after`); empty if it does not exist."""
     try:
         with path.open("rb") as source:
             source.seek(0, os.SEEK_END)
-            source.seek(max(0, source.tell() - _TAIL_BYTES))
+            source.seek(max(after, source.tell() - _TAIL_BYTES))
             text = source.read().decode(errors="replace")
     except FileNotFoundError:
         return []

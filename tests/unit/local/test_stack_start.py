@@ -42,6 +42,23 @@ async def test_service_that_is_never_ready_is_told_with_its_last_lines(tmp_path,
     assert not any(child.is_alive for child in stack.supervisor.children.values())
 
 
+async def test_lines_of_an_earlier_life_are_not_shown(tmp_path, deaf, monkeypatch):
+    (tmp_path / "deaf_service.py").write_text("import time\ntime.sleep(600)\n")
+    log = tmp_path / "out" / "logs" / "orchestrator.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("ended long ago\n")
+    notes: list[str] = []
+    monkeypatch.setattr(stack_module, "SAY_WAIT_AFTER_S", 0.2)
+    with pytest.raises(UnavailableError) as caught:
+        async with LocalStack(
+            options(tmp_path / "out"), note=notes.append, environ=deaf, modules=DEAF, ready_deadline_s=0.8
+        ) as stack:
+            await stack.start()
+    assert "(it wrote nothing)" in caught.value.message
+    assert any("(no output yet)" in note for note in notes)
+    assert not any("ended long ago" in text for text in [*notes, caught.value.message])
+
+
 async def test_directory_belongs_to_one_stack(tmp_path):
     async with LocalStack(options(tmp_path)):
         with pytest.raises(InvalidStateError, match=r"another stack \(pid \d+\) runs in"):
