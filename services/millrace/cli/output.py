@@ -39,7 +39,7 @@ def run_details(run: run_pb2.Run, checkpoints: Sequence[checkpoint_pb2.Checkpoin
         ("kind", run_pb2.RunKind.Name(run.kind).removeprefix("RUN_KIND_")),
         ("state", state_name(run.state)),
         ("step", _step(progress)),
-        ("reward", f"{progress.reward:.3f}" if progress.step else "–"),
+        ("reward", _reward(run)),
         ("policy", f"v{progress.policy_version}, served at least v{progress.min_inference_version}"),
         ("rollouts", f"{progress.num_rollouts} with {count(progress.num_tokens)} tokens"),
         ("created", _time(run.create_time.ToDatetime(datetime.UTC)) if run.HasField("create_time") else "–"),
@@ -73,11 +73,16 @@ def _row(run: run_pb2.Run, now: datetime.datetime) -> tuple[str, ...]:
         run.name.removeprefix("runs/"),
         state_name(run.state),
         _step(progress),
-        f"{progress.reward:.3f}" if progress.step else "–",
+        _reward(run),
         f"v{progress.policy_version}",
         count(progress.num_tokens),
         _age(run, now),
     )
+
+
+def _reward(run: run_pb2.Run) -> str:
+    """Of the newest batch; a fork has steps before it has a batch of its own."""
+    return f"{run.progress.reward:.3f}" if run.progress.step and run.progress.num_rollouts else "–"
 
 
 def _step(progress: run_pb2.RunProgress) -> str:

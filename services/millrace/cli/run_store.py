@@ -1,13 +1,15 @@
 """Which object store a command reads without a server, and which run there is meant."""
 
+import contextlib
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.errors import CliError
-from millrace.errors import NotFoundError
+from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.telemetry.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,7 +35,20 @@ def open_run_store(url: str | None, *, environ: Mapping[str, str] = os.environ) 
     path = Path(chosen.removeprefix("file://"))
     if chosen.startswith("file://") and not path.is_dir():
         raise CliError(f"the object store {chosen} is not there", hint="check the path; nothing was created")
-    return open_store(chosen)
+    with naming("--store" if url else None):
+        return open_store(chosen)
+
+
+@contextlib.contextmanager
+def naming(option: str | None) -> Iterator[None]:
+    """Have an error of the block name the option that the value came from, where it came from one."""
+    try:
+        yield
+    except InvalidSpecError as error:
+        if option is None:
+            raise
+        found = [replace(each, field=option, source="command line") for each in error.violations]
+        raise InvalidSpecError(found, remedy=error.remedy) from error
 
 
 def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from millrace.config.rl import RLConfig
 from millrace.errors import InvalidStateError, NotFoundError
@@ -51,7 +52,10 @@ class _Start:
 class Replayer:
     """A run's learner, brought forward step by step from its log. Make it by `open`."""
 
-    def __init__(self, learner: Learner, batches: Batches, *, start: _Start, notes: tuple[str, ...]) -> None:
+    def __init__(
+        self, learner: Learner, batches: Batches, *, run_name: str, start: _Start, notes: tuple[str, ...]
+    ) -> None:
+        self.run_name = run_name
         self._learner = learner
         self._batches = batches
         self.start = start.version
@@ -91,7 +95,8 @@ class Replayer:
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             seq_len=config.trainer.model.seq_len,
         )
-        yield cls(learner, batches, start=start, notes=_notes(start.checkpoint))
+        name = str(json.loads(record).get("name") or names.uid)
+        yield cls(learner, batches, run_name=name, start=start, notes=_notes(start.checkpoint))
 
     def read(self) -> Batch:
         """The batch of the next step; InvalidStateError if it is not kept."""
@@ -126,6 +131,7 @@ def replay(
 
     InvalidStateError if the step is not kept, or if its version is not published and no loss is asked for.
     """
+    disable_progress_bar()  # the bar of loading the model would stand between the lines of the steps
     loss_of = load_loss(loss) if loss else None
     with Replayer.open(store, names, step=step) as replayer:
         published = _published(store, names, version=step + 1)
@@ -152,6 +158,7 @@ def replay(
             differences = tuple(_differences(store, published, computed, digests))
         return ReplayReport(
             run_uid=names.uid,
+            run_name=replayer.run_name,
             step=step,
             start=replayer.start,
             computed_digest=digest,

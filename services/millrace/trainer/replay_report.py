@@ -21,6 +21,7 @@ class ReplayReport:
     """The outcome of recomputing step `step` from version `start`; digests are of version `step + 1`, hex."""
 
     run_uid: str
+    run_name: str
     step: int
     start: int
     computed_digest: str
@@ -48,15 +49,16 @@ class ReplayReport:
 def report_lines(report: ReplayReport) -> list[str]:
     """The report in words."""
     version = report.step + 1
-    first = f"recomputed step {report.step} of run {report.run_uid} from version {report.start}"
+    lineage = f" (lineage {report.lineage})" if report.lineage else ""
+    first = f"recomputed step {report.step} of {report.run_name} ({report.run_uid}) from version {report.start}"
     lines = [first, *(f"note: {note}" for note in report.notes)]
     if not report.published_digest:
         lines.append(f"version {version} is not published; recomputed digest {report.computed_digest}")
     elif report.is_equal:
-        lines.append(f"equal: version {report.lineage}-{version} has digest {report.computed_digest}")
+        lines.append(f"equal: version {version}{lineage} has digest {report.computed_digest}")
     else:
         lines += [
-            f"different: version {report.lineage}-{version} was published with digest {report.published_digest}, "
+            f"different: version {version}{lineage} was published with digest {report.published_digest}, "
             f"recomputed {report.computed_digest}",
             *_table([("TENSOR", "DIFFERING", "MAX ABS"), *map(_row, report.differences)]),
         ]

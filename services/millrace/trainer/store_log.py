@@ -74,10 +74,18 @@ class StoreLog:
         return KeptRange(first, last)
 
     def not_kept(self, step: int) -> InvalidStateError:
-        """The error for a step outside the range."""
+        """The error for a step outside the range: one that is not there yet, or one that is not there any more."""
+        kept = self.kept()
+        if step > kept.last:
+            return InvalidStateError(
+                f"step {step} of run {self._names.uid} is not there (yet): the run has {kept.last + 1} steps",
+                reason="STEP_NOT_COMMITTED",
+                remedy=f"choose one of {kept}" if kept.first <= kept.last else "wait for its first steps",
+                metadata={"uid": self._names.uid, "step": str(step)},
+            )
         return InvalidStateError(
-            f"step {step} of run {self._names.uid} cannot be recomputed: {self._store.describe()} keeps what is needed "
-            f"for {self.kept()}",
+            f"step {step} of run {self._names.uid} is too old to be recomputed: {self._store.describe()} keeps "
+            f"what is needed for {kept}",
             reason="STEP_NOT_KEPT",
             remedy="choose a step of that range; [ckpt] keep_last and keep_interval decide what later runs keep",
             metadata={"uid": self._names.uid, "step": str(step)},

@@ -126,7 +126,7 @@ class Recorder:
     def create(self, config: RLConfig) -> None:
         async def create() -> None:
             redis = open_redis(self.redis_url)
-            record = {"config": json.loads(config.resolved_json()), "run_hash": "ab" * 32}
+            record = {"name": "tiny-run", "config": json.loads(config.resolved_json()), "run_hash": "ab" * 32}
             self.log = await RunLog.create(redis, self.store, PREFIX, self.uid, json.dumps(record).encode())
             self.epoch = await self.log.acquire_epoch("orchestrator", "test")
 

@@ -28,6 +28,7 @@ class FakeRuns(RunServiceServicer):
     def add(self, name: str, state: run_pb2.RunState = run_pb2.RUN_STATE_RUNNING) -> run_pb2.Run:
         run = run_pb2.Run(name=f"runs/{name}", uid=f"uid-{name}", kind=run_pb2.RUN_KIND_RL, state=state)
         run.progress.CopyFrom(run_pb2.RunProgress(step=2, max_steps=3, policy_version=2, reward=0.55, num_tokens=28400))
+        run.progress.num_rollouts = 16
         run.create_time.FromSeconds(START)
         self.runs[run.name] = run
         return run

@@ -11,6 +11,8 @@ from millrace.cli.main import main
 from millrace.config.load import validate_document
 from millrace.errors import InvalidStateError
 from millrace.rpc.status import abort
+from millrace.runlog.names import Deployment
+from millrace.storage import open_store
 from millrace.v1 import audit_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 
@@ -157,6 +159,15 @@ def test_a_store_that_is_not_there(server, capsys, tmp_path):
     code, _, err = run(capsys, "audit", "alpha", "--store", f"file://{tmp_path}/nowhere")
     assert code == 2 and "is not there" in err
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_bad_addresses_name_their_option(tmp_path, capsys):
+    code, _, err = run(capsys, "audit", "alpha", "--store", "nonsense://x")
+    assert code == 2 and err.startswith("Error: --store: must begin with file:// or s3://")
+    store = open_store(tmp_path.as_uri())
+    store.put(f"{Deployment('millrace').names_prefix}alpha", b"uid-alpha")
+    code, _, err = run(capsys, "audit", "alpha", "--store", tmp_path.as_uri(), "--redis", "nonsense")
+    assert code == 2 and err.startswith("Error: --redis: must be redis://host:port/db")
 
 
 def test_fork_sends_the_parents_config_with_the_changes_on_top(server, capsys):

@@ -47,6 +47,16 @@ def test_list_as_table_and_json(server, capsys):
     assert len(run(capsys, "list", "--limit", "1")[1].splitlines()) == 2
 
 
+def test_list_shows_no_reward_of_a_run_without_a_batch_of_its_own(server, capsys):
+    server.add("fork", run_pb2.RUN_STATE_QUEUED).progress.num_rollouts = 0
+    assert run(capsys, "list")[1].splitlines()[1].split()[:4] == ["fork", "QUEUED", "2/3", "–"]
+
+
+def test_an_empty_loss_is_refused(server, capsys):
+    code, _, err = run(capsys, "replay", "alpha", "--step", "1", "--loss", "")
+    assert code == 2 and "--loss" in err and "is empty" in err
+
+
 def test_empty_list_and_unknown_state(server, capsys):
     assert run(capsys, "list") == (0, "", "no runs\n")
     code, _, err = run(capsys, "list", "--state", "walking")
@@ -153,6 +163,12 @@ def test_logs_of_one_component(server, capsys):
     assert code == 0 and out and all("trainer-0" in line for line in out.splitlines())
 
 
+def test_logs_of_a_component_that_is_not_there_names_the_writers(server, capsys):
+    server.add("alpha")
+    code, out, err = run(capsys, "logs", "alpha", "--component", "foo")
+    assert (code, out) == (0, "") and "begins with 'foo'; there are: " in err and "trainer-0" in err
+
+
 def test_cancel_and_why(server, capsys):
     server.add("alpha")
     assert run(capsys, "cancel", "alpha")[:2] == (0, "runs/alpha is asked to end (now RUNNING)\n")
@@ -171,7 +187,8 @@ def test_pause_and_resume(server, capsys):
     server.add("alpha")
     asked = run(capsys, "pause", "alpha", "--reason", "the GPUs are needed")
     assert asked[:2] == (0, "runs/alpha is asked to pause (now PAUSED)\n")
-    assert server.reasons == ["the GPUs are needed"]
+    assert run(capsys, "pause", "alpha")[:2] == (0, "runs/alpha is already paused\n")
+    assert server.reasons == ["the GPUs are needed", ""]
     assert run(capsys, "resume", "alpha")[:2] == (0, "runs/alpha is asked to go on (now QUEUED)\n")
     server.add("omega", run_pb2.RUN_STATE_SUCCEEDED)
     code, _, err = run(capsys, "pause", "omega")

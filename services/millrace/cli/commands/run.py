@@ -178,10 +178,15 @@ def logs(name: str, follow: bool, component: str | None, server: str | None) -> 
                 for event in await client.runs.replay(found.name):
                     yield event
 
+        writers: set[str] = set()
         async for event in events():
+            writers.add(event.writer)
             progress.apply(event)
             if component is None or event.writer.startswith(component):
                 click.echo(log_line(event, progress))
+        if component is not None and not any(writer.startswith(component) for writer in writers):
+            there = ", ".join(sorted(writers)) or "nobody yet"
+            click.echo(f"no event of a writer whose name begins with {component!r}; there are: {there}", err=True)
 
     _with_client(server, act)
 

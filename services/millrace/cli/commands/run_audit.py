@@ -73,7 +73,7 @@ def _offline(
     name: str, store: str, redis: str | None, prefix: str | None, say: Callable[[str], None]
 ) -> "audit_pb2.AuditReport":
     from millrace.cli import interrupts
-    from millrace.cli.run_store import find_uid, open_run_store, store_prefix
+    from millrace.cli.run_store import find_uid, naming, open_run_store, store_prefix
     from millrace.runlog import open_redis
     from millrace.runlog.audit import audit_run
 
@@ -81,7 +81,8 @@ def _offline(
     uid = find_uid(objects, deployment, name)
 
     async def work(_: interrupts.Interrupts) -> "audit_pb2.AuditReport":
-        client = open_redis(redis) if redis is not None else None
+        with naming("--redis"):
+            client = open_redis(redis) if redis is not None else None
         try:
             return await audit_run(client, objects, prefix=deployment, uid=uid, on_progress=say)
         finally:

@@ -35,7 +35,9 @@ def pause(name: str, reason: str, server: str | None) -> None:
     """
 
     async def ask(client: "Client", found: "run_pb2.Run") -> str:
-        asked = await client.runs.pause(found.name, reason=reason)
+        asked = await client.runs.pause(found.name, reason=reason)  # also of a paused run: a resume may be on its way
+        if _state(found) == _state(asked) == "PAUSED":
+            return f"{found.name} is already paused"
         return f"{asked.name} is asked to pause (now {_state(asked)})"
 
     _ask(name, server, ask)

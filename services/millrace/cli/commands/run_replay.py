@@ -23,18 +23,20 @@ OnStep = Callable[[int, int], None]
 @click.option(
     "--loss",
     metavar="MODULE:FUNCTION",
-    default="",
+    default=None,
     help="Also show the metrics of the step under this loss, written like millrace.trainer.loss.token_losses: "
     "(LossInputs, LossConfig) -> TokenLosses.",
 )
 @click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store.")
 @click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
-def replay(name: str, step: int, loss: str, store: str | None, prefix: str | None) -> int:
+def replay(name: str, step: int, loss: str | None, store: str | None, prefix: str | None) -> int:
     """Recompute a step of a run from its log and compare the policy with the published one, bit for bit.
 
     Begins at the newest kept checkpoint at or before the step. Reads the object store only, writes nothing into it, and
     needs neither Redis nor a server. Exits 0 if the digests are equal, else 1 with the tensors that differ.
     """
+    if loss == "":
+        raise click.BadParameter("is empty; name a MODULE:FUNCTION or leave it out", param_hint="--loss")
     from millrace.cli.run_store import find_uid, open_run_store, store_prefix
     from millrace.runlog.names import Names
     from millrace.trainer.replay_report import report_lines
@@ -43,7 +45,7 @@ def replay(name: str, step: int, loss: str, store: str | None, prefix: str | Non
     names = Names(deployment, find_uid(objects, deployment, name))
     recompute = _recompute()
     with _progress(name) as on_step:
-        report = recompute(objects, names, step=step, loss=loss, on_step=on_step)
+        report = recompute(objects, names, step=step, loss=loss or "", on_step=on_step)
     click.echo("\n".join(report_lines(report)))
     return report.exit_code
 
