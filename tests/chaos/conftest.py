@@ -20,11 +20,22 @@ def warm(warm: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace
     return warm.twin(tmp_path_factory.mktemp("chaos") / "place")
 
 
+_OF_SESSION = pytest.StashKey[ChaosStack]()
+
+
 @pytest.fixture(scope="session")
-def chaos_session(warm) -> Iterator[ChaosStack]:
-    """One stack for the session; tests use `chaos`."""
+def chaos_session(warm, pytestconfig: pytest.Config) -> Iterator[ChaosStack]:
+    """One stack for all chaos tests; tests use `chaos`."""
     with ChaosStack(warm, "chaos") as stack:
+        pytestconfig.stash[_OF_SESSION] = stack
         yield stack
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Behind the last chaos test the stack ends, not with the session: other tests want the machine."""
+    stack = item.config.stash.get(_OF_SESSION, None)
+    if stack is not None and (nextitem is None or nextitem.path.parent != Path(__file__).parent):
+        stack.stop()
 
 
 @pytest.fixture
