@@ -11,7 +11,6 @@ Once all were ready, what dies is started again (see `millrace.local.keeper`).
 """
 
 import asyncio
-import fcntl
 import json
 import os
 import sys
@@ -22,7 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, NoReturn, Self, TypeVar
 
-from millrace.errors import InvalidStateError, UnavailableError
+from millrace.errors import UnavailableError
+from millrace.local.directory import hold_directory
 from millrace.local.keeper import Keeper
 from millrace.local.liveness import Answer, Probe, probe_redis, probe_service
 from millrace.local.ports import free_ports, require_free
@@ -118,7 +118,8 @@ class LocalStack:
 
     async def __aenter__(self) -> Self:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.directory)
+        self._lock = await hold_directory(self.directory, note=self._note)
+        self.supervisor.kept_open = (self._lock.fileno(),)
         await self.supervisor.__aenter__()
         return self
 
@@ -356,23 +357,3 @@ async def _wait_redis(redis: EmbeddedRedis) -> None:
                     await asyncio.sleep(READY_POLL_S)
         except TimeoutError:
             raise redis.failed(f"did not answer within {REDIS_DEADLINE_S:g} s") from None
-
-
-def _lock(directory: Path) -> IO[str]:
-    """Hold the directory for one stack; the kernel releases it with the process, however that ends."""
-    file = (directory / ".lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise InvalidStateError(
-            f"another stack (pid {holder}) runs in {directory}",
-            reason="STACK_RUNNING",
-            remedy="end it with Ctrl-C, or choose another directory",
-        ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file

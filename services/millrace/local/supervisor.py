@@ -102,6 +102,8 @@ class Supervisor:
     def __init__(self, *, stack_id: str | None = None, term_grace_s: float = TERM_GRACE_S) -> None:
         """`term_grace_s`: seconds between TERM and KILL."""
         self.stack_id = stack_id or uuid.uuid4().hex
+        self.kept_open: tuple[int, ...] = ()
+        """Files that the reaper keeps open, too: a lock among them is held until all that was started is gone."""
         self.hurry = asyncio.Event()
         """Set it to skip the rest of the grace (a second Ctrl-C)."""
         self._term_grace_s = term_grace_s
@@ -125,6 +127,7 @@ class Supervisor:
             start_new_session=True,
             text=True,
             bufsize=1,
+            pass_fds=self.kept_open,
         )
         return self
 
