@@ -9,7 +9,9 @@ import pytest
 from millrace.errors import InvalidStateError
 from millrace.local.directory import hold_directory
 
-HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); "
+HOLD = (
+    "import fcntl, sys, time; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); "
+)
 
 
 def _leftover(path, *, seconds: float) -> subprocess.Popen[str]:
