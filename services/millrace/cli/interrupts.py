@@ -2,13 +2,16 @@
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable, Coroutine
+from types import FrameType
 from typing import Any, TypeVar
 
 from millrace.cli.errors import Interrupted
 
 T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_early: list[signal.Signals] = []
 
 
 class Interrupts:
@@ -33,6 +36,21 @@ class Interrupts:
             callback()
 
 
+def listen_early() -> None:
+    """From now on a Ctrl-C during imports is remembered as well as raised.
+
+    Python swallows a KeyboardInterrupt that meets a callback of its own (of a weak reference, of an import lock): it
+    prints "Exception ignored in …", and the command would go on as if nobody had asked it to end.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _note_early)
+
+
+def _note_early(number: int, frame: FrameType | None) -> None:
+    _early.append(signal.Signals(number))
+    raise KeyboardInterrupt
+
+
 def run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
     """Run an asynchronous command to its end; Interrupted if a signal ended it (after its own clean-up)."""
     return asyncio.run(_run(work))
@@ -46,6 +64,8 @@ async def _run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
         raise RuntimeError("no task is running")
     for number in _SIGNALS:
         loop.add_signal_handler(number, interrupts.receive, number, task)
+    if _early:
+        raise Interrupted(_early[0])
     try:
         return await work(interrupts)
     except asyncio.CancelledError:

@@ -11,6 +11,7 @@ import click
 
 import millrace
 from millrace.cli.errors import EXIT_USAGE, report
+from millrace.cli.interrupts import listen_early
 from millrace.cli.lazy import LazyGroup
 
 _COMMANDS = {
@@ -36,6 +37,7 @@ def cli(debug: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; the one place where errors become messages."""
+    listen_early()
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_debug = "--debug" in arguments
     try:

@@ -2,8 +2,12 @@
 
 import sys
 
+from millrace.cli.interrupts import listen_early
 from millrace.cli.main import main
-from millrace.local import stack
+
+listen_early()  # as the real command does, whose imports come later
+
+from millrace.local import stack  # noqa: E402
 
 stack.SERVICES.update({name: f"fake_{name.replace('-', '_')}" for name in stack.SERVICES})
 
