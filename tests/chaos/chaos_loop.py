@@ -26,3 +26,15 @@ def begin(work: Coroutine[Any, Any, T]) -> Future[T]:
 def call(work: Coroutine[Any, Any, T], *, timeout_s: float = CALL_TIMEOUT_S) -> T:
     """Run a coroutine there to its end; TimeoutError after `timeout_s`."""
     return begin(work).result(timeout_s)
+
+
+def end_all() -> None:
+    """Cancel everything that still runs there, such as the following of a run whose test failed."""
+
+    async def cancel_others() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    call(cancel_others())

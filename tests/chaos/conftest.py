@@ -8,6 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import chaos_loop
 from chaos_stack import ChaosStack
 from workplaces import Workplace
 
@@ -32,10 +33,11 @@ def chaos_session(warm, pytestconfig: pytest.Config) -> Iterator[ChaosStack]:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Behind the last chaos test the stack ends, not with the session: other tests want the machine."""
-    stack = item.config.stash.get(_OF_SESSION, None)
-    if stack is not None and (nextitem is None or nextitem.path.parent != Path(__file__).parent):
-        stack.stop()
+    """Behind the last chaos test all ends, not with the session: others want the machine, and no stranger's waits."""
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        chaos_loop.end_all()
+        if (stack := item.config.stash.get(_OF_SESSION, None)) is not None:
+            stack.stop()
 
 
 @pytest.fixture
