@@ -79,7 +79,7 @@ async def test_what_is_dropped_while_the_lease_is_renewed_before_a_commit_is_not
         return await renew(self, epoch=epoch)
 
     monkeypatch.setattr(Lease, "may_write", property(lambda self: not stale))
-    run = await create(stack, max_steps=4)
+    run = await create(stack, max_steps=24)
     await until(lambda: trainer.headers)
     monkeypatch.setattr(Lease, "renew", renew_slowly)
     stale.append(True)
