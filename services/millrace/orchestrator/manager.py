@@ -115,6 +115,8 @@ class RunManager:
                     except TimeoutError:
                         continue
         finally:
+            for uid in list(self._pauses):
+                self._end_pause(uid)  # nobody waits any more: another replica takes the runs
             for events in self._kept_events.values():
                 await _try_to("write the last events", events.close())
 

@@ -111,30 +111,44 @@ class EvalCompleted(_message.Message):
     def __init__(self, env: _Optional[str] = ..., policy_version: _Optional[int] = ..., step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., num_rollouts: _Optional[int] = ..., num_failed: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class PolicyPublished(_message.Message):
-    __slots__ = ("lineage", "version", "size_bytes", "seconds", "uri")
+    __slots__ = ("lineage", "version", "size_bytes", "seconds", "uri", "full_bytes", "codec", "changed_fraction")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
+    FULL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FRACTION_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     version: int
     size_bytes: int
     seconds: float
     uri: str
-    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., uri: _Optional[str] = ...) -> None: ...
+    full_bytes: int
+    codec: str
+    changed_fraction: float
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., uri: _Optional[str] = ..., full_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., changed_fraction: _Optional[float] = ...) -> None: ...
 
 class PolicyServed(_message.Message):
-    __slots__ = ("replica", "lineage", "version", "pause_seconds")
+    __slots__ = ("replica", "lineage", "version", "pause_seconds", "proof", "fetched_bytes", "full_bytes", "update_seconds")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FULL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     lineage: int
     version: int
     pause_seconds: float
-    def __init__(self, replica: _Optional[str] = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+    proof: str
+    fetched_bytes: int
+    full_bytes: int
+    update_seconds: float
+    def __init__(self, replica: _Optional[str] = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., proof: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., full_bytes: _Optional[int] = ..., update_seconds: _Optional[float] = ...) -> None: ...
 
 class CheckpointSaved(_message.Message):
     __slots__ = ("step", "uri", "size_bytes")

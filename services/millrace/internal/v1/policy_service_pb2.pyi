@@ -34,7 +34,7 @@ POLICY_STATE_UPDATE_FAILED: PolicyState
 POLICY_STATE_BROKEN: PolicyState
 
 class PolicyStatus(_message.Message):
-    __slots__ = ("run_uid", "state", "has_version", "lineage", "version", "digest", "proof", "error", "pause_seconds", "update_seconds", "num_requests", "model_name", "max_num_seqs", "max_model_len")
+    __slots__ = ("run_uid", "state", "has_version", "lineage", "version", "digest", "proof", "error", "pause_seconds", "update_seconds", "num_requests", "model_name", "max_num_seqs", "max_model_len", "fetched_bytes", "full_bytes", "engine")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HAS_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,9 @@ class PolicyStatus(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FULL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     state: PolicyState
     has_version: bool
@@ -63,7 +66,10 @@ class PolicyStatus(_message.Message):
     model_name: str
     max_num_seqs: int
     max_model_len: int
-    def __init__(self, run_uid: _Optional[str] = ..., state: _Optional[_Union[PolicyState, str]] = ..., has_version: bool = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., proof: _Optional[str] = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+    fetched_bytes: int
+    full_bytes: int
+    engine: str
+    def __init__(self, run_uid: _Optional[str] = ..., state: _Optional[_Union[PolicyState, str]] = ..., has_version: bool = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., proof: _Optional[str] = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., full_bytes: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class UpdatePolicyRequest(_message.Message):
     __slots__ = ("run_uid", "policy", "inflight_mode", "epoch", "wait_seconds")
