@@ -17,16 +17,29 @@ import pytest
 from millrace.local.redis import EmbeddedRedis, die_with_parent, free_port
 from millrace.storage import ObjectStore
 from millrace.storage.local import LocalStore
+from millrace.telemetry import waits
 
 sys.path.append(str(Path(__file__).parent))  # modules that tests of several folders share, such as `workplaces`
 
 _SERVER_START_S = 60.0
+_WAITS_END_S = 5.0  # threads that were told to stop are given that long
 
 # Shared machines are slow at times; that is no finding. No example database: a test run leaves nothing in the tree.
 hypothesis.settings.register_profile(
     "millrace", deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("millrace")
+
+
+@pytest.fixture(autouse=True)
+def no_wait_is_left_behind() -> Iterator[None]:
+    """Whoever stops must take its registered waits along, or `millrace run why` shows ghosts and other tests trip."""
+    before = {wait.reason for wait in waits.snapshot("test")}
+    yield
+    ends = time.monotonic() + _WAITS_END_S
+    while left := [wait.reason for wait in waits.snapshot("test") if wait.reason not in before]:
+        assert time.monotonic() < ends, f"the test is over and somebody still waits for {left}"
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")

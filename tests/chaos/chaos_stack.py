@@ -26,7 +26,6 @@ from typing import Any, Self
 import chaos_loop
 import redis
 import redis.asyncio
-from chaos_audit import check_by_hand
 from chaos_run import ChaosRun
 from workplaces import STOP_TIMEOUT_S, Workplace
 
@@ -38,6 +37,7 @@ from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.local.supervisor import tail
 from millrace.rpc.probe import probe
+from millrace.runlog.audit import audit_run
 from millrace.storage import ObjectStore, open_store
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
@@ -268,11 +268,6 @@ class ChaosStack:
 
     def audit(self, run: ChaosRun) -> Any:
         """The audit's report; AssertionError with every violation."""
-        try:
-            from millrace.runlog.audit import audit_run
-        except ImportError:  # not there yet
-            return check_by_hand(self.store(), prefix=PREFIX, uid=run.uid)
-
         async def ask() -> Any:
             client = redis.asyncio.Redis.from_url(self._place()["redis"])
             try:

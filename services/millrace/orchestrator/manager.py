@@ -216,7 +216,7 @@ class RunManager:
                 log.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
                 await tell_takeover(parts, owner=self._owner, spoke_at=view.spoke_at)
                 await self._keep(claim, claim.driver, lease, run_log, Watchdog.of(parts, owner=self._owner))
-            except Exception as error:
+            except Exception as error:  # looked at only: `_safely` is the edge that reports it
                 if _is_gone(all_errors(error)):
                     self._kept_events[uid] = events  # goes on by itself as soon as the log is rebuilt
                 raise

@@ -31,7 +31,7 @@ def load_loss(text: str) -> LossFunction:
         sys.path.insert(0, os.getcwd())  # an installed command has its own directory there instead
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except Exception as error:  # a user's module may raise anything while it is imported
         raise _bad(text, f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -41,7 +41,7 @@ def load_loss(text: str) -> LossFunction:
     def checked(inputs: LossInputs, config: LossConfig) -> TokenLosses:
         try:
             losses = function(inputs, config)
-        except Exception as error:
+        except Exception as error:  # and so may a user's function
             raise _bad(text, f"it raised {type(error).__name__}: {error}") from error
         return _check(text, losses, shape=inputs.trainer_logprobs.shape)
 

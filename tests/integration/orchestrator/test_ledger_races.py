@@ -65,26 +65,33 @@ async def test_a_late_rollout_of_an_ordinal_that_is_being_committed_does_not_ope
     assert late and len(env.plays_of(late[0])) == 1, "it was not played again"
 
 
-@pytest.mark.slow  # not for its length: on a busy machine its run of four steps may be over before the lease goes stale
 async def test_what_is_dropped_while_the_lease_is_renewed_before_a_commit_is_not_forgotten(
     stack, ledgers, monkeypatch
 ) -> None:
     env, _, trainer = await stack.env_server(silent={3}), await stack.inference(), await stack.trainer()
-    renew, stale = Lease.renew, []
+    renew, commit, stale = Lease.renew, ledger_module.commit_batch, []
+
+    async def commit_then_lose(log, epoch, header, chunks, archive) -> bytes:
+        written = await commit(log, epoch, header, chunks, archive)
+        if header.step == 0:
+            stale.append(True)  # from here on, before anything else can run, the lease needs to be renewed
+        return written
 
     async def renew_slowly(self, *, epoch: int = 0) -> bool:
         if stale:
             stale.clear()
+            renewed.append(True)
             await until(lambda: env.plays_of(3))
             await let_it_read(stack, run, ledgers[0], env.plays_of(3)[0], 0, RolloutStatus.QUARANTINED)
         return await renew(self, epoch=epoch)
 
+    renewed: list[bool] = []
     monkeypatch.setattr(Lease, "may_write", property(lambda self: not stale))
-    run = await create(stack, max_steps=4)
-    await until(lambda: trainer.headers)
     monkeypatch.setattr(Lease, "renew", renew_slowly)
-    stale.append(True)
+    monkeypatch.setattr(ledger_module, "commit_batch", commit_then_lose)
+    run = await create(stack, max_steps=4)
     assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+    assert renewed
     assert resolutions(trainer.steps)[3][1] == "quarantined"
 
 
