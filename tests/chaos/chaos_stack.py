@@ -268,6 +268,7 @@ class ChaosStack:
 
     def audit(self, run: ChaosRun) -> Any:
         """The audit's report; AssertionError with every violation."""
+
         async def ask() -> Any:
             client = redis.asyncio.Redis.from_url(self._place()["redis"])
             try:
