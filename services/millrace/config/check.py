@@ -12,8 +12,9 @@ from pydantic_core import ErrorDetails
 
 from millrace.config.paths import Path, dotted
 from millrace.config.redact import shown
+from millrace.config.inference import ReplicaConfig
 from millrace.config.rl import RLConfig
-from millrace.config.rules import COLLECT_RULES, Finding
+from millrace.config.rules_base import COLLECT_RULES, Finding
 from millrace.config.sft import SFTConfig
 from millrace.config.sharing import SEQ_LEN, SHARED_KEYS, fill_shared, shared_top
 from millrace.config.sources import Merged, Strength
@@ -21,7 +22,7 @@ from millrace.config.suggest import close
 from millrace.config.tree import Kind, Node, type_text
 from millrace.errors import InvalidSpecError, Violation
 
-ConfigT = TypeVar("ConfigT", RLConfig, SFTConfig)
+ConfigT = TypeVar("ConfigT", RLConfig, SFTConfig, ReplicaConfig)
 
 _ROUNDS = 5
 _BOUNDS = {

@@ -7,7 +7,8 @@ from pydantic import ValidationInfo, model_validator
 from millrace.config.canonical import canonical_json
 from millrace.config.inference import InferenceConfig
 from millrace.config.orchestrator import OrchestratorConfig
-from millrace.config.rules import Finding, raise_for_rules, rl_rules
+from millrace.config.rules import rl_rules
+from millrace.config.rules_base import Finding, raise_for_rules
 from millrace.config.section import Section, option, required, table
 from millrace.config.shared import CheckpointConfig, LogConfig, ModelConfig, RunConfig, WandbConfig
 from millrace.config.sharing import fill_shared

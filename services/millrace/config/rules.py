@@ -5,26 +5,14 @@ those keys can leave the finding out.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
-from pydantic import ValidationInfo
-
-from millrace.config.inference import InferenceConfig
+from millrace.config.inference import InferenceConfig, engine_rules
 from millrace.config.orchestrator import EnvConfig, EvalEnvConfig, OrchestratorConfig
 from millrace.config.paths import Path, dotted
+from millrace.config.rules_base import Finding
 from millrace.config.trainer import OptimConfig, SchedulerConfig, TrainerConfig
 
 RESERVED_ENV_NAME = "all"
-COLLECT_RULES = "collect_rules"
-"""Key of pydantic's validation context: true where the caller runs the rules by itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A broken rule: the keys involved, the one to change first, and what is wrong with the remedy."""
-
-    paths: tuple[Path, ...]
-    message: str
 
 
 def _at(dotted: str) -> Path:
@@ -41,6 +29,7 @@ def rl_rules(*, trainer: TrainerConfig, orchestrator: OrchestratorConfig, infere
         *_batch_rules(orchestrator),
         *_length_rules(trainer, orchestrator, inference),
         *_env_rules(orchestrator),
+        *engine_rules(inference),
         *schedule_rules(trainer.scheduler, trainer.optim, trainer.max_steps, prefix="trainer."),
     ]
 
@@ -195,9 +184,3 @@ def schedule_rules(
         yield _finding(
             f"must be at most the peak `{prefix}optim.lr`, which is {optim.lr}", f"{key}.min_lr", f"{prefix}optim.lr"
         )
-
-
-def raise_for_rules(findings: list[Finding], info: ValidationInfo) -> None:
-    """Raise one ValueError for all findings, unless the caller of pydantic collects them by itself."""
-    if findings and not (info.context or {}).get(COLLECT_RULES):
-        raise ValueError("; ".join(f"{dotted(finding.paths[0])} {finding.message}" for finding in findings))

@@ -1,6 +1,6 @@
 """Every config section by name. The classes live in one file per part; this is where other rooms import them from."""
 
-from millrace.config.inference import InferenceConfig, InferenceModelConfig, ServerConfig
+from millrace.config.inference import InferenceConfig, InferenceModelConfig, ParallelConfig, ReplicaConfig, ServerConfig
 from millrace.config.orchestrator import (
     AlgoConfig,
     EnvConfig,
@@ -29,7 +29,9 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "OrchestratorConfig",
+    "ParallelConfig",
     "RLConfig",
+    "ReplicaConfig",
     "RunConfig",
     "SFTConfig",
     "SFTDataConfig",

@@ -5,7 +5,8 @@ from typing import Any
 from pydantic import ValidationInfo, model_validator
 
 from millrace.config.canonical import canonical_json
-from millrace.config.rules import Finding, raise_for_rules, sft_rules
+from millrace.config.rules import sft_rules
+from millrace.config.rules_base import Finding, raise_for_rules
 from millrace.config.section import Section, as_tree, option, table
 from millrace.config.shared import DEFAULT_MODEL, CheckpointConfig, LogConfig, RunConfig, WandbConfig
 from millrace.config.trainer import (

@@ -24,9 +24,6 @@ MOVED = {
     "weight_broadcast": "policies go through the object store; there is nothing to choose",
     "rollout_transport": "rollouts go through Redis; there is nothing to choose",
     "monitors": "use `[wandb]`",
-    "inference.model.dtype": "the engine takes the number format of the published policy: use "
-    "`trainer.model.publish_dtype`",
-    "inference.vllm": "the vLLM engine is not there yet; the model is `model.name` at the top",
     "bench": "not there yet",
 }
 """Keys of prime-rl that have another place or no meaning here."""
