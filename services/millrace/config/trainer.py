@@ -1,8 +1,9 @@
 """`[trainer]`: model precision, optimizer, schedule, loss, checkpoints."""
 
+import re
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from millrace.config.section import Section, option, table
 from millrace.config.shared import DEFAULT_MODEL, CheckpointConfig
@@ -11,6 +12,48 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 DEFAULT_MICRO_BATCH_TOKENS = 8192
 DEFAULT_RAMP_STEPS = 10
 DEFAULT_SEQ_LEN = 2048
+DEFAULT_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters on chosen linear layers of a frozen base, instead of all weights."""
+
+    rank: int = option(16, "Rank of the adapters, at least 1.", ge=1)
+    alpha: float = option(32.0, "The adapter's part is scaled by `alpha / rank`; above 0.", gt=0)
+    dropout: float = option(
+        0.0, "Dropout on the adapter's input in training steps, at least 0 and below 1.", ge=0, lt=1
+    )
+    target_modules: list[str] = table(
+        lambda: list(DEFAULT_LORA_TARGETS),
+        "Linear layers with an adapter, at least one: names, the ends of names behind a dot, or regular expressions "
+        "for these. A default one that the model does not have is passed over.",
+        default_text=", ".join(f"`{name}`" for name in DEFAULT_LORA_TARGETS),
+    )
+    modules_to_save: list[str] = table(
+        list,
+        "Layers that are trained whole, and published with the adapters. The embedded engine serves them, vLLM cannot.",
+    )
+
+    @field_validator("target_modules", "modules_to_save")
+    @classmethod
+    def _patterns(cls, patterns: list[str]) -> list[str]:
+        """Refuse what is no regular expression."""
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+            if not pattern:
+                raise ValueError("must not contain an empty name")
+        return patterns
+
+    @field_validator("target_modules")
+    @classmethod
+    def _one_target(cls, patterns: list[str]) -> list[str]:
+        """Refuse an adapter of nothing."""
+        if not patterns:
+            raise ValueError("must name at least one layer; leave `target_modules` out for the usual ones")
+        return patterns
 
 
 class TrainerModelConfig(Section):
@@ -36,6 +79,7 @@ class TrainerModelConfig(Section):
         "Whether the dropout that the model's config.json names is active in training steps. Off, the trainer computes "
         "the log-probs that the engine computed.",
     )
+    lora: LoraConfig | None = option(None, "Train adapters only; all weights if left out.")
 
 
 class OptimConfig(Section):

@@ -49,7 +49,10 @@ class CheckpointObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointManifest:
-    """What a checkpoint is: version `step` of lineage `lineage`, after the batches that `chain_hash` (hex) proves."""
+    """What a checkpoint is: version `step` of lineage `lineage`, after the batches that `chain_hash` (hex) proves.
+
+    `base_digest` is that of the base model where the state is that of adapters on it, else empty.
+    """
 
     format: int
     run_uid: str
@@ -63,6 +66,7 @@ class CheckpointManifest:
     conditions: dict[str, str]
     objects: tuple[CheckpointObject, ...]
     created: str
+    base_digest: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -144,6 +148,7 @@ class CheckpointStore:
         run_hash: str,
         epoch: int,
         determinism: str,
+        base_digest: str = "",
     ) -> CheckpointManifest:
         """Writes and commits a checkpoint; one that exists and follows the same batches is returned as it is.
 
@@ -169,6 +174,7 @@ class CheckpointStore:
             conditions=conditions(),
             objects=objects,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            base_digest=base_digest,
         )
         if self._gang.is_leader and not self._store.create(key, manifest.to_bytes()):
             # Another writer committed the same step first; our objects are collected later.
@@ -266,6 +272,20 @@ def require_same_conditions(manifest: CheckpointManifest, *, world_size: int, ru
         )
 
 
+def require_same_base(manifest: CheckpointManifest, *, base_digest: str) -> None:
+    """InvalidStateError if the checkpoint's adapters are on another base model, or it is not of the same kind."""
+    if manifest.base_digest == base_digest:
+        return
+    then, now = (
+        f"adapters on a base of digest {d}" if d else "all weights" for d in (manifest.base_digest, base_digest)
+    )
+    raise InvalidStateError(
+        f"checkpoint {manifest.step} of run {manifest.run_uid} holds {then}, and this trainer trains {now}",
+        reason="CHECKPOINT_BASE_DIFFERS",
+        remedy="give the trainer the model that the run began with, under trainer.model.name and in the same formats",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
     """What was saved, where, and how long it took."""
@@ -287,11 +307,12 @@ class Checkpointer:
         run_hash: str,
         epoch: int,
         determinism: str,
+        base_digest: str = "",
     ) -> None:
         self._checkpoints = checkpoints
         self._config = config
         self._gang = gang
-        self._facts = {"run_hash": run_hash, "epoch": epoch, "determinism": determinism}
+        self._facts = {"run_hash": run_hash, "epoch": epoch, "determinism": determinism, "base_digest": base_digest}
 
     @property
     def is_enabled(self) -> bool:

@@ -115,6 +115,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         gang=gang,
         run_hash=client.run_hash,
         is_strict=learner.is_strict,
+        base_digest=learner.base_digest,
     )
     position, lineage = Position(0, ZERO_CHAIN_HASH), 0
     if manifest is None:
@@ -136,6 +137,8 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         optimizer=learner.optimizer,
         autocast_dtype=learner.autocast_dtype,
         is_strict=learner.is_strict,
+        adapter=learner.adapter,
+        base_digest=learner.base_digest,
         batches=Batches(
             client,
             gang=gang,
@@ -153,6 +156,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
             run_hash=client.run_hash,
             epoch=client.epoch if gang.is_leader else 0,
             determinism="strict" if learner.is_strict else "best_effort",
+            base_digest=learner.base_digest,
         ),
         reporter=reporter,
         position=position,

@@ -11,9 +11,11 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from millrace.config.trainer import TrainerModelConfig
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import Probe
 from millrace.policies.tensors import TensorBytes
+from millrace.trainer.lora import published_tensors
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PROBE_TOKENS = 16
@@ -98,20 +100,20 @@ def resolve_dtype(name: str, *, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def policy_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, TensorBytes]]:
-    """The model's parameters and persistent buffers under their Hugging Face names, in `dtype`, one copy of tied ones.
+def resolve_publish_dtype(model: TrainerModelConfig, *, device: torch.device) -> torch.dtype:
+    """Number format of published policies; `auto` is what the trainer computes in."""
+    choice = model.dtype if model.publish_dtype == "auto" else model.publish_dtype
+    return resolve_dtype(choice, device=device)
+
+
+def policy_tensors(model: nn.Module, *, dtype: torch.dtype, version: int = 0) -> Iterator[tuple[str, TensorBytes]]:
+    """The tensors that version `version` is made of (`lora.published_tensors`), in `dtype`.
 
     In a gang every rank must consume it, because each sharded tensor is gathered. Float32 tensors on a CPU are views of
     the live weights: use them before the next step.
     """
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        value = tensor.detach()
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
+    for name, tensor in published_tensors(model, version=version).items():
+        value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if value.is_floating_point():
             value = value.to(dtype)
         value = value.cpu().contiguous()

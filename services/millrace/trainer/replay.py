@@ -85,7 +85,14 @@ class Replayer:
         if start.checkpoint is not None:
             torch.set_num_threads(int(start.checkpoint.conditions.get("num_threads", torch.get_num_threads())))
             checkpoints = CheckpointStore(store, names, gang=gang)
-            restore(checkpoints, start.checkpoint, learner.model, learner.optimizer, gang=gang)
+            restore(
+                checkpoints,
+                start.checkpoint,
+                learner.model,
+                learner.optimizer,
+                gang=gang,
+                base_digest=learner.base_digest,
+            )
         batches = Batches(
             log,
             gang=gang,

@@ -4,7 +4,12 @@ from torch import nn
 
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
-from millrace.trainer.checkpoint import CheckpointManifest, CheckpointStore, require_same_conditions
+from millrace.trainer.checkpoint import (
+    CheckpointManifest,
+    CheckpointStore,
+    require_same_base,
+    require_same_conditions,
+)
 from millrace.trainer.distributed import Gang
 from millrace.trainer.learner import restore_random_state, state_tensors
 from millrace.trainer.optimizer import PolicyOptimizer
@@ -20,6 +25,7 @@ def resume(
     gang: Gang,
     run_hash: str,
     is_strict: bool,
+    base_digest: str = "",
 ) -> CheckpointManifest | None:
     """Fills model and optimizer from the newest checkpoint and returns its manifest, or None if there is none."""
     told = gang.broadcast(_encode(checkpoints.newest()) if gang.is_leader else None)
@@ -28,7 +34,7 @@ def resume(
     manifest = CheckpointManifest.from_bytes(told, source="newest checkpoint")
     if is_strict:
         require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
-    restore(checkpoints, manifest, model, optimizer, gang=gang)
+    restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=base_digest)
     log.info("resumed", extra={"step": manifest.step, "bytes": manifest.size_bytes})
     return manifest
 
@@ -40,8 +46,10 @@ def restore(
     optimizer: PolicyOptimizer,
     *,
     gang: Gang,
+    base_digest: str = "",
 ) -> None:
-    """Fills model and optimizer from a checkpoint. Collective in a gang."""
+    """Fills model and optimizer from a checkpoint, which must be on the same base. Collective in a gang."""
+    require_same_base(manifest, base_digest=base_digest)
     state = state_tensors(model, optimizer, gang=gang)
     checkpoints.load(manifest, state)
     faults.reach(Point.TRAINER_MID_RESUME, step=manifest.step)

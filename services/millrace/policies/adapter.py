@@ -1,0 +1,90 @@
+"""LoRA adapters as policies: their names, and the `adapter_config.json` that PEFT and vLLM read. No torch."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.errors import CorruptObjectError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """What an adapter is, besides its tensors. Names are the last parts of the layers' names, as PEFT matches them."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    modules_to_save: tuple[str, ...] = ()
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B·A."""
+        return self.alpha / self.rank
+
+    def to_config(self, *, base_model: str = "") -> bytes:
+        """`adapter_config.json` of PEFT."""
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "target_modules": list(self.target_modules),
+            "modules_to_save": list(self.modules_to_save) or None,
+            "use_dora": False,
+            "use_rslora": False,
+        }
+        return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def parse_adapter_config(data: bytes, *, source: str) -> AdapterSpec:
+    """What an `adapter_config.json` says; CorruptObjectError if it is none, or of a kind that we cannot serve."""
+    try:
+        raw: Mapping[str, Any] = json.loads(data)
+        unsupported = [
+            key for key in ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern") if raw.get(key)
+        ]
+        if raw["peft_type"] != "LORA" or raw.get("bias", "none") != "none" or unsupported:
+            raise ValueError(f"it is no plain LoRA ({', '.join(unsupported) or raw['peft_type']})")
+        spec = AdapterSpec(
+            rank=int(raw["r"]),
+            alpha=float(raw["lora_alpha"]),
+            target_modules=tuple(raw["target_modules"]),
+            modules_to_save=tuple(raw.get("modules_to_save") or ()),
+        )
+        if spec.rank < 1 or not math.isfinite(spec.alpha):
+            raise ValueError(f"rank {spec.rank} and alpha {spec.alpha}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptObjectError(
+            f"{source} is not an adapter config that this version reads: {error}",
+            reason="ADAPTER_CONFIG_INVALID",
+            remedy="publish the adapter again",
+        ) from error
+    return spec
+
+
+def published_name(name: str) -> str:
+    """PEFT's name of one of the model's trained tensors."""
+    return _PREFIX + name
+
+
+def model_name(name: str, *, source: str) -> str:
+    """The model's own name of a published tensor; CorruptObjectError if it is not PEFT's."""
+    if not name.startswith(_PREFIX):
+        raise CorruptObjectError(
+            f"tensor {name} of {source} is not named as an adapter's: {_PREFIX}<layer>.lora_A.weight",
+            reason="ADAPTER_NAME_INVALID",
+            remedy="publish the adapter again",
+        )
+    return name.removeprefix(_PREFIX)
