@@ -1,0 +1,115 @@
+"""How the config of an engine becomes the environment of its process, and which interpreter that process needs."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from millrace.config.inference import InferenceConfig
+from millrace.errors import NotFoundError
+
+PYTHON_VARIABLE = "MILLRACE_VLLM_PYTHON"
+DEFAULT_PYTHON = Path(".venv-vllm/bin/python")
+PLUGIN_NAME = "millrace"
+
+TYPED_FLAGS: Mapping[str, str] = {
+    "inference.model.max_model_len": "max_model_len",
+    "inference.model.dtype": "dtype",
+    "inference.model.enforce_eager": "enforce_eager",
+    "inference.model.trust_remote_code": "trust_remote_code",
+    "inference.model.chat_template": "chat_template",
+    "inference.model.tool_call_parser": "tool_call_parser",
+    "inference.model.reasoning_parser": "reasoning_parser",
+    "inference.parallel.tp": "tensor_parallel_size",
+    "inference.parallel.dp": "data_parallel_size",
+    "inference.max_num_seqs": "max_num_seqs",
+    "inference.gpu_memory_utilization": "gpu_memory_utilization",
+}
+"""Keys of the config that are flags of vLLM under another name."""
+
+
+def vllm_flags(config: InferenceConfig) -> dict[str, Any]:
+    """What the config says to vLLM, by key of the config. A key that has its default is left out: vLLM's counts."""
+    model = config.model
+    typed: dict[str, Any] = {
+        "inference.model.max_model_len": model.max_model_len,
+        "inference.model.dtype": None if model.dtype == "auto" else model.dtype,
+        "inference.model.enforce_eager": model.enforce_eager or None,
+        "inference.model.trust_remote_code": model.trust_remote_code or None,
+        "inference.model.chat_template": model.chat_template,
+        "inference.model.tool_call_parser": model.tool_call_parser,
+        "inference.model.reasoning_parser": model.reasoning_parser,
+        "inference.parallel.tp": config.parallel.tp if config.parallel.tp > 1 else None,
+        "inference.parallel.dp": config.parallel.dp if config.parallel.dp > 1 else None,
+        "inference.gpu_memory_utilization": config.gpu_memory_utilization,
+    }
+    flags = {key: value for key, value in typed.items() if value is not None}
+    named = {name.replace("-", "_"): value for name, value in config.vllm.items()}
+    if "max_num_seqs" not in named:
+        flags["inference.max_num_seqs"] = config.max_num_seqs
+    if model.tool_call_parser is not None and "enable_auto_tool_choice" not in named:
+        named["enable_auto_tool_choice"] = True
+    return flags | {f"inference.vllm.{name}": value for name, value in named.items()}
+
+
+def engine_environ(config: InferenceConfig) -> dict[str, str]:
+    """The variables that give `[inference]` to the process of the engine, but for where it listens and its model."""
+    if config.engine == "vllm":
+        return {"MILLRACE_ENGINE": "vllm", "MILLRACE_VLLM_FLAGS": json.dumps(vllm_flags(config))}
+    environ = {"MILLRACE_ENGINE": "embedded", "MILLRACE_MAX_NUM_SEQS": str(config.max_num_seqs)}
+    if config.model.max_model_len is not None:
+        environ["MILLRACE_MAX_MODEL_LEN"] = str(config.model.max_model_len)
+    return environ
+
+
+def engine_python(engine: str, environ: Mapping[str, str]) -> str:
+    """The interpreter that runs the engine's process; NotFoundError says how to get one for vLLM."""
+    if engine != "vllm":
+        return sys.executable
+    named = environ.get(PYTHON_VARIABLE, "")
+    if named:
+        if os.access(named, os.X_OK) and not Path(named).is_dir():
+            return str(Path(named).absolute())
+        raise NotFoundError(
+            f"{PYTHON_VARIABLE} is {named}, which is no program",
+            reason="VLLM_PYTHON_NOT_FOUND",
+            remedy="name the python of the environment that vLLM is installed in",
+        )
+    if DEFAULT_PYTHON.exists():
+        return str(DEFAULT_PYTHON.absolute())  # not resolved: the link's place is what makes it an environment
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    raise NotFoundError(
+        f"there is no vLLM: {PYTHON_VARIABLE} is not set, {DEFAULT_PYTHON} does not exist in {Path.cwd()}, and "
+        f"{sys.executable} cannot import vllm",
+        reason="VLLM_NOT_INSTALLED",
+        remedy="run scripts/setup_vllm.sh (CPU), or install vllm==0.32.0 and millrace[vllm] into an environment and "
+        f"name its python in {PYTHON_VARIABLE}",
+    )
+
+
+def vllm_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """What vLLM's own processes need in their environment; asked in the interpreter that has vLLM."""
+    plugins = [name for name in environ.get("VLLM_PLUGINS", "").split(",") if name]
+    own = {
+        "VLLM_PLUGINS": ",".join(dict.fromkeys([*plugins, PLUGIN_NAME])),
+        "VLLM_NO_USAGE_STATS": environ.get("VLLM_NO_USAGE_STATS", "1"),
+    }
+    if _is_cpu_build():
+        # It looks for the machine's address otherwise; and two threads per process collapse throughput on shared cores.
+        own["VLLM_HOST_IP"] = environ.get("VLLM_HOST_IP", "127.0.0.1")
+        own["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS", "1")
+        own["VLLM_CPU_OMP_THREADS_BIND"] = environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return own
+
+
+def _is_cpu_build() -> bool:
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,131 @@
+"""The config's keys as vLLM's flags, checked by vLLM's own argument parser before anything heavy starts.
+
+Pure functions over an `argparse.ArgumentParser`, so they import no vLLM; `host.py` gives them vLLM's.
+"""
+
+import argparse
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from millrace.errors import Violation
+from millrace.inference.launch_env import TYPED_FLAGS
+
+FREE = "inference.vllm."
+_CUTOFF = 0.6
+
+OWNED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "model": ((), "the model is `inference.model.name`, or comes with the run's policy"),
+    "model_tag": ((), "the model is `inference.model.name`, or comes with the run's policy"),
+    "tokenizer": ((), "the tokenizer comes with the model"),
+    "host": ((), "it listens where `inference.server.host` says"),
+    "port": ((), "it listens where `inference.server.port` says"),
+    "uds": ((), "workers are reached by address; see `inference.server`"),
+    "served_model_name": ((), "environments ask for the model `policy`"),
+    "worker_extension_cls": ((), "Millrace's own puts new weights into the workers"),
+    "logprobs_mode": (("processed_logprobs",), "training needs log-probs of the distribution that was sampled from"),
+    "enable_scale_out": ((True,), "rollouts are made token in, token out"),
+    "load_format": (("auto",), "weights come from the model's directory or the run's policy"),
+    "api_server_count": ((1,), "one process serves one replica; start more replicas instead"),
+    "headless": ((False,), "a replica serves HTTP"),
+    "grpc": ((False,), "the gRPC server of a replica is Millrace's"),
+    "grpc_port": ((), "the gRPC server of a replica is Millrace's, at MILLRACE_LISTEN"),
+    "api_key": ((), "environments send none; put a proxy in front of what strangers can reach"),
+    "config": ((), "write its keys into `inference.vllm`"),
+    "enable_sleep_mode": ((False,), "a policy that is put to sleep cannot be proved"),
+    "ssl_keyfile": ((), "put a proxy in front of the replica"),
+    "ssl_certfile": ((), "put a proxy in front of the replica"),
+    "root_path": ((), "environments and the orchestrator expect the routes at the root"),
+}
+"""Flags that Millrace sets itself: the values that are fine, and why others are not."""
+
+
+class _Refused(Exception):
+    """argparse did not like a value."""
+
+
+def to_argv(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> tuple[list[str], list[Violation]]:
+    """The arguments that say what `given` says, and everything that is wrong with it.
+
+    `given` maps keys of the config (`inference.vllm.enforce_eager`, `inference.parallel.tp`) or bare names of flags to
+    JSON values. None leaves a flag out.
+    """
+    argv: list[str] = []
+    violations: list[Violation] = []
+    seen: dict[str, str] = {}
+    for key, value in given.items():
+        name = TYPED_FLAGS.get(key) or key.removeprefix(FREE).replace("-", "_")
+        problem = _owned(name, value) or _said_twice(seen.get(name))
+        seen[name] = key
+        action = _action(parser, name)
+        if problem is None and action is None:
+            problem = _unknown(parser, name)
+        if problem is None and action is not None and value is not None and name not in OWNED:
+            words = _words(action, name, value)
+            problem = _refusal(parser, words)
+            argv += words
+        if problem is not None:
+            violations.append(Violation(field=key, value=json.dumps(value), message=problem, source="vLLM's flags"))
+    return argv, violations
+
+
+def _owned(name: str, value: object) -> str | None:
+    if name not in OWNED:
+        return None
+    fine, why = OWNED[name]
+    if value is None or value in fine:
+        return None
+    allowed = f"; only {' or '.join(json.dumps(one) for one in fine)} is possible" if fine else "; leave it out"
+    return f"is set by Millrace: {why}{allowed}"
+
+
+def _said_twice(other: str | None) -> str | None:
+    return None if other is None else f"says the same as `{other}`; keep one of them"
+
+
+def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
+    wanted = f"--{name.replace('_', '-')}"
+    return next((action for action in parser._actions if wanted in action.option_strings), None)
+
+
+def _unknown(parser: argparse.ArgumentParser, name: str) -> str:
+    known = sorted({option[2:].replace("-", "_") for action in parser._actions for option in action.option_strings})
+    near = difflib.get_close_matches(name, known, n=1, cutoff=_CUTOFF)
+    return "vLLM has no such flag" + (f"; did you mean `{near[0]}`?" if near else "; see `vllm serve --help=all`")
+
+
+def _words(action: argparse.Action, name: str, value: Any) -> list[str]:
+    """One key as it is written on a command line. `--flag=value`, because a value may begin with a dash."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool) and action.nargs == 0:
+        # `--no-flag`, where the parser has one; a switch that is off is left out.
+        negative = f"--no-{name.replace('_', '-')}"
+        return [flag] if value else ([negative] if negative in action.option_strings else [])
+    if isinstance(value, list) and action.nargs in ("+", "*"):
+        return [flag, *(_text(item) for item in value)] if value else []
+    return [f"{flag}={_text(value)}"]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _refusal(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
+    """What the parser says against one flag; None if it takes it."""
+    if not words:
+        return None
+    ordinary = parser.error
+
+    def refuse(message: str) -> NoReturn:
+        raise _Refused(message)
+
+    parser.error = refuse  # type: ignore[method-assign] - the parser is ours, and argparse would end the process
+    try:
+        parser.parse_args(list(words))
+    except (_Refused, argparse.ArgumentTypeError, ValueError, TypeError) as error:
+        text = " ".join(str(error).split())
+        return f"vLLM refuses it: {text.partition(': ')[2] if text.startswith('argument ') else text}"
+    finally:
+        parser.error = ordinary  # type: ignore[method-assign]
+    return None

@@ -1,0 +1,93 @@
+"""The line between the launcher and the vLLM server that it has started: who serves the replica's gRPC address when.
+
+    launcher                                       vLLM server (`host.py`, the plugin)
+    ──▶ {"flags": …}                               checks them
+    ◀── {"violations": […]}
+    ──▶ {"argv": […]}                              loads the model, seconds to minutes; the launcher answers for it
+    ◀── {"event": "taking"}                        `take_over`: the engine is up, the plugin wants the gRPC address
+        stops its own server
+    ──▶ {"event": "yours"}                         binds the address, registers under the same worker id
+    ◀── {"event": "restart", "reason": …}          `ask_restart`: a policy came that this engine cannot take
+
+One JSON object per line, over a socket whose number is in MILLRACE_LAUNCHER_FD. A vLLM server that was started by hand
+has none, and every function here does nothing.
+"""
+
+import asyncio
+import json
+import os
+import socket
+from typing import Any
+
+from millrace.errors import UnavailableError
+
+FD_VARIABLE = "MILLRACE_LAUNCHER_FD"
+PARENT_VARIABLE = "MILLRACE_LAUNCHER_PID"
+WORKER_ID_VARIABLE = "MILLRACE_WORKER_ID"
+TAKE_OVER_DEADLINE_S = 30.0
+
+_line: "Line | None" = None
+
+
+class Line:
+    """One end of the socket, blocking."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._reader = end.makefile("rb")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message; UnavailableError if the launcher is gone."""
+        try:
+            self._end.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise _gone() from error
+
+    def receive(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """The next message; UnavailableError if the launcher is gone or silent for `timeout_s`."""
+        self._end.settimeout(timeout_s)
+        try:
+            text = self._reader.readline()
+        except OSError as error:
+            raise _gone() from error
+        finally:
+            self._end.settimeout(None)
+        if not text:
+            raise _gone()
+        return json.loads(text)
+
+
+def line() -> Line | None:
+    """The line to the launcher; None if there is no launcher."""
+    global _line
+    if _line is None and (number := os.environ.pop(FD_VARIABLE, "")):
+        _line = Line(socket.socket(fileno=int(number)))
+    return _line
+
+
+async def take_over() -> None:
+    """Return when nobody listens on the replica's gRPC address any more. Call it once, before binding the address."""
+    if (to_launcher := line()) is not None:
+        await asyncio.to_thread(_take_over, to_launcher)
+
+
+def ask_restart(reason: str) -> bool:
+    """Ask for a new vLLM, which the next policy will shape; False if nobody can do that.
+
+    The launcher stops this process soon after; the orchestrator asks the replica for its policy again.
+    """
+    if (to_launcher := line()) is None:
+        return False
+    to_launcher.send({"event": "restart", "reason": reason})
+    return True
+
+
+def _take_over(to_launcher: Line) -> None:
+    to_launcher.send({"event": "taking"})
+    to_launcher.receive(timeout_s=TAKE_OVER_DEADLINE_S)
+
+
+def _gone() -> UnavailableError:
+    return UnavailableError(
+        "the launcher of this vLLM server does not answer", reason="LAUNCHER_GONE", remedy="start the replica again"
+    )

@@ -1,0 +1,66 @@
+"""The vLLM server process of a replica: `python -m millrace.inference.vllm.host`, started by the launcher alone.
+
+It imports vLLM at once, while the launcher still waits for a policy, checks the flags with vLLM's own parser, and turns
+into vLLM's OpenAI server when the launcher says with which model. See `handover.py` for what the two say.
+"""
+
+import os
+import sys
+
+from millrace.inference.vllm.handover import PARENT_VARIABLE, Line, line
+from millrace.inference.vllm.lineage import die_with
+from millrace.telemetry.startup import without_gc
+
+
+def main() -> None:
+    """Serve one life; the exit code is vLLM's, or 2 for flags that it refuses."""
+    die_with(int(os.environ.pop(PARENT_VARIABLE)))
+    to_launcher = line()
+    if to_launcher is None:
+        print("millrace: this is started by `millrace inference`, not by hand", file=sys.stderr)
+        sys.exit(2)
+    argv = _check(to_launcher)
+    if argv is None:
+        sys.exit(2)
+    _warm_up()
+    sys.argv = ["vllm", *argv, *to_launcher.receive()["argv"]]
+    # vllm is in its own environment, which the type checker does not see.
+    from vllm.entrypoints.launchers.api_server.entry import main as serve  # pyright: ignore[reportMissingImports]
+
+    serve()
+
+
+def _check(to_launcher: Line) -> list[str] | None:
+    """The arguments that say what the launcher's flags say; None if something is wrong with them, which is told."""
+    given = to_launcher.receive()["flags"]
+    with without_gc():
+        from vllm.entrypoints.launchers.cli_args import (  # pyright: ignore[reportMissingImports]
+            make_arg_parser,
+            validate_parsed_serve_args,
+        )
+        from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
+
+    from millrace.inference.vllm.flags import to_argv
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    argv, violations = to_argv(parser, given)
+    problems = [{"field": one.field, "value": one.value, "message": one.message} for one in violations]
+    if not problems:
+        try:
+            validate_parsed_serve_args(parser.parse_args(argv))
+        except (TypeError, ValueError) as error:
+            text = " ".join(str(error).removeprefix("Error: ").split())
+            problems = [{"field": "inference.vllm", "value": None, "message": f"vLLM refuses it: {text}"}]
+    to_launcher.send({"violations": problems})
+    return None if problems else argv
+
+
+def _warm_up() -> None:
+    """Import what the server needs anyway, in the time in which nobody knows the model yet."""
+    with without_gc():
+        import vllm.entrypoints.launchers.api_server.entry
+        import vllm.v1.engine.async_llm  # pyright: ignore[reportMissingImports]  # noqa: F401
+
+
+if __name__ == "__main__":
+    main()
