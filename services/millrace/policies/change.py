@@ -1,9 +1,12 @@
 """What differs between two versions of one tensor."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from millrace.errors import CorruptObjectError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,3 +25,43 @@ class TensorChange:
     def num_elements(self) -> int:
         """Elements that are set."""
         return int(self.bits.size)
+
+    def old_bits(self, held: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+        """The bits that the whole flat tensor `held` has now where this change sets some (a view for a range)."""
+        self._check(held)
+        if self.positions is None:
+            return held[self.start : self.start + self.bits.size]
+        return held[self.positions]
+
+    def apply(self, held: NDArray[np.unsignedinteger]) -> None:
+        """Sets the elements in `held`, the whole tensor's flat bits, in place; raises before it writes anything."""
+        self._check(held)
+        if self.positions is None:
+            held[self.start : self.start + self.bits.size] = self.bits
+        else:
+            held[self.positions] = self.bits
+
+    def _check(self, held: NDArray[np.unsignedinteger]) -> None:
+        """The change must lie inside the tensor and have its width (numpy would wrap, cast or broadcast silently)."""
+        first, last = self.start, self.start + self.bits.size - 1
+        if self.positions is not None:
+            if self.positions.size != self.bits.size:
+                raise _bad(f"{self.positions.size} positions come with {self.bits.size} values")
+            first, last = (int(self.positions[0]), int(self.positions[-1])) if self.positions.size else (0, -1)
+        if self.bits.dtype != held.dtype:
+            raise _bad(f"it sets {self.bits.dtype} bits in a tensor of {held.dtype} bits")
+        if first < 0 or last >= held.size:
+            raise _bad(f"it sets elements {first} to {last} of a tensor of {held.size} elements")
+
+
+def num_changed(changes: Iterable[TensorChange]) -> int:
+    """Elements that several changes set together."""
+    return sum(change.num_elements for change in changes)
+
+
+def _bad(what: str) -> CorruptObjectError:
+    return CorruptObjectError(
+        f"a change does not fit its tensor: {what}",
+        reason="CHANGE_OUT_OF_BOUNDS",
+        remedy="the policy and the held copy disagree about the tensor; reload the policy from its anchor",
+    )

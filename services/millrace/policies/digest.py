@@ -11,28 +11,52 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
+from millrace.policies.change import TensorChange
 from millrace.policies.tensors import TensorBytes
 
 _MASK = (1 << 64) - 1
-_BLOCK_ELEMENTS = 1 << 20  # bounds the scratch memory to a few tens of MiB
-_INDEX_KEY = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK_ELEMENTS = 1 << 14  # five scratch arrays of 8 bytes per element: they stay in a core's second-level cache
+_INDEX_KEY = 0x9E3779B97F4A7C15
 _LANE_KEYS = (np.uint64(0xD1B54A32D192ED03), np.uint64(0x8CB92BA72F3D8DD7))
+_ONE = np.uint64(1)
 
 
 def tensor_digest(tensor: TensorBytes, *, start: int = 0) -> int:
     """The digest of a tensor, or of the contiguous shard whose first element has row-major index `start`, as an int."""
-    bits = tensor.bits()
-    lanes = [0, 0]
+    return bits_digest(tensor.bits(), start=start)
+
+
+def bits_digest(bits: NDArray[np.unsignedinteger], *, start: int = 0) -> int:
+    """The digest of flat element bits whose first element has row-major index `start`."""
+    mixer = _Mixer(min(bits.size, _BLOCK_ELEMENTS))
+    high = low = 0
     for begin in range(0, bits.size, _BLOCK_ELEMENTS):
-        block = bits[begin : begin + _BLOCK_ELEMENTS].astype(np.uint64)
-        index = np.arange(start + begin, start + begin + block.size, dtype=np.uint64)
-        index *= _INDEX_KEY
-        place = _mix(index)
-        for lane, key in enumerate(_LANE_KEYS):
-            mixed = _mix((block ^ place) + key * (place | np.uint64(1)))
-            lanes[lane] = (lanes[lane] + int(mixed.sum(dtype=np.uint64))) & _MASK
-    return (lanes[0] << 64) | lanes[1]
+        block = bits[begin : begin + _BLOCK_ELEMENTS]
+        mixer.place_range(start + begin, block.size)
+        first, second = mixer.lanes(block)
+        high, low = high + first, low + second
+    return (high & _MASK) << 64 | (low & _MASK)
+
+
+def change_digest(digest: int, change: TensorChange, old: NDArray[np.unsignedinteger]) -> int:
+    """The digest of a tensor after a change, from its digest before, in O(changed).
+
+    `old` [N] are the bits before the change of the elements that it sets (`change.old_bits`).
+    """
+    mixer = _Mixer(min(change.num_elements, _BLOCK_ELEMENTS))
+    high, low = digest >> 64, digest & _MASK
+    for begin in range(0, change.num_elements, _BLOCK_ELEMENTS):
+        new_block, old_block = change.bits[begin : begin + _BLOCK_ELEMENTS], old[begin : begin + _BLOCK_ELEMENTS]
+        if change.positions is None:
+            mixer.place_range(change.start + begin, new_block.size)
+        else:
+            mixer.place_at(change.positions[begin : begin + _BLOCK_ELEMENTS])
+        for block, sign in ((new_block, 1), (old_block, -1)):
+            first, second = mixer.lanes(block)
+            high, low = high + sign * first, low + sign * second
+    return (high & _MASK) << 64 | (low & _MASK)
 
 
 def add_digests(digests: Iterable[int]) -> int:
@@ -58,8 +82,45 @@ def policy_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> st
     return whole.hexdigest()
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser on a uint64 array, in place where it can be; arithmetic wraps modulo 2**64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+class _Mixer:
+    """Scratch arrays for up to `size` elements, and the mix over them, every operation in place."""
+
+    def __init__(self, size: int) -> None:
+        self._ramp = np.arange(size, dtype=np.uint64) * np.uint64(_INDEX_KEY)
+        self._place, self._odd, self._mixed, self._shifted = (np.empty(size, np.uint64) for _ in range(4))
+
+    def place_range(self, first: int, count: int) -> None:
+        """Sets the mixed places to those of the elements `first` .. `first + count`."""
+        place = self._place[:count]
+        np.add(self._ramp[:count], np.uint64(first * _INDEX_KEY & _MASK), out=place)
+        self._set_place(place)
+
+    def place_at(self, positions: NDArray[np.int64]) -> None:
+        """Sets the mixed places to those of the elements at `positions`."""
+        place = self._place[: positions.size]
+        np.multiply(positions.view(np.uint64), np.uint64(_INDEX_KEY), out=place)
+        self._set_place(place)
+
+    def lanes(self, bits: NDArray[np.unsignedinteger]) -> tuple[int, int]:
+        """Both lanes' sums over elements at the places that were set last, each below 2**64."""
+        place, odd, mixed = self._place[: bits.size], self._odd[: bits.size], self._mixed[: bits.size]
+        sums = []
+        for key in _LANE_KEYS:
+            np.bitwise_xor(bits, place, out=mixed)
+            mixed += np.multiply(odd, key, out=self._shifted[: bits.size])
+            self._mix(mixed)
+            sums.append(int(mixed.sum(dtype=np.uint64)))
+        return sums[0], sums[1]
+
+    def _set_place(self, place: NDArray[np.uint64]) -> None:
+        self._mix(place)
+        np.bitwise_or(place, _ONE, out=self._odd[: place.size])
+
+    def _mix(self, x: NDArray[np.uint64]) -> None:
+        """SplitMix64's finaliser in place; arithmetic wraps modulo 2**64."""
+        shifted = self._shifted[: x.size]
+        x ^= np.right_shift(x, np.uint64(30), out=shifted)
+        x *= np.uint64(0xBF58476D1CE4E5B9)
+        x ^= np.right_shift(x, np.uint64(27), out=shifted)
+        x *= np.uint64(0x94D049BB133111EB)
+        x ^= np.right_shift(x, np.uint64(31), out=shifted)
