@@ -11,6 +11,8 @@ from millrace.v1 import event_pb2, run_pb2
 _KL_NAMES = ("mismatch_kl/mean", "mismatch_kl/all/mean", "mismatch_kl")
 _RECENT_STEPS = 8
 LAST_EVENTS = 5
+GONE_BEHIND = 8
+"""A replica that is more versions behind the newest one is gone, or replaced under another id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,8 @@ class Progress:
                 if self.policy is None or (new.lineage, new.version) >= (self.policy.lineage, self.policy.version):
                     self.policy = new
             case "policy_served":
-                self.served[event.policy_served.replica] = event.policy_served.version
+                self.served[event.policy_served.replica] = newest = event.policy_served.version
+                self.served = {name: at for name, at in self.served.items() if at >= newest - GONE_BEHIND}
             case "checkpoint_saved":
                 self.checkpoint = event.checkpoint_saved
             case "score_completed":

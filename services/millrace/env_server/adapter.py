@@ -16,6 +16,7 @@ from millrace.internal.v1 import env_service_pb2
 
 # Keys of an environment's args that are the env-server's own and not passed to the environment.
 RENDERER = "renderer"  # name of a `renderers` renderer, such as "qwen3"; tokenizes on the client side
+NO_RENDERER = "off"  # its value where the engine shall tokenize (v0 only; v1 has no other way to exact tokens)
 V1_ENV = "env"  # v1: further keys of the environment's config, such as {"agent": {"timeout": {"setup": 30}}}
 V1_EVAL_ARGS = "eval_args"  # v1: taskset args of the held-out set, merged over the others
 V1_NUM_TASKS = "num_tasks"  # v1: how many tasks of an endless taskset

@@ -22,7 +22,7 @@ from millrace.env_server.engine_loss import (
     RETRIED_STATUSES,
     retry_pause_s,
 )
-from millrace.env_server.samples import parse_spans
+from millrace.env_server.samples import engine_spans
 from millrace.env_server.span_log import SPANS
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -123,7 +123,7 @@ class LeanClient(OpenAIChatCompletionsClient):
         message = choice["message"]
         tokens = _tokens(response, choice)
         if tokens is not None and response["_session_id"]:
-            SPANS.note(response["_session_id"], tokens.completion_ids, parse_spans(choice.get("policy_spans")))
+            SPANS.note(response["_session_id"], tokens.completion_ids, engine_spans(choice))
         finish_reason = choice.get("finish_reason")
         return Response(
             id=str(response.get("id") or ""),

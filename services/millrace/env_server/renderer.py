@@ -12,6 +12,7 @@ engines send that shape.
 
 import asyncio
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,25 @@ from millrace.env_server.engine_loss import (
     RETRIED_STATUSES,
     retry_pause_s,
 )
-from millrace.env_server.samples import parse_spans
+from millrace.env_server.samples import engine_spans
 from millrace.env_server.span_log import SPANS
 
 SESSION_HEADER = "X-Session-ID"
 # Marks a provider error that is really a reply without usable tokens, through layers that keep only its text.
 MISSING_TOKENS_MARK = "missing tokens:"
-# Without these symbols in the vocabulary the qwen3 renderer cannot work, whatever the model's architecture.
+DEFAULT = "default"
+# Renderers to try by the model's type, the likeliest first.
+_FAMILIES = {"qwen3": ("qwen3", "prime-qwen3")}
+_PROBES: tuple[list[Any], ...] = (
+    [{"role": "user", "content": "one"}],
+    [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    ],
+)
+# Without these symbols in the vocabulary the qwen3 renderers cannot work, whatever the model's architecture.
 _QWEN3_SYMBOLS = ('"<tool_call>"', '"</think>"', '"<tool_response>"')
 
 
@@ -112,7 +125,7 @@ async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
     session_id = (kwargs.get("extra_headers") or {}).get(SESSION_HEADER)
     if session_id:
         choice = (json.loads(remembering.body).get("choices") or [{}])[0]
-        SPANS.note(session_id, result.get("completion_ids") or (), parse_spans(choice.get("policy_spans")))
+        SPANS.note(session_id, result.get("completion_ids") or (), engine_spans(choice))
     return result
 
 
@@ -127,8 +140,8 @@ def install_span_capture() -> None:
 def renderer_config(name: str, tokenizer_dir: str) -> Any:
     """The typed config of a renderer by name; an empty name chooses by the policy's files.
 
-    `qwen3` needs a Qwen3 model whose vocabulary has Qwen3's symbols (a tiny byte-level model has not); everything else
-    gets the default renderer, which applies the tokenizer's chat template and parses no tool calls.
+    What has no renderer of its own gets the default one, which applies the tokenizer's chat template, parses no tool
+    calls, and renders the whole conversation anew in every turn.
     """
     from pydantic import TypeAdapter
     from renderers import RendererConfig
@@ -137,11 +150,32 @@ def renderer_config(name: str, tokenizer_dir: str) -> Any:
     return TypeAdapter(RendererConfig).validate_python({"name": chosen})
 
 
+@lru_cache(maxsize=64)
 def choose_renderer(tokenizer_dir: Path) -> str:
-    """`qwen3` or `default`, from config.json and tokenizer.json."""
+    """The model family's own renderer if it writes what the policy's chat template writes, else `default`.
+
+    Such a renderer extends the tokens of earlier turns exactly, but it has its format built in: a policy whose template
+    was changed, or whose vocabulary lacks the family's symbols (a tiny byte-level model), must not be sampled with it.
+    """
     config, tokenizer = tokenizer_dir / "config.json", tokenizer_dir / "tokenizer.json"
     if not config.is_file() or not tokenizer.is_file():
-        return "default"
-    model_type = json.loads(config.read_text()).get("model_type")
+        return DEFAULT
+    names = _FAMILIES.get(json.loads(config.read_text()).get("model_type"), ())
     text = tokenizer.read_text()
-    return "qwen3" if model_type == "qwen3" and all(symbol in text for symbol in _QWEN3_SYMBOLS) else "default"
+    if not names or not all(symbol in text for symbol in _QWEN3_SYMBOLS):
+        return DEFAULT
+    return next((name for name in names if _writes_like_template(name, tokenizer_dir)), DEFAULT)
+
+
+def _writes_like_template(name: str, tokenizer_dir: Path) -> bool:
+    """Whether a renderer and the chat template give the same tokens for conversations of one and of two turns."""
+    from renderers import create_renderer
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
+    renderer = create_renderer(tokenizer, renderer_config(name, str(tokenizer_dir)))
+    for messages in _PROBES:
+        wanted = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+        if list(renderer.render_ids(messages, add_generation_prompt=True)) != list(wanted):
+            return False
+    return True

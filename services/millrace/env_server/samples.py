@@ -15,9 +15,22 @@ import numpy as np
 
 from millrace.rollouts.types import PolicySpan, Sample
 
+# Engines write minus infinity as this value, because JSON has no infinity: nobody samples such a token.
+_NO_EVIDENCE = -9999.0
+# A log-prob is at most 0; rounding in half precision may lift it by that much.
+_MAX_LOGPROB = 1e-2
+
 
 class MissingTokensError(Exception):
-    """A model call came back without exact tokens, log-probs or policy versions."""
+    """A model call came back without exact tokens or log-probs."""
+
+    error_type = "MissingTokens"
+
+
+class MissingSpansError(MissingTokensError):
+    """A model call came back without the engine's word on which policy versions produced its tokens."""
+
+    error_type = "MissingPolicySpans"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,23 +43,44 @@ class Turn:
     spans: Sequence[PolicySpan]
 
 
+def engine_spans(choice: Mapping[str, Any]) -> tuple[PolicySpan, ...]:
+    """What the engine says about the versions behind a choice's tokens; an empty tuple if it says nothing readable.
+
+    Millrace's servers answer `policy_spans`; vLLM's own routes answer `weight_versions`, whose `version` is the text
+    `<lineage>-<version>` that Millrace set. Where both are there, `policy_spans` counts.
+    """
+    return parse_spans(choice.get("policy_spans")) or parse_spans(choice.get("weight_versions"))
+
+
 def parse_spans(raw: Any) -> tuple[PolicySpan, ...]:
-    """The `policy_spans` of an engine's choice; an empty tuple if there are none or they are not readable."""
+    """Spans of either form; an empty tuple if there are none or one of them is not readable."""
     if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
         return ()
     spans: list[PolicySpan] = []
     for item in raw:
-        if not isinstance(item, Mapping):
-            return ()
         try:
-            spans.append(PolicySpan(**{key: int(item[key]) for key in ("lineage", "version", "start", "end")}))
+            spans.append(_parse_span(item))
         except (KeyError, TypeError, ValueError):
             return ()
     return tuple(spans)
 
 
+def _parse_span(item: Mapping[str, Any]) -> PolicySpan:
+    """One span; KeyError, TypeError or ValueError if it is none."""
+    version = item["version"]  # a TypeError if the item is no table
+    lineage = item.get("lineage")
+    if lineage is None:
+        lineage, separator, version = str(version).partition("-")
+        if not separator:
+            raise ValueError(f"{item['version']!r} is not LINEAGE-VERSION")
+    numbers = [int(lineage), int(version), int(item["start"]), int(item["end"])]
+    if min(numbers) < 0:
+        raise ValueError("a span has no negative numbers")
+    return PolicySpan(lineage=numbers[0], version=numbers[1], start=numbers[2], end=numbers[3])
+
+
 def check_turn(turn: Turn, *, index: int, requires_spans: bool) -> None:
-    """Raise MissingTokensError unless the turn has everything that training needs."""
+    """Raise MissingTokensError (MissingSpansError) unless the turn has everything that training needs."""
     where = f"model call {index}"
     num_tokens = len(turn.completion_ids)
     if not turn.prompt_ids or not num_tokens:
@@ -56,8 +90,9 @@ def check_turn(turn: Turn, *, index: int, requires_spans: bool) -> None:
         )
     if len(turn.logprobs) != num_tokens:
         raise MissingTokensError(f"{where} has {num_tokens} sampled tokens but {len(turn.logprobs)} log-probs")
-    if not all(math.isfinite(value) for value in turn.logprobs):
-        raise MissingTokensError(f"{where} has a log-prob that is not a finite number")
+    for value in turn.logprobs:
+        if not math.isfinite(value) or not _NO_EVIDENCE < value <= _MAX_LOGPROB:
+            raise MissingTokensError(f"{where} has a log-prob of {value}, which is not a finite number of at most 0")
     if not requires_spans:
         return
     at = 0
@@ -66,9 +101,10 @@ def check_turn(turn: Turn, *, index: int, requires_spans: bool) -> None:
             break
         at = span.end
     if at != num_tokens:
-        raise MissingTokensError(
-            f"{where}: policy_spans cover tokens 0 to {at} of {num_tokens}; the engine must say for every sampled "
-            "token which policy version produced it"
+        raise MissingSpansError(
+            f"{where}: the engine's policy_spans (vLLM: weight_versions) cover tokens 0 to {at} of {num_tokens}; only "
+            "what the engine says about every sampled token is trained on, so serve the policy with Millrace's "
+            "inference service, or with vLLM and its plugin"
         )
 
 

@@ -3,9 +3,14 @@
 Covers SingleTurnEnv, ToolEnv, MultiTurnEnv, StatefulToolEnv and environments with group rewards. Single rollouts go
 through `run_rollout` one by one: in `run_group` one member that raises fails the whole group.
 
-Tokens come from `/v1/chat/completions` (the engine tokenizes the messages of every turn), or, if the environment's
-args name a `renderer`, from `/inference/v1/generate` (the prompt is tokenized here and later turns extend the earlier
-tokens exactly). Either way `samples.merge_turns` decides by comparing tokens what is one sample.
+Tokens come from one of two routes; either way `samples.merge_turns` decides by comparing tokens what is one sample.
+
+| route                    | when                                                        | who tokenizes              |
+|--------------------------|-------------------------------------------------------------|----------------------------|
+| `/inference/v1/generate` | several turns, and the policy's family has its own renderer | we: turns extend exactly   |
+| `/v1/chat/completions`   | one turn, or no such renderer: nothing to be gained         | the engine, once per turn  |
+
+The environment's args overrule that: `renderer = "qwen3"` (or another name), or `renderer = "off"`.
 """
 
 import json
@@ -13,6 +18,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
@@ -22,7 +28,7 @@ from pydantic import BaseModel
 from verifiers.legacy.clients import Client, resolve_client
 from verifiers.legacy.types import ClientConfig
 
-from millrace.env_server.adapter import RENDERER
+from millrace.env_server.adapter import NO_RENDERER, RENDERER
 from millrace.env_server.client_v0 import LeanClient, make_session
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.outcome import Outcome, checked, failed
@@ -102,15 +108,29 @@ class V0Adapter:
         return fail_together(outcomes) if self.requires_group else outcomes
 
     def _client(self, base_url: str, tokenizer_dir: str) -> Client:
-        key = (base_url, tokenizer_dir if self._renderer else "")
+        renderer = self._choose_renderer(tokenizer_dir)
+        key = (base_url, tokenizer_dir if renderer else "")
         if key not in self._clients:
             if self._session is None:
                 raise RuntimeError("the adapter was not started")
-            if self._renderer:
-                self._clients[key] = _renderer_client(base_url, tokenizer_dir, self._renderer)
+            if renderer:
+                self._clients[key] = _renderer_client(base_url, tokenizer_dir, renderer)
             else:
                 self._clients[key] = LeanClient(base_url, self._session)
         return self._clients[key]
+
+    def _choose_renderer(self, tokenizer_dir: str) -> str:
+        """Name of the renderer that tokenizes here; empty where the engine tokenizes."""
+        if self._renderer:
+            return "" if self._renderer == NO_RENDERER else self._renderer
+        has_turns = isinstance(self._env, vf.MultiTurnEnv) and not isinstance(self._env, vf.SingleTurnEnv)
+        if not has_turns or not tokenizer_dir:
+            return ""
+        # Imported here: environments of one turn do without the library and its tokenizer.
+        from millrace.env_server.renderer import DEFAULT, choose_renderer
+
+        chosen = choose_renderer(Path(tokenizer_dir))
+        return "" if chosen == DEFAULT else chosen
 
 
 def sampling_args(sampling: env_service_pb2.Sampling) -> dict[str, Any]:
@@ -201,7 +221,7 @@ def _outcome(output: Mapping[str, Any], reward_errors: Sequence[str], *, require
     try:
         samples = merge_turns(_turns(steps), requires_spans=requires_spans)
     except MissingTokensError as error:
-        return failed(RolloutStatus.MISSING_TOKENS, "MissingTokens", str(error), of=played)
+        return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
     return checked(replace(played, samples=samples))
 
 

@@ -149,7 +149,7 @@ def _outcome(episode: Any, *, requires_spans: bool) -> Outcome:
     try:
         samples = branch_samples(traces[0].branches, spans[traces[0].id], requires_spans=requires_spans)
     except MissingTokensError as error:
-        return failed(RolloutStatus.MISSING_TOKENS, "MissingTokens", str(error), of=played)
+        return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
     return checked(replace(played, samples=samples))
 
 

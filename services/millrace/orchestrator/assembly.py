@@ -18,6 +18,7 @@ from millrace.orchestrator.ledger import Ledger
 from millrace.orchestrator.loop import RolloutLoop
 from millrace.orchestrator.policy_driver import PolicyDriver
 from millrace.orchestrator.rollout_stream import RolloutStream
+from millrace.orchestrator.routing import Router
 from millrace.orchestrator.run_view import RunRecord
 from millrace.orchestrator.tasks import TaskOrder, TaskSource
 from millrace.orchestrator.trainer_watch import TrainerWatch
@@ -83,6 +84,10 @@ def assemble(
         events=events,
         seq_len=settings.seq_len,
     )
+    router, table = Router(), GroupTable()
+    evals = Evaluator(run=identity, config=settings, envs=envs, policies=policies, stream=stream, router=router)
+    router.count(table.load)
+    router.count(evals.load)
     specs = [env_spec(env.name, env.id, env.args) for env in settings.env]
     known = {spec.name for spec in specs}
     evaluated = [] if settings.eval is None else settings.eval.env
@@ -98,11 +103,13 @@ def assemble(
         trainer=TrainerWatch(run_uid=record.uid, registry=registry),
         envs=envs,
         policies=policies,
-        table=GroupTable(),
+        table=table,
         stream=stream,
         ledger=ledger,
-        evals=Evaluator(run=identity, config=settings, envs=envs, policies=policies, stream=stream),
-        dispatcher=Dispatcher(run=identity, config=settings, envs=envs, policies=policies, stream=stream),
+        evals=evals,
+        dispatcher=Dispatcher(
+            run=identity, config=settings, envs=envs, policies=policies, stream=stream, router=router
+        ),
         specs=specs,
     )
 

@@ -13,6 +13,7 @@ from millrace.orchestrator.env_pool import EnvPool
 from millrace.orchestrator.groups import Group, GroupTable
 from millrace.orchestrator.policy_driver import PolicyDriver, Replica
 from millrace.orchestrator.rollout_stream import RolloutStream
+from millrace.orchestrator.routing import Router
 from millrace.telemetry import faults
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,11 @@ class Dispatcher:
         envs: EnvPool,
         policies: PolicyDriver,
         stream: RolloutStream,
+        router: Router,
     ) -> None:
         self._run = run
         self._stream = stream
+        self._router = router
         self._orphaned: dict[str, float] = {}
         self._config = config
         self._envs = envs
@@ -79,7 +82,7 @@ class Dispatcher:
         Only replicas at `min_version` or newer are asked. After a lost answer the group stays unplaced although an
         env-server may play it: asking again is harmless there, and its rollouts count whoever asked.
         """
-        replica = self._pick_replica(table, min_version=min_version)
+        replica = self._router.pick(self._policies.ready(), min_version=min_version, home=group.home)
         if replica is None:
             return False
         request = self._request(group, replica)
@@ -127,11 +130,6 @@ class Dispatcher:
         ]
         if playing:
             await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
-
-    def _pick_replica(self, table: GroupTable, *, min_version: int) -> Replica | None:
-        load = Counter(group.replica for group in table.open.values())
-        fit = [replica for replica in self._policies.ready() if replica.version >= min_version]
-        return min(fit, key=lambda replica: (load[replica.worker_id], replica.worker_id), default=None)
 
     def _servers(self, env: str, table: GroupTable) -> list[str]:
         load = Counter(group.env_server for group in table.open.values())

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from millrace.orchestrator.env_pool import EnvPool
 from millrace.orchestrator.groups import BLAMELESS, BLAMELESS_PAUSE_S
 from millrace.orchestrator.policy_driver import PolicyDriver, Replica
 from millrace.orchestrator.rollout_stream import RolloutStream
+from millrace.orchestrator.routing import Router
 from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
@@ -40,6 +42,8 @@ class _Task:
     num_blameless_attempts: int = 0
     env_server: str = ""
     replica: str = ""
+    home: str = ""
+    """Replica of the attempt before; empty if it lost the task."""
     not_before: float = 0.0
     """Monotonic time before which it is not placed again."""
     good: dict[int, Rollout] = field(default_factory=dict)
@@ -53,9 +57,10 @@ class _Task:
     def is_done(self) -> bool:
         return not self.missing or self.num_failed_attempts >= MAX_ATTEMPTS
 
-    def again(self) -> None:
-        """Play the missing members as the next attempt."""
+    def again(self, *, is_lost: bool) -> None:
+        """Play the missing members as the next attempt, elsewhere if it was lost."""
         self.attempt += 1
+        self.home = "" if is_lost else self.replica
         self.env_server = self.replica = ""
         if self.num_failed_attempts < MAX_ATTEMPTS:
             self.failed.clear()
@@ -73,7 +78,8 @@ class _Task:
                 self.not_before = time.monotonic() + pause_s
             else:
                 self.num_failed_attempts += 1
-            self.again()
+            is_lost = any(rollout.status == RolloutStatus.ENGINE_LOST for rollout in self.failed.values())
+            self.again(is_lost=is_lost)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,8 +110,10 @@ class Evaluator:
         envs: EnvPool,
         policies: PolicyDriver,
         stream: RolloutStream,
+        router: Router,
     ) -> None:
         self._run = run
+        self._router = router
         self._stream = stream
         self._config = config
         self._envs = envs
@@ -123,6 +131,14 @@ class Evaluator:
     def names(self) -> list[str]:
         """Names of the environments that are evaluated."""
         return [] if self._config.eval is None else [env.name for env in self._config.eval.env]
+
+    def load(self) -> Counter[str]:
+        """Rollouts of evaluations that are being played, by replica."""
+        load = Counter[str]()
+        for task in (task for current in self._open.values() for task in current.tasks):
+            if task.env_server and task.replica and not task.is_done:
+                load[task.replica] += len(task.missing)
+        return load
 
     def add(self, rollout: Rollout) -> None:
         """Take an evaluation rollout of the stream; late ones of an ended evaluation are ignored."""
@@ -188,18 +204,18 @@ class Evaluator:
             is_lost = task.env_server not in alive or (task.replica and task.replica not in replicas)
             if task.env_server and is_lost and not task.is_done:
                 log.warning("evaluation task lost, playing it again", extra={"env": current.env, "task": task.index})
-                task.again()
+                task.again(is_lost=True)
         unplaced = [t for t in current.tasks if not t.env_server and not t.is_done and t.not_before <= now]
         if any(task.attempt for task in unplaced):
             await self._stream.catch_up()
         for task in unplaced:
-            fit = [replica for replica in self._policies.ready() if replica.version >= current.min_version]
-            servers = self._envs.servers_with(current.env)
-            if not fit or not servers:
-                return
             if task.env_server or task.is_done:
                 continue  # it came meanwhile
-            replica, server = fit[task.index % len(fit)], servers[task.index % len(servers)]
+            replica = self._router.pick(self._policies.ready(), min_version=current.min_version, home=task.home)
+            servers = self._envs.servers_with(current.env)
+            if replica is None or not servers:
+                return
+            server = servers[task.index % len(servers)]
             request = self._request(current, task, replica)
             if not await self._envs.play(server, request):
                 return

@@ -1,6 +1,7 @@
 """The table of groups that are open or finished: from single rollouts to whole groups, each member once."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -49,6 +50,8 @@ class Group:
     num_blameless_attempts: int = 0
     env_server: str = ""
     replica: str = ""
+    home: str = ""
+    """Replica of the attempt before, which has the prefix in its cache; empty if it lost the group."""
     deadline: float = 0.0
     """Monotonic time after which the attempt counts as lost."""
     not_before: float = 0.0
@@ -87,11 +90,13 @@ class Group:
         """The OK rollouts in order of member."""
         return [self.members[member] for member in sorted(self.members)]
 
-    def next_attempt(self) -> None:
+    def next_attempt(self, *, is_lost: bool = False) -> None:
         """Give the current attempt up: nobody plays the group until it is placed again.
 
         Members that came back OK are kept, late ones still count; a group that is scored whole begins anew.
+        `is_lost`: its env-server or its replica does not answer, so that it goes wherever there is room.
         """
+        self.home = "" if is_lost else self.replica
         self.env_server = self.replica = ""
         self.advance(self.attempt + 1)
 
@@ -162,6 +167,14 @@ class GroupTable:
         elif rollout.attempt >= group.attempt:
             group.failures[rollout.member] = rollout
         return self._settle(group)
+
+    def load(self) -> Counter[str]:
+        """Rollouts that are being played, by replica."""
+        load = Counter[str]()
+        for group in self.open.values():
+            if group.env_server and group.replica:
+                load[group.replica] += group.group_size - len(group.members)
+        return load
 
     def remove(self, ordinal: int) -> list[Rollout]:
         """Forget a resolved ordinal and return what the archive shall keep of it."""

@@ -109,7 +109,7 @@ class RolloutLoop:
             await self.stream.catch_up()  # a new attempt of a group that is scored whole begins from nothing
             for group, attempt in lost:
                 if group.ordinal in self.table.open and group.attempt == attempt:
-                    group.next_attempt()  # else it became whole, was dropped, or failed meanwhile
+                    group.next_attempt(is_lost=True)  # else it became whole, was dropped, or failed meanwhile
         now = time.monotonic()
         unplaced = [group for group in self.table.open.values() if not group.env_server and group.not_before <= now]
         if any(group.attempt for group in unplaced):
@@ -132,7 +132,8 @@ class RolloutLoop:
         if group is not None and arrival is Arrival.HOPELESS:
             self.ledger.drop(group, self.table, reason=group.failure_reason())
         elif group is not None and arrival is Arrival.RETRY:
-            group.next_attempt()
+            is_lost = any(failure.status == RolloutStatus.ENGINE_LOST for failure in group.failures.values())
+            group.next_attempt(is_lost=is_lost)
         elif arrival is Arrival.FINISHED:
             faults.reach(faults.Point.ORCHESTRATOR_AFTER_ROLLOUTS, step=self.ledger.step)
         if arrival is not Arrival.OPEN:

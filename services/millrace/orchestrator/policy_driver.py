@@ -40,6 +40,8 @@ class Replica:
     http_url: str
     model: str
     version: int
+    max_num_seqs: int = 0
+    """Sequences that it generates at once; 0 if it does not say."""
 
 
 class PolicyDriver:
@@ -83,6 +85,7 @@ class PolicyDriver:
                         http_url=record.worker.http_url,
                         model=status.model_name,
                         version=status.version,
+                        max_num_seqs=status.max_num_seqs,
                     )
                 )
         return replicas

@@ -11,6 +11,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.v1 import event_pb2, run_pb2
 
+GONE_BEHIND = 8
+"""A replica that is more versions behind the newest one is gone or as good as gone: it does not count as the oldest."""
 TERMINAL = frozenset({run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED})
 
 
@@ -62,6 +64,7 @@ class RunView:
         """Known to be committed to its closing header: events that said so may be lost with Redis."""
         self.done_evals: set[tuple[str, int]] = set()
         """Environment and step of every evaluation that is finished."""
+        self._served: dict[str, int] = {}
         self.spoke_at: dict[str, float] = {}
         """When each writer wrote its newest event, on its own clock (seconds since the epoch)."""
         self.run = run_pb2.Run(
@@ -109,7 +112,10 @@ class RunView:
             case "eval_completed":
                 self.done_evals.add((event.eval_completed.env, event.eval_completed.step))
             case "policy_served":
-                progress.min_inference_version = event.policy_served.version
+                self._served[event.policy_served.replica] = event.policy_served.version
+                newest = max(self._served.values())
+                self._served = {name: at for name, at in self._served.items() if at >= newest - GONE_BEHIND}
+                progress.min_inference_version = min(self._served.values())
             case _:
                 pass
 

@@ -145,7 +145,7 @@ async def test_sampling_reaches_the_engine(server: Any) -> None:
         ("noids", RolloutStatus.MISSING_TOKENS, "MissingTokens", "no token ids or log-probs"),
         ("noprompt", RolloutStatus.MISSING_TOKENS, "MissingTokens", "no token ids or log-probs"),
         ("fewlogprobs", RolloutStatus.MISSING_TOKENS, "MissingTokens", "log-probs"),
-        ("nospans", RolloutStatus.MISSING_TOKENS, "MissingTokens", "policy_spans"),
+        ("nospans", RolloutStatus.MISSING_TOKENS, "MissingPolicySpans", "policy_spans"),
         ("502", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 502: "),
         ("503", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 503: "),
         ("504", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 504: "),

@@ -81,7 +81,7 @@ async def test_v1_eval_tasks_are_their_own_set(server: Any) -> None:
         ("tiny", RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", "context"),
         ("nologprobs", RolloutStatus.MISSING_TOKENS, "ProviderError", "logprobs"),
         ("noids", RolloutStatus.MISSING_TOKENS, "MissingTokens", "token ids"),
-        ("nospans", RolloutStatus.MISSING_TOKENS, "MissingTokens", "policy_spans"),
+        ("nospans", RolloutStatus.MISSING_TOKENS, "MissingPolicySpans", "policy_spans"),
         ("502", RolloutStatus.ENGINE_LOST, "EngineLostError", "Error code: 502"),
         ("503", RolloutStatus.ENGINE_LOST, "EngineLostError", "Error code: 503"),
         ("504", RolloutStatus.ENGINE_LOST, "EngineLostError", "Error code: 504"),

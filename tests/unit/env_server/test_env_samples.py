@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.env_server.samples import MissingTokensError, Turn, merge_turns, parse_spans
+from millrace.env_server.samples import (
+    MissingSpansError,
+    MissingTokensError,
+    Turn,
+    engine_spans,
+    merge_turns,
+    parse_spans,
+)
 from millrace.env_server.samples_v1 import branch_samples
 from millrace.env_server.span_log import MAX_ROLLOUTS, SpanLog, Spans
 from millrace.rollouts.types import PolicySpan
@@ -67,6 +74,9 @@ def test_every_sampled_token_is_in_exactly_one_sample_in_its_context(turns: list
         (turn([1], []), "0 sampled"),
         (replace(turn([1], [2, 3]), logprobs=[-0.5]), "2 sampled tokens but 1 log-probs"),
         (replace(turn([1], [2]), logprobs=[math.nan]), "not a finite number"),
+        (replace(turn([1], [2]), logprobs=[-math.inf]), "not a finite number"),
+        (replace(turn([1], [2]), logprobs=[-9999.0]), "not a finite number"),
+        (replace(turn([1], [2]), logprobs=[0.5]), "log-prob of 0.5"),
         (replace(turn([1], [2]), spans=()), "cover tokens 0 to 0 of 1"),
         (replace(turn([1], [2, 3]), spans=(span(0, 1),)), "cover tokens 0 to 1 of 2"),
         (replace(turn([1], [2, 3]), spans=(span(0, 1), span(0, 2))), "cover tokens 0 to 1 of 2"),
@@ -97,6 +107,26 @@ def test_unreadable_spans_are_no_spans(raw: Any) -> None:
 
 def test_readable_spans() -> None:
     assert parse_spans([{"lineage": 0, "version": 7, "start": 0, "end": 2}]) == (span(0, 2, 7),)
+
+
+def test_spans_of_vllm_are_read_and_ours_go_first() -> None:
+    native = [{"version": "2-7", "start": 0, "end": 3}, {"version": "2-8", "start": 3, "end": 4}]
+    wanted = (PolicySpan(lineage=2, version=7, start=0, end=3), PolicySpan(lineage=2, version=8, start=3, end=4))
+    assert engine_spans({"weight_versions": native}) == wanted
+    ours = [{"lineage": 0, "version": 1, "start": 0, "end": 4}]
+    assert engine_spans({"policy_spans": ours, "weight_versions": native}) == (span(0, 4),)
+    assert engine_spans({}) == ()
+
+
+@pytest.mark.parametrize("version", ["default", "7", "a-b", "-7", None, 7])
+def test_a_weight_version_that_is_not_ours_is_no_span(version: Any) -> None:
+    assert engine_spans({"weight_versions": [{"version": version, "start": 0, "end": 1}]}) == ()
+
+
+def test_missing_spans_have_a_type_of_their_own() -> None:
+    with pytest.raises(MissingSpansError, match="Millrace's inference service") as caught:
+        merge_turns([replace(turn([1], [2]), spans=())], requires_spans=True)
+    assert caught.value.error_type == "MissingPolicySpans"
 
 
 def test_span_log_finds_completions_in_order_and_forgets() -> None:

@@ -8,6 +8,7 @@ from millrace.orchestrator.env_pool import OpenedEnv
 from millrace.orchestrator.evals import Evaluator
 from millrace.orchestrator.groups import Group, GroupTable
 from millrace.orchestrator.policy_driver import Replica
+from millrace.orchestrator.routing import Router
 from millrace.orchestrator.tasks import TaskRef
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 
@@ -82,7 +83,9 @@ class HastyEnvs:
 @pytest.mark.timeout(20)
 async def test_an_evaluation_whose_failures_outrun_the_answer_is_played_again() -> None:
     envs = HastyEnvs()
-    evaluator = Evaluator(run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream())
+    evaluator = Evaluator(
+        run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
+    )
 
     def deliver(rollout: Rollout, request) -> None:
         fields = {name: getattr(rollout, name) for name in rollout.__slots__}
@@ -104,7 +107,9 @@ async def test_a_group_whose_failures_outrun_the_answer_is_not_taken_for_placed(
             group.next_attempt()
 
     envs.deliver = deliver
-    dispatcher = Dispatcher(run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream())
+    dispatcher = Dispatcher(
+        run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
+    )
     assert await dispatcher.dispatch(group, table, min_version=0)
     assert (group.attempt, group.env_server) == (1, ""), "attempt 1 is placed by nobody yet"
     assert await dispatcher.dispatch(group, table, min_version=0)

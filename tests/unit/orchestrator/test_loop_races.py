@@ -10,6 +10,7 @@ from millrace.orchestrator.dispatcher import Dispatcher, RunIdentity
 from millrace.orchestrator.groups import Group, GroupTable
 from millrace.orchestrator.loop import RolloutLoop
 from millrace.orchestrator.policy_driver import Replica
+from millrace.orchestrator.routing import Router
 from millrace.orchestrator.tasks import TaskRef
 
 ORCHESTRATOR = {"env": [{"id": "reverse-text"}], "batch_size": 8, "rollouts_per_example": 2}
@@ -99,6 +100,7 @@ async def test_members_that_come_while_one_env_server_is_asked_are_not_asked_for
         envs=cast("Any", Envs()),
         policies=cast("Any", Policies()),
         stream=cast("Any", SimpleNamespace(newest="")),
+        router=Router(),
     )
     while not group.env_server:
         assert await dispatcher.dispatch(group, table, min_version=0)

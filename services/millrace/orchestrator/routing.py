@@ -1,0 +1,47 @@
+"""Which replica a play goes to: one that is new enough, the one that played it before, else the least busy.
+
+A rollout stays on its replica for all of its turns, and so does a group, because the request names one base URL: their
+common prefix is computed once. A group that is played again prefers the replica of the attempt before for the same
+reason, unless that one lost it. Busy is counted in rollouts that were sent there and have not come back, relative to
+what the replica generates at once; all kinds of work of the run count together.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from millrace.orchestrator.policy_driver import Replica
+
+DEFAULT_SEQS = 256
+"""Sequences at once of a replica that does not say how many."""
+
+Load = Callable[[], Mapping[str, int]]
+"""Rollouts that are being played, by the replica's worker id."""
+
+
+class Router:
+    """Chooses replicas by what everybody who sends work has sent."""
+
+    def __init__(self) -> None:
+        self._loads: list[Load] = []
+
+    def count(self, load: Load) -> None:
+        """Take somebody's rollouts into account from now on."""
+        self._loads.append(load)
+
+    def pick(self, replicas: Iterable[Replica], *, min_version: int, home: str = "") -> Replica | None:
+        """The replica for a play, of those at `min_version` or newer; None if there is none.
+
+        `home` is the worker id of the replica that has the prefix already; it is left when it is full and another one
+        is not.
+        """
+        fit = [replica for replica in replicas if replica.version >= min_version]
+        load = Counter[str]()
+        for part in self._loads:
+            load.update(part())
+
+        def share(replica: Replica) -> float:
+            return load[replica.worker_id] / (replica.max_num_seqs or DEFAULT_SEQS)
+
+        best = min(fit, key=lambda replica: (share(replica), replica.worker_id), default=None)
+        stay = next((replica for replica in fit if replica.worker_id == home), None)
+        return stay if stay is not None and (share(stay) < 1 or stay is best) else best
