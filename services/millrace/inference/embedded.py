@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +39,10 @@ from millrace.inference.engine import (
     InflightMode,
     PolicyIdentity,
 )
+from millrace.inference.probing import probe_problem
 from millrace.inference.rows import Running
 from millrace.inference.scheduler import Scheduler
-from millrace.policies.tensors import TensorBytes
+from millrace.policies.staged import StagedPolicy
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
@@ -92,12 +93,15 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
         self._thread.start()
 
-    async def load(
-        self, model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, identity: PolicyIdentity
-    ) -> None:
-        """See `Engine.load`. Old and new model are both in memory until the swap."""
+    @property
+    def kind(self) -> str:
+        """See `PolicyEngine.kind`."""
+        return "embedded"
+
+    async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
+        """See `PolicyEngine.load`. The old model generates while the new one is built: both are in memory."""
         self._require_thread()  # before the work, not after it
-        scheduler, model_len, vocab_size = await asyncio.to_thread(self._build, model_dir, tensors, identity)
+        scheduler, model_len, vocab_size = await asyncio.to_thread(self._build, model_dir, staged, identity)
 
         def swap() -> None:
             old, self._scheduler = self._scheduler, scheduler
@@ -108,21 +112,24 @@ class EmbeddedEngine:
 
         await self._in_thread(swap)
 
-    async def check(self, tensors: Mapping[str, TensorBytes]) -> None:
-        """See `Engine.check`."""
+    async def check(self, staged: StagedPolicy) -> None:
+        """See `PolicyEngine.check`."""
         # Names, shapes and dtypes never change while a model is held: no need to interrupt the thread.
-        await asyncio.to_thread(weights.check_tensors, self._held().model, tensors)
+        await asyncio.to_thread(weights.check_tensors, self._held().model, staged.tensors)
 
     async def apply_policy(
-        self, tensors: Mapping[str, TensorBytes], *, identity: PolicyIdentity, inflight_mode: InflightMode
+        self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
     ) -> None:
-        """See `Engine.apply_policy`."""
+        """See `PolicyEngine.apply_policy`."""
 
         def apply() -> None:
             scheduler = self._held()
-            weights.check_tensors(scheduler.model, tensors)
+            weights.check_tensors(scheduler.model, staged.tensors)
             try:
-                weights.copy_tensors(scheduler.model, tensors)
+                if staged.changes is None:
+                    weights.copy_tensors(scheduler.model, staged.tensors)
+                else:
+                    weights.write_changes(scheduler.model, staged.changes)
                 faults.reach(Point.INFERENCE_MID_APPLY, version=identity.version)
                 scheduler.set_identity(identity, inflight_mode)
             except BaseException as error:  # marks the engine as failed, then raises
@@ -131,10 +138,24 @@ class EmbeddedEngine:
 
         await self._in_thread(apply)
 
-    async def read_digest(self, tensors: Mapping[str, TensorBytes]) -> HeldDigest:
-        """See `Engine.read_digest`; this engine always reads back."""
-        digest = await self._in_thread(lambda: weights.read_digest(self._held().model, tensors))
-        return HeldDigest(digest=digest, proof="readback")
+    async def prove(self, staged: StagedPolicy) -> HeldDigest:
+        """See `PolicyEngine.prove`: reads everything back, and computes the probe if the manifest has one."""
+
+        def compare() -> HeldDigest:
+            model = self._held().model
+            found = weights.read_digest(model, staged.tensors)
+            problem = None
+            if found != staged.manifest.digest:
+                problem = f"the engine holds digest {found}, not {staged.manifest.digest}"
+            elif (probe := staged.manifest.probe) is not None:
+                logprobs = weights.prompt_logprobs(model, probe.token_ids)
+                dtype = str(weights.float_dtype(staged.tensors)).removeprefix("torch.")
+                problem = probe_problem(probe.logprobs, logprobs, dtypes=[dtype])
+            if problem is not None:
+                raise InternalError(problem, reason="POLICY_READBACK_MISMATCH", remedy="the policy is loaded anew")
+            return HeldDigest(digest=found, proof="readback" if staged.manifest.probe is None else "readback+probe")
+
+        return await self._in_thread(compare)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
@@ -210,10 +231,10 @@ class EmbeddedEngine:
             log.error("the engine's thread did not end", extra={"timeout_s": _CLOSE_TIMEOUT_S})
 
     def _build(
-        self, model_dir: Path, tensors: Mapping[str, TensorBytes] | None, identity: PolicyIdentity
+        self, model_dir: Path, staged: StagedPolicy | None, identity: PolicyIdentity
     ) -> tuple[Scheduler, int, int]:
         """The scheduler, the longest context and the number of token ids."""
-        model = loader.load_model(model_dir, tensors)
+        model = loader.load_model(model_dir, staged.tensors if staged is not None else None)
         config = model_files.load_config(model_dir)
         tokenizer = model_files.load_tokenizer(model_dir)
         positions = loader.max_positions(config)

@@ -1,14 +1,14 @@
 """What the inference service asks of an engine, without torch.
 
 An engine holds at most one model and generates with it. The service around it decides *which* policy version it holds
-(`updater.py`) and speaks HTTP (`server.py`); an engine knows tokens, not text, except for stop strings.
+(`updater.py`): for that it needs a `PolicyEngine`. Our own HTTP API (`server.py`) needs an `Engine`, which generates as
+well; vLLM brings an HTTP API of its own. An engine knows tokens, not text, except for stop strings.
 
 The protocol is shaped so that an engine in a child process can implement it as well: every method is asynchronous, all
 arguments are plain values, and the stages of an update that may fail harmlessly (`check`) and harmfully
 (`apply_policy`) are separate calls.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,8 +17,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.policies.tensors import TensorBytes
+from millrace.policies.staged import StagedPolicy
 from millrace.rollouts.types import PolicySpan
+
+STALL_S = 60.0
+"""An engine that has work and did nothing for this long counts as hanging."""
 
 
 class InflightMode(StrEnum):
@@ -138,56 +141,57 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldDigest:
-    """Digest (hex) of the policy that an engine holds and how it was found: `readback` or `probe`."""
+    """Digest (hex) of the policy that an engine holds and how it was found: `readback`, `probe` or both with `+`."""
 
     digest: str
     proof: str
 
 
-class Engine(Protocol):
-    """Generates with one model. All methods but `status` may be called concurrently from one event loop."""
+class PolicyEngine(Protocol):
+    """Holds one model. All methods but `status` may be called concurrently from one event loop."""
 
-    async def load(
-        self, model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, identity: PolicyIdentity
-    ) -> None:
-        """Builds the model that `model_dir` describes (config, tokenizer) and replaces the one that is held.
+    @property
+    def kind(self) -> str:
+        """Which engine it is, as `PolicyStatus.engine` says it."""
+        ...
 
-        Weights come from `tensors`, or from the directory's safetensors files if that is None. The old model generates
-        while the new one is built; a failure there raises and leaves it. Requests in flight end with ABORT at the swap.
+    async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
+        """Puts in the model that `model_dir` describes (config, tokenizer), in place of the one that is held.
+
+        Weights come from `staged`, or from the directory's safetensors files if that is None. A failure before the held
+        model is touched raises and leaves it; a later one leaves the engine FAILED. Requests in flight end with ABORT.
         """
         ...
 
-    async def check(self, tensors: Mapping[str, TensorBytes]) -> None:
-        """Raises InvalidStateError if `apply_policy` could not take these tensors; changes nothing."""
+    async def check(self, staged: StagedPolicy) -> None:
+        """Raises InvalidStateError if `apply_policy` could not take this policy; changes nothing that is served.
+
+        An engine may prepare here, while it serves, what makes `apply_policy` short.
+        """
         ...
 
     async def apply_policy(
-        self, tensors: Mapping[str, TensorBytes], *, identity: PolicyIdentity, inflight_mode: InflightMode
+        self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
     ) -> None:
-        """Puts new weights into the held model, between two decode steps. A failure leaves the engine FAILED."""
-        ...
+        """Puts new weights into the held model, between two decode steps. A failure leaves the engine FAILED.
 
-    async def read_digest(self, tensors: Mapping[str, TensorBytes]) -> HeldDigest:
-        """Digest over what the engine holds now under the names, dtypes and shapes of `tensors`."""
-        ...
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Generates one completion. Cancelling the call aborts the request.
-
-        Raises UnavailableError when no model is held, InvalidStateError when the prompt does not fit the context.
+        Only `staged.changes` are written where the engine can and they are known.
         """
         ...
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request with ABORT; unknown ids are ignored."""
-        ...
+    async def prove(self, staged: StagedPolicy) -> HeldDigest:
+        """Proves that the engine holds this policy; InternalError says what differs.
 
-    async def abort_all(self) -> None:
-        """Ends every request with ABORT."""
+        An engine that answers requests between `apply_policy` and the end of this call keeps the answers back.
+        """
         ...
 
     async def fail(self, error: str) -> None:
         """Declares what is held unusable: state FAILED, requests in flight end with ABORT."""
+        ...
+
+    async def abort_all(self) -> None:
+        """Ends every request with ABORT."""
         ...
 
     async def pause(self, holder: str) -> None:
@@ -204,4 +208,19 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Aborts what is in flight and frees everything."""
+        ...
+
+
+class Engine(PolicyEngine, Protocol):
+    """Generates with the model that it holds."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Generates one completion. Cancelling the call aborts the request.
+
+        Raises UnavailableError when no model is held, InvalidStateError when the prompt does not fit the context.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request with ABORT; unknown ids are ignored."""
         ...

@@ -9,7 +9,7 @@ import contextlib
 import logging
 
 from millrace.errors import UnavailableError
-from millrace.inference.engine import Engine
+from millrace.inference.engine import PolicyEngine
 from millrace.telemetry import waits
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _HOLDER = "operator"
 class CallerPause:
     """The one pause that callers share: the last one to ask sets its end, `resume` ends it for all."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: PolicyEngine) -> None:
         self._engine = engine
         self._run_uid = ""
         self._ending: asyncio.Task[None] | None = None

@@ -33,7 +33,7 @@ from millrace.errors import (
 )
 from millrace.inference import http_responses as responses
 from millrace.inference.chat import encode_chat
-from millrace.inference.engine import Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
+from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
 from millrace.inference.http_schema import (
     ChatBody,
     CompletionBody,
@@ -46,8 +46,6 @@ from millrace.inference.model_files import ModelSlot, ServedModel
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
-STALL_S = 60.0
-"""An engine that has work and did nothing for this long counts as hanging."""
 _SHUTDOWN_S = 2.0  # for answers on their way after `drain`, which has ended every generation
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 

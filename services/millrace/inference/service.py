@@ -3,7 +3,7 @@
 import grpc.aio
 
 from millrace.errors import InvalidSpecError, InvalidStateError, Violation
-from millrace.inference.engine import Engine, InflightMode
+from millrace.inference.engine import InflightMode, PolicyEngine
 from millrace.inference.model_files import POLICY_NAME
 from millrace.inference.pauses import CallerPause
 from millrace.inference.updater import DesiredPolicy, PolicyUpdater
@@ -17,7 +17,7 @@ MAX_WAIT_S = 10.0
 class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     """Serves one replica's updater and engine."""
 
-    def __init__(self, engine: Engine, updater: PolicyUpdater) -> None:
+    def __init__(self, engine: PolicyEngine, updater: PolicyUpdater) -> None:
         self._engine = engine
         self._updater = updater
         self._pause = CallerPause(engine)
@@ -71,6 +71,9 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
             model_name=POLICY_NAME,
             max_num_seqs=engine.max_num_seqs,
             max_model_len=engine.max_model_len,
+            fetched_bytes=status.fetched_bytes,
+            full_bytes=status.full_bytes,
+            engine=self._engine.kind,
         )
         if status.identity is not None:
             message.has_version = True

@@ -6,27 +6,27 @@ Level-triggered: callers say which version shall be served, as often as they lik
                  ▲                        │              APPLYING failed: BROKEN, nothing serves; the next request
                  └────────────────────────┘                               for a version builds the model anew
 
-Everything that can be checked is checked while the old version serves: hashes of all objects, digests of all tensors,
-names, shapes and dtypes against the model. Then generation pauses, the weights are copied in, the engine's own memory
-is read back and its digest compared with the manifest's, and only then generation goes on.
+Everything that can be checked is checked while the old version serves: hashes of all objects, digests of all tensors
+(`HostCopy`), names, shapes and dtypes against the model (`check`). Then generation pauses, the weights are written, and
+the engine proves what it holds; an engine that has to generate for that keeps every answer back until it is proved. A
+failure from the pause on makes the engine FAILED and the host copy forgotten: the next attempt begins at an anchor.
 """
 
 import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 from millrace.errors import CorruptObjectError, FencedError, InternalError, MillraceError, UnavailableError
 from millrace.inference import model_files
-from millrace.inference.engine import Engine, EngineState, HeldDigest, InflightMode, PolicyIdentity
+from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyEngine, PolicyIdentity
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
-from millrace.policies.manifest import PolicyManifest
-from millrace.policies.pull import pull_files, pull_tensors, read_manifest
-from millrace.policies.tensors import TensorBytes
+from millrace.policies.pull import pull_files
+from millrace.policies.staged import StagedPolicy
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import waits
 
@@ -87,17 +87,41 @@ class UpdateStatus:
     error: str
     pause_s: float
     update_s: float
+    fetched_bytes: int
+    full_bytes: int
+
+
+class Stager(Protocol):
+    """Fetches and proves a policy in host memory; `HostCopy` is one. Both methods block."""
+
+    def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
+        """The version, whole and proved; a failure leaves what was staged before, or nothing."""
+        ...
+
+    def forget(self) -> None:
+        """Makes the next stage begin at an anchor."""
+        ...
 
 
 class PolicyUpdater:
-    """Owns which policy the engine holds. `run` must be running for anything to happen."""
+    """Owns which policy the engine holds. `run` must be running for anything to happen.
+
+    `store` and `stager` are None for a replica of a fixed model.
+    """
 
     def __init__(
-        self, engine: Engine, slot: ModelSlot, store: ObjectStore | None, *, extra_names: tuple[str, ...] = ()
+        self,
+        engine: PolicyEngine,
+        slot: ModelSlot,
+        store: ObjectStore | None,
+        stager: Stager | None,
+        *,
+        extra_names: tuple[str, ...] = (),
     ) -> None:
         self._engine = engine
         self._slot = slot
         self._store = store
+        self._stager = stager
         self._names = tuple(dict.fromkeys((POLICY_NAME, *extra_names)))
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._state = UpdateState.EMPTY
@@ -109,6 +133,7 @@ class PolicyUpdater:
         self._proved: ProvedPolicy | None = None
         self._error = ""
         self._pause_s = 0.0
+        self._fetched_bytes = self._full_bytes = 0
         self._update_s = 0.0
         self._is_leaving = False
         self._wake = asyncio.Event()
@@ -130,6 +155,8 @@ class PolicyUpdater:
             error=error,
             pause_s=self._pause_s,
             update_s=self._update_s,
+            fetched_bytes=self._fetched_bytes,
+            full_bytes=self._full_bytes,
         )
 
     @property
@@ -217,26 +244,30 @@ class PolicyUpdater:
             self._update_s = time.monotonic() - began
             self._set(UpdateState.SERVING)
             fields |= {"update_s": round(self._update_s, 4), "pause_s": round(self._pause_s, 4)}
+            fields |= {"fetched_bytes": self._fetched_bytes, "full_bytes": self._full_bytes}
             log.info("policy updated", extra=fields)
 
     async def _update(self, desired: DesiredPolicy, wait: waits.Waiting) -> None:
-        manifest = await self._read_manifest(desired)
-        tensors = await asyncio.to_thread(pull_tensors, self._require_store(), manifest)
-        files = tuple((entry.name, entry.sha256) for entry in manifest.files)
+        staged = await self._stage(desired)
+        files = tuple((entry.name, entry.sha256) for entry in staged.manifest.files)
         is_same_model = self._served is not None and self._served.run_uid == desired.run_uid
         if is_same_model and files == self._held_files and self._engine.status().state is EngineState.READY:
             wait.update(reason=f"policy {desired.version} to be applied by its engine", waits_on="")
-            await self._engine.check(tensors)
-            await self._apply(desired, manifest, tensors)
+            staged = self._against_held(staged)
+            await self._engine.check(staged)
+            await self._apply(desired, staged)
         else:
             wait.update(reason=f"policy {desired.version} to be loaded by its engine")
-            await self._load(desired, manifest, tensors)
+            await self._load(desired, staged)
             self._held_files = files
+        self._fetched_bytes, self._full_bytes = staged.fetched_bytes, staged.full_bytes
 
-    async def _read_manifest(self, desired: DesiredPolicy) -> PolicyManifest:
-        manifest = await asyncio.to_thread(
-            read_manifest, self._require_store(), desired.manifest_key, desired.manifest_sha256
-        )
+    async def _stage(self, desired: DesiredPolicy) -> StagedPolicy:
+        """The version in host memory; raises if it is not the one that was announced."""
+        if self._stager is None:
+            raise _no_store()
+        staged = await asyncio.to_thread(self._stager.stage, desired.manifest_key, desired.manifest_sha256)
+        manifest = staged.manifest
         found = PolicyIdentity(run_uid=manifest.run_uid, lineage=manifest.lineage, version=manifest.version)
         if found != desired.identity or (desired.digest and manifest.digest != desired.digest):
             raise CorruptObjectError(
@@ -245,24 +276,33 @@ class PolicyUpdater:
                 reason="POLICY_MANIFEST_MISMATCH",
                 remedy="publish the policy again",
             )
-        return manifest
+        return staged
 
-    async def _apply(
-        self, desired: DesiredPolicy, manifest: PolicyManifest, tensors: Mapping[str, TensorBytes]
-    ) -> None:
+    def _against_held(self, staged: StagedPolicy) -> StagedPolicy:
+        """The policy with its changes only if they are against what the engine holds; a stage may have had no apply."""
+        held = self._engine.status().identity
+        if held is not None and staged.base == (held.lineage, held.version):
+            return staged
+        return replace(staged, changes=None, base=None)
+
+    async def _apply(self, desired: DesiredPolicy, staged: StagedPolicy) -> None:
         self._set(UpdateState.APPLYING)
         began = time.monotonic()
-        await self._engine.pause(PAUSE_HOLDER)
         try:
-            await self._engine.apply_policy(tensors, identity=desired.identity, inflight_mode=self._mode)
-            await self._prove(desired, manifest, tensors)
-        finally:
-            await self._engine.resume(PAUSE_HOLDER)  # after a failure the engine refuses to generate by itself
-            self._pause_s = time.monotonic() - began
+            await self._engine.pause(PAUSE_HOLDER)
+            try:
+                await self._engine.apply_policy(staged, identity=desired.identity, inflight_mode=self._mode)
+                await self._prove(desired, staged)
+            finally:
+                await self._engine.resume(PAUSE_HOLDER)  # after a failure the engine refuses to generate by itself
+                self._pause_s = time.monotonic() - began
+        except BaseException:  # the next attempt begins at an anchor, then raises
+            self._forget()
+            raise
 
-    async def _load(self, desired: DesiredPolicy, manifest: PolicyManifest, tensors: Mapping[str, TensorBytes]) -> None:
-        """Builds the model from the policy's own files. New requests are refused meanwhile, so none meets a mixture."""
-        owner = model_files.write_files(await asyncio.to_thread(pull_files, self._require_store(), manifest))
+    async def _load(self, desired: DesiredPolicy, staged: StagedPolicy) -> None:
+        """Puts in the policy with its own files. New requests are refused meanwhile, so none meets a mixture."""
+        owner = model_files.write_files(await asyncio.to_thread(pull_files, self._require_store(), staged.manifest))
         directory = Path(owner.name)
         tokenizer = await asyncio.to_thread(model_files.load_tokenizer, directory)
         served = ServedModel(names=self._names, directory=directory, tokenizer=tokenizer, owner=owner)
@@ -270,39 +310,46 @@ class PolicyUpdater:
         began = time.monotonic()
         old, self._slot.current = self._slot.current, None
         try:
-            await self._engine.load(directory, tensors, identity=desired.identity)
+            await self._engine.load(directory, staged, identity=desired.identity)
         except BaseException:  # restores what was held, then raises
-            self._slot.current = old  # the engine still holds what it held
+            if self._engine.status().state is EngineState.READY:
+                self._slot.current = old  # the engine still holds what it held
+            else:
+                self._forget()
             owner.cleanup()
             raise
         if old is not None and old.owner is not None:
             old.owner.cleanup()  # config and tokenizer are in memory
-        await self._prove(desired, manifest, tensors)
+        try:
+            await self._prove(desired, staged)
+        except BaseException:  # the next attempt begins at an anchor, then raises
+            self._forget()
+            raise
         self._slot.current = served
         self._pause_s = time.monotonic() - began
 
-    async def _prove(
-        self, desired: DesiredPolicy, manifest: PolicyManifest, tensors: Mapping[str, TensorBytes]
-    ) -> None:
-        """Compares what the engine holds with the manifest; declares the engine failed if it differs or is unknown."""
+    async def _prove(self, desired: DesiredPolicy, staged: StagedPolicy) -> None:
+        """Has the engine prove what it holds; declares it failed if that is not this policy, or unknown."""
         try:
-            held = await self._engine.read_digest(tensors)
+            held = await self._engine.prove(staged)
+            if held.digest != staged.manifest.digest:
+                raise InternalError(
+                    f"the engine holds digest {held.digest}, not {staged.manifest.digest}",
+                    reason="POLICY_READBACK_MISMATCH",
+                    remedy="the policy is loaded anew",
+                )
         except Exception as error:
-            await self._engine.fail(f"what the engine holds after the update to {desired.identity} is unknown: {error}")
+            await self._engine.fail(f"the update to {desired.identity} is not proved: {_describe(error)}")
             raise
-        if held.digest != manifest.digest:
-            problem = (
-                f"after the update to {desired.identity} the engine holds digest {held.digest}, not {manifest.digest}"
-            )
-            await self._engine.fail(problem)
-            raise InternalError(problem, reason="POLICY_READBACK_MISMATCH", remedy="the policy is loaded anew")
         self._proved = ProvedPolicy(identity=desired.identity, held=held)
+
+    def _forget(self) -> None:
+        if self._stager is not None:
+            self._stager.forget()
 
     def _require_store(self) -> ObjectStore:
         if self._store is None:
-            raise InternalError(
-                "this replica has no object store", reason="NO_STORE", remedy="set MILLRACE_STORE_URL and restart"
-            )
+            raise _no_store()
         return self._store
 
     def _set(self, state: UpdateState, *, error: str = "") -> None:
@@ -312,6 +359,12 @@ class PolicyUpdater:
     def _notify(self) -> None:
         change, self._change = self._change, asyncio.Event()
         change.set()
+
+
+def _no_store() -> InternalError:
+    return InternalError(
+        "this replica has no object store", reason="NO_STORE", remedy="set MILLRACE_STORE_URL and restart"
+    )
 
 
 def _describe(error: Exception) -> str:

@@ -1,11 +1,12 @@
-"""Weights of a torch model by name: check, copy in place, read back. Tied parameters are one tensor of many names."""
+"""Weights of a torch model by name: check, write in place, read back. Tied parameters are one tensor of many names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from millrace.errors import InvalidStateError
+from millrace.policies.change import TensorChange
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.tensors import TensorBytes
 
@@ -21,6 +22,7 @@ _TORCH_DTYPES = {
     "uint8": torch.uint8,
     "bool": torch.bool,
 }
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TAGS = {dtype: tag for tag, dtype in _TORCH_DTYPES.items()}
 _REMEDY = "publish the policy with the tensors of its config.json, all floating-point ones in one dtype"
 
@@ -80,6 +82,21 @@ def copy_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> 
         held[name].copy_(raw.view(_TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape))
 
 
+@torch.no_grad()
+def write_changes(model: torch.nn.Module, changes: Mapping[str, tuple[TensorChange, ...]]) -> None:
+    """Writes only what differs, as bits, into the model's own memory; positions are checked against its shapes."""
+    held = model.state_dict(keep_vars=True)
+    for name, parts in changes.items():
+        target = held[name]
+        flat = target.detach().view(-1).view(_BITS[target.element_size()])
+        for part in parts:
+            bits = torch.from_numpy(part.bits.view(f"i{part.bits.itemsize}" if part.bits.itemsize > 1 else "u1"))
+            if part.positions is None:
+                flat[part.start : part.start + part.num_elements].copy_(bits)
+            else:
+                flat[torch.from_numpy(part.positions)] = bits
+
+
 def read_digest(model: torch.nn.Module, names: Mapping[str, object]) -> str:
     """Digest (hex) of what the model holds under these names, in the form of the policy manifest."""
     held = model.state_dict(keep_vars=True)
@@ -88,6 +105,14 @@ def read_digest(model: torch.nn.Module, names: Mapping[str, object]) -> str:
         tensor = as_tensor_bytes(held[name])
         found[name] = (tensor.dtype, tensor.shape, digest_hex(tensor_digest(tensor)))
     return policy_digest(found)
+
+
+def prompt_logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:
+    """Log-prob of each token of a prompt but the first, [T - 1], by one forward pass."""
+    prompt = torch.tensor([list(token_ids)])
+    with torch.inference_mode():
+        logits_TV = model(input_ids=prompt, use_cache=False).logits[0, :-1].float()
+    return torch.log_softmax(logits_TV, dim=-1).gather(-1, prompt[0, 1:, None]).squeeze(-1).tolist()
 
 
 def as_tensor_bytes(tensor: torch.Tensor) -> TensorBytes:

@@ -119,7 +119,7 @@ def full_model_dir(tmp_path: Path) -> Path:
 async def served(full_model_dir: Path) -> AsyncIterator[Served]:
     """The HTTP API over the model with seed 0."""
     engine, slot = EmbeddedEngine(max_num_seqs=16), ModelSlot()
-    updater = PolicyUpdater(engine, slot, None, extra_names=("my-model",))
+    updater = PolicyUpdater(engine, slot, None, None, extra_names=("my-model",))
     await updater.serve_fixed(full_model_dir)
     api = HttpApi(engine, slot)
     runner, port = await start_http(api, "127.0.0.1", 0)

@@ -1,7 +1,9 @@
 """A tiny Qwen3 with a byte-level tokenizer, as files, and reference log-probs from a plain forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from millrace.inference import weights
+from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
+from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes
 
 torch.set_num_threads(1)
@@ -75,6 +79,14 @@ def tensors_of(model: torch.nn.Module) -> dict[str, TensorBytes]:
     }
 
 
+def staged_of(tensors: torch.nn.Module | Mapping[str, TensorBytes], probe: Any = None, **fields: Any) -> StagedPolicy:
+    """A staged policy; its manifest says the digest and the probe, which is all that engines ask."""
+    held = tensors_of(tensors) if isinstance(tensors, torch.nn.Module) else tensors
+    digest = policy_digest({n: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for n, t in held.items()})
+    manifest: Any = SimpleNamespace(digest=digest, probe=probe)
+    return StagedPolicy(manifest=manifest, tensors=held, **fields)
+
+
 def reference_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int], temperature: float = 1.0):
     """Log-probs float32 [T] of the completion by one forward pass over prompt and completion."""
     with torch.inference_mode():
@@ -100,6 +112,11 @@ def make_model() -> Callable[..., torch.nn.Module]:
 @pytest.fixture(scope="session")
 def make_tensors() -> Callable[[torch.nn.Module], dict[str, TensorBytes]]:
     return tensors_of
+
+
+@pytest.fixture(scope="session")
+def make_staged() -> Callable[..., StagedPolicy]:
+    return staged_of
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.errors import InvalidStateError, UnavailableError
+from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference import scheduler as scheduler_module
 from millrace.inference.embedded import EmbeddedEngine
 from millrace.inference.engine import (
@@ -19,6 +19,8 @@ from millrace.inference.engine import (
     PolicyIdentity,
     SamplingParams,
 )
+from millrace.policies.change import TensorChange
+from millrace.policies.manifest import Probe
 
 EOS = 258
 V0 = PolicyIdentity(run_uid="r", lineage=0, version=0)
@@ -33,9 +35,9 @@ def request(number: int, *, prompt: list[int] | None = None, **sampling) -> Gene
 
 
 @pytest.fixture
-async def engine(model_dir, make_model, make_tensors) -> AsyncIterator[EmbeddedEngine]:
+async def engine(model_dir, make_model, make_staged) -> AsyncIterator[EmbeddedEngine]:
     engine = EmbeddedEngine(max_num_seqs=6)
-    await engine.load(model_dir, make_tensors(make_model(0)), identity=V0)
+    await engine.load(model_dir, make_staged(make_model(0)), identity=V0)
     yield engine
     await engine.close()
 
@@ -126,13 +128,13 @@ async def test_stop_tokens_and_stop_strings_end_a_completion(engine, model_dir):
 
 
 async def test_update_in_flight_with_recompute_continues_as_if_the_new_weights_had_read_everything(
-    engine, make_model, make_tensors, reference
+    engine, make_model, make_staged, reference
 ):
     old, new = make_model(0), make_model(1)
     requests = [request(n, max_tokens=150, ignore_eos=True) for n in range(5)]
     tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
     await until(lambda: engine.status().num_generated_tokens >= 5 * 40)
-    await engine.apply_policy(make_tensors(new), identity=V1, inflight_mode=InflightMode.RECOMPUTE)
+    await engine.apply_policy(make_staged(new), identity=V1, inflight_mode=InflightMode.RECOMPUTE)
     for sent, got in zip(requests, await asyncio.gather(*tasks), strict=True):
         before, after = got.policy_spans
         assert (before.version, before.start, after.version, after.end) == (0, 0, 1, 150)
@@ -143,7 +145,7 @@ async def test_update_in_flight_with_recompute_continues_as_if_the_new_weights_h
         np.testing.assert_allclose(got.logprobs[cut:], reference(new, prompt, ids)[cut:], atol=1e-5)
 
 
-async def test_update_in_flight_with_keep_continues_on_the_cache_of_the_old_weights(engine, make_model, make_tensors):
+async def test_update_in_flight_with_keep_continues_on_the_cache_of_the_old_weights(engine, make_model, make_staged):
     import torch
     from transformers import DynamicCache
 
@@ -151,7 +153,7 @@ async def test_update_in_flight_with_keep_continues_on_the_cache_of_the_old_weig
     item = request(0, max_tokens=120, ignore_eos=True)
     task = asyncio.create_task(engine.generate(item))
     await until(lambda: engine.status().num_generated_tokens >= 30)
-    await engine.apply_policy(make_tensors(new), identity=V1, inflight_mode=InflightMode.KEEP)
+    await engine.apply_policy(make_staged(new), identity=V1, inflight_mode=InflightMode.KEEP)
     got = await task
     before, after = got.policy_spans
     ids, cut = [*item.prompt_token_ids, *got.token_ids.tolist()], len(item.prompt_token_ids) + after.start
@@ -165,37 +167,68 @@ async def test_update_in_flight_with_keep_continues_on_the_cache_of_the_old_weig
     np.testing.assert_allclose(got.logprobs[after.start :], expected, atol=1e-5)
 
 
-async def test_tied_embeddings_follow_an_update(engine, make_model, make_tensors, reference):
+async def test_tied_embeddings_follow_an_update(engine, make_model, make_staged, reference):
     new = make_model(1)
-    await engine.apply_policy(make_tensors(new), identity=V1, inflight_mode=InflightMode.KEEP)
+    await engine.apply_policy(make_staged(new), identity=V1, inflight_mode=InflightMode.KEEP)
     got = await engine.generate(request(2, max_tokens=20))
     expected = reference(new, list(request(2).prompt_token_ids), got.token_ids.tolist())
     np.testing.assert_allclose(got.logprobs, expected, atol=1e-5)
     assert got.policy_spans[0].version == 1
 
 
-async def test_readback_gives_the_digest_of_what_was_published(engine, make_model, make_tensors):
-    from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
+async def test_readback_and_probe_prove_what_was_published(engine, make_model, make_staged, reference):
+    old, new = make_model(0), make_model(1)
+    held = await engine.prove(make_staged(old))
+    assert (held.digest, held.proof) == (make_staged(old).manifest.digest, "readback")
+    tokens = [5, 200, 17, 99, 3]
+    probe = Probe(token_ids=tuple(tokens), logprobs=tuple(reference(new, tokens[:1], tokens[1:]).tolist()))
+    await engine.apply_policy(make_staged(new), identity=V1, inflight_mode=InflightMode.KEEP)
+    assert (await engine.prove(make_staged(new, probe))).proof == "readback+probe"
+    with pytest.raises(InternalError, match="digest"):
+        await engine.prove(make_staged(old))
+    shifted = replace(probe, logprobs=tuple(value + 0.01 for value in probe.logprobs))
+    with pytest.raises(InternalError, match="probe"):
+        await engine.prove(make_staged(new, shifted))
 
-    tensors = make_tensors(make_model(0))
-    published = policy_digest({n: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for n, t in tensors.items()})
-    held = await engine.read_digest(tensors)
-    assert (held.digest, held.proof) == (published, "readback")
-    await engine.apply_policy(make_tensors(make_model(1)), identity=V1, inflight_mode=InflightMode.KEEP)
-    assert (await engine.read_digest(tensors)).digest != published
+
+async def test_changes_alone_make_the_new_version(engine, make_model, make_staged, reference):
+    import torch
+
+    new = make_model(0)
+    for name in ("model.embed_tokens", "model.layers.1.mlp.up_proj", "model.norm"):
+        new.get_submodule(name).weight.view(-1)[1::7] *= 1.5
+    old, whole = make_staged(make_model(0)), make_staged(new)
+    changes = {}
+    for name, tensor in whole.tensors.items():
+        (positions,) = np.nonzero(tensor.bits() != old.tensors[name].bits())
+        if positions.size:
+            changes[name] = (TensorChange(bits=tensor.bits()[positions], positions=positions.astype(np.int64)),)
+    assert set(changes) == {"model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"}
+    bits = whole.tensors["model.norm.weight"].bits()
+    changes["model.norm.weight"] = (TensorChange(bits=bits[5:], start=5), TensorChange(bits=bits[:5]))
+    for _ in range(2):  # absolute values: twice is once
+        await engine.apply_policy(
+            make_staged(new, changes=changes, base=(0, 0)), identity=V1, inflight_mode=InflightMode.KEEP
+        )
+        assert (await engine.prove(whole)).digest == whole.manifest.digest
+    got = await engine.generate(request(2, max_tokens=20))
+    expected = reference(new, list(request(2).prompt_token_ids), got.token_ids.tolist())
+    np.testing.assert_allclose(got.logprobs, expected, atol=1e-5)
+    assert torch.equal(new.lm_head.weight, new.model.embed_tokens.weight)  # the model is tied
 
 
-async def test_a_policy_that_does_not_fit_is_refused_by_name_and_changes_nothing(engine, make_model, make_tensors):
-    tensors = make_tensors(make_model(1))
-    held = await engine.read_digest(tensors)
-    wrong = dict(tensors)
+async def test_a_policy_that_does_not_fit_is_refused_by_name_and_changes_nothing(
+    engine, make_model, make_tensors, make_staged
+):
+    held = await engine.prove(make_staged(make_model(0)))
+    wrong = make_tensors(make_model(1))
     wrong.pop("model.norm.weight")
     with pytest.raises(InvalidStateError, match=r"model\.norm\.weight is missing"):
-        await engine.check(wrong)
-    wide = make_tensors(make_model(1, intermediate_size=128))
+        await engine.check(make_staged(wrong))
+    wide = make_staged(make_model(1, intermediate_size=128))
     with pytest.raises(InvalidStateError, match="mlp"):
         await engine.apply_policy(wide, identity=V1, inflight_mode=InflightMode.KEEP)
-    assert (await engine.read_digest(tensors)) == held
+    assert (await engine.prove(make_staged(make_model(0)))) == held
     assert engine.status().state is EngineState.READY
     assert engine.status().identity == V0
 
@@ -236,27 +269,27 @@ async def test_pause_holds_until_every_holder_resumed(engine):
 
 
 async def test_values_that_are_not_finite_end_the_request_and_do_not_outlive_it(
-    engine, make_model, make_tensors, reference
+    engine, make_model, make_staged, reference
 ):
     broken = make_model(1)
     broken.model.layers[1].mlp.up_proj.weight.fill_(float("nan"))
     broken.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
-    await engine.apply_policy(make_tensors(broken), identity=V1, inflight_mode=InflightMode.KEEP)
+    await engine.apply_policy(make_staged(broken), identity=V1, inflight_mode=InflightMode.KEEP)
     results = await asyncio.gather(*(engine.generate(request(n, prompt=[1] * 40)) for n in range(6)))
     assert {r.finish_reason for r in results} == {FinishReason.ERROR}
     good = make_model(2)
-    await engine.apply_policy(make_tensors(good), identity=V1, inflight_mode=InflightMode.KEEP)
+    await engine.apply_policy(make_staged(good), identity=V1, inflight_mode=InflightMode.KEEP)
     for number in range(6):  # the same rows, shorter prompts: old values lie behind them
         sent = request(number, prompt=[1, 2], max_tokens=20)
         got = await engine.generate(sent)
         np.testing.assert_allclose(got.logprobs, reference(good, [1, 2], got.token_ids.tolist()), atol=1e-5)
 
 
-async def test_limits_of_context_and_cache(model_dir, make_model, make_tensors):
+async def test_limits_of_context_and_cache(model_dir, make_model, make_staged):
     engine = EmbeddedEngine(max_num_seqs=8, max_model_len=64, kv_bytes=3 * 64 * 512)  # 512 bytes per token: 3 rows
     with pytest.raises(UnavailableError):
         await engine.generate(request(1))
-    await engine.load(model_dir, make_tensors(make_model(0)), identity=V0)
+    await engine.load(model_dir, make_staged(make_model(0)), identity=V0)
     assert engine.status().max_model_len == 64
     with pytest.raises(InvalidStateError, match="64 tokens"):
         await engine.generate(request(1, prompt=[1] * 64))
@@ -271,12 +304,12 @@ async def test_limits_of_context_and_cache(model_dir, make_model, make_tensors):
     await engine.close()
 
 
-async def test_a_new_model_replaces_the_old_one_and_ends_its_requests(engine, model_dir, make_model, make_tensors):
+async def test_a_new_model_replaces_the_old_one_and_ends_its_requests(engine, model_dir, make_model, make_staged):
     task = asyncio.create_task(engine.generate(request(1, max_tokens=250, ignore_eos=True, prompt=[3])))
     await until(lambda: engine.status().num_running == 1)
     await engine.pause("test")
     other = PolicyIdentity(run_uid="other", lineage=0, version=7)
-    await engine.load(model_dir, make_tensors(make_model(3)), identity=other)
+    await engine.load(model_dir, make_staged(make_model(3)), identity=other)
     await engine.resume("test")
     assert (await task).finish_reason is FinishReason.ABORT
     assert engine.status().identity == other

@@ -39,9 +39,9 @@ async def until(condition) -> None:
 
 
 @pytest.fixture
-async def engine(model_dir, make_model, make_tensors) -> AsyncIterator[EmbeddedEngine]:
+async def engine(model_dir, make_model, make_staged) -> AsyncIterator[EmbeddedEngine]:
     engine = EmbeddedEngine(max_num_seqs=6)
-    await engine.load(model_dir, make_tensors(make_model(0)), identity=V0)
+    await engine.load(model_dir, make_staged(make_model(0)), identity=V0)
     yield engine
     await engine.close()
 
@@ -54,9 +54,9 @@ async def start_paused(engine: EmbeddedEngine, requests: list[GenerateRequest]) 
     return tasks
 
 
-async def assert_loads_and_generates(engine: EmbeddedEngine, model_dir, tensors) -> None:
+async def assert_loads_and_generates(engine: EmbeddedEngine, model_dir, staged) -> None:
     async with asyncio.timeout(LIMIT_S):
-        await engine.load(model_dir, tensors, identity=V0)
+        await engine.load(model_dir, staged, identity=V0)
         got = await engine.generate(request(50))
     assert len(got.token_ids) == 20 and engine.status().state is EngineState.READY
 
@@ -81,7 +81,7 @@ async def test_a_request_that_fits_no_column_fails_alone(engine, make_model, ref
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, Panic])
 async def test_a_step_that_raises_ends_its_requests_and_the_engine_loads_again(
-    engine, model_dir, make_model, make_tensors, monkeypatch, kind
+    engine, model_dir, make_model, make_staged, monkeypatch, kind
 ):
     tasks = await start_paused(engine, [request(n, max_tokens=200) for n in range(8)])  # six run, two wait
     scheduler = engine._scheduler
@@ -100,11 +100,11 @@ async def test_a_step_that_raises_ends_its_requests_and_the_engine_loads_again(
     assert "boom" in status.error and engine._thread.is_alive()
     with pytest.raises(UnavailableError, match="boom"):
         await engine.generate(request(9))
-    await assert_loads_and_generates(engine, model_dir, make_tensors(make_model(1)))
+    await assert_loads_and_generates(engine, model_dir, make_staged(make_model(1)))
 
 
 async def test_a_command_that_raises_where_none_should_leaves_the_thread_alive(
-    engine, model_dir, make_model, make_tensors, monkeypatch
+    engine, model_dir, make_model, make_staged, monkeypatch
 ):
     def explode(_: object) -> None:
         raise Panic("boom")
@@ -114,11 +114,11 @@ async def test_a_command_that_raises_where_none_should_leaves_the_thread_alive(
         async with asyncio.timeout(LIMIT_S):
             await engine.generate(request(1))
     assert engine.status().state is EngineState.FAILED and not engine.status().is_dead
-    await assert_loads_and_generates(engine, model_dir, make_tensors(make_model(1)))
+    await assert_loads_and_generates(engine, model_dir, make_staged(make_model(1)))
 
 
 async def test_a_dead_thread_is_visible_and_fails_everything_that_waits_for_it(
-    engine, model_dir, make_model, make_tensors, monkeypatch
+    engine, model_dir, make_model, make_staged, monkeypatch
 ):
     running = asyncio.create_task(engine.generate(request(0, max_tokens=250)))
     await until(lambda: engine.status().num_running == 1)
@@ -144,7 +144,7 @@ async def test_a_dead_thread_is_visible_and_fails_everything_that_waits_for_it(
     assert (status.state, status.is_dead) == (EngineState.FAILED, True) and "boom" in status.error
     for call in (
         engine.generate(request(2)),
-        engine.load(model_dir, make_tensors(make_model(1)), identity=V0),
+        engine.load(model_dir, make_staged(make_model(1)), identity=V0),
         engine.pause("test"),
     ):
         with pytest.raises(UnavailableError, match="thread died"):

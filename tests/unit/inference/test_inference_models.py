@@ -24,12 +24,12 @@ SMALL = {
 }
 
 
-async def play(directory, tensors, prompt: list[int]):
+async def play(directory, staged, prompt: list[int]):
     engine = EmbeddedEngine()
     try:
-        await engine.load(directory, tensors, identity=V0)
+        await engine.load(directory, staged, identity=V0)
         sampling = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
-        held = await engine.read_digest(tensors) if tensors else None
+        held = await engine.prove(staged) if staged else None
         request = GenerateRequest(request_id="1", prompt_token_ids=tuple(prompt), sampling=sampling)
         return await engine.generate(request), held
     finally:
@@ -41,23 +41,23 @@ async def play(directory, tensors, prompt: list[int]):
     [LlamaConfig(**SMALL), GemmaConfig(**SMALL, head_dim=8), LlamaConfig(**SMALL, tie_word_embeddings=True)],
     ids=["llama", "gemma", "llama-tied"],
 )
-async def test_other_architectures_are_exact(config, tmp_path, make_tensors, reference):
+async def test_other_architectures_are_exact(config, tmp_path, make_tensors, make_staged, reference):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     config.save_pretrained(tmp_path)
     tensors = make_tensors(model)
     assert ("lm_head.weight" in tensors) == (not config.tie_word_embeddings)
-    got, _ = await play(tmp_path, tensors, [1, 2, 3])
+    got, _ = await play(tmp_path, make_staged(tensors), [1, 2, 3])
     np.testing.assert_allclose(got.logprobs, reference(model, [1, 2, 3], got.token_ids.tolist()), atol=1e-5)
 
 
-async def test_bfloat16_policies_keep_their_bits(tmp_path, make_model, make_tensors, reference):
+async def test_bfloat16_policies_keep_their_bits(tmp_path, make_model, make_tensors, make_staged, reference):
     from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 
     model = make_model(0).to(torch.bfloat16)
     model.config.save_pretrained(tmp_path)
     tensors = make_tensors(model)
-    got, held = await play(tmp_path, tensors, [1, 2, 3])
+    got, held = await play(tmp_path, make_staged(tensors), [1, 2, 3])
     published = policy_digest({n: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for n, t in tensors.items()})
     assert held.digest == published
     # bf16 rounds differently in another batch shape: 5e-2 is what is seen between engines, see PLATFORM figures

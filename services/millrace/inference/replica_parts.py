@@ -1,0 +1,219 @@
+"""What every inference replica has, whichever engine it drives: PolicyService, health, registration, the updater.
+
+Readiness is the PolicyService's name: SERVING while a policy is served. Liveness is the process: it fails when the
+engine has work and makes no progress, or is dead.
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc.aio
+
+import millrace
+from millrace.errors import MillraceError
+from millrace.inference.engine import STALL_S, PolicyEngine
+from millrace.inference.model_files import ModelSlot
+from millrace.inference.service import SERVICE_NAME, PolicyServicer
+from millrace.inference.updater import PolicyUpdater
+from millrace.internal.v1 import policy_service_pb2_grpc
+from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, HeartbeatRequest, Worker
+from millrace.policies.manifest import PolicyManifest
+from millrace.policies.pull import pull_tensors, read_manifest
+from millrace.policies.staged import StagedPolicy
+from millrace.rpc.health import PROCESS, HealthBoard
+from millrace.rpc.serve import serve
+from millrace.rpc.slot import worker_slot
+from millrace.rpc.worker import WorkerAgent, new_worker_id
+from millrace.runlog.log import FORMAT_MAJOR
+from millrace.storage.base import open_store
+from millrace.telemetry import waits
+from millrace.telemetry.settings import Settings, parse_address
+
+_HEALTH_PERIOD_S = 0.5
+_STALL_SHOWN_S = 10.0  # one forward pass takes less: from here on a stall is a visible wait, overdue twice as late
+_FAREWELL_S = 1.0
+
+
+class ReplicaParts:
+    """Wires the parts around one engine; `run` lives until `stopping` is set (or a signal, if it handles them).
+
+    `policy_dir` is where the host copy of the policy lies as a file, for engines in other processes; None keeps it in
+    memory.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: PolicyEngine,
+        slot: ModelSlot,
+        *,
+        stopping: asyncio.Event,
+        extra_names: tuple[str, ...] = (),
+        policy_dir: Path | None = None,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._stopping = stopping
+        self._board = HealthBoard()
+        self._board.add(SERVICE_NAME, reason="no policy")
+        store = open_store(settings.store_url) if settings.store_url else None
+        stager = HostCopy(store, directory=policy_dir) if store is not None else None
+        self.updater = PolicyUpdater(engine, slot, store, stager, extra_names=extra_names)
+        self.servicer = PolicyServicer(engine, self.updater)
+        self._started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._is_announced = asyncio.Event()
+        self._is_gone = asyncio.Event()
+
+    async def run(
+        self,
+        http_url: Callable[[str], str],
+        *,
+        drain: Callable[[float], Awaitable[None]],
+        warm_up: Callable[[], object] | None = None,
+        handle_signals: bool = True,
+    ) -> None:
+        """Serves until it shall stop, then drains.
+
+        `http_url` makes the registered URL from the host under which others reach this process. `drain` gets the grace
+        period in seconds. `warm_up` runs in a thread once the server listens.
+        """
+
+        async def leave() -> None:
+            """After load balancers looked away: open requests get the grace period, everything new goes elsewhere."""
+            self.updater.leave()
+            await drain(self._settings.grace_s)
+            if self._settings.orchestrator is not None:
+                await self._is_announced.wait()  # at most _FAREWELL_S after the signal
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                background = [group.create_task(self.updater.run()), group.create_task(self._watch_health())]
+                if warm_up is not None:
+                    group.create_task(self._warm_up(warm_up))
+                agent = group.create_task(self._register(http_url))
+                await serve(
+                    self._settings.require("listen"),
+                    self._add_services,
+                    drain_s=self._settings.drain_s,
+                    grace_s=self._settings.grace_s,
+                    on_started=self._started.set_result,
+                    stopping=self._stopping,
+                    handle_signals=handle_signals,
+                    health_board=self._board,
+                    before_stop=leave,
+                )
+                self._is_gone.set()
+                await agent
+                for task in background:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise _cause(errors) from errors
+
+    async def _warm_up(self, function: Callable[[], object]) -> None:
+        """Imports meanwhile what the first policy will need: the orchestrator hears of this replica first."""
+        await self._started
+        await asyncio.to_thread(function)
+
+    def _add_services(self, server: grpc.aio.Server, _: asyncio.Event) -> list[str]:
+        policy_service_pb2_grpc.add_PolicyServiceServicer_to_server(self.servicer, server)
+        return [SERVICE_NAME]
+
+    async def _register(self, http_url: Callable[[str], str]) -> None:
+        """Keeps the replica registered to its last moment; without an orchestrator it serves by itself."""
+        if self._settings.orchestrator is None:
+            return
+        grpc_port = await self._started
+        listen_host, _ = parse_address(self._settings.require("listen"))
+        address = self._settings.advertise or f"{_reachable(listen_host)}:{grpc_port}"
+        worker = Worker(
+            worker_id=new_worker_id("inference"),
+            kind=WORKER_KIND_INFERENCE,
+            address=address,
+            http_url=http_url(parse_address(address)[0]),
+            version=millrace.__version__,
+            min_log_format=FORMAT_MAJOR,
+            max_log_format=FORMAT_MAJOR,
+            slot=worker_slot(address),
+        )
+        agent = WorkerAgent(self._settings.orchestrator, worker, self._heartbeat, lambda reply: None)
+        async with asyncio.TaskGroup() as group:
+            leaving = group.create_task(self._leave(agent))
+            await agent.run(self._is_gone)
+            leaving.cancel()
+
+    async def _leave(self, agent: WorkerAgent) -> None:
+        """Says at once that nothing new may come and that others take over what is here."""
+        await self._stopping.wait()
+        await agent.tell_now(timeout_s=_FAREWELL_S)
+        self._is_announced.set()
+
+    def _heartbeat(self) -> HeartbeatRequest:
+        return HeartbeatRequest(policy=self.servicer.status(), is_leaving=self._stopping.is_set())
+
+    async def _watch_health(self) -> None:
+        wait = waits.LastingWait()
+        while True:
+            status = self.servicer.status()
+            if status.has_version:
+                self._board.set_ready(SERVICE_NAME)
+            else:
+                self._board.set_unready(SERVICE_NAME, status.error or "no policy")
+            engine = self._engine.status()
+            idle_s = engine.progress_age_s
+            if idle_s > _STALL_SHOWN_S:
+                open_now = engine.num_running + engine.num_waiting
+                reason = f"its engine, which has {open_now} requests and did nothing for {idle_s:.0f} s"
+                wait.on(reason, key="stall", deadline_s=_STALL_SHOWN_S)
+            else:
+                wait.over()
+            if engine.is_dead:
+                self._board.set_unready(PROCESS, engine.error)
+            elif idle_s > STALL_S:
+                self._board.set_unready(PROCESS, f"the engine has work and made no progress for {idle_s:.0f} s")
+            else:
+                self._board.set_ready(PROCESS)
+            await asyncio.sleep(_HEALTH_PERIOD_S)
+
+
+def http_address(host: str, port: int) -> Callable[[str], str]:
+    """Makes the URL of an HTTP API that listens on `host`: of that host, or of the reachable one for a wildcard."""
+    return lambda reachable: f"http://{reachable if _is_wildcard(host) else host}:{port}/v1"
+
+
+def _is_wildcard(host: str) -> bool:
+    return host in ("", "0.0.0.0", "::", "[::]")
+
+
+def _reachable(host: str) -> str:
+    """The host under which others reach what listens on `host`."""
+    return socket.gethostname() if _is_wildcard(host) else host
+
+
+def _cause(errors: BaseExceptionGroup) -> BaseException:
+    """The first error of ours in a group, or the first one."""
+    found: list[BaseException] = []
+    pending: list[BaseException] = [errors]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            found.append(error)
+    return next((error for error in found if isinstance(error, MillraceError)), found[0])
+
+
+class HostCopy:
+    """Stands in until `policies/host_copy.py` is there: fetches every version whole."""
+
+    def __init__(self, store, *, directory=None) -> None:
+        self._store = store
+
+    def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
+        """The whole version."""
+        manifest: PolicyManifest = read_manifest(self._store, manifest_key, sha256)
+        return StagedPolicy(manifest=manifest, tensors=pull_tensors(self._store, manifest))
+
+    def forget(self) -> None:
+        """Nothing is kept."""
