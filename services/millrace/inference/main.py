@@ -1,13 +1,21 @@
-"""The inference process: `python -m millrace.inference.main` or `millrace-inference`."""
+"""The inference process: `python -m millrace.inference.main` or `millrace-inference`.
+
+MILLRACE_ENGINE chooses the engine. `embedded` runs in this process; `vllm` makes this process the launcher of a vLLM
+server (`launch.py`), in the interpreter that has vLLM, which may be another one than that it was started with.
+"""
 
 import asyncio
+import importlib.util
+import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from millrace.errors import InvalidSpecError, MillraceError, Violation
+from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, Violation
+from millrace.inference import launch_env
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
@@ -29,6 +37,14 @@ class InferenceSettings:
     """`MILLRACE_MODEL`: a Hugging Face directory to serve as version 0 until a run's policy replaces it."""
     model_name: str | None = None
     """`MILLRACE_MODEL_NAME`: a model name that the HTTP API answers to besides `policy`; by default MILLRACE_MODEL."""
+    engine: str = "embedded"
+    """`MILLRACE_ENGINE`: embedded or vllm."""
+    vllm_flags: Mapping[str, Any] = field(default_factory=dict)
+    """`MILLRACE_VLLM_FLAGS`: JSON object of vLLM's flags, by their names or by keys of the config."""
+    vllm_model: str | None = None
+    """`MILLRACE_MODEL` where the engine is vLLM, which takes Hub ids as well."""
+    vllm_start_s: float = 1800.0
+    """`MILLRACE_VLLM_START_S`: seconds that vLLM has to load a model; big ones are compiled for long."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "InferenceSettings":
@@ -38,34 +54,71 @@ class InferenceSettings:
             "max_model_len": "MILLRACE_MAX_MODEL_LEN",
             "kv_cache_bytes": "MILLRACE_KV_CACHE_BYTES",
             "num_threads": "OMP_NUM_THREADS",
+            "vllm_start_s": "MILLRACE_VLLM_START_S",
         }
         values: dict[str, int] = {}
         violations: list[Violation] = []
-        for field, name in numbers.items():
-            text = environ.get(name, "")
+        for name, variable in numbers.items():
+            text = environ.get(variable, "")
             if text.isdecimal() and int(text) > 0:
-                values[field] = int(text)
+                values[name] = int(text)
             elif text:
-                wrong = "must be a whole number above 0"
-                violations.append(Violation(field=name, value=text, message=wrong, source="environment"))
+                violations.append(_wrong(variable, text, "must be a whole number above 0"))
+        engine = environ.get("MILLRACE_ENGINE") or "embedded"
+        if engine not in ("embedded", "vllm"):
+            violations.append(_wrong("MILLRACE_ENGINE", engine, "must be embedded or vllm"))
         model = environ.get("MILLRACE_MODEL", "")
-        if model and not (Path(model) / "config.json").is_file():
+        is_path = engine != "vllm" or model.startswith((".", "/", "~")) or Path(model).is_dir()  # else a Hub id
+        if model and is_path and not (Path(model) / "config.json").is_file():
             wrong = "must be a directory with config.json, safetensors files and a tokenizer"
-            violations.append(Violation(field="MILLRACE_MODEL", value=model, message=wrong, source="environment"))
+            violations.append(_wrong("MILLRACE_MODEL", model, wrong))
+        flags = _json_table(environ.get("MILLRACE_VLLM_FLAGS", ""), violations)
         if violations:
             raise InvalidSpecError(violations, reason="SETTINGS_INVALID", remedy="set them right and start again")
         return cls(
             **values,
-            model_dir=Path(model) if model else None,
+            engine=engine,
+            vllm_flags=_with_limits(flags, values),
+            model_dir=Path(model) if model and engine == "embedded" else None,
+            vllm_model=model if model and engine == "vllm" else None,
             model_name=environ.get("MILLRACE_MODEL_NAME") or model or None,
         )
+
+
+def _wrong(variable: str, value: str, message: str) -> Violation:
+    return Violation(field=variable, value=value, message=message, source="environment")
+
+
+def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
+    """The object that a variable holds; what is wrong with it goes to `violations`."""
+    if not text:
+        return {}
+    try:
+        table = json.loads(text)
+    except json.JSONDecodeError as error:
+        violations.append(_wrong("MILLRACE_VLLM_FLAGS", text, f"is no JSON: {error}"))
+        return {}
+    if not isinstance(table, dict):
+        violations.append(_wrong("MILLRACE_VLLM_FLAGS", text, 'must be a JSON object, such as {"enforce_eager": true}'))
+        return {}
+    return table
+
+
+def _with_limits(flags: Mapping[str, Any], values: Mapping[str, int]) -> dict[str, Any]:
+    """The flags, and the limits that are variables of both engines where no flag says otherwise."""
+    names = {key.rpartition(".")[2].replace("-", "_") for key in flags}
+    limits = ("max_num_seqs", "max_model_len")
+    return {name: values[name] for name in limits if name in values and name not in names} | dict(flags)
 
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT; exits with the code of the error that ended it."""
     try:
         own = InferenceSettings.from_env(os.environ)
-        required = ["listen", "http_listen"] + ([] if own.model_dir else ["store_url", "orchestrator"])
+        if own.engine == "vllm":
+            _enter_vllm_interpreter()
+        has_model = own.model_dir or own.vllm_model
+        required = ["listen", "http_listen"] + ([] if has_model else ["store_url", "orchestrator"])
         settings = Settings.from_env(os.environ, required=required)
         setup("inference", level=settings.log_level, json_lines=settings.log_json)
         asyncio.run(_run(settings, own))
@@ -76,7 +129,28 @@ def main() -> None:
         sys.exit(130)
 
 
+def _enter_vllm_interpreter() -> None:
+    """Become the same program in the interpreter that has vLLM, unless this is it; NotFoundError if there is none."""
+    if importlib.util.find_spec("vllm") is not None and not os.environ.get(launch_env.PYTHON_VARIABLE):
+        return
+    wanted = launch_env.engine_python("vllm", os.environ)
+    if wanted != sys.executable:
+        os.execv(wanted, [wanted, "-m", "millrace.inference.main"])
+    if importlib.util.find_spec("vllm") is None:
+        raise NotFoundError(
+            f"{wanted} cannot import vllm",
+            reason="VLLM_NOT_INSTALLED",
+            remedy=f"install vllm==0.32.0 and millrace[vllm] there, or name another python in "
+            f"{launch_env.PYTHON_VARIABLE}",
+        )
+
+
 async def _run(settings: Settings, own: InferenceSettings) -> None:
+    if own.engine == "vllm":
+        from millrace.inference.launch import Launcher
+
+        await Launcher(settings, own).run()
+        return
     # torch and transformers take seconds to import: only after the settings are known to be good.
     with without_gc():
         from millrace.inference.replica import Replica

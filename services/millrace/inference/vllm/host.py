@@ -58,7 +58,7 @@ def _check(to_launcher: Line) -> list[str] | None:
 def _warm_up() -> None:
     """Import what the server needs anyway, in the time in which nobody knows the model yet."""
     with without_gc():
-        import vllm.entrypoints.launchers.api_server.entry
+        import vllm.entrypoints.launchers.api_server.entry  # pyright: ignore[reportMissingImports]
         import vllm.v1.engine.async_llm  # pyright: ignore[reportMissingImports]  # noqa: F401
 
 

@@ -1,0 +1,176 @@
+"""What answers for a replica while its vLLM is not up: health, PolicyService and registration, with no engine behind.
+
+The orchestrator asks an empty replica for the run's policy. From that request the launcher learns with which model vLLM
+shall be started; the weights are put in later, by the server itself, when it is asked again.
+"""
+
+import asyncio
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from millrace.errors import InternalError, InvalidSpecError, InvalidStateError, MillraceError, Violation
+from millrace.inference.model_files import POLICY_NAME, write_files
+from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.internal.v1 import policy_service_pb2_grpc
+from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest, Worker
+from millrace.policies.pull import pull_files, read_manifest
+from millrace.rpc.health import HealthBoard
+from millrace.rpc.serve import serve
+from millrace.rpc.worker import WorkerAgent
+from millrace.storage.base import ObjectStore
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PolicyService"].full_name
+MAX_WAIT_S = 10.0
+FETCH_DEADLINE_S = 600.0
+_GRACE_S = 0.5
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyModel:
+    """The files of a policy without its weights, in a directory of their own, and its number format for vLLM."""
+
+    owner: tempfile.TemporaryDirectory[str]
+    dtype: str
+    name: str
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are."""
+        return Path(self.owner.name)
+
+
+class Front(policy_service_pb2_grpc.PolicyServiceServicer):
+    """Serves the replica's gRPC address until `close`."""
+
+    def __init__(self) -> None:
+        self._wanted: asyncio.Queue[pb.UpdatePolicyRequest] = asyncio.Queue(maxsize=1)
+        self._state = pb.POLICY_STATE_EMPTY
+        self._error = ""
+        self._run_uid = ""
+        self._closing = asyncio.Event()
+        self._gone = asyncio.Event()
+        self._board = HealthBoard()
+        self._board.add(SERVICE_NAME, reason="vLLM is not up")
+
+    def say(self, state: pb.PolicyState, *, error: str = "") -> None:
+        """What the status shows from now on."""
+        self._state, self._error = state, error
+
+    async def wanted(self) -> pb.UpdatePolicyRequest:
+        """The next policy that is asked for; older requests that nobody took are forgotten."""
+        return await self._wanted.get()
+
+    async def run(self, address: str, orchestrator: str | None, worker: Worker) -> None:
+        """Serve and keep `worker` registered until `close`."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                if orchestrator is not None:
+                    agent = WorkerAgent(orchestrator, worker, self._heartbeat, lambda reply: None)
+                    group.create_task(agent.run(self._closing), name="registration for vLLM")
+                await serve(
+                    address,
+                    self._add_services,
+                    drain_s=0.0,
+                    grace_s=_GRACE_S,
+                    stopping=self._closing,
+                    health_board=self._board,
+                    handle_signals=False,
+                )
+        finally:
+            self._gone.set()
+
+    async def close(self) -> None:
+        """Give the address up; returns when it is free."""
+        self._closing.set()
+        await self._gone.wait()
+
+    async def UpdatePolicy(
+        self, request: pb.UpdatePolicyRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UpdatePolicyResponse:
+        """Notes which policy is wanted, and answers that nothing is served yet."""
+        if not request.policy.manifest_key:
+            wrong = Violation(field="policy.manifest_key", message="must not be empty")
+            raise InvalidSpecError([wrong], reason="REQUEST_INVALID")
+        if self._wanted.full():
+            self._wanted.get_nowait()
+        self._wanted.put_nowait(request)
+        self._run_uid = request.run_uid
+        try:
+            async with asyncio.timeout(min(max(0.0, request.wait_seconds), MAX_WAIT_S)):
+                await self._closing.wait()  # nothing is served before the server takes over
+        except TimeoutError:
+            pass
+        return pb.UpdatePolicyResponse(status=self.status())
+
+    async def GetPolicyStatus(
+        self, request: pb.GetPolicyStatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetPolicyStatusResponse:
+        """What there is so far."""
+        return pb.GetPolicyStatusResponse(status=self.status())
+
+    async def PauseGeneration(
+        self, request: pb.PauseGenerationRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PauseGenerationResponse:
+        """Refused: nothing generates."""
+        raise _nothing_generates()
+
+    async def ResumeGeneration(
+        self, request: pb.ResumeGenerationRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResumeGenerationResponse:
+        """Refused: nothing generates."""
+        raise _nothing_generates()
+
+    def status(self) -> pb.PolicyStatus:
+        """An empty replica's status."""
+        return pb.PolicyStatus(
+            run_uid=self._run_uid, state=self._state, error=self._error, model_name=POLICY_NAME, engine="vllm"
+        )
+
+    def _heartbeat(self) -> HeartbeatRequest:
+        return HeartbeatRequest(policy=self.status())
+
+    def _add_services(self, server: grpc.aio.Server, _: asyncio.Event) -> list[str]:
+        policy_service_pb2_grpc.add_PolicyServiceServicer_to_server(self, server)
+        return [SERVICE_NAME]
+
+
+async def fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> PolicyModel:
+    """Download a policy's files, verified; the errors say which object is missing or damaged."""
+    async with asyncio.timeout(FETCH_DEADLINE_S):
+        return await asyncio.to_thread(_fetch_model, store, request)
+
+
+def _fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> PolicyModel:
+    manifest = read_manifest(store, request.policy.manifest_key, request.policy.manifest_sha256)
+    files = pull_files(store, manifest)
+    if "config.json" not in files:
+        raise InvalidStateError(
+            f"policy {request.policy.version} has no config.json (its files: {', '.join(sorted(files)) or 'none'})",
+            reason="MODEL_CONFIG_MISSING",
+            remedy="publish the policy with its config.json and tokenizer files",
+        )
+    dtypes = {entry.dtype for entry in manifest.tensors}
+    known = [name for name in _DTYPES if name in dtypes]
+    if len(dtypes) != 1 or not known:
+        raise InvalidStateError(
+            f"policy {request.policy.version} has tensors of {', '.join(sorted(dtypes))}; vLLM takes one of "
+            f"{', '.join(_DTYPES)}",
+            reason="POLICY_DTYPE_MIXED",
+            remedy="publish the weights in one floating-point format (trainer.model.publish_dtype)",
+        )
+    return PolicyModel(owner=write_files(files), dtype=known[0], name=f"policy {request.policy.version}")
+
+
+def describe(error: BaseException) -> str:
+    """An error for the status."""
+    return str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"
+
+
+def _nothing_generates() -> InternalError | InvalidStateError:
+    return InvalidStateError(
+        "this replica generates nothing: its vLLM is not up yet", reason="ENGINE_NOT_READY", remedy="try again later"
+    )
