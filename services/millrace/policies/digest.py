@@ -31,13 +31,11 @@ def tensor_digest(tensor: TensorBytes, *, start: int = 0) -> int:
 def bits_digest(bits: NDArray[np.unsignedinteger], *, start: int = 0) -> int:
     """The digest of flat element bits whose first element has row-major index `start`."""
     mixer = _Mixer(min(bits.size, _BLOCK_ELEMENTS))
-    high = low = 0
     for begin in range(0, bits.size, _BLOCK_ELEMENTS):
         block = bits[begin : begin + _BLOCK_ELEMENTS]
         mixer.place_range(start + begin, block.size)
-        first, second = mixer.lanes(block)
-        high, low = high + first, low + second
-    return (high & _MASK) << 64 | (low & _MASK)
+        mixer.add(block)
+    return mixer.digest()
 
 
 def change_digest(digest: int, change: TensorChange, old: NDArray[np.unsignedinteger]) -> int:
@@ -45,18 +43,16 @@ def change_digest(digest: int, change: TensorChange, old: NDArray[np.unsignedint
 
     `old` [N] are the bits before the change of the elements that it sets (`change.old_bits`).
     """
-    mixer = _Mixer(min(change.num_elements, _BLOCK_ELEMENTS))
-    high, low = digest >> 64, digest & _MASK
+    mixer = _Mixer(min(change.num_elements, _BLOCK_ELEMENTS), digest)
     for begin in range(0, change.num_elements, _BLOCK_ELEMENTS):
-        new_block, old_block = change.bits[begin : begin + _BLOCK_ELEMENTS], old[begin : begin + _BLOCK_ELEMENTS]
+        end = begin + _BLOCK_ELEMENTS
         if change.positions is None:
-            mixer.place_range(change.start + begin, new_block.size)
+            mixer.place_range(change.start + begin, change.bits[begin:end].size)
         else:
-            mixer.place_at(change.positions[begin : begin + _BLOCK_ELEMENTS])
-        for block, sign in ((new_block, 1), (old_block, -1)):
-            first, second = mixer.lanes(block)
-            high, low = high + sign * first, low + sign * second
-    return (high & _MASK) << 64 | (low & _MASK)
+            mixer.place_at(change.positions[begin:end])
+        mixer.add(change.bits[begin:end])
+        mixer.add(old[begin:end], sign=-1)
+    return mixer.digest()
 
 
 def add_digests(digests: Iterable[int]) -> int:
@@ -83,34 +79,41 @@ def policy_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> st
 
 
 class _Mixer:
-    """Scratch arrays for up to `size` elements, and the mix over them, every operation in place."""
+    """Both lanes' sums, from `digest` on, and scratch for `size` elements; every array operation is in place."""
 
-    def __init__(self, size: int) -> None:
-        self._ramp = np.arange(size, dtype=np.uint64) * np.uint64(_INDEX_KEY)
-        self._place, self._odd, self._mixed, self._shifted = (np.empty(size, np.uint64) for _ in range(4))
+    def __init__(self, size: int, digest: int = 0) -> None:
+        self._lanes = [digest >> 64, digest & _MASK]
+        self._ramp = np.arange(size, dtype=np.uint64)
+        self._ramp *= np.uint64(_INDEX_KEY)
+        self._place, self._odd, self._held, self._mixed, self._scratch = np.empty((5, size), np.uint64)
 
     def place_range(self, first: int, count: int) -> None:
-        """Sets the mixed places to those of the elements `first` .. `first + count`."""
+        """What is added next lies at the elements `first` .. `first + count`."""
         place = self._place[:count]
         np.add(self._ramp[:count], np.uint64(first * _INDEX_KEY & _MASK), out=place)
         self._set_place(place)
 
     def place_at(self, positions: NDArray[np.int64]) -> None:
-        """Sets the mixed places to those of the elements at `positions`."""
+        """What is added next lies at the elements `positions`."""
         place = self._place[: positions.size]
         np.multiply(positions.view(np.uint64), np.uint64(_INDEX_KEY), out=place)
         self._set_place(place)
 
-    def lanes(self, bits: NDArray[np.unsignedinteger]) -> tuple[int, int]:
-        """Both lanes' sums over elements at the places that were set last, each below 2**64."""
-        place, odd, mixed = self._place[: bits.size], self._odd[: bits.size], self._mixed[: bits.size]
-        sums = []
-        for key in _LANE_KEYS:
-            np.bitwise_xor(bits, place, out=mixed)
-            mixed += np.multiply(odd, key, out=self._shifted[: bits.size])
+    def add(self, bits: NDArray[np.unsignedinteger], *, sign: int = 1) -> None:
+        """Adds (sign 1) or takes away (sign -1) the terms of elements at the places that were set last."""
+        count = bits.size
+        held, mixed = self._held[:count], self._mixed[:count]
+        held[:] = bits  # widening in one go is faster than inside an operation
+        held ^= self._place[:count]
+        for lane, key in enumerate(_LANE_KEYS):
+            np.multiply(self._odd[:count], key, out=mixed)
+            mixed += held
             self._mix(mixed)
-            sums.append(int(mixed.sum(dtype=np.uint64)))
-        return sums[0], sums[1]
+            self._lanes[lane] += sign * int(mixed.sum(dtype=np.uint64))
+
+    def digest(self) -> int:
+        """The lanes as one integer."""
+        return (self._lanes[0] & _MASK) << 64 | (self._lanes[1] & _MASK)
 
     def _set_place(self, place: NDArray[np.uint64]) -> None:
         self._mix(place)
@@ -118,7 +121,7 @@ class _Mixer:
 
     def _mix(self, x: NDArray[np.uint64]) -> None:
         """SplitMix64's finaliser in place; arithmetic wraps modulo 2**64."""
-        shifted = self._shifted[: x.size]
+        shifted = self._scratch[: x.size]
         x ^= np.right_shift(x, np.uint64(30), out=shifted)
         x *= np.uint64(0xBF58476D1CE4E5B9)
         x ^= np.right_shift(x, np.uint64(27), out=shifted)

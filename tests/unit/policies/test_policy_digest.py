@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.policies import digest as digest_module
-from millrace.policies.digest import add_digests, policy_digest, tensor_digest
+from millrace.policies.change import TensorChange
+from millrace.policies.digest import add_digests, bits_digest, change_digest, policy_digest, tensor_digest
 from millrace.policies.tensors import TensorBytes
 
 
@@ -77,3 +78,51 @@ def test_policy_digest_ignores_order_and_sees_names_dtypes_shapes() -> None:
     assert policy_digest({"a": two, "b": one}) != base
     assert policy_digest({"a": ("bfloat16", (2, 3), "aa"), "b": two}) != base
     assert policy_digest({"a": ("float32", (3, 2), "aa"), "b": two}) != base
+
+
+def _stored_formula(values: np.ndarray, start: int) -> int:
+    """The digest as it was first written: policies that were published then must keep their digests."""
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    index = np.arange(start, start + values.size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    place = mix(index)
+    lanes = []
+    for key in (np.uint64(0xD1B54A32D192ED03), np.uint64(0x8CB92BA72F3D8DD7)):
+        lanes.append(int(mix((values.astype(np.uint64) ^ place) + key * (place | np.uint64(1))).sum(dtype=np.uint64)))
+    return lanes[0] << 64 | lanes[1]
+
+
+@given(
+    width=st.sampled_from([1, 2, 4, 8]),
+    size=st.sampled_from([0, 1, 16_384, 16_385, 40_000]) | st.integers(0, 300),
+    start=st.sampled_from([0, 1, 2**40]),
+)
+def test_the_digest_is_what_was_stored(width: int, size: int, start: int) -> None:
+    values = np.random.default_rng(size).integers(0, 256, size * width, dtype=np.uint8).view(f"<u{width}")
+    assert bits_digest(values, start=start) == _stored_formula(values, start)
+
+
+@given(
+    width=st.sampled_from([1, 2, 4, 8]),
+    size=st.integers(1, 300) | st.just(40_000),
+    share=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    contiguous=st.booleans(),
+)
+def test_the_digest_follows_a_change(width: int, size: int, share: float, contiguous: bool) -> None:
+    rng = np.random.default_rng(size)
+    held, other = (rng.integers(0, 256, size * width, dtype=np.uint8).view(f"<u{width}") for _ in range(2))
+    if contiguous:
+        begin = int(rng.integers(0, size))
+        change = TensorChange(bits=other[begin : begin + int(size * share)], start=begin)
+    else:
+        positions = np.flatnonzero(rng.random(size) < share)
+        change = TensorChange(bits=other[positions], positions=positions)
+    before = bits_digest(held)
+    after = change_digest(before, change, change.old_bits(held))
+    change.apply(held)
+    assert after == bits_digest(held)
+    assert change_digest(after, change, change.old_bits(held)) == after, "applied twice is applied once"
