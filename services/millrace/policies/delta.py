@@ -29,7 +29,7 @@ from millrace.policies.delta_frame import DENSE, KIND_NAMES, PLAIN, SPARSE, Piec
 from millrace.policies.delta_sparse import SparseEncoder, decode_sparse
 from millrace.policies.digest import bits_digest, change_digest, digest_hex
 
-_BLOCK_ELEMENTS = 1 << 18  # compared at a time: small beside a piece, large beside the cost of a call
+_BLOCK_ELEMENTS = 1 << 19  # compared at a time: small beside a piece, large beside the cost of a call
 _SAMPLE_SLICES, _SAMPLE_ELEMENTS = 32, 2048
 _DENSE_ABOVE = 0.28  # changed share above which absolute exceptions cost more than differences of everything
 _WIDE_GAPS_BELOW = 0.004  # changed share below which two-byte gaps are smaller than one-byte gaps with escapes

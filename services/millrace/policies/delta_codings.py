@@ -47,8 +47,10 @@ def encode_gaps(positions: NDArray[np.int64], *, previous: int, width: int) -> B
     elements and names none, so that a gap of any length is some of those and one other unit.
     """
     escape = (1 << (8 * width)) - 1
-    skipped = np.diff(positions, prepend=previous)
-    skipped -= 1
+    skipped = np.empty(positions.size, np.int64)
+    skipped[:1] = positions[:1] - (previous + 1)
+    np.subtract(positions[1:], positions[:-1], out=skipped[1:])
+    skipped[1:] -= 1
     if not skipped.size or int(skipped.max()) < escape:
         return skipped.astype(f"<u{width}")
     escapes, rest = np.divmod(skipped, escape)

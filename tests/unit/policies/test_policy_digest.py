@@ -90,9 +90,9 @@ def _stored_formula(values: np.ndarray, start: int) -> int:
 
     index = np.arange(start, start + values.size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     place = mix(index)
-    lanes = []
-    for key in (np.uint64(0xD1B54A32D192ED03), np.uint64(0x8CB92BA72F3D8DD7)):
-        lanes.append(int(mix((values.astype(np.uint64) ^ place) + key * (place | np.uint64(1))).sum(dtype=np.uint64)))
+    block = values.astype(np.uint64) ^ place
+    keys = (np.uint64(0xD1B54A32D192ED03), np.uint64(0x8CB92BA72F3D8DD7))
+    lanes = [int(mix(block + key * (place | np.uint64(1))).sum(dtype=np.uint64)) for key in keys]
     return lanes[0] << 64 | lanes[1]
 
 
