@@ -1,28 +1,45 @@
-"""The manifest of a policy version: the create-only object whose existence is the commit of the version."""
+"""The manifest of a policy version: the create-only object whose existence is the commit of the version.
+
+A version is a set of tensors and the digests that prove them. How its bytes are stored are its *encodings*, of which
+there may be several: `full` holds every tensor, `delta` what differs from an earlier version of the same lineage. Each
+gives the same bits, and a reader takes the cheapest that it can use. An encoding is made of pieces, contiguous
+row-major ranges of tensors, because every rank of a trainer encodes and uploads what it holds.
+"""
 
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from millrace.errors import CorruptObjectError
 from millrace.policies.digest import policy_digest
+from millrace.policies.tensors import element_bytes
 
-FORMAT = 1
+FORMAT = 2
 CODEC_FULL = "full"
+CODEC_DELTA = "delta"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor: where its bytes lie (`offset` from the first byte of object `object`) and its digest (32 hex)."""
+    """One tensor of the version and the digest of its bits (32 hex)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    object: str
-    offset: int
-    length_bytes: int
     digest: str
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.num_elements * element_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +49,79 @@ class ObjectEntry:
     key: str
     sha256: str
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A range of a tensor's elements (`start`, `count`, row-major) and where its bytes lie in an object."""
+
+    tensor: str
+    start: int
+    count: int
+    object: str
+    offset: int
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """One way to get the version's bits.
+
+    `full`: the pieces are raw little-endian elements and cover every tensor. `delta`: each piece is a frame of
+    `delta.py` against the version `base` of the same lineage, whose policy digest is `base_digest`; what has no piece
+    did not change.
+    """
+
+    codec: str
+    base: int | None = None
+    base_digest: str | None = None
+    objects: tuple[ObjectEntry, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its objects: what reading it costs."""
+        return sum(entry.size_bytes for entry in self.objects)
+
+    def to_json(self, tensors: Mapping[str, int]) -> dict[str, Any]:
+        """Plain data; a piece is a row of numbers, since there are many: `tensors` are the places of the names."""
+        places = {entry.key: place for place, entry in enumerate(self.objects)}
+        return {
+            "codec": self.codec,
+            "base": self.base,
+            "base_digest": self.base_digest,
+            "objects": [asdict(entry) for entry in self.objects],
+            "pieces": [
+                [tensors[p.tensor], p.start, p.count, places[p.object], p.offset, p.length_bytes] for p in self.pieces
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], names: tuple[str, ...]) -> "Encoding":
+        """The opposite; raises ValueError, KeyError, TypeError or IndexError if the data is none."""
+        objects = tuple(ObjectEntry(**entry) for entry in raw["objects"])
+        pieces: list[Piece] = []
+        for row in raw["pieces"]:
+            tensor, start, count, place, offset, length = row
+            if min(row) < 0:
+                raise ValueError("a piece has a negative number")
+            pieces.append(
+                Piece(
+                    tensor=names[tensor],
+                    start=start,
+                    count=count,
+                    object=objects[place].key,
+                    offset=offset,
+                    length_bytes=length,
+                )
+            )
+        return cls(
+            codec=raw["codec"],
+            base=raw["base"],
+            base_digest=raw["base_digest"],
+            objects=objects,
+            pieces=tuple(pieces),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,30 +143,93 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterEntry:
+    """The version is a LoRA adapter on the version `base` of the same run and lineage, whose digest is `base_digest`.
+
+    Its tensors have PEFT's names; the other fields are those of `adapter.AdapterSpec`.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    modules_to_save: tuple[str, ...]
+    base: int
+    base_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyManifest:
-    """What a policy version is made of. `base` names the version that a delta is against; None for codec `full`."""
+    """What a policy version is made of.
+
+    `key` is its own object key. `anchor` is the newest version of the lineage, itself included, with a full encoding.
+    """
 
     format: int
+    key: str
     run_uid: str
     lineage: int
     version: int
-    base: int | None
-    codec: str
+    anchor: int
     tensors: tuple[TensorEntry, ...]
-    objects: tuple[ObjectEntry, ...]
+    encodings: tuple[Encoding, ...]
     files: tuple[FileEntry, ...]
     digest: str
     probe: Probe | None
     created: str
+    adapter: AdapterEntry | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all data objects and files."""
-        return sum(entry.size_bytes for entry in (*self.objects, *self.files))
+        """Bytes of all data objects, of every encoding; the files are shared by versions and not counted."""
+        return sum(encoding.size_bytes for encoding in self.encodings)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of all tensors: what a full copy has."""
+        return sum(entry.size_bytes for entry in self.tensors)
+
+    def sibling_key(self, version: int) -> str:
+        """Key of the manifest of another version of the same run and lineage."""
+        root = self.key.removesuffix(f"{self.lineage:04d}-{self.version:08d}/manifest.json")
+        return f"{root}{self.lineage:04d}-{version:08d}/manifest.json"
+
+    @property
+    def codecs(self) -> str:
+        """The codecs of its encodings in words: `full`, `delta`, `full+delta`; `adapter` for one."""
+        if self.adapter is not None:
+            return "adapter"
+        return "+".join(sorted({encoding.codec for encoding in self.encodings}, key=lambda c: c != CODEC_FULL))
+
+    @property
+    def full(self) -> Encoding | None:
+        """The full encoding, if the version has one."""
+        return next((encoding for encoding in self.encodings if encoding.codec == CODEC_FULL), None)
+
+    @property
+    def deltas(self) -> tuple[Encoding, ...]:
+        """The delta encodings, the one against the oldest version first."""
+        found = [encoding for encoding in self.encodings if encoding.codec == CODEC_DELTA]
+        return tuple(sorted(found, key=lambda encoding: encoding.base or 0))
 
     def to_bytes(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces, no NaN, so that equal manifests have equal bytes."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        places = {entry.name: place for place, entry in enumerate(self.tensors)}
+        raw = {
+            "format": self.format,
+            "key": self.key,
+            "run_uid": self.run_uid,
+            "lineage": self.lineage,
+            "version": self.version,
+            "anchor": self.anchor,
+            "tensors": [asdict(entry) for entry in self.tensors],
+            "encodings": [encoding.to_json(places) for encoding in self.encodings],
+            "files": [asdict(entry) for entry in self.files],
+            "digest": self.digest,
+            "probe": None if self.probe is None else asdict(self.probe),
+            "created": self.created,
+            "adapter": None if self.adapter is None else asdict(self.adapter),
+        }
+        return json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> "PolicyManifest":
@@ -85,46 +238,81 @@ class PolicyManifest:
             raw = json.loads(data)
             if raw["format"] != FORMAT:
                 raise ValueError(f"its format is {raw['format']} and this version reads {FORMAT}")
-            probe = raw["probe"]
+            tensors = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in raw["tensors"])
+            names = tuple(entry.name for entry in tensors)
+            probe, adapter = raw["probe"], raw["adapter"]
             manifest = cls(
                 format=raw["format"],
+                key=raw["key"],
                 run_uid=raw["run_uid"],
                 lineage=raw["lineage"],
                 version=raw["version"],
-                base=raw["base"],
-                codec=raw["codec"],
-                tensors=tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in raw["tensors"]),
-                objects=tuple(ObjectEntry(**entry) for entry in raw["objects"]),
+                anchor=raw["anchor"],
+                tensors=tensors,
+                encodings=tuple(Encoding.from_json(entry, names) for entry in raw["encodings"]),
                 files=tuple(FileEntry(**entry) for entry in raw["files"]),
                 digest=raw["digest"],
                 probe=None if probe is None else Probe(**{key: tuple(value) for key, value in probe.items()}),
                 created=raw["created"],
+                adapter=None if adapter is None else _adapter_of(adapter),
             )
             manifest._check()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CorruptObjectError(
                 f"policy manifest {source} is not readable: {error}",
                 reason="POLICY_MANIFEST_INVALID",
-                remedy="the object is damaged or written by a newer version; publish the policy again or upgrade",
+                remedy="the object is damaged or of another version of Millrace; publish the policy again, or read it "
+                "with the version that wrote it",
             ) from error
         return manifest
 
     def _check(self) -> None:
         """Raises ValueError if the parts contradict each other or a file name could leave its directory."""
-        keys = {entry.key for entry in self.objects}
-        for entry in self.tensors:
-            if entry.object not in keys:
-                raise ValueError(f"tensor {entry.name} lies in {entry.object}, which is not among the objects")
         for entry in self.files:
             if not entry.name or "/" in entry.name or "\\" in entry.name or entry.name.startswith("."):
                 raise ValueError(f"file name {entry.name!r} is not a plain name")
         if self.probe is not None and not all(map(math.isfinite, self.probe.logprobs)):
             raise ValueError("the probe has log-probs that are not finite")
-        named = {entry.name: (entry.dtype, entry.shape, entry.digest) for entry in self.tensors}
-        if len(named) != len(self.tensors):
+        tensors = {entry.name: entry for entry in self.tensors}
+        if len(tensors) != len(self.tensors):
             raise ValueError("a tensor is named twice")
-        if self.codec == CODEC_FULL and policy_digest(named) != self.digest:
+        if (
+            policy_digest({entry.name: (entry.dtype, entry.shape, entry.digest) for entry in self.tensors})
+            != self.digest
+        ):
             raise ValueError("the digest of the whole does not follow from the digests of the tensors")
+        for encoding in self.encodings:
+            if encoding.codec in (CODEC_FULL, CODEC_DELTA):
+                _check_encoding(encoding, tensors, version=self.version)
+
+
+def _adapter_of(raw: Mapping[str, Any]) -> AdapterEntry:
+    lists = {name: tuple(raw[name]) for name in ("target_modules", "modules_to_save")}
+    return AdapterEntry(**{**raw, **lists})
+
+
+def _check_encoding(encoding: Encoding, tensors: Mapping[str, TensorEntry], *, version: int) -> None:
+    """Raises ValueError unless the pieces lie in their objects and tensors, disjoint, and cover all if `full`."""
+    is_full = encoding.codec == CODEC_FULL
+    if is_full != (encoding.base is None) or (encoding.base is not None and not encoding.base < version):
+        raise ValueError(f"a {encoding.codec} encoding of version {version} has the base {encoding.base}")
+    sizes = {entry.key: entry.size_bytes for entry in encoding.objects}
+    covered = dict.fromkeys(tensors, 0)
+    for piece in sorted(encoding.pieces, key=lambda piece: (piece.tensor, piece.start)):
+        entry = tensors[piece.tensor]
+        what = f"elements {piece.start} to {piece.start + piece.count} of tensor {piece.tensor}"
+        if piece.start + piece.count > entry.num_elements:
+            raise ValueError(f"{what} are more than the {entry.num_elements} that it has")
+        if piece.offset + piece.length_bytes > sizes[piece.object]:
+            raise ValueError(f"{what} lie outside their object {piece.object}")
+        if piece.start < covered[piece.tensor] or (is_full and piece.start != covered[piece.tensor]):
+            raise ValueError(f"{what} do not follow the piece before, which ends at {covered[piece.tensor]}")
+        if is_full and piece.length_bytes != piece.count * element_bytes(entry.dtype):
+            raise ValueError(f"{what} have {piece.length_bytes} bytes")
+        covered[piece.tensor] = piece.start + piece.count
+    for name, end in covered.items():
+        if is_full and end != tensors[name].num_elements:
+            raise ValueError(f"tensor {name} has {tensors[name].num_elements} elements, and its pieces {end}")
 
 
 def manifest_key(prefix: str, uid: str, *, lineage: int, version: int) -> str:

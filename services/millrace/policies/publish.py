@@ -2,17 +2,17 @@
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from millrace.errors import ConflictError, InvalidStateError
-from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
+from millrace.policies.digest import digest_hex, policy_digest
 from millrace.policies.manifest import (
-    CODEC_FULL,
     FORMAT,
+    AdapterEntry,
+    Encoding,
     FileEntry,
-    ObjectEntry,
     PolicyManifest,
     Probe,
     TensorEntry,
@@ -20,10 +20,10 @@ from millrace.policies.manifest import (
     policy_prefix,
     sha256_hex,
 )
-from millrace.policies.tensors import TensorBytes, pack_safetensors
+from millrace.policies.parts import whole_parts
+from millrace.policies.tensors import TensorBytes
+from millrace.policies.upload import DEFAULT_SHARD_BYTES, upload_full
 from millrace.storage.base import ObjectStore
-
-DEFAULT_SHARD_BYTES = 1 << 30  # one data object; also what the publisher holds in memory besides the tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,51 +49,91 @@ def publish_policy(
     files: Mapping[str, bytes] | Sequence[FileEntry],
     probe: Probe | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    adapter: AdapterEntry | None = None,
 ) -> PublishedPolicy:
-    """Writes version `version` and commits it, or proves that the committed one has equal weights.
+    """Writes version `version` in full and commits it, or proves that the committed one has equal weights.
 
-    `files` are uploaded with the version, or name what `upload_files` uploaded once for many versions.
+    For one writer that holds every tensor. `files` are uploaded with the version, or name what `upload_files` uploaded
+    once for many versions.
 
     A replayed step publishes again (recovery is checkpoint plus replay): nothing is uploaded then, the digests are
     compared, and a difference raises ConflictError naming both, because it means that the replay was not exact.
     """
     key = manifest_key(prefix, uid, lineage=lineage, version=version)
-    items = list(tensors)
-    if not items:
+    parts = whole_parts(tensors)
+    if not parts:
         raise InvalidStateError(f"policy {lineage}-{version} has no tensors", reason="POLICY_EMPTY")
-    digests = {name: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for name, t in items}
-    digest = policy_digest(digests)
+    entries = tuple(
+        TensorEntry(name=part.name, shape=part.shape, dtype=part.dtype, digest=digest_hex(part.digest()))
+        for part in parts
+    )
+    digest = whole_digest(entries)
     if store.head(key) is not None:
-        return _existing(store, key, digest)
-
-    base = f"{policy_prefix(prefix, uid, lineage=lineage, version=version)}e{epoch}-{secrets.token_hex(6)}/"
-    entries, objects = _put_tensors(store, base, items, digests, shard_bytes=shard_bytes)
+        return existing_policy(store, key, digest)
+    base = upload_prefix(prefix, uid, lineage=lineage, version=version, epoch=epoch)
+    encoding = upload_full(store, base, parts, shard_bytes=shard_bytes)
     file_entries = _put_files(store, base, files) if isinstance(files, Mapping) else tuple(files)
-    return _commit(
-        store,
-        key,
-        PolicyManifest(
-            format=FORMAT,
-            run_uid=uid,
-            lineage=lineage,
-            version=version,
-            base=None,
-            codec=CODEC_FULL,
-            tensors=tuple(entries),
-            objects=tuple(objects),
-            files=file_entries,
-            digest=digest,
-            probe=probe,
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        ),
+    manifest = new_manifest(
+        key=key,
+        uid=uid,
+        lineage=lineage,
+        version=version,
+        anchor=version,
+        tensors=entries,
+        encodings=(encoding,),
+        files=file_entries,
+        probe=probe,
+        adapter=adapter,
+    )
+    return commit_policy(store, key, manifest)
+
+
+def new_manifest(
+    *,
+    key: str,
+    uid: str,
+    lineage: int,
+    version: int,
+    anchor: int,
+    tensors: tuple[TensorEntry, ...],
+    encodings: tuple[Encoding, ...],
+    files: tuple[FileEntry, ...],
+    probe: Probe | None,
+    adapter: AdapterEntry | None = None,
+) -> PolicyManifest:
+    """The manifest of a version that is written now."""
+    return PolicyManifest(
+        format=FORMAT,
+        key=key,
+        run_uid=uid,
+        lineage=lineage,
+        version=version,
+        anchor=anchor,
+        tensors=tensors,
+        encodings=encodings,
+        files=files,
+        digest=whole_digest(tensors),
+        probe=probe,
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        adapter=adapter,
     )
 
 
-def _commit(store: ObjectStore, key: str, manifest: PolicyManifest) -> PublishedPolicy:
+def whole_digest(tensors: Iterable[TensorEntry]) -> str:
+    """The digest of a version from its entries, hex."""
+    return policy_digest({entry.name: (entry.dtype, entry.shape, entry.digest) for entry in tensors})
+
+
+def upload_prefix(prefix: str, uid: str, *, lineage: int, version: int, epoch: int) -> str:
+    """A fresh place for the data objects of a version: no name is used twice, whoever died before."""
+    return f"{policy_prefix(prefix, uid, lineage=lineage, version=version)}e{epoch}-{secrets.token_hex(6)}/"
+
+
+def commit_policy(store: ObjectStore, key: str, manifest: PolicyManifest) -> PublishedPolicy:
     """Writes the manifest, unless another writer was faster; then what it committed must have our weights."""
     data = manifest.to_bytes()
     if not store.create(key, data):
-        return _existing(store, key, manifest.digest)  # our data objects are unreferenced and collected later
+        return existing_policy(store, key, manifest.digest)  # our data objects are unreferenced and collected later
     return PublishedPolicy(
         manifest_key=key,
         manifest_sha256=hashlib.sha256(data).digest(),
@@ -103,7 +143,7 @@ def _commit(store: ObjectStore, key: str, manifest: PolicyManifest) -> Published
     )
 
 
-def _existing(store: ObjectStore, key: str, digest: str) -> PublishedPolicy:
+def existing_policy(store: ObjectStore, key: str, digest: str) -> PublishedPolicy:
     """The committed version, if its weights are ours; ConflictError naming both digests if they are not."""
     data = store.get(key)
     manifest = PolicyManifest.from_bytes(data, source=store.uri(key))
@@ -124,37 +164,6 @@ def _existing(store: ObjectStore, key: str, digest: str) -> PublishedPolicy:
     )
 
 
-def _put_tensors(
-    store: ObjectStore,
-    base: str,
-    items: list[tuple[str, TensorBytes]],
-    digests: Mapping[str, tuple[str, tuple[int, ...], str]],
-    *,
-    shard_bytes: int,
-) -> tuple[list[TensorEntry], list[ObjectEntry]]:
-    """Uploads the tensors as safetensors files under `base`."""
-    entries: list[TensorEntry] = []
-    objects: list[ObjectEntry] = []
-    for number, shard in enumerate(_shards(items, shard_bytes), start=1):
-        data, places = pack_safetensors(shard)
-        key = f"{base}model-{number:05d}.safetensors"
-        store.put(key, data)
-        objects.append(ObjectEntry(key=key, sha256=sha256_hex(data), size_bytes=len(data)))
-        entries += [
-            TensorEntry(
-                name=place.name,
-                shape=place.shape,
-                dtype=place.dtype,
-                object=key,
-                offset=place.offset,
-                length_bytes=place.length_bytes,
-                digest=digests[place.name][2],
-            )
-            for place in places
-        ]
-    return entries, objects
-
-
 def upload_files(
     store: ObjectStore, *, prefix: str, uid: str, epoch: int, files: Mapping[str, bytes]
 ) -> tuple[FileEntry, ...]:
@@ -170,16 +179,3 @@ def _put_files(store: ObjectStore, base: str, files: Mapping[str, bytes]) -> tup
         store.put(base + name, data)
         entries.append(FileEntry(name=name, key=base + name, sha256=sha256_hex(data), size_bytes=len(data)))
     return tuple(entries)
-
-
-def _shards(items: list[tuple[str, TensorBytes]], shard_bytes: int) -> Iterator[list[tuple[str, TensorBytes]]]:
-    """Cuts the tensors, in order, into shards of at most `shard_bytes`; a larger tensor is a shard of its own."""
-    shard: list[tuple[str, TensorBytes]] = []
-    size = 0
-    for name, tensor in items:
-        if shard and size + tensor.size_bytes > shard_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append((name, tensor))
-        size += tensor.size_bytes
-    yield shard

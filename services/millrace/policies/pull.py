@@ -1,70 +1,51 @@
-"""Pulls a published policy and proves it: sha256 of every object, then the digest of every tensor."""
+"""A policy version as tensors or as a directory, whatever its encodings; every byte is proved."""
 
-import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from millrace.errors import CorruptObjectError
-from millrace.policies.digest import digest_hex, tensor_digest
-from millrace.policies.manifest import CODEC_FULL, ObjectEntry, PolicyManifest, TensorEntry, sha256_hex
-from millrace.policies.tensors import TensorBytes
+from millrace.policies.fetch import pull_files, read_manifest
+from millrace.policies.host_copy import HostCopy
+from millrace.policies.manifest import PolicyManifest
+from millrace.policies.tensors import TensorBytes, pack_safetensors
+from millrace.policies.upload import DEFAULT_SHARD_BYTES, group_by_bytes
 from millrace.storage.base import ObjectStore
 from millrace.storage.disk import io_errors, make_parent
 
-
-def read_manifest(store: ObjectStore, key: str, sha256: bytes | None = None) -> PolicyManifest:
-    """Reads a manifest; `sha256` (of the policy stream's entry) must match its bytes unless it is None or empty.
-
-    Raises NotFoundError if it does not exist and CorruptObjectError if it is damaged.
-    """
-    data = store.get(key)
-    if sha256 and hashlib.sha256(data).digest() != sha256:
-        raise CorruptObjectError(
-            f"policy manifest {store.uri(key)} has sha256 {sha256_hex(data)}, announced was {sha256.hex()}",
-            reason="POLICY_MANIFEST_HASH_MISMATCH",
-            remedy="the object was damaged or replaced; publish the policy again",
-        )
-    return PolicyManifest.from_bytes(data, source=store.uri(key))
+__all__ = ["download_hf", "pull_files", "pull_tensors", "read_manifest", "write_hf"]
 
 
-def pull_tensors(store: ObjectStore, manifest: PolicyManifest) -> dict[str, TensorBytes]:
-    """Every tensor of the version by name, verified, as views into the downloaded objects."""
-    _require_full(manifest)
-    by_object: dict[str, list[TensorEntry]] = {}
-    for entry in manifest.tensors:
-        by_object.setdefault(entry.object, []).append(entry)
-    tensors: dict[str, TensorBytes] = {}
-    for item in manifest.objects:
-        view = memoryview(_get_verified(store, item.key, item.sha256))
-        for entry in by_object.get(item.key, []):
-            tensors[entry.name] = _verified_tensor(view, entry, source=store.uri(item.key))
-    return tensors
-
-
-def pull_files(store: ObjectStore, manifest: PolicyManifest) -> dict[str, bytes]:
-    """The small files of the version (`config.json`, tokenizer, …) by name, verified."""
-    return {entry.name: _get_verified(store, entry.key, entry.sha256) for entry in manifest.files}
+def pull_tensors(store: ObjectStore, manifest: PolicyManifest) -> Mapping[str, TensorBytes]:
+    """Every tensor of the version by name, verified, in memory."""
+    return HostCopy(store).stage_manifest(manifest).tensors
 
 
 def download_hf(store: ObjectStore, manifest: PolicyManifest, directory: str | os.PathLike[str]) -> Path:
     """Writes the version as a directory that `AutoModelForCausalLM.from_pretrained` loads; returns the directory."""
-    _require_full(manifest)
+    return write_hf(pull_files(store, manifest), pull_tensors(store, manifest), directory)
+
+
+def write_hf(
+    files: Mapping[str, bytes],
+    tensors: Mapping[str, TensorBytes],
+    directory: str | os.PathLike[str],
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Path:
+    """Writes files and tensors as one directory: `model.safetensors`, or numbered shards with an index."""
     target = Path(directory)
-    for name, data in pull_files(store, manifest).items():
+    for name, data in files.items():
         _write(target / name, data)
-    names = _hf_names(manifest.objects)
-    for item in manifest.objects:
-        data = _get_verified(store, item.key, item.sha256)
-        view = memoryview(data)
-        for entry in (e for e in manifest.tensors if e.object == item.key):
-            _verified_tensor(view, entry, source=store.uri(item.key))
-        _write(target / names[item.key], data)
-    if len(manifest.objects) > 1:
-        index = {
-            "metadata": {"total_size": sum(entry.length_bytes for entry in manifest.tensors)},
-            "weight_map": {entry.name: names[entry.object] for entry in manifest.tensors},
-        }
+    groups = list(group_by_bytes((((name, t), t.size_bytes) for name, t in tensors.items()), shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        _write(target / name, pack_safetensors(group)[0])
+        weight_map |= {tensor: name for tensor, _ in group}
+    if len(groups) > 1:
+        total = sum(tensor.size_bytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write(target / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True).encode())
     return target
 
@@ -74,47 +55,3 @@ def _write(path: Path, data: bytes) -> None:
     make_parent(path)
     with io_errors(path, "write", needed_bytes=len(data)):
         path.write_bytes(data)
-
-
-def _hf_names(objects: tuple[ObjectEntry, ...]) -> dict[str, str]:
-    """File names that the Hugging Face loaders look for: one file, or numbered shards with an index."""
-    if len(objects) == 1:
-        return {objects[0].key: "model.safetensors"}
-    count = len(objects)
-    return {item.key: f"model-{number:05d}-of-{count:05d}.safetensors" for number, item in enumerate(objects, 1)}
-
-
-def _require_full(manifest: PolicyManifest) -> None:
-    """Raises CorruptObjectError for a codec that this version cannot decode."""
-    if manifest.codec != CODEC_FULL:
-        raise CorruptObjectError(
-            f"policy {manifest.lineage}-{manifest.version} has codec {manifest.codec!r}, not {CODEC_FULL!r}",
-            reason="POLICY_CODEC_UNKNOWN",
-            remedy="upgrade this service, or publish full policies",
-        )
-
-
-def _get_verified(store: ObjectStore, key: str, sha256: str) -> bytes:
-    """An object's bytes; CorruptObjectError if their sha256 is not the manifest's."""
-    data = store.get(key)
-    if (found := sha256_hex(data)) != sha256:
-        raise CorruptObjectError(
-            f"object {store.uri(key)} has sha256 {found}, its manifest says {sha256}",
-            reason="POLICY_OBJECT_HASH_MISMATCH",
-            remedy="the object is damaged; the next version replaces it, or publish this one again",
-        )
-    return data
-
-
-def _verified_tensor(view: memoryview, entry: TensorEntry, *, source: str) -> TensorBytes:
-    """One tensor as a view into its object; CorruptObjectError if its digest is not the manifest's."""
-    tensor = TensorBytes(
-        dtype=entry.dtype, shape=entry.shape, data=view[entry.offset : entry.offset + entry.length_bytes]
-    )
-    if (found := digest_hex(tensor_digest(tensor))) != entry.digest:
-        raise CorruptObjectError(
-            f"tensor {entry.name} in {source} has digest {found}, its manifest says {entry.digest}",
-            reason="POLICY_TENSOR_DIGEST_MISMATCH",
-            remedy="publish the policy again",
-        )
-    return tensor

@@ -90,6 +90,12 @@ class TensorPlace:
     length_bytes: int
 
 
+def bits_type(dtype: str) -> np.dtype:
+    """The unsigned numpy type of one element's bits; raises CorruptObjectError for a tag that we do not carry."""
+    element_bytes(dtype)
+    return np.dtype(_DTYPES[dtype][1])
+
+
 def element_bytes(dtype: str) -> int:
     """Bytes of one element of a dtype tag; raises CorruptObjectError for a tag that we do not carry."""
     if dtype not in _DTYPES:
@@ -101,31 +107,38 @@ def element_bytes(dtype: str) -> int:
     return np.dtype(_DTYPES[dtype][1]).itemsize
 
 
+def plan_safetensors(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+) -> tuple[bytes, list[TensorPlace], int]:
+    """The first bytes of a safetensors file with tensors of these (name, dtype, shape), in the given order.
+
+    Returns what stands before the data, each tensor's place, and the size of the whole file.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    sized = [(name, dtype, shape, math.prod(shape) * element_bytes(dtype)) for name, dtype, shape in tensors]
+    position = 0
+    for name, dtype, shape, size in sized:
+        header[name] = {
+            "dtype": _DTYPES[dtype][0],
+            "shape": list(shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-(8 + len(head)) % _ALIGNMENT_BYTES)  # engines map the file; aligned data maps without a copy
+    places: list[TensorPlace] = []
+    offset = start = 8 + len(head)
+    for name, dtype, shape, size in sized:
+        places.append(TensorPlace(name=name, dtype=dtype, shape=shape, offset=offset, length_bytes=size))
+        offset += size
+    return len(head).to_bytes(8, "little") + head, places, start + position
+
+
 def pack_safetensors(tensors: Iterable[tuple[str, TensorBytes]]) -> tuple[bytes, list[TensorPlace]]:
     """Serialises tensors, in the given order, into one safetensors file; returns its bytes and each tensor's place."""
     items = list(tensors)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, tensor in items:
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype][0],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + tensor.size_bytes],
-        }
-        position += tensor.size_bytes
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-(8 + len(head)) % _ALIGNMENT_BYTES)  # engines map the file; aligned data maps without a copy
-    start = 8 + len(head)
-    places: list[TensorPlace] = []
-    offset = start
-    for name, tensor in items:
-        places.append(
-            TensorPlace(
-                name=name, dtype=tensor.dtype, shape=tensor.shape, offset=offset, length_bytes=tensor.size_bytes
-            )
-        )
-        offset += tensor.size_bytes
-    return b"".join([len(head).to_bytes(8, "little"), head, *(tensor.data for _, tensor in items)]), places
+    head, places, _ = plan_safetensors((name, tensor.dtype, tensor.shape) for name, tensor in items)
+    return b"".join([head, *(tensor.data for _, tensor in items)]), places
 
 
 def read_places(data: bytes | memoryview, *, source: str) -> list[TensorPlace]:

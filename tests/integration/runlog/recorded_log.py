@@ -113,12 +113,14 @@ def publish(run: Recorded, version: int, *, lineage: int = 0) -> policy_pb2.Poli
     key = f"{names.policy(lineage, version)}e1-abcd/model-00001.safetensors"
     run.store.put(key, b"weights")
     manifest = {
-        "format": 1,
+        "format": 2,
         "run_uid": names.uid,
         "lineage": lineage,
         "version": version,
         "digest": digest,
-        "objects": [{"key": key, "sha256": hashlib.sha256(b"weights").hexdigest(), "size_bytes": 7}],
+        "encodings": [
+            {"objects": [{"key": key, "sha256": hashlib.sha256(b"weights").hexdigest(), "size_bytes": 7}]},
+        ],
         "files": [],
     }
     data = json.dumps(manifest).encode()

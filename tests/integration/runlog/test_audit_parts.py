@@ -49,11 +49,12 @@ async def test_lineages(run):
 async def test_policy_objects_and_manifests(run):
     key = run.names.policy_manifest(0, 2)
     manifest = json.loads(run.store.get(key))
-    run.store.delete(manifest["objects"][0]["key"])
+    (item,) = manifest["encodings"][0]["objects"]
+    run.store.delete(item["key"])
     assert await violations(run) == {"POLICY_OBJECT_MISSING"}
-    run.store.put(manifest["objects"][0]["key"], b"short")
+    run.store.put(item["key"], b"short")
     assert await violations(run) == {"POLICY_OBJECT_MISSING"}
-    run.store.put(manifest["objects"][0]["key"], b"weights")
+    run.store.put(item["key"], b"weights")
     run.store.put(key, json.dumps({**manifest, "version": 9}).encode())
     assert await violations(run, offline=True) == {"POLICY_MISNAMED"}
     run.store.put(key, b"{")

@@ -9,7 +9,7 @@ import pytest
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
 from millrace.policies.manifest import PolicyManifest, Probe
 from millrace.policies.publish import PublishedPolicy, publish_policy, upload_files
-from millrace.policies.pull import download_hf, pull_files, pull_tensors, read_manifest
+from millrace.policies.pull import download_hf, pull_files, pull_tensors, read_manifest, write_hf
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 from millrace.storage.local import LocalStore
 
@@ -56,21 +56,28 @@ def test_pull_gives_back_what_was_published(store: LocalStore, tmp_path: Path, s
         n: (t.dtype, t.shape, bytes(t.data)) for n, t in _tensors()
     }
     assert pull_files(store, manifest) == {"config.json": b"{}"}
+    assert manifest.full is not None and len(manifest.full.objects) == (3 if shard_bytes == 1 else 1)
     directory = download_hf(store, manifest, tmp_path / "hf")
-    names = sorted(path.name for path in directory.glob("model*"))
-    if shard_bytes == 1:
-        assert len(manifest.objects) == 3
-        index = json.loads((directory / "model.safetensors.index.json").read_text())
-        assert set(index["weight_map"]) == {"model.embed", "model.layer", "scalar"}
-        assert set(index["weight_map"].values()) < set(names)
-    else:
-        assert names == ["model.safetensors"]
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_large_version_is_written_as_numbered_files_with_an_index(store: LocalStore, tmp_path: Path) -> None:
+    tensors = dict(_tensors())
+    directory = write_hf({}, tensors, tmp_path / "hf", shard_bytes=1)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.size_bytes for tensor in tensors.values())
+    assert set(index["weight_map"]) == {"model.embed", "model.layer", "scalar"}
+    for name, file in index["weight_map"].items():
+        data = (directory / file).read_bytes()
+        (place,) = read_places(data, source=file)
+        assert data[place.offset : place.offset + place.length_bytes] == bytes(tensors[name].data)
 
 
 def test_places_are_byte_ranges_of_the_object(store: LocalStore) -> None:
-    manifest = _publish(store).manifest
-    for entry, (_, tensor) in zip(manifest.tensors, _tensors(), strict=True):
-        assert store.get(entry.object)[entry.offset : entry.offset + entry.length_bytes] == bytes(tensor.data)
+    full = _publish(store).manifest.full
+    assert full is not None
+    for piece, (_, tensor) in zip(full.pieces, _tensors(), strict=True):
+        assert store.get(piece.object)[piece.offset : piece.offset + piece.length_bytes] == bytes(tensor.data)
 
 
 def test_the_file_is_what_the_safetensors_library_reads() -> None:
@@ -114,10 +121,11 @@ def test_versions_share_files_that_were_uploaded_once(store: LocalStore) -> None
 
 def test_a_flipped_bit_is_caught(store: LocalStore, tmp_path: Path) -> None:
     manifest = _publish(store).manifest
-    entry = manifest.tensors[1]
-    data = bytearray(store.get(entry.object))
-    data[entry.offset] ^= 1
-    store.put(entry.object, bytes(data))
+    assert manifest.full is not None
+    piece = manifest.full.pieces[1]
+    data = bytearray(store.get(piece.object))
+    data[piece.offset] ^= 1
+    store.put(piece.object, bytes(data))
     with pytest.raises(CorruptObjectError, match="sha256"):
         pull_tensors(store, manifest)
     with pytest.raises(CorruptObjectError, match="sha256"):

@@ -92,7 +92,8 @@ class PolicyCheck:
         try:
             self._check_identity(manifest, lineage, version)
             if with_objects:
-                for item in (*manifest["objects"], *manifest["files"]):
+                objects = (item for encoding in manifest["encodings"] for item in encoding["objects"])
+                for item in (*objects, *manifest["files"]):
                     if problem := audit.object_problem(item["key"], int(item["size_bytes"])):
                         audit.findings.violation("POLICY_OBJECT_MISSING", f"policy {lineage}-{version}: {problem}")
         except (KeyError, TypeError, ValueError) as error:

@@ -1,0 +1,101 @@
+"""Reads manifests, small files and data objects of policies; what is read is proved by its sha256."""
+
+import contextvars
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from millrace.errors import CorruptObjectError
+from millrace.policies.manifest import ObjectEntry, PolicyManifest, sha256_hex
+from millrace.storage.base import ObjectStore
+
+RANGE_BYTES = 16 << 20
+NUM_CONNECTIONS = 8
+
+TakeBytes = Callable[[ObjectEntry, int, bytes], None]
+"""Takes an object's bytes from an offset on. They are not proved until `read_objects` returns."""
+
+
+def read_manifest(store: ObjectStore, key: str, sha256: bytes | None = None) -> PolicyManifest:
+    """Reads a manifest; `sha256` (of the policy stream's entry) must match its bytes unless it is None or empty.
+
+    Raises NotFoundError if it does not exist and CorruptObjectError if it is damaged or lies under another's name.
+    """
+    data = store.get(key)
+    if sha256 and hashlib.sha256(data).digest() != sha256:
+        raise CorruptObjectError(
+            f"policy manifest {store.uri(key)} has sha256 {sha256_hex(data)}, announced was {sha256.hex()}",
+            reason="POLICY_MANIFEST_HASH_MISMATCH",
+            remedy="the object was damaged or replaced; publish the policy again",
+        )
+    manifest = PolicyManifest.from_bytes(data, source=store.uri(key))
+    if manifest.key != key:
+        raise CorruptObjectError(
+            f"policy manifest {store.uri(key)} is that of {manifest.key}",
+            reason="POLICY_MANIFEST_MISNAMED",
+            remedy="it was copied to where it does not belong; publish the policy again",
+        )
+    return manifest
+
+
+def pull_files(store: ObjectStore, manifest: PolicyManifest) -> dict[str, bytes]:
+    """The small files of the version (`config.json`, tokenizer, …) by name, verified."""
+    files: dict[str, bytes] = {}
+    for entry in manifest.files:
+        data = store.get(entry.key)
+        if (found := sha256_hex(data)) != entry.sha256:
+            raise hash_mismatch(store, entry.key, found, entry.sha256)
+        files[entry.name] = data
+    return files
+
+
+def read_objects(
+    store: ObjectStore,
+    objects: Sequence[ObjectEntry],
+    take: TakeBytes,
+    *,
+    connections: int = NUM_CONNECTIONS,
+    range_bytes: int = RANGE_BYTES,
+) -> None:
+    """Reads objects whole, in ranges and over parallel connections, and hands the ranges on in order.
+
+    Raises CorruptObjectError if the sha256 of an object is not the entry's. Holds at most `2 * connections` ranges.
+    """
+    pending: deque[tuple[ObjectEntry, int, Future[bytes]]] = deque()
+    ranges = _ranges(objects, range_bytes)
+    digests = {entry.key: hashlib.sha256() for entry in objects}
+    pool = ThreadPoolExecutor(connections, thread_name_prefix="policy-fetch")
+    try:
+        while True:
+            while len(pending) < 2 * connections and (item := next(ranges, None)) is not None:
+                entry, offset, length = item
+                context = contextvars.copy_context()  # the wait that a slow store shows is the run's
+                future = pool.submit(context.run, store.get_range, entry.key, offset, length)
+                pending.append((entry, offset, future))
+            if not pending:
+                break
+            entry, offset, future = pending.popleft()
+            data = future.result()  # bounded by the store's own deadlines
+            digests[entry.key].update(data)
+            take(entry, offset, data)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    for entry in objects:
+        if (found := digests[entry.key].hexdigest()) != entry.sha256:
+            raise hash_mismatch(store, entry.key, found, entry.sha256)
+
+
+def hash_mismatch(store: ObjectStore, key: str, found: str, expected: str) -> CorruptObjectError:
+    """The error of an object whose bytes are not those that its manifest names."""
+    return CorruptObjectError(
+        f"object {store.uri(key)} has sha256 {found}, its manifest says {expected}",
+        reason="POLICY_OBJECT_HASH_MISMATCH",
+        remedy="the object is damaged; the next version replaces it, or publish this one again",
+    )
+
+
+def _ranges(objects: Sequence[ObjectEntry], range_bytes: int) -> Iterator[tuple[ObjectEntry, int, int]]:
+    for entry in objects:
+        for offset in range(0, entry.size_bytes, range_bytes):
+            yield entry, offset, min(range_bytes, entry.size_bytes - offset)

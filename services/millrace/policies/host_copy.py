@@ -1,0 +1,318 @@
+"""The host copy of a policy: the newest version that was fetched, in host memory or in one file, always proved.
+
+    stage ──▶ chain (deltas from what is held, or from an anchor) ──▶ read in parallel, sha256 ──▶ decode ──▶ digests
+          ──▶ and only then write
+
+Memory: the full copy (2 bytes per bf16 parameter, 4 per float32), in the file instead if there is one, and while a
+version is staged what is read for it: the chain's deltas and their decoded changes, some percent of a full copy at RL
+learning rates, up to one more copy where every weight changes. A failure leaves the copy as it was, or empty, or at an
+anchor: never mixed.
+"""
+
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import ConflictError, CorruptObjectError, MillraceError, NotFoundError
+from millrace.policies.chain import Chain, Link, Manifests, find_chain
+from millrace.policies.change import TensorChange
+from millrace.policies.delta import decode_piece
+from millrace.policies.digest import bits_digest, change_digest, digest_hex
+from millrace.policies.fetch import read_objects
+from millrace.policies.manifest import ObjectEntry, Piece, PolicyManifest, TensorEntry
+from millrace.policies.staged import StagedPolicy
+from millrace.policies.tensors import TensorBytes, TensorPlace, bits_type, plan_safetensors
+from millrace.storage.base import ObjectStore
+from millrace.storage.disk import io_errors, make_parent
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "policy.safetensors"
+_MAX_WAYS = 4  # chains that are tried for one version
+_MAX_THREADS = 8
+
+Bits = NDArray[np.unsignedinteger]
+Changes = dict[str, tuple[TensorChange, ...]]
+
+
+def decode_threads() -> int:
+    """Threads that decode and digest: numpy and zstd release the interpreter's lock."""
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+class _Buffer:
+    """Memory in the layout of a safetensors file, for tensors of known names, dtypes and shapes."""
+
+    def __init__(self, tensors: tuple[TensorEntry, ...], path: Path | None) -> None:
+        head, places, size = plan_safetensors((entry.name, entry.dtype, entry.shape) for entry in tensors)
+        self.path = path
+        self.places: dict[str, TensorPlace] = {place.name: place for place in places}
+        self.layout = layout_of(tensors)
+        self.data = _map_file(path, size) if path is not None else np.empty(size, np.uint8)
+        self.data[: len(head)] = np.frombuffer(head, np.uint8)
+
+    def bits(self, name: str) -> Bits:
+        """A tensor's flat bits, writable."""
+        place = self.places[name]
+        return self.data[place.offset : place.offset + place.length_bytes].view(bits_type(place.dtype))
+
+    def tensors(self) -> dict[str, TensorBytes]:
+        """Every tensor as a view."""
+        return {
+            name: TensorBytes(
+                dtype=place.dtype,
+                shape=place.shape,
+                data=self.data[place.offset : place.offset + place.length_bytes].data.toreadonly(),
+            )
+            for name, place in self.places.items()
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """What the copy holds: all of `manifest`, with the digests of the tensors and of the pieces that came last."""
+
+    manifest: PolicyManifest
+    buffer: _Buffer
+    digests: dict[str, int]
+
+
+class HostCopy:
+    """One policy's copy on this host. Not for several threads at once.
+
+    `directory`: where the file `policy.safetensors` lies, for engines in other processes; None is memory. What an
+    earlier process left there is not trusted. `keep=False` holds nothing between two versions: every version is read
+    from its anchor on.
+    """
+
+    def __init__(self, store: ObjectStore, *, directory: Path | None = None, keep: bool = True) -> None:
+        self._store = store
+        self._path = None if directory is None else directory / FILE_NAME
+        self._keep = keep
+        self._manifests = Manifests(store)
+        self._held: _Held | None = None
+        self._spare: _Buffer | None = None
+
+    @property
+    def held(self) -> PolicyManifest | None:
+        """The version that the copy holds."""
+        return None if self._held is None else self._held.manifest
+
+    def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
+        """Brings the copy to a version and returns it, proved. Blocking: call it in a thread.
+
+        Damaged objects are gone around where another chain leads to the version. Raises CorruptObjectError or
+        NotFoundError naming what is in the way; UnavailableError if the store is.
+        """
+        return self.stage_manifest(self._manifests.read(manifest_key, sha256))
+
+    def stage_manifest(self, manifest: PolicyManifest) -> StagedPolicy:
+        """`stage` for a manifest that was read and compared already."""
+        if not self._keep:
+            self.forget()
+        if self._held is not None and (
+            self._held.manifest.run_uid != manifest.run_uid or self._held.buffer.layout != layout_of(manifest.tensors)
+        ):
+            self.forget()
+        before = self._held
+        fetched = _Fetched()
+        changes = self._bring_to(manifest, fetched)
+        held = self._held
+        assert held is not None
+        return StagedPolicy(
+            manifest=manifest,
+            tensors=held.buffer.tensors(),
+            changes=changes if before is not None else None,
+            base=None if before is None or changes is None else (before.manifest.lineage, before.manifest.version),
+            path=held.buffer.path,
+            places=held.buffer.places,
+            fetched_bytes=fetched.num_bytes,
+            full_bytes=manifest.full_bytes,
+        )
+
+    def forget(self) -> None:
+        """Holds nothing: the next version is read from its anchor on. Its memory or file is used again."""
+        if self._held is not None:
+            self._spare, self._held = self._held.buffer, None
+
+    def _bring_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
+        """Follows chains until one holds; returns what changed since the copy before, None if that is unknown."""
+        avoid: set[tuple[str, int | None]] = set()
+        first: MillraceError | None = None
+        is_continued = True
+        while True:
+            before = self._held
+            try:
+                chain = find_chain(self._manifests, manifest, held=self.held, avoid=avoid)
+                if chain and chain[0].encoding.base is None:
+                    is_continued = False
+                    self._load(chain[0], fetched)
+                    chain = chain[1:]
+                changes = self._advance(manifest, chain, fetched)
+            except (CorruptObjectError, NotFoundError, ConflictError) as error:
+                damaged = fetched.link
+                if damaged is None or damaged.name in avoid or len(avoid) == _MAX_WAYS - 1:
+                    raise first or error from error
+                first = first or error
+                avoid.add(damaged.name)
+                fetched.link = None
+                log.warning(
+                    "part of a policy is damaged; looking for another way to it",
+                    extra={"lineage": manifest.lineage, "version": manifest.version, "error": str(error)},
+                )
+            else:
+                return changes if is_continued and before is not None else None
+
+    def _load(self, link: Link, fetched: "_Fetched") -> None:
+        """Reads a full encoding. The old version is given up first, so that one copy's memory is enough."""
+        self.forget()
+        fetched.link, manifest = link, link.manifest
+        buffer, self._spare = self._spare, None
+        if buffer is None or buffer.layout != layout_of(manifest.tensors):
+            del buffer  # its memory is free before the new one is taken
+            buffer = _Buffer(manifest.tensors, self._path)
+        try:
+            _read_full(self._store, link, buffer, fetched)
+            digests = _prove(manifest, buffer.bits, source=self._store.uri(manifest.key))
+        finally:
+            self._spare = buffer
+        self._spare = None
+        fetched.link = None
+        self._held = _Held(manifest=manifest, buffer=buffer, digests=digests)
+
+    def _advance(self, target: PolicyManifest, chain: Chain, fetched: "_Fetched") -> Changes:
+        """Applies deltas: all are read, decoded and proved before the first element is written."""
+        held = self._held
+        assert held is not None
+        frames: dict[str, list[tuple[Link, Piece, memoryview]]] = {}
+        for link in chain:
+            fetched.link = link
+            objects = _read_whole(self._store, link, fetched)
+            for piece in sorted(link.encoding.pieces, key=lambda piece: (piece.tensor, piece.start)):
+                view = objects[piece.object][piece.offset : piece.offset + piece.length_bytes]
+                frames.setdefault(piece.tensor, []).append((link, piece, view))
+        entries = {entry.name: entry for entry in target.tensors}
+        changes: Changes = {}
+        digests = dict(held.digests)
+        with ThreadPoolExecutor(decode_threads(), thread_name_prefix="policy-decode") as pool:
+            rebuilding = {
+                name: pool.submit(_rebuild, held.buffer.bits(name), held.digests[name], items, fetched)
+                for name, items in frames.items()
+            }
+            for name, future in rebuilding.items():
+                changes[name], digests[name] = future.result()
+        for name, entry in entries.items():
+            if digest_hex(digests[name]) != entry.digest:
+                raise _digest_mismatch(entry, digest_hex(digests[name]), source=self._store.uri(target.key))
+        fetched.link = None
+        for name, parts in changes.items():
+            for change in parts:
+                change.apply(held.buffer.bits(name))
+        self._held = _Held(manifest=target, buffer=held.buffer, digests=digests)
+        return {name: parts for name, parts in changes.items() if any(change.num_elements for change in parts)}
+
+
+class _Fetched:
+    """What was read, and which link is being worked on: the one to go around if that fails."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.link: Link | None = None
+
+
+def layout_of(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """What two versions must share for a delta between them, or for one buffer."""
+    return tuple((entry.name, entry.dtype, entry.shape) for entry in tensors)
+
+
+def _rebuild(
+    bits: Bits, digest: int, items: list[tuple[Link, Piece, memoryview]], fetched: _Fetched
+) -> tuple[tuple[TensorChange, ...], int]:
+    """What deltas, one after the other, change in a tensor, and the tensor's digest after them; writes nothing."""
+    is_chain = len({link.name for link, _, _ in items}) > 1
+    now = bits.copy() if is_chain else bits
+    changes: list[TensorChange] = []
+    for link, piece, frame in items:
+        current = now[piece.start : piece.start + piece.count]
+        known = digest if piece.count == now.size else None
+        try:
+            change = decode_piece(frame, current, start=piece.start, current_digest=known)
+        except MillraceError:
+            fetched.link = link
+            raise
+        digest = change_digest(digest, change, change.old_bits(now))
+        changes.append(change)
+        if is_chain:
+            change.apply(now)
+    if not is_chain:
+        return tuple(changes), digest
+    positions = np.flatnonzero(bits != now)
+    return (TensorChange(bits=now[positions], positions=positions),), digest
+
+
+def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetched) -> None:
+    """Reads a full encoding's objects into the buffer."""
+    pieces: dict[str, list[Piece]] = {}
+    for piece in link.encoding.pieces:
+        pieces.setdefault(piece.object, []).append(piece)
+
+    def take(entry: ObjectEntry, offset: int, data: bytes) -> None:
+        fetched.num_bytes += len(data)
+        source = np.frombuffer(data, np.uint8)
+        for piece in pieces.get(entry.key, []):
+            begin, end = max(offset, piece.offset), min(offset + len(data), piece.offset + piece.length_bytes)
+            if begin < end:
+                place = buffer.places[piece.tensor]
+                width = bits_type(place.dtype).itemsize
+                at = place.offset + piece.start * width + begin - piece.offset
+                buffer.data[at : at + end - begin] = source[begin - offset : end - offset]
+
+    read_objects(store, link.encoding.objects, take)
+
+
+def _read_whole(store: ObjectStore, link: Link, fetched: _Fetched) -> dict[str, memoryview]:
+    """A delta's objects by key."""
+    buffers = {entry.key: bytearray(entry.size_bytes) for entry in link.encoding.objects}
+
+    def take(entry: ObjectEntry, offset: int, data: bytes) -> None:
+        fetched.num_bytes += len(data)
+        buffers[entry.key][offset : offset + len(data)] = data
+
+    read_objects(store, link.encoding.objects, take)
+    return {key: memoryview(data) for key, data in buffers.items()}
+
+
+def _prove(manifest: PolicyManifest, bits: Callable[[str], Bits], *, source: str) -> dict[str, int]:
+    """The digests of all tensors; CorruptObjectError if one is not the manifest's."""
+    with ThreadPoolExecutor(decode_threads(), thread_name_prefix="policy-digest") as pool:
+        found = pool.map(lambda entry: bits_digest(bits(entry.name)), manifest.tensors)
+        digests = {entry.name: digest for entry, digest in zip(manifest.tensors, found, strict=True)}
+    for entry in manifest.tensors:
+        if digest_hex(digests[entry.name]) != entry.digest:
+            raise _digest_mismatch(entry, digest_hex(digests[entry.name]), source=source)
+    return digests
+
+
+def _digest_mismatch(entry: TensorEntry, found: str, *, source: str) -> CorruptObjectError:
+    return CorruptObjectError(
+        f"tensor {entry.name} of {source} has digest {found}, its manifest says {entry.digest}",
+        reason="POLICY_TENSOR_DIGEST_MISMATCH",
+        remedy="publish the policy again",
+    )
+
+
+def _map_file(path: Path, size: int) -> NDArray[np.uint8]:
+    """A new file of `size` bytes, mapped; CapacityError if the disk has no room (found now, not by a later fault)."""
+    make_parent(path)
+    with io_errors(path, "write", needed_bytes=size):
+        path.unlink(missing_ok=True)  # processes that still map an older one keep it
+        with path.open("x+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
