@@ -28,7 +28,7 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
-from millrace.inference import loader, model_files, weights
+from millrace.inference import loader, model_files
 from millrace.inference.engine import (
     EngineState,
     EngineStatus,
@@ -39,7 +39,7 @@ from millrace.inference.engine import (
     InflightMode,
     PolicyIdentity,
 )
-from millrace.inference.probing import probe_problem
+from millrace.inference.held import HeldWeights
 from millrace.inference.rows import Running
 from millrace.inference.scheduler import Scheduler
 from millrace.policies.staged import StagedPolicy
@@ -84,6 +84,7 @@ class EmbeddedEngine:
         self._state = EngineState.EMPTY
         self._error = ""
         self._scheduler: Scheduler | None = None
+        self._weights: HeldWeights | None = None
         self._pauses: set[str] = set()
         self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
@@ -105,6 +106,7 @@ class EmbeddedEngine:
 
         def swap() -> None:
             old, self._scheduler = self._scheduler, scheduler
+            self._weights = HeldWeights(scheduler.model)
             self._state, self._error = EngineState.READY, ""
             self._model_len, self._vocab_size = model_len, vocab_size
             if old is not None:
@@ -114,8 +116,7 @@ class EmbeddedEngine:
 
     async def check(self, staged: StagedPolicy) -> None:
         """See `PolicyEngine.check`."""
-        # Names, shapes and dtypes never change while a model is held: no need to interrupt the thread.
-        await asyncio.to_thread(weights.check_tensors, self._held().model, staged.tensors)
+        await asyncio.to_thread(self._held_weights().check, staged)  # beside the thread, which it does not disturb
 
     async def apply_policy(
         self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
@@ -123,13 +124,10 @@ class EmbeddedEngine:
         """See `PolicyEngine.apply_policy`."""
 
         def apply() -> None:
-            scheduler = self._held()
-            weights.check_tensors(scheduler.model, staged.tensors)
+            scheduler, held = self._held(), self._held_weights()
+            held.check(staged)
             try:
-                if staged.changes is None:
-                    weights.copy_tensors(scheduler.model, staged.tensors)
-                else:
-                    weights.write_changes(scheduler.model, staged.changes)
+                held.apply(staged)
                 faults.reach(Point.INFERENCE_MID_APPLY, version=identity.version)
                 scheduler.set_identity(identity, inflight_mode)
             except BaseException as error:  # marks the engine as failed, then raises
@@ -140,22 +138,7 @@ class EmbeddedEngine:
 
     async def prove(self, staged: StagedPolicy) -> HeldDigest:
         """See `PolicyEngine.prove`: reads everything back, and computes the probe if the manifest has one."""
-
-        def compare() -> HeldDigest:
-            model = self._held().model
-            found = weights.read_digest(model, staged.tensors)
-            problem = None
-            if found != staged.manifest.digest:
-                problem = f"the engine holds digest {found}, not {staged.manifest.digest}"
-            elif (probe := staged.manifest.probe) is not None:
-                logprobs = weights.prompt_logprobs(model, probe.token_ids)
-                dtype = str(weights.float_dtype(staged.tensors)).removeprefix("torch.")
-                problem = probe_problem(probe.logprobs, logprobs, dtypes=[dtype])
-            if problem is not None:
-                raise InternalError(problem, reason="POLICY_READBACK_MISMATCH", remedy="the policy is loaded anew")
-            return HeldDigest(digest=found, proof="readback" if staged.manifest.probe is None else "readback+probe")
-
-        return await self._in_thread(compare)
+        return await self._in_thread(lambda: self._held_weights().prove(staged))
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
@@ -259,6 +242,12 @@ class EmbeddedEngine:
                 raise UnavailableError(self._error, reason="ENGINE_FAILED", remedy="retry on another replica")
             case _:
                 raise UnavailableError("the engine holds no model", reason="NO_POLICY", remedy="retry later")
+
+    def _held_weights(self) -> HeldWeights:
+        """Those of the held model; raises as `_held` does."""
+        self._held()
+        assert self._weights is not None, "they come with the model"
+        return self._weights
 
     def _check_prompt(self, prompt: tuple[int, ...]) -> None:
         """One bad prompt must not fail the pass of all others."""

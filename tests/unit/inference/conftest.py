@@ -79,11 +79,13 @@ def tensors_of(model: torch.nn.Module) -> dict[str, TensorBytes]:
     }
 
 
-def staged_of(tensors: torch.nn.Module | Mapping[str, TensorBytes], probe: Any = None, **fields: Any) -> StagedPolicy:
-    """A staged policy; its manifest says the digest and the probe, which is all that engines ask."""
+def staged_of(
+    tensors: torch.nn.Module | Mapping[str, TensorBytes], probe: Any = None, adapter: Any = None, **fields: Any
+) -> StagedPolicy:
+    """A staged policy; its manifest says the digest, the probe and the adapter, which is all that engines ask."""
     held = tensors_of(tensors) if isinstance(tensors, torch.nn.Module) else tensors
     digest = policy_digest({n: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for n, t in held.items()})
-    manifest: Any = SimpleNamespace(digest=digest, probe=probe)
+    manifest: Any = SimpleNamespace(digest=digest, probe=probe, adapter=adapter)
     return StagedPolicy(manifest=manifest, tensors=held, **fields)
 
 
