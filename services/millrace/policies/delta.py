@@ -123,9 +123,10 @@ def decode_piece(
         )
     if header.kind == DENSE:
         return _proved_whole(header, decode_dense(header, sections, current))
-    positions, bits = decode_sparse(header, sections, current)
-    change = TensorChange(bits=bits, positions=positions + start)
-    _check_result(header, change_digest(current_digest, change, current[positions]))
+    positions, old, new = decode_sparse(header, sections, current)
+    positions += start
+    change = TensorChange(bits=new, positions=positions)
+    _check_result(header, change_digest(current_digest, change, old))
     return change
 
 

@@ -61,8 +61,8 @@ class SparseEncoder:
         return [compress_section(plane) for plane in planes]
 
 
-def decode_sparse(header: PieceHeader, sections: list[Section], current: Bits) -> tuple[NDArray[np.int64], Bits]:
-    """The changed positions, counted from the piece's start, and the new bits there."""
+def decode_sparse(header: PieceHeader, sections: list[Section], current: Bits) -> tuple[NDArray[np.int64], Bits, Bits]:
+    """The changed positions, counted from the piece's start, and the bits there, before and after."""
     if header.gap_width == 0 or len(sections) != header.gap_width + 1 + _EXCEPTION_GAP_WIDTH + header.width:
         raise corrupt(f"a sparse frame of gap width {header.gap_width} has {len(sections)} sections")
     gaps, rest = sections[: header.gap_width], sections[header.gap_width :]
@@ -77,12 +77,15 @@ def decode_sparse(header: PieceHeader, sections: list[Section], current: Bits) -
 
     single = np.ones(header.num_changed, np.bool_)
     single[exceptions] = False
-    stepped = ulp_map(current[positions[single]])
-    stepped += np.where(up, 1, np.iinfo(stepped.dtype).max).astype(stepped.dtype)  # the largest is -1, modulo 2**bits
-    bits = np.empty(header.num_changed, current.dtype)
-    bits[single] = ulp_map(stepped)
-    bits[exceptions] = values
-    return positions, bits
+    steps = np.zeros(header.num_changed, current.dtype)
+    steps[single] = up
+    steps *= 2
+    steps -= 1  # modulo 2**bits; what stands at the exceptions is overwritten
+    old = current[positions]
+    steps += ulp_map(old)
+    new = ulp_map(steps)
+    new[exceptions] = values
+    return positions, old, new
 
 
 def _expand_gaps(sections: list[Section], *, num_positions: int, limit: int, what: str) -> NDArray[np.int64]:
