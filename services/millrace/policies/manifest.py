@@ -144,17 +144,19 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterEntry:
-    """The version is a LoRA adapter on the version `base` of the same run and lineage, whose digest is `base_digest`.
+    """The version is a LoRA adapter on the policy whose manifest is `base_key`, and whose digest is `base_digest`.
 
-    Its tensors have PEFT's names; the other fields are those of `adapter.AdapterSpec`.
+    That is version 0 of the run, except in forks, which have a copy of it. Its weights have `base_bytes`. The adapter's
+    tensors have PEFT's names; the other fields are those of `adapter.AdapterSpec`.
     """
 
     rank: int
     alpha: float
     target_modules: tuple[str, ...]
     modules_to_save: tuple[str, ...]
-    base: int
+    base_key: str
     base_digest: str
+    base_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +187,9 @@ class PolicyManifest:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of all tensors: what a full copy has."""
-        return sum(entry.size_bytes for entry in self.tensors)
+        """Bytes of all tensors, with those of the base of an adapter: what a full copy has."""
+        base_bytes = 0 if self.adapter is None else self.adapter.base_bytes
+        return base_bytes + sum(entry.size_bytes for entry in self.tensors)
 
     def sibling_key(self, version: int) -> str:
         """Key of the manifest of another version of the same run and lineage."""
