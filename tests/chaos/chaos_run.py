@@ -118,12 +118,19 @@ class ChaosRun:
     def pause(self) -> None:
         """Ask it to pause, and return when it has."""
         paused = sum(event.state_changed.new_state == run_pb2.RUN_STATE_PAUSED for event in self.of("state_changed"))
-        self._ask(lambda client: client.runs.pause(self.name, reason="the test wants the workers"))
+        self.ask(lambda client: client.runs.pause(self.name, reason="the test wants the workers"))
         self.wait_state(run_pb2.RUN_STATE_PAUSED, times=paused + 1)
 
     def resume(self) -> None:
         """Let it go on."""
-        self._ask(lambda client: client.runs.resume(self.name))
+        self.ask(lambda client: client.runs.resume(self.name))
+
+    def cancel(self) -> None:
+        """End it, and return when it has ended."""
+        self.ask(lambda client: client.runs.cancel(self.name, reason="the test has seen enough"))
+        with self._news:
+            self._news.wait_for(lambda: self._over, GIVE_UP_S)
+        assert self.state == run_pb2.RUN_STATE_CANCELLED, self.describe()
 
     # Figures.
 
@@ -153,11 +160,13 @@ class ChaosRun:
 
     def _why(self) -> str:
         try:
-            return f"millrace run why: {self._ask(lambda client: client.runs.explain(self.name)).summary}"
+            return f"millrace run why: {self.ask(lambda client: client.runs.explain(self.name)).summary}"
         except (MillraceError, TimeoutError) as error:
             return f"millrace run why: {error}"
 
-    def _ask(self, question: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+    def ask(self, question: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+        """What the run's orchestrator answers."""
+
         async def ask() -> T:
             async with Client(self.address) as client:
                 return await question(client)

@@ -145,6 +145,11 @@ class ChaosStack:
         """The end of a process's log."""
         return "\n".join(tail(self.directory / "logs" / f"{name}.log", lines))
 
+    @property
+    def where(self) -> dict[str, Any]:
+        """Where it listens (`addresses`), and its `redis` and `store`."""
+        return self._place()
+
     # Its processes.
 
     def pids(self) -> dict[str, int]:

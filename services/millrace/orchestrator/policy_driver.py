@@ -42,6 +42,8 @@ class Replica:
     version: int
     max_num_seqs: int = 0
     """Sequences that it generates at once; 0 if it does not say."""
+    is_applying: bool = False
+    """It takes a new version and generates nothing meanwhile."""
 
 
 class PolicyDriver:
@@ -86,6 +88,7 @@ class PolicyDriver:
                         model=status.model_name,
                         version=status.version,
                         max_num_seqs=status.max_num_seqs,
+                        is_applying=status.state == policy_service_pb2.POLICY_STATE_APPLYING,
                     )
                 )
         return replicas

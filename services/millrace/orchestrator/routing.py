@@ -32,7 +32,7 @@ class Router:
         """The replica for a play, of those at `min_version` or newer; None if there is none.
 
         `home` is the worker id of the replica that has the prefix already; it is left when it is full and another one
-        is not.
+        is not. One that is taking a new version gets something only if all do that.
         """
         fit = [replica for replica in replicas if replica.version >= min_version]
         load = Counter[str]()
@@ -42,6 +42,6 @@ class Router:
         def share(replica: Replica) -> float:
             return load[replica.worker_id] / (replica.max_num_seqs or DEFAULT_SEQS)
 
-        best = min(fit, key=lambda replica: (share(replica), replica.worker_id), default=None)
-        stay = next((replica for replica in fit if replica.worker_id == home), None)
+        best = min(fit, key=lambda each: (each.is_applying, share(each), each.worker_id), default=None)
+        stay = next((each for each in fit if each.worker_id == home and not each.is_applying), None)
         return stay if stay is not None and (share(stay) < 1 or stay is best) else best

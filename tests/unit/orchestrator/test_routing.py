@@ -1,6 +1,7 @@
 """Which replica a play goes to."""
 
 from collections import Counter
+from dataclasses import replace
 
 from orchestrator_builders import make_rollout
 
@@ -48,6 +49,12 @@ def test_a_group_stays_on_its_replica_unless_that_is_full_or_gone() -> None:
     assert picked(router(a=64, b=70), replica("a"), replica("b"), home="a") == "a"
     assert picked(router(), replica("b"), home="a") == "b"
     assert picked(router(), replica("a", version=3), replica("b"), min_version=4, home="a") == "b"
+
+
+def test_a_replica_that_is_applying_a_version_gets_nothing_while_another_one_generates() -> None:
+    applying = replace(replica("a"), is_applying=True)
+    assert picked(router(a=0, b=60), applying, replica("b"), home="a") == "b"
+    assert picked(router(), applying) == "a"
 
 
 def play(table: GroupTable, status: RolloutStatus) -> Group:
