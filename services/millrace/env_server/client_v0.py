@@ -6,6 +6,8 @@ few and only where the engine did no work, and the deadline belongs to the rollo
 """
 
 import asyncio
+import logging
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +19,18 @@ from verifiers.legacy.types import ClientConfig, Response, ResponseMessage, Resp
 
 from millrace.env_server.engine_loss import (
     ENGINE_LOST_MARK,
+    EXTERNAL_MAX_ATTEMPTS,
+    EXTERNAL_RETRIED_STATUSES,
     LOST_STATUSES,
     MAX_ATTEMPTS,
     RETRIED_STATUSES,
+    external_pause_s,
     retry_pause_s,
 )
 from millrace.env_server.samples import engine_spans
-from millrace.env_server.span_log import SPANS
+from millrace.env_server.span_log import MAX_ROLLOUTS, SPANS
+
+logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
 # Backstop only: a rollout's deadline cancels its request long before.
@@ -44,12 +51,35 @@ class EngineLostError(vf.ModelError):
         super().__init__(f"{ENGINE_LOST_MARK} {message}")
 
 
+class RetryLog:
+    """How many tries of each rollout had to be repeated, until its adapter takes the number."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[str, int] = OrderedDict()
+
+    def note(self, rollout_id: str) -> None:
+        """One try was in vain."""
+        self._counts[rollout_id] = self._counts.get(rollout_id, 0) + 1
+        while len(self._counts) > MAX_ROLLOUTS:
+            self._counts.popitem(last=False)
+
+    def take(self, rollout_id: str) -> int:
+        """The number of one rollout, which is forgotten here."""
+        return self._counts.pop(rollout_id, 0)
+
+
 class LeanClient(OpenAIChatCompletionsClient):
     """A client of one engine; many share one HTTP session."""
 
-    def __init__(self, base_url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, base_url: str, session: aiohttp.ClientSession, *, is_external: bool = False, api_key: str = ""
+    ) -> None:
+        """`is_external`: it is not one of ours, so nothing but what OpenAI's API knows is asked of it."""
         self._base_url = base_url.rstrip("/")
         self._session = session
+        self._is_external = is_external
+        self._api_key = api_key
+        self.retries = RetryLog()
         super().__init__(ClientConfig(api_base_url=base_url))
 
     def setup_client(self, config: ClientConfig) -> Any:
@@ -63,7 +93,7 @@ class LeanClient(OpenAIChatCompletionsClient):
         self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """One completion as parsed JSON. Raises vf.Error types only."""
-        body = request_body(prompt, model, sampling_args, tools)
+        body = request_body(prompt, model, sampling_args, tools, wants_tokens=not self._is_external)
         state = kwargs.get("state")
         session_id = str(state.get("trajectory_id") or "") if state is not None else ""
         raw = await self._post(orjson.dumps(body), session_id)
@@ -82,23 +112,44 @@ class LeanClient(OpenAIChatCompletionsClient):
         headers = {"content-type": "application/json"}
         if session_id:
             headers["X-Session-ID"] = session_id
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
         url = f"{self._base_url}/chat/completions"
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            is_last = attempt == MAX_ATTEMPTS
+        attempts = EXTERNAL_MAX_ATTEMPTS if self._is_external else MAX_ATTEMPTS
+        for attempt in range(1, attempts + 1):
+            asked, problem = None, ""
             try:
-                async with self._session.post(url, data=body, headers=headers) as reply:
+                # A redirect would carry the key and the prompt to somebody whom nobody named.
+                async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as reply:
                     raw = await reply.read()
                     if reply.status == 200:
                         return raw
-                    if is_last or reply.status not in RETRIED_STATUSES:
-                        raise _status_error(url, reply.status, raw)
+                    if attempt == attempts or not self._is_retried(reply.status):
+                        raise _status_error(url, reply.status, raw, attempts=attempt)
+                    asked, problem = reply.headers.get("Retry-After"), f"status {reply.status}"
             except aiohttp.ClientConnectorError as error:
-                if is_last:
+                if attempt == attempts:
                     raise EngineLostError(f"cannot connect to {url}, {attempt} attempts: {error}") from error
+                problem = str(error)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                raise EngineLostError(f"POST {url} broke off: {type(error).__name__}: {error}") from error
-            await asyncio.sleep(retry_pause_s(attempt))
+                if attempt == attempts or not self._is_external:
+                    raise EngineLostError(f"POST {url} broke off: {type(error).__name__}: {error}") from error
+                problem = f"broke off: {type(error).__name__}"
+            await self._pause(session_id, attempt, asked=asked, problem=problem)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _is_retried(self, status: int) -> bool:
+        return status in (EXTERNAL_RETRIED_STATUSES if self._is_external else RETRIED_STATUSES)
+
+    async def _pause(self, session_id: str, attempt: int, *, asked: str | None, problem: str) -> None:
+        self.retries.note(session_id)
+        if not self._is_external:
+            await asyncio.sleep(retry_pause_s(attempt))
+            return
+        pause_s = external_pause_s(attempt, asked)
+        fields = {"url": self._base_url, "problem": problem, "attempt": attempt, "pause_s": round(pause_s, 1)}
+        logger.warning("the endpoint did not serve a request, trying again", extra=fields)
+        await asyncio.sleep(pause_s)
 
     async def raise_from_native_response(self, response: Any) -> None:
         """Refuse what is not exactly one choice with a message.
@@ -141,14 +192,17 @@ class LeanClient(OpenAIChatCompletionsClient):
         )
 
 
-def request_body(prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None) -> dict[str, Any]:
-    """The request: what the environment asks for, and always the exact tokens."""
+def request_body(
+    prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None, *, wants_tokens: bool = True
+) -> dict[str, Any]:
+    """The request: what the environment asks for, and from engines of ours always the exact tokens."""
     args = {key: value for key, value in sampling_args.items() if value is not None}
     extra_body = args.pop("extra_body", None) or {}
     if "max_tokens" in args:
         args["max_completion_tokens"] = args.pop("max_tokens")
     body: dict[str, Any] = {"model": model, "messages": prompt, **args, **extra_body}
-    body |= {"logprobs": True, "return_token_ids": True}
+    if wants_tokens:
+        body |= {"logprobs": True, "return_token_ids": True}
     if tools:
         body["tools"] = tools
     return body
@@ -162,9 +216,10 @@ def make_session() -> aiohttp.ClientSession:
     )
 
 
-def _status_error(url: str, status: int, raw: bytes) -> vf.Error:
+def _status_error(url: str, status: int, raw: bytes, *, attempts: int) -> vf.Error:
     text = raw.decode("utf-8", "replace").lower()
-    message = f"POST {url} answered {status}: {_shown(raw)}"
+    tries = f" ({attempts} attempts)" if attempts > 1 else ""
+    message = f"POST {url} answered {status}{tries}: {_shown(raw)}"
     if status in LOST_STATUSES:
         return EngineLostError(message)
     if status in (401, 403):

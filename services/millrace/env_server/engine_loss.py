@@ -7,6 +7,12 @@ an engine answers. Everything else that an engine answers (400, 500) is the engi
 
 import random
 
+EXTERNAL_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+"""An endpoint that is not ours has no other replica that we know of: what may pass by itself is tried again there."""
+EXTERNAL_MAX_ATTEMPTS = 6
+"""Tries of one model call of an external endpoint, within a minute and a half."""
+MAX_RETRY_AFTER_S = 30.0
+"""Longest pause that an endpoint's `Retry-After` is given."""
 RETRIED_STATUSES = frozenset({429, 503})
 """The engine refused before it did any work: it is starting, updating its policy, or full."""
 LOST_STATUSES = frozenset({429, 502, 503, 504})
@@ -16,6 +22,17 @@ MAX_ATTEMPTS = 4
 ENGINE_LOST_MARK = "engine lost:"
 """Begins the message of such an error, through layers that keep only its text."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 5.0
+
+
+def external_pause_s(attempt: int, retry_after: str | None) -> float:
+    """Seconds before the try that follows the `attempt`-th, from 1: what the endpoint asks for, else 1, 2, 4, ..."""
+    try:
+        asked_s = float(retry_after or 0.0)
+    except ValueError:  # a date: rare, and our own pauses do
+        asked_s = 0.0
+    if not 0 < asked_s < float("inf"):
+        asked_s = 2.0 ** (attempt - 1)
+    return min(asked_s, MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25)
 
 
 def retry_pause_s(attempt: int) -> float:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import Iterable
 
@@ -13,6 +14,7 @@ from millrace.env_server.groups import Groups, PlayingGroup, group_key
 from millrace.env_server.outcome import failed, make_rollout
 from millrace.env_server.pool import EnvPool, PlayAbandonedError, PoolLimits
 from millrace.env_server.sink import RolloutSink
+from millrace.env_server.supervisor import worker_environ
 from millrace.env_server.tasks import canonical_json
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import (
@@ -280,6 +282,13 @@ def _check_request(request: env_service_pb2.PlayGroupRequest) -> None:
         wrong.append(("members", list(request.members), f"must be distinct and below group_size {request.group_size}"))
     if not request.base_url:
         wrong.append(("base_url", "", "must be the engine's URL, ending in /v1"))
+    if request.is_external and request.purpose == rollout_pb2.PURPOSE_TRAIN:
+        message = (
+            "only evaluations may be played with an endpoint that is not ours: it cannot say whose tokens it sends"
+        )
+        wrong.append(("is_external", True, message))
+    if problem := _api_key_problem(request.api_key_var):
+        wrong.append(("api_key_var", request.api_key_var, problem))
     if not _is_json_object(request.sampling.extra_body_json or "{}"):
         wrong.append(("sampling.extra_body_json", request.sampling.extra_body_json[:200], "must be a JSON object"))
     if not 0 < request.rollout_timeout_seconds < float("inf"):
@@ -287,6 +296,15 @@ def _check_request(request: env_service_pb2.PlayGroupRequest) -> None:
     if wrong:
         violations = [Violation(field=f, value=str(v), message=m, source="PlayGroupRequest") for f, v, m in wrong]
         raise InvalidSpecError(violations, reason="REQUEST_INVALID")
+
+
+def _api_key_problem(variable: str) -> str:
+    """Why the endpoint's key is not there, or "". What a worker must not see is no key of an endpoint either."""
+    if not variable or worker_environ(os.environ).get(variable):
+        return ""
+    if os.environ.get(variable):
+        return "names a variable that environments do not get; put the endpoint's key into one of its own"
+    return f"is not set in the env-server's environment; start it with {variable}=<the endpoint's API key>"
 
 
 def _is_json_object(text: str) -> bool:

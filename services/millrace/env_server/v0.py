@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyModelResponseError", "EngineAuthError"})
 # Engines inside the deployment take no key; the SDK of the renderer client insists on one.
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
+RETRIES_METRIC = "endpoint_retries"
+"""Metric of rollouts of external endpoints: tries of model calls that were in vain."""
 _STATE_COLUMNS = ["trajectory", "timed_out"]
 
 
@@ -56,7 +58,7 @@ class V0Adapter:
         self._env = env
         self._renderer = renderer
         self._session: aiohttp.ClientSession | None = None
-        self._clients: dict[tuple[str, str], Client] = {}
+        self._clients: dict[tuple[str, str, str], Client] = {}
         self.requires_group = bool(env.requires_group_rollouts)
         num_watched = watch_rubric(env.rubric)
         logger.info("reward functions watched", extra={"count": num_watched})
@@ -88,7 +90,7 @@ class V0Adapter:
         """Play the request's members: together if rewards compare them, else there is one."""
         use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
         row: Any = (self.train if use_train else self.eval).row(request.task_index)
-        client = self._client(request.base_url, tokenizer_dir)
+        client = self._client(request, tokenizer_dir)
         args = sampling_args(request.sampling)
         is_training = request.purpose == rollout_pb2.PURPOSE_TRAIN
         with recorded_reward_errors() as reward_errors:
@@ -104,19 +106,27 @@ class V0Adapter:
                         row, client, request.model, args, max_retries=0, state_columns=_STATE_COLUMNS
                     )
                     outputs.append(output)
-        outcomes = [_outcome(output, reward_errors, requires_spans=is_training) for output in outputs]
+        if request.is_external:
+            outcomes = [_external_outcome(output, reward_errors, client) for output in outputs]
+        else:
+            outcomes = [_outcome(output, reward_errors, requires_spans=is_training) for output in outputs]
         return fail_together(outcomes) if self.requires_group else outcomes
 
-    def _client(self, base_url: str, tokenizer_dir: str) -> Client:
-        renderer = self._choose_renderer(tokenizer_dir)
-        key = (base_url, tokenizer_dir if renderer else "")
+    def _client(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> Client:
+        renderer = "" if request.is_external else self._choose_renderer(tokenizer_dir)
+        key = (request.base_url, request.api_key_var, tokenizer_dir if renderer else "")
         if key not in self._clients:
             if self._session is None:
                 raise RuntimeError("the adapter was not started")
             if renderer:
-                self._clients[key] = _renderer_client(base_url, tokenizer_dir, renderer)
+                self._clients[key] = _renderer_client(request.base_url, tokenizer_dir, renderer)
             else:
-                self._clients[key] = LeanClient(base_url, self._session)
+                self._clients[key] = LeanClient(
+                    request.base_url,
+                    self._session,
+                    is_external=request.is_external,
+                    api_key=os.environ[request.api_key_var] if request.api_key_var else "",
+                )
         return self._clients[key]
 
     def _choose_renderer(self, tokenizer_dir: str) -> str:
@@ -198,6 +208,30 @@ def _table(env: vf.Environment, *, is_eval: bool) -> TaskTable:
 
 def _outcome(output: Mapping[str, Any], reward_errors: Sequence[str], *, requires_spans: bool) -> Outcome:
     """The usable-for-training rule: an error, a timeout, a reward that raised or a missing token is a failure."""
+    played = _judged(output, reward_errors)
+    if played.status is not RolloutStatus.OK:
+        return played
+    try:
+        samples = merge_turns(_turns(output.get("trajectory") or []), requires_spans=requires_spans)
+    except MissingTokensError as error:
+        return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
+    return checked(replace(played, samples=samples))
+
+
+def _external_outcome(output: Mapping[str, Any], reward_errors: Sequence[str], client: Client) -> Outcome:
+    """The same without tokens, which nobody asked the endpoint for; repeated tries are a metric of the rollout."""
+    played = _judged(output, reward_errors)
+    steps = output.get("trajectory") or []
+    if isinstance(client, LeanClient) and steps:
+        num_retries = client.retries.take(str(steps[0].get("trajectory_id") or ""))
+        played = replace(played, metrics={**played.metrics, RETRIES_METRIC: num_retries})
+    if played.status is RolloutStatus.OK and not steps:
+        return failed(RolloutStatus.MODEL_ERROR, "NoModelCall", "the rollout made no model call", of=played)
+    return checked(played)
+
+
+def _judged(output: Mapping[str, Any], reward_errors: Sequence[str]) -> Outcome:
+    """How the rollout ended, without its tokens."""
     steps = output.get("trajectory") or []
     played = Outcome(
         status=RolloutStatus.OK,
@@ -218,11 +252,7 @@ def _outcome(output: Mapping[str, Any], reward_errors: Sequence[str], *, require
     if not steps and played.stop_condition == "prompt_too_long":
         message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
         return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", message, of=played)
-    try:
-        samples = merge_turns(_turns(steps), requires_spans=requires_spans)
-    except MissingTokensError as error:
-        return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
-    return checked(replace(played, samples=samples))
+    return played
 
 
 def _error_outcome(error: Mapping[str, Any], played: Outcome) -> Outcome:

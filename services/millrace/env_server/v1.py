@@ -83,27 +83,33 @@ class V1Adapter:
 
     async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play one episode per member."""
-        if not tokenizer_dir:
+        if not tokenizer_dir and not request.is_external:
             raise ValueError("v1 environments tokenize on the client side: the request needs a tokenizer_manifest_key")
         use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
         task = (self.train if use_train else self.eval).row(request.task_index)
         context = vf.ModelContext(
             model=request.model,
-            client=vf.TrainClientConfig(
-                base_url=request.base_url,
-                api_key_var=_API_KEY_VARIABLE,
-                renderer_model_name=tokenizer_dir,
-                renderer=renderer_config(self._renderer, tokenizer_dir),
-                multiplex=_MAX_ROLLOUTS_PER_RENDERER,
-            ),
+            client=self._client_config(request, tokenizer_dir),
             sampling=_sampling(request.sampling),
         )
         requires_spans = request.purpose == rollout_pb2.PURPOSE_TRAIN
         outcomes: list[Outcome] = []
         for _ in request.members:
             episode = await self._env.run_episode(task, context)
-            outcomes.append(_outcome(episode, requires_spans=requires_spans))
+            outcomes.append(_outcome(episode, requires_spans=requires_spans, has_tokens=not request.is_external))
         return outcomes
+
+    def _client_config(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> Any:
+        """The train client, which gives exact tokens; for an endpoint that is not ours the relaying one."""
+        if request.is_external:
+            return vf.EvalClientConfig(base_url=request.base_url, api_key_var=request.api_key_var or _API_KEY_VARIABLE)
+        return vf.TrainClientConfig(
+            base_url=request.base_url,
+            api_key_var=_API_KEY_VARIABLE,
+            renderer_model_name=tokenizer_dir,
+            renderer=renderer_config(self._renderer, tokenizer_dir),
+            multiplex=_MAX_ROLLOUTS_PER_RENDERER,
+        )
 
 
 def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
@@ -135,8 +141,8 @@ def _table(taskset: Any, num_tasks: int) -> TaskTable:
     )
 
 
-def _outcome(episode: Any, *, requires_spans: bool) -> Outcome:
-    """The usable-for-training rule: `ok` everywhere, no timeout, every reward there, exact tokens."""
+def _outcome(episode: Any, *, requires_spans: bool, has_tokens: bool) -> Outcome:
+    """The usable-for-training rule: `ok` everywhere, no timeout, every reward there, exact tokens (`has_tokens`)."""
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     spans = {trace.id: SPANS.take(trace.id) for trace in episode.traces}
     trace = traces[0] if traces else None
@@ -146,6 +152,8 @@ def _outcome(episode: Any, *, requires_spans: bool) -> Outcome:
     if len(traces) != 1:
         message = f"the episode has {len(traces)} trainable traces; Millrace trains one per rollout"
         return failed(RolloutStatus.ENV_ERROR, "MultipleTraces", message, of=played)
+    if not has_tokens:
+        return checked(played)
     try:
         samples = branch_samples(traces[0].branches, spans[traces[0].id], requires_spans=requires_spans)
     except MissingTokensError as error:
