@@ -11,5 +11,6 @@ What it returns are the messages of `millrace.v1`; what it raises are the classe
 from millrace.client.client import Client
 from millrace.client.runs import RunsClient, is_terminal
 from millrace.client.sync import SyncClient
+from millrace.rpc.access import ClientAccess
 
-__all__ = ["Client", "RunsClient", "SyncClient", "is_terminal"]
+__all__ = ["Client", "ClientAccess", "RunsClient", "SyncClient", "is_terminal"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from millrace.client.client import Client
+from millrace.rpc.access import ClientAccess
 from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 
@@ -13,9 +14,9 @@ from millrace.v1 import run_service_pb2 as rs
 class SyncClient:
     """`with SyncClient("127.0.0.1:50051") as client: client.runs.list()`. Not for use inside a running event loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, access: ClientAccess | None = None) -> None:
         self._runner = asyncio.Runner()
-        self._client = self._runner.run(_open(address))
+        self._client = self._runner.run(_open(address, access))
         self.runs = SyncRuns(self._runner, self._client)
 
     def __enter__(self) -> Self:
@@ -95,6 +96,6 @@ class SyncRuns:
             self._runner.run(close())
 
 
-async def _open(address: str) -> Client:
+async def _open(address: str, access: ClientAccess | None) -> Client:
     # The channel belongs to the loop that is running when it is made.
-    return Client(address)
+    return Client(address, access=access)

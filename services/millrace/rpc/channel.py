@@ -18,7 +18,10 @@ import grpc.aio
 
 import millrace
 from millrace.errors import InvalidSpecError, Violation
+from millrace.rpc.access import ClientAccess
+from millrace.rpc.gate import ShowTokenStream, ShowTokenUnary
 from millrace.rpc.interceptors import REQUEST_ID_KEY, DefaultDeadline, new_request_id
+from millrace.rpc.rotation import RotatingChannel
 from millrace.rpc.status import MAX_METADATA_BYTES, from_rpc_error
 from millrace.telemetry import logging, waits
 from millrace.telemetry.settings import parse_address
@@ -68,18 +71,34 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def open_channel(address: str, *, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> grpc.aio.Channel:
+def open_channel(
+    address: str, *, default_timeout_s: float = DEFAULT_TIMEOUT_S, access: ClientAccess | None = None
+) -> grpc.aio.Channel:
     """A channel to `host:port`; it connects at the first call. InvalidSpecError if the address is malformed.
 
-    Unary calls without a deadline get `default_timeout_s`. Close it, or use it as an asynchronous context manager.
+    Unary calls without a deadline get `default_timeout_s`. `access` says how to call; by default as the services of a
+    deployment call each other, by the variables of this process. InvalidSpecError if a certificate or token file is
+    wrong, InvalidStateError if a token would travel in plain text. Close it, or use it as an asynchronous context
+    manager.
     """
     try:
         parse_address(address)
     except ValueError as error:
         raise InvalidSpecError([Violation(field="address", value=address, message=str(error))]) from None
-    return grpc.aio.insecure_channel(
-        address, options=CHANNEL_OPTIONS, interceptors=[DefaultDeadline(default_timeout_s)]
-    )
+    access = ClientAccess.internal_from_environ() if access is None else access
+    access.require_safe(address)
+    interceptors: list[Any] = [DefaultDeadline(default_timeout_s)]
+    if access.secret is not None:
+        interceptors += [ShowTokenUnary(access), ShowTokenStream(access)]
+    if access.tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS, interceptors=interceptors)
+    options = [*CHANNEL_OPTIONS, *access.channel_options()]
+    tls = access.tls
+
+    def make() -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, tls.grpc_credentials(), options=options, interceptors=interceptors)
+
+    return RotatingChannel(make, tls.stamp)
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:

@@ -13,14 +13,15 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.errors import MillraceError, NotFoundError
+from millrace.rpc.access import ClientAccess
 from millrace.rpc.channel import CHANNEL_OPTIONS
 from millrace.rpc.status import from_rpc_error
 from millrace.telemetry.settings import parse_address
 
 
-def probe(address: str, service: str = "", *, timeout_s: float = 3.0) -> bool:
+def probe(address: str, service: str = "", *, timeout_s: float = 3.0, access: ClientAccess | None = None) -> bool:
     """Whether the service serves; UnavailableError if nobody answers, NotFoundError if the server does not know it."""
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    with _open(address, ClientAccess.internal_from_environ() if access is None else access) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -33,19 +34,29 @@ def probe(address: str, service: str = "", *, timeout_s: float = 3.0) -> bool:
     return response.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def _open(address: str, access: ClientAccess) -> grpc.Channel:
+    """A channel that shows no token: health needs none."""
+    credentials = access.channel_credentials()
+    if credentials is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *access.channel_options()])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m millrace.rpc.probe", description="Ask a server for its health.")
     parser.add_argument("address", help="host:port")
     parser.add_argument("service", nargs="?", default="", help="full service name; the process itself if absent")
     parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default 3")
+    parser.add_argument("--plain", action="store_true", help="plain text, whatever the environment says")
     options = parser.parse_args(argv)
     try:
         parse_address(options.address)
     except ValueError as error:
         parser.error(f"ADDRESS {options.address!r} {error}")
     try:
-        is_serving = probe(options.address, options.service, timeout_s=options.timeout)
+        access = ClientAccess.plain() if options.plain else None
+        is_serving = probe(options.address, options.service, timeout_s=options.timeout, access=access)
     except MillraceError as error:
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code

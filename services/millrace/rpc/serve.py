@@ -7,6 +7,8 @@
       -> `draining` is set                        watch handlers end their streams themselves, with UNAVAILABLE
       -> server.stop(grace_s)                     what is under way finishes, the rest is cancelled
 
+Who may call is the access's to say (`millrace.rpc.access`); by default that of this process's variables.
+
 An open stream that does not look at `draining` holds the end up for the whole of `grace_s`. A second signal exits at
 once.
 """
@@ -27,7 +29,9 @@ from grpc_reflection.v1alpha import reflection
 
 from millrace.errors import InvalidSpecError, UnavailableError, Violation
 from millrace.rpc import health
+from millrace.rpc.access import PUBLIC, WORKER, ServerAccess
 from millrace.rpc.channel import MAX_MESSAGE_BYTES
+from millrace.rpc.gate import Gate
 from millrace.rpc.health import HealthBoard, HealthServicer
 from millrace.rpc.interceptors import CallInterceptor
 from millrace.rpc.status import MAX_METADATA_BYTES
@@ -64,6 +68,7 @@ async def serve(
     health_board: HealthBoard | None = None,
     handle_signals: bool = True,
     before_stop: Callable[[], Awaitable[None]] | None = None,
+    access: ServerAccess | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stopping`, then drain and return.
 
@@ -71,18 +76,20 @@ async def serve(
     NOT_SERVING until the board says that it is ready; without one all are ready at once. Signals set `stopping`, so
     what else the process runs can wait on it too; they are handled only on the main thread, and not if
     `handle_signals` is off.
-    UnavailableError if the address cannot be bound.
+    UnavailableError if the address cannot be bound, InvalidSpecError if it needs protection that is not set up.
     """
     stopping = stopping or asyncio.Event()
     draining = asyncio.Event()
     board = health_board or HealthBoard()
-    server = grpc.aio.server(interceptors=[CallInterceptor()], options=SERVER_OPTIONS)
+    access = ServerAccess.from_environ() if access is None else access
+    server = grpc.aio.server(interceptors=[Gate(access), CallInterceptor()], options=SERVER_OPTIONS)
     names = register(server, draining)
     for name in names:
         board.add(name)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(board, draining), server)
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    port = _bind(server, address)
+    port = _bind(server, address, access, names)
+    beside = await _start_health(access.health_listen, HealthServicer(board, draining))
     handled = _install_signals(stopping) if handle_signals else []
     try:
         await server.start()
@@ -99,30 +106,49 @@ async def serve(
         if before_stop is not None:
             await before_stop()
         draining.set()
-        await server.stop(grace_s)
+        await asyncio.gather(server.stop(grace_s), beside.stop(grace_s))
         log.info("stopped", extra={"port": port})
     finally:
         draining.set()
+        await beside.stop(0)
         await server.stop(0)  # no effect after an orderly stop; frees the port when something above raised
         for signum in handled:
             asyncio.get_running_loop().remove_signal_handler(signum)
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
+async def _start_health(address: str | None, servicer: HealthServicer) -> grpc.aio.Server:
+    """The server for probes that speak no TLS: it tells the health and nothing else. Idle without an address."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    if address is not None:
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        _add_port(server, address, None, field="MILLRACE_HEALTH_LISTEN")
+        await server.start()
+    return server
+
+
+def _bind(server: grpc.aio.Server, address: str, access: ServerAccess, names: Sequence[str]) -> int:
     """Bind and return the port; the error says who is to blame and what helps."""
     try:
-        host, port = parse_address(address)
+        parse_address(address)
     except ValueError as error:
         wrong = Violation(field="MILLRACE_LISTEN", value=address, message=str(error))
         raise InvalidSpecError([wrong], reason="ADDRESS_INVALID") from None
+    access.require_safe(address, {PUBLIC if name.startswith("millrace.v1.") else WORKER for name in names})
+    credentials = None if access.tls is None else access.tls.grpc_credentials()
+    return _add_port(server, address, credentials, field="MILLRACE_LISTEN")
+
+
+def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None, *, field: str) -> int:
     try:
-        return server.add_insecure_port(address)
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        cause = _why_not(host, port) or str(error)
+        cause = _why_not(*parse_address(address)) or str(error)
         raise UnavailableError(
             f"cannot listen on {address}: {cause}",
             reason="ADDRESS_UNAVAILABLE",
-            remedy="stop what listens there, or choose another address (MILLRACE_LISTEN; port 0 takes a free one)",
+            remedy=f"stop what listens there, or choose another address ({field}; port 0 takes a free one)",
             metadata={"address": address},
         ) from error
 

@@ -174,6 +174,8 @@ def _foreign(code: str, details: str, *, to: str = "", timeout_s: float | None =
                 reason="DEADLINE_EXCEEDED",
                 remedy="check that it is running and not overloaded",
             )
+        case "UNAVAILABLE" if (handshake := _handshake_error(who, details)) is not None:
+            return handshake
         case "UNAVAILABLE":
             return errors.UnavailableError(
                 f"cannot reach {who}: {details}",
@@ -194,6 +196,56 @@ def _foreign(code: str, details: str, *, to: str = "", timeout_s: float | None =
             return errors.InvalidStateError(details, reason="OUT_OF_RANGE")
     cls = _BY_CODE.get(code, errors.InternalError)
     return cls(f"{who} answered {code}: {details}", reason=code)
+
+
+# What gRPC says when TLS fails, and what it means. Its own words differ from release to release: each has a fallback.
+_HANDSHAKES: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "certificate has expired",
+        "TLS_CERTIFICATE_EXPIRED",
+        "the certificate of {who} has expired",
+        "renew it (the server takes new files without a restart), and check this machine's clock",
+    ),
+    (
+        "Hostname Verification",
+        "TLS_NAME_MISMATCH",
+        "the certificate of {who} is for another name",
+        "call it by a name of its certificate, or say which to expect with MILLRACE_TLS_SERVER_NAME",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "TLS_NOT_TRUSTED",
+        "the certificate of {who} is not signed by a CA that is trusted here",
+        "trust its CA with MILLRACE_TLS_CA or --tls-ca",
+    ),
+    (
+        "WRONG_VERSION_NUMBER",
+        "TLS_NOT_SPOKEN",
+        "{who} does not speak TLS",
+        "check the address; for a server that speaks plain text unset MILLRACE_TLS_CA, or leave --tls-ca out",
+    ),
+    (
+        "Tls handshake failed",
+        "TLS_HANDSHAKE_FAILED",
+        "the TLS handshake with {who} failed",
+        "see the server's log",
+    ),
+    (
+        "Socket closed",  # it took the connection and hung up
+        "HUNG_UP",
+        "{who} hangs up on connections from here",
+        "it may speak TLS (trust its CA with MILLRACE_TLS_CA or --tls-ca), or ask for a client's certificate (set "
+        "MILLRACE_TLS_CERT and MILLRACE_TLS_KEY)",
+    ),
+)
+
+
+def _handshake_error(who: str, details: str) -> errors.UnavailableError | None:
+    """The error of a connection that failed because of TLS; None for any other."""
+    for mark, reason, message, remedy in _HANDSHAKES:
+        if mark in details and (reason != "HUNG_UP" or "failed to connect" in details):
+            return errors.UnavailableError(f"{message.format(who=who)}: {details}", reason=reason, remedy=remedy)
+    return None
 
 
 async def abort(context: grpc.aio.ServicerContext, error: MillraceError, *, request_id: str = "") -> None:

@@ -53,7 +53,6 @@ _NOT_RETRIED = (
     errors.InvalidSpecError,
     errors.AlreadyExistsError,
     errors.InvalidStateError,
-    errors.UnauthenticatedError,
     errors.PermissionDeniedError,
 )
 
@@ -259,6 +258,10 @@ class WorkerAgent:
             answer = await call(method, request, timeout_s=self._rpc_timeout_s, to=self._to, quiet_s=math.inf)
         except _NOT_RETRIED:
             raise
+        except errors.UnauthenticatedError as error:
+            if self._last_contact is None:
+                raise
+            return None, error  # tokens are being changed, and not every machine has the new ones yet
         except MillraceError as error:
             return None, error
         self._last_contact = time.monotonic()

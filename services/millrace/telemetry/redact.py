@@ -12,6 +12,7 @@ _MIN_SECRET_CHARS = 8  # shorter values ("1", "true") would blot out ordinary te
 # redis://user:password@host: everything from the colon up to the last @ before a slash or blank.
 _URL_PASSWORD = re.compile(r"(?P<head>\b[A-Za-z][A-Za-z0-9+.-]*://[^\s/:@'\"]*:)(?P<secret>[^\s/'\"]+)@")
 _BEARER = re.compile(r"(?P<head>\b[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}")
+_TOKEN = re.compile(r"\bmrt_[A-Za-z0-9_-]{16,}")  # what `millrace token new` makes
 _PAIR = re.compile(
     r"(?P<head>\b(?:password|passwd|api[_-]?key|(?:aws_)?secret_access_key|(?:aws_)?session_token|x-amz-signature"
     r"|x-amz-security-token)[\"']?\s*[=:]\s*[\"']?)[^\s&\"',;]+",
@@ -42,4 +43,5 @@ def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
         text = text.replace(secret, MASK)
     text = _URL_PASSWORD.sub(rf"\g<head>{MASK}@", text)
     text = _BEARER.sub(rf"\g<head>{MASK}", text)
+    text = _TOKEN.sub(MASK, text)
     return _PAIR.sub(rf"\g<head>{MASK}", text)

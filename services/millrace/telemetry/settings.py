@@ -73,6 +73,16 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _text(text: str) -> str:
+    return text
+
+
+def _token(text: str) -> str:
+    if len(text) < 32 or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("must be a token of at least 32 characters, such as `millrace token new` makes")
+    return text
+
+
 def _variable(parse: Callable[[str], Any], default: Any = None, *, is_secret: bool = False) -> Any:
     return field(default=default, repr=not is_secret, metadata={"parse": parse})
 
@@ -106,6 +116,30 @@ class Settings:
     grace_s: float = _variable(_seconds, 10.0)
     """Seconds that calls under way have to finish at shutdown."""
 
+    tls_cert: str | None = _variable(_text)
+    """PEM chain that this process shows: as a server, and as a client of servers that ask for one."""
+    tls_key: str | None = _variable(_text)
+    """PEM key of `tls_cert`."""
+    tls_ca: str | None = _variable(_text)
+    """PEM certificates that this process trusts when it calls others, which makes it call with TLS; `system` are those
+    of the system."""
+    tls_server_name: str | None = _variable(_text)
+    """Name that the certificates of the servers it calls must bear, if it is not the host that it calls."""
+    tls_client_ca: str | None = _variable(_text)
+    """Servers: PEM certificates by which callers must be signed (mTLS)."""
+    tokens_file: str | None = _variable(_text)
+    """Servers: bearer tokens that the public API accepts, as hashes, one per line."""
+    worker_token_file: str | None = _variable(_text)
+    """Services: the token that they show each other; all lines are accepted, the first is sent."""
+    token_file: str | None = _variable(_text)
+    """Clients: file with the bearer token."""
+    token: str | None = _variable(_token, is_secret=True)
+    """Clients: the bearer token, where a file is no option."""
+    insecure: bool = _variable(_boolean, False)
+    """Whether servers may listen beyond loopback without TLS or without asking who calls."""
+    health_listen: str | None = _variable(_address)
+    """host:port of a second, plain text gRPC server that tells only the health; for probes that speak no TLS."""
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str], *, required: Iterable[str] = ()) -> Self:
         """Read the variables; InvalidSpecError lists everything that is malformed, missing or misspelled at once.
@@ -127,7 +161,7 @@ class Settings:
             try:
                 values[part.name] = part.metadata["parse"](text)
             except ValueError as error:
-                shown = redact(text)
+                shown = None if name == "MILLRACE_TOKEN" else redact(text)
                 violations.append(Violation(field=name, value=shown, message=str(error), source="environment"))
         if violations:
             raise InvalidSpecError(
@@ -151,6 +185,18 @@ class Settings:
             if value is not None:
                 environ[variable_name(part.name)] = str(int(value)) if isinstance(value, bool) else str(value)
         return environ
+
+
+ACCESS_FIELDS = (
+    "tls_cert",
+    "tls_key",
+    "tls_ca",
+    "tls_server_name",
+    "tls_client_ca",
+    "tokens_file",
+    "worker_token_file",
+)
+"""Settings that all services of a deployment share about who may call whom."""
 
 
 def variable_name(field_name: str) -> str:

@@ -1,0 +1,266 @@
+"""Who may call whom: what servers demand, what clients show, and where plain text is allowed.
+
+    service                          beyond loopback a server demands
+    millrace.v1.*                    TLS, and a token of MILLRACE_TOKENS_FILE
+    millrace.internal.v1.*, HTTP     TLS, and the workers' token of MILLRACE_WORKER_TOKEN_FILE
+    reflection, unknown methods      one of the two
+    grpc.health.v1, GET /health      nothing: they tell serving or not serving
+
+With MILLRACE_TLS_CLIENT_CA every caller must show a certificate of that CA as well (mTLS), or instead of a token where
+no file of tokens is set. What is set is demanded everywhere, also on loopback; what must be set but is not keeps a server
+from starting, unless MILLRACE_INSECURE=1. See docs/security.md.
+"""
+
+import ipaddress
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError, Violation
+from millrace.rpc.tls import ClientFiles, ServerFiles
+from millrace.rpc.tokens import AcceptedToken, SecretFile, TokensFile, WorkersFile
+from millrace.telemetry.settings import Settings, parse_address, variable_name
+
+PUBLIC = "public"
+"""The kind of token that people and their tools have."""
+WORKER = "worker"
+"""The kind of token that the services of a deployment have."""
+AUTHORIZATION = "authorization"
+
+_PUBLIC_PACKAGE, _INTERNAL_PACKAGE, _HEALTH = "/millrace.v1.", "/millrace.internal.v1.", "/grpc.health.v1.Health/"
+_SCHEME = "bearer "
+
+
+def denied() -> UnauthenticatedError:
+    """The one answer to whoever has no right to call: it tells nothing about why, nor about what is here."""
+    return UnauthenticatedError(
+        "a valid bearer token is required",
+        reason="UNAUTHENTICATED",
+        remedy="give one with MILLRACE_TOKEN_FILE or --token-file; `millrace token new` makes them",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
+    name = host.strip("[]")
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Why a call was let in."""
+
+    name: str
+    """Name of the token's line; empty where none is demanded."""
+    holds: Callable[[], bool]
+    """Whether it still is: tokens expire and are revoked while streams run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAccess:
+    """What one process demands of its callers."""
+
+    tls: ServerFiles | None = None
+    tokens: TokensFile | None = None
+    worker_tokens: WorkersFile | None = None
+    is_insecure: bool = False
+    health_listen: str | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """From the settings; InvalidSpecError names the variable and file that is wrong."""
+        cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+        _require_pair(settings)
+        if client_ca is not None and cert is None:
+            message = "is set, but MILLRACE_TLS_CERT and MILLRACE_TLS_KEY are not"
+            raise _invalid(Violation(field="MILLRACE_TLS_CLIENT_CA", value=client_ca, message=message))
+        tls = None
+        if cert is not None and key is not None:
+            tls = ServerFiles(cert=Path(cert), key=Path(key), client_ca=Path(client_ca) if client_ca else None)
+        public, workers = settings.tokens_file, settings.worker_token_file
+        return cls(
+            tls=tls,
+            tokens=TokensFile(Path(public), field="MILLRACE_TOKENS_FILE") if public else None,
+            worker_tokens=WorkersFile(Path(workers), field="MILLRACE_WORKER_TOKEN_FILE") if workers else None,
+            is_insecure=settings.insecure,
+            health_listen=settings.health_listen,
+        )
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """From the variables of this process."""
+        return cls.of(Settings.from_env(os.environ if environ is None else environ))
+
+    def require_safe(self, address: str, kinds: Iterable[str], *, field: str = "MILLRACE_LISTEN") -> None:
+        """InvalidSpecError if a server for these kinds of callers must not listen on `address` as it is set up.
+
+        `field` is the setting that holds the address, for the message.
+        """
+        host, _ = parse_address(address)
+        if self.is_insecure or is_loopback(host):
+            return
+        violations: list[Violation] = []
+        if self.tls is None:
+            message = "is not loopback, and without MILLRACE_TLS_CERT and MILLRACE_TLS_KEY calls travel in plain text"
+            violations.append(Violation(field=field, value=address, message=message))
+        has_mtls = self.tls is not None and self.tls.client_ca is not None
+        wanted = {PUBLIC: ("tokens_file", self.tokens), WORKER: ("worker_token_file", self.worker_tokens)}
+        for kind in sorted(set(kinds)):
+            setting, tokens = wanted[kind]
+            if tokens is None and not has_mtls:
+                message = f"is not set, so everybody who reaches {address} could call its {kind} API"
+                violations.append(Violation(field=variable_name(setting), message=message))
+        if violations:
+            raise _invalid(
+                *violations,
+                remedy="set them (docs/security.md), or listen on 127.0.0.1, or allow it with MILLRACE_INSECURE=1",
+            )
+
+    def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Grant:
+        """Let a gRPC call in, or raise `denied()`; the certificate was asked for before, where one is demanded."""
+        if method.startswith(_HEALTH):
+            return _free()
+        if method.startswith(_PUBLIC_PACKAGE):
+            kinds = [PUBLIC]
+        elif method.startswith(_INTERNAL_PACKAGE):
+            kinds = [WORKER]
+        else:
+            kinds = [PUBLIC, WORKER]
+        values = [value for key, value in metadata if key == AUTHORIZATION and isinstance(value, str)]
+        return self._admit(kinds, values)
+
+    def admit_http(self, path: str, authorization: str | None) -> Grant:
+        """Let an HTTP request in, or raise `denied()`. Both kinds of tokens do, where they are set."""
+        if path == "/health":
+            return _free()
+        if self.worker_tokens is None and self.tls is not None and self.tls.client_ca is not None:
+            return _free()  # the certificate is what this server demands of workers
+        return self._admit([PUBLIC, WORKER], [] if authorization is None else [authorization])
+
+    def _admit(self, kinds: Sequence[str], authorizations: Sequence[str]) -> Grant:
+        """Each kind that has a file of tokens is a way in; without any there is nothing to show."""
+        files = {PUBLIC: self.tokens, WORKER: self.worker_tokens}
+        ways = [tokens for kind in kinds if (tokens := files[kind]) is not None]
+        if not ways:
+            return _free()
+        token = _bearer(authorizations)
+
+        def find() -> AcceptedToken | None:
+            # All are asked, whichever accepts it: how long it takes tells nothing.
+            return next((found for found in [tokens.find(token) for tokens in ways] if found is not None), None)
+
+        accepted = find()
+        if accepted is None:
+            raise denied()
+        return Grant(name=accepted.name, holds=lambda: find() is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientAccess:
+    """How one process calls servers: whom it trusts, and what it shows."""
+
+    tls: ClientFiles | None = None
+    """None is plain text."""
+    secret: Callable[[], str] | None = None
+    """Gives the bearer token of now; None shows none."""
+    is_insecure: bool = False
+
+    @classmethod
+    def plain(cls) -> Self:
+        """No TLS, no token: for servers of one's own on loopback."""
+        return cls()
+
+    @classmethod
+    def public(cls, settings: Settings) -> Self:
+        """For clients of the public API; InvalidSpecError names the variable and file that is wrong."""
+        secret: Callable[[], str] | None = None
+        if settings.token_file is not None:
+            secret = SecretFile(Path(settings.token_file), field="MILLRACE_TOKEN_FILE").read
+        elif (token := settings.token) is not None:
+            secret = lambda: token  # noqa: E731 - one line says it all
+        return cls(tls=_client_files(settings), secret=secret, is_insecure=settings.insecure)
+
+    @classmethod
+    def internal(cls, settings: Settings) -> Self:
+        """For calls between the services."""
+        path = settings.worker_token_file
+        secret = None if path is None else SecretFile(Path(path), field="MILLRACE_WORKER_TOKEN_FILE").read
+        return cls(tls=_client_files(settings), secret=secret, is_insecure=settings.insecure)
+
+    @classmethod
+    def public_from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """`public`, from the variables of this process."""
+        return cls.public(Settings.from_env(os.environ if environ is None else environ))
+
+    @classmethod
+    def internal_from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """`internal`, from the variables of this process."""
+        return cls.internal(Settings.from_env(os.environ if environ is None else environ))
+
+    def require_safe(self, address: str) -> None:
+        """InvalidStateError if a token would travel in plain text beyond this machine."""
+        if self.secret is None or self.tls is not None or self.is_insecure or is_loopback(parse_address(address)[0]):
+            return
+        raise InvalidStateError(
+            f"refusing to send a token to {address} in plain text",
+            reason="TOKEN_IN_PLAIN_TEXT",
+            remedy="trust the server's certificate with MILLRACE_TLS_CA or --tls-ca (a PEM file, or `system`), or "
+            "allow it with MILLRACE_INSECURE=1",
+        )
+
+    def headers(self) -> dict[str, str]:
+        """The HTTP header that shows the token; empty if there is none."""
+        return {} if self.secret is None else {"Authorization": f"Bearer {self.secret()}"}
+
+    def channel_options(self) -> list[tuple[str, Any]]:
+        """Options of gRPC that belong to it."""
+        name = self.tls.server_name if self.tls is not None else None
+        return [("grpc.ssl_target_name_override", name)] if name else []
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """Credentials of the files of now; None for plain text."""
+        return None if self.tls is None else self.tls.grpc_credentials()
+
+
+def _client_files(settings: Settings) -> ClientFiles | None:
+    _require_pair(settings)
+    if settings.tls_ca is None:
+        return None
+    cert, key = settings.tls_cert, settings.tls_key
+    return ClientFiles(
+        ca=Path(settings.tls_ca),
+        cert=Path(cert) if cert else None,
+        key=Path(key) if key else None,
+        server_name=settings.tls_server_name,
+    )
+
+
+def _require_pair(settings: Settings) -> None:
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        field, other = ("tls_cert", "tls_key") if settings.tls_cert is None else ("tls_key", "tls_cert")
+        message = f"is not set, but {variable_name(other)} is"
+        raise _invalid(Violation(field=variable_name(field), message=message))
+
+
+def _bearer(authorizations: Sequence[str]) -> str:
+    """The token, or a text that no token equals."""
+    if len(authorizations) != 1 or not authorizations[0].lower().startswith(_SCHEME):
+        return ""
+    return authorizations[0][len(_SCHEME) :].strip()
+
+
+def _free() -> Grant:
+    return Grant(name="", holds=lambda: True)
+
+
+def _invalid(*violations: Violation, remedy: str = "set both and start again") -> InvalidSpecError:
+    return InvalidSpecError(violations, reason="ACCESS_INVALID", remedy=remedy)
