@@ -17,6 +17,10 @@ from millrace.cli.lazy import LazyGroup
 _COMMANDS = {
     "rl": ("millrace.cli.commands.rl:rl", "Train with reinforcement learning: millrace rl @ rl.toml"),
     "sft": ("millrace.cli.commands.sft:sft", "Fine-tune on prompts and completions: millrace sft @ sft.toml"),
+    "inference": (
+        "millrace.cli.commands.inference:inference",
+        "Run one inference replica: millrace inference @ infer.toml",
+    ),
     "up": ("millrace.cli.commands.up:up", "Start the one-machine stack and leave it running."),
     "run": ("millrace.cli.commands.run:run", "Submit, list, show, watch and cancel runs; ask why one waits."),
     "version": ("millrace.cli.commands.version:version", "Show the versions of Millrace and of what it stands on."),

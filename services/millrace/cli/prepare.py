@@ -14,6 +14,7 @@ from millrace.cli.model_path import check_models, is_path
 from millrace.cli.new_name import check_new_name
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
+from millrace.config.sources import Origin, Source, Strength
 from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings, parse_address
 
@@ -51,7 +52,7 @@ def prepare(
     settings = Settings.from_env(environ)
     example = f"{command} @ examples/reverse_text/rl.toml"
     try:
-        loaded = load(RLConfig, arguments, environ)
+        loaded = load(RLConfig, arguments, environ, base=_engine_of(environ))
     except InvalidSpecError as error:
         if not arguments:
             raise missing_file(example) from error
@@ -83,6 +84,15 @@ def prepare(
         is_plain=bool(flags.get("plain")),
         is_follow=bool(flags.get("follow")),
     )
+
+
+def _engine_of(environ: Mapping[str, str]) -> Source | None:
+    """MILLRACE_ENGINE, which the services read, as the weakest source of `inference.engine`."""
+    engine = environ.get("MILLRACE_ENGINE")
+    if not engine:
+        return None
+    origin = Origin(label="MILLRACE_ENGINE", strength=Strength.ENVIRONMENT)
+    return Source(tree={"inference": {"engine": engine}}, origin=origin)
 
 
 def warn_of_wandb(config: RLConfig) -> None:

@@ -15,6 +15,7 @@ from millrace.cli.results import collect, phases_of, summary, write_summary
 from millrace.cli.view import View, make_view
 from millrace.client import Client
 from millrace.errors import UnavailableError
+from millrace.inference.launch_env import engine_environ
 from millrace.local.stack import LocalStack, StackOptions
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2
@@ -164,8 +165,8 @@ def stack_options(prepared: Prepared, directory: Path) -> StackOptions:
         directory=directory,
         http_host=config.inference.server.host,
         http_port=config.inference.server.port,
-        max_num_seqs=config.inference.max_num_seqs,
-        max_model_len=config.inference.model.max_model_len or config.orchestrator.seq_len,
+        engine=config.inference.engine,
+        engine_environ=engine_environ(config.inference, max_model_len=config.orchestrator.seq_len),
         log_level=config.log.level,
         log_json=config.log.json_logging,
         is_durable=False,  # the run ends with the stack, and its log is in the store

@@ -32,11 +32,17 @@ TYPED_FLAGS: Mapping[str, str] = {
 """Keys of the config that are flags of vLLM under another name."""
 
 
-def vllm_flags(config: InferenceConfig) -> dict[str, Any]:
-    """What the config says to vLLM, by key of the config. A key that has its default is left out: vLLM's counts."""
+def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> dict[str, Any]:
+    """What the config says to vLLM, by key of the config. A key that has its default is left out: vLLM's counts.
+
+    `max_model_len` is for a config that does not say it.
+    """
     model = config.model
+    named = {name.replace("-", "_"): value for name, value in config.vllm.items()}
+    if model.max_model_len is not None or "max_model_len" in named:
+        max_model_len = model.max_model_len
     typed: dict[str, Any] = {
-        "inference.model.max_model_len": model.max_model_len,
+        "inference.model.max_model_len": max_model_len,
         "inference.model.dtype": None if model.dtype == "auto" else model.dtype,
         "inference.model.enforce_eager": model.enforce_eager or None,
         "inference.model.trust_remote_code": model.trust_remote_code or None,
@@ -48,7 +54,6 @@ def vllm_flags(config: InferenceConfig) -> dict[str, Any]:
         "inference.gpu_memory_utilization": config.gpu_memory_utilization,
     }
     flags = {key: value for key, value in typed.items() if value is not None}
-    named = {name.replace("-", "_"): value for name, value in config.vllm.items()}
     if "max_num_seqs" not in named:
         flags["inference.max_num_seqs"] = config.max_num_seqs
     if model.tool_call_parser is not None and "enable_auto_tool_choice" not in named:
@@ -56,14 +61,17 @@ def vllm_flags(config: InferenceConfig) -> dict[str, Any]:
     return flags | {f"inference.vllm.{name}": value for name, value in named.items()}
 
 
-def engine_environ(config: InferenceConfig) -> dict[str, str]:
-    """The variables that give `[inference]` to the process of the engine, but for where it listens and its model."""
+def engine_environ(config: InferenceConfig, *, max_model_len: int | None = None) -> dict[str, str]:
+    """The variables that give `[inference]` to the process of the engine, but for where it listens and its model.
+
+    `max_model_len` is for a config that does not say it.
+    """
     if config.engine == "vllm":
-        return {"MILLRACE_ENGINE": "vllm", "MILLRACE_VLLM_FLAGS": json.dumps(vllm_flags(config))}
+        flags = vllm_flags(config, max_model_len=max_model_len)
+        return {"MILLRACE_ENGINE": "vllm", "MILLRACE_VLLM_FLAGS": json.dumps(flags)}
     environ = {"MILLRACE_ENGINE": "embedded", "MILLRACE_MAX_NUM_SEQS": str(config.max_num_seqs)}
-    if config.model.max_model_len is not None:
-        environ["MILLRACE_MAX_MODEL_LEN"] = str(config.model.max_model_len)
-    return environ
+    longest = config.model.max_model_len or max_model_len
+    return environ if longest is None else {**environ, "MILLRACE_MAX_MODEL_LEN": str(longest)}
 
 
 def engine_python(engine: str, environ: Mapping[str, str]) -> str:

@@ -145,10 +145,31 @@ def test_dry_run_prints_the_resolved_config(rl, tmp_path):
 
 def test_engine_of_the_stack_gets_what_the_config_says(rl, tmp_path):
     defaults = stack_options(prepare(["@", str(rl)], environ={}), tmp_path)
-    assert (defaults.max_num_seqs, defaults.max_model_len) == (256, 64)
+    assert defaults.engine == "embedded"
+    assert (defaults.engine_environ["MILLRACE_MAX_NUM_SEQS"], defaults.engine_environ["MILLRACE_MAX_MODEL_LEN"]) == (
+        "256",
+        "64",
+    )
     flags = ["--inference.max-num-seqs", "3", "--inference.model.max-model-len", "80", "--inference.server.port", "81"]
     chosen = stack_options(prepare(["@", str(rl), *flags], environ={}), tmp_path)
-    assert (chosen.max_num_seqs, chosen.max_model_len, chosen.http_port) == (3, 80, 81)
+    assert (chosen.engine_environ["MILLRACE_MAX_NUM_SEQS"], chosen.http_port) == ("3", 81)
+    assert chosen.engine_environ["MILLRACE_MAX_MODEL_LEN"] == "80"
+
+
+def test_vllm_of_the_stack_gets_its_flags_by_the_keys_of_the_config(rl, tmp_path):
+    flags = ["--inference.vllm.enable-prefix-caching", "false", "--inference.parallel.tp", "2"]
+    chosen = stack_options(prepare(["@", str(rl), *flags], environ={"MILLRACE_ENGINE": "vllm"}), tmp_path)
+    assert chosen.engine == "vllm"
+    assert json.loads(chosen.engine_environ["MILLRACE_VLLM_FLAGS"]) == {
+        "inference.max_num_seqs": 256,
+        "inference.model.max_model_len": 64,
+        "inference.parallel.tp": 2,
+        "inference.vllm.enable_prefix_caching": False,
+    }
+    over = prepare(["@", str(rl), "--inference.engine", "embedded"], environ={"MILLRACE_ENGINE": "vllm"})
+    assert over.config.inference.engine == "embedded", "a flag is stronger than the environment"
+    with pytest.raises(InvalidSpecError, match=r"inference.vllm: means nothing to the embedded engine"):
+        prepare(["@", str(rl), "--inference.vllm.seed", "1"], environ={})
 
 
 @pytest.mark.parametrize("command", [["rl"], ["run", "submit"], ["run", "submit", "--follow"]])

@@ -114,16 +114,16 @@ async def test_cancelling_the_stop_hurries_it_and_still_stops_everything(tmp_pat
 
 
 def test_engine_limits_reach_the_inference_process_and_no_other(tmp_path):
-    def environment(name: str, **more: int) -> dict[str, str]:
-        stack = LocalStack(options(tmp_path, **more), environ={"MILLRACE_MAX_NUM_SEQS": "7"})
+    def environment(name: str, **more: str) -> dict[str, str]:
+        stack = LocalStack(options(tmp_path, engine_environ=more), environ={"MILLRACE_MAX_NUM_SEQS": "7"})
         addresses = {"orchestrator": "127.0.0.1:1", name: "127.0.0.1:2"}
         return dict(stack._service(name, addresses, "127.0.0.1:3", "redis://r", "file:///s").env)
 
-    given = InferenceSettings.from_env(environment("inference", max_num_seqs=3, max_model_len=64))
+    given = InferenceSettings.from_env(environment("inference", MILLRACE_MAX_NUM_SEQS="3", MILLRACE_MAX_MODEL_LEN="64"))
     assert (given.max_num_seqs, given.max_model_len) == (3, 64)
     left_out = InferenceSettings.from_env(environment("inference"))
     assert (left_out.max_num_seqs, left_out.max_model_len) == (7, None)
-    assert "MILLRACE_MAX_MODEL_LEN" not in environment("trainer", max_num_seqs=3, max_model_len=64)
+    assert "MILLRACE_MAX_MODEL_LEN" not in environment("trainer", MILLRACE_MAX_MODEL_LEN="64")
 
 
 def test_environment_of_a_service_names_its_own_place_only(tmp_path):

@@ -14,13 +14,23 @@ from millrace.cli.defaults import DEFAULT_LISTEN
 @click.option(
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "vllm"]),
+    default="embedded",
+    show_default=True,
+    envvar="MILLRACE_ENGINE",
+    help="Inference engine; flags of vLLM come from MILLRACE_VLLM_FLAGS.",
+)
 @click.option("--restart/--no-restart", default=True, help="Start again what dies (default), or stop with it.")
 @click.option(
     "--liveness/--no-liveness",
     default=True,
     help="Kill what does not answer for 30 s (default), or leave it (debuggers).",
 )
-def up(directory: Path, listen: str, http_port: int, log_level: str, restart: bool, liveness: bool) -> None:
+def up(
+    directory: Path, listen: str, http_port: int, log_level: str, engine: str, restart: bool, liveness: bool
+) -> None:
     """Start the one-machine stack and leave it running until Ctrl-C.
 
     Redis, object store, orchestrator, env-server, inference, trainer. Its data lies under --dir and is there again when
@@ -42,6 +52,7 @@ def up(directory: Path, listen: str, http_port: int, log_level: str, restart: bo
         listen=listen,
         http_port=http_port,
         log_level=log_level,
+        engine=engine,
         is_restarting=restart,
         has_liveness=liveness,
     )

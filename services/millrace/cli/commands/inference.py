@@ -1,0 +1,34 @@
+"""`millrace inference`: one inference replica in the foreground."""
+
+import click
+
+from millrace.cli.raw import RawCommand
+
+_HELP = """\b
+Options:
+  --KEY VALUE     Any key of the section, such as --engine vllm or --vllm.enable-prefix-caching true.
+  --dry-run       Print the resolved config and do nothing.
+  --debug         Show tracebacks.
+
+\b
+Where it belongs is in the environment: MILLRACE_ORCHESTRATOR and MILLRACE_STORE_URL (it serves the policies of runs),
+MILLRACE_LISTEN (its gRPC server; a free port by default), MILLRACE_VLLM_PYTHON (the interpreter that has vLLM)."""
+
+
+@click.command(cls=RawCommand, epilog=_HELP)
+def inference(arguments: tuple[str, ...]) -> int:
+    """Run one inference replica until Ctrl-C.
+
+    It registers with the orchestrator and serves the policy of its run; the model comes with the policy, or is the
+    one that the config names. Without an orchestrator it serves that model as an OpenAI-compatible server.
+    """
+    from millrace.cli.replica import load_replica, start_replica
+
+    loaded = load_replica(arguments)
+    if loaded.flags.get("dry-run"):
+        import json
+
+        click.echo(json.dumps(loaded.config.model_dump(mode="json"), indent=2))
+        return 0
+    start_replica(loaded)
+    return 0

@@ -1,0 +1,60 @@
+"""`millrace inference`: where its keys may be written, and what it needs before a process is started."""
+
+import os
+import sys
+
+import pytest
+
+from millrace.cli import replica
+from millrace.cli.errors import CliError
+from millrace.errors import InvalidSpecError
+
+BARE = 'engine = "vllm"\nmax_num_seqs = 8\n[vllm]\nenable_prefix_caching = false\n'
+NAMED = '[log]\nlevel = "debug"\n[inference]\n' + BARE.replace("[vllm]", "[inference.vllm]")
+
+
+@pytest.mark.parametrize("text", [BARE, NAMED])
+def test_the_section_stands_alone_or_under_its_name(text, tmp_path):
+    path = tmp_path / "infer.toml"
+    path.write_text(text)
+    flags = ["--parallel.tp", "2", "--inference.model.max-model-len=64", "--no-model.enforce-eager"]
+    config = replica.load_replica(["@", str(path), *flags], environ={}).config.inference
+    assert (config.engine, config.max_num_seqs, config.vllm) == ("vllm", 8, {"enable_prefix_caching": False})
+    assert (config.parallel.tp, config.model.max_model_len) == (2, 64)
+
+
+def test_errors_name_the_key_and_the_place(tmp_path):
+    path = tmp_path / "infer.toml"
+    path.write_text("max_num_seq = 8\n")
+    with pytest.raises(InvalidSpecError) as caught:
+        replica.load_replica(["@", str(path), "--parallel.tp", "0"], environ={})
+    said = {one.field: (one.message, one.source) for one in caught.value.violations}
+    assert "did you mean `inference.max_num_seqs`" in said["inference.max_num_seq"][0]
+    assert said["inference.max_num_seq"][1] == f"{path}:1"
+    assert "at least 1" in said["inference.parallel.tp"][0]
+
+
+def test_vllm_keys_mean_nothing_to_the_embedded_engine():
+    with pytest.raises(InvalidSpecError, match=r"inference.parallel.tp: means nothing to the embedded engine"):
+        replica.load_replica(["--parallel.tp", "2"], environ={})
+
+
+def test_something_to_serve_is_required():
+    with pytest.raises(CliError, match=r"neither a model nor an orchestrator"):
+        replica.start_replica(replica.load_replica(["--engine", "embedded"], environ={}), environ={})
+    with pytest.raises(InvalidSpecError, match=r"does not exist"):
+        named = replica.load_replica(["--model.name", "./nowhere"], environ={})
+        replica.start_replica(named, environ={})
+
+
+def test_the_process_is_replaced_by_the_service(monkeypatch, tmp_path):
+    started: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    (tmp_path / "config.json").write_text("{}")
+    loaded = replica.load_replica(["--model.name", str(tmp_path), "--server.port", "8123"], environ={})
+    replica.start_replica(loaded, environ={"MILLRACE_LISTEN": "127.0.0.1:7", "KEPT": "1"})
+    [(python, argv, environ)] = started
+    assert python == sys.executable and argv[1:] == ["-m", "millrace.inference.main"]
+    assert environ["MILLRACE_MODEL"] == str(tmp_path) and environ["MILLRACE_ENGINE"] == "embedded"
+    assert environ["MILLRACE_HTTP_LISTEN"] == "127.0.0.1:8123" and environ["MILLRACE_LISTEN"] == "127.0.0.1:7"
+    assert environ["KEPT"] == "1"

@@ -1,0 +1,138 @@
+"""The config's keys as vLLM's flags, and the interpreter that has vLLM. vLLM's own parser: integration tests."""
+
+import argparse
+import json
+import sys
+
+import pytest
+
+from millrace.config.inference import InferenceConfig
+from millrace.errors import InvalidSpecError, NotFoundError
+from millrace.inference import launch_env
+from millrace.inference.main import InferenceSettings
+from millrace.inference.vllm.flags import to_argv
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    """A parser with one flag of each kind that vLLM's has."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int)
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--disable-log-stats", action="store_true")
+    parser.add_argument("--middleware", action="append")
+    parser.add_argument("--hf-overrides", type=json.loads)
+    parser.add_argument("--lora-modules", nargs="+")
+    parser.add_argument("--block-size", type=int, choices=[8, 16])
+    parser.add_argument("--logprobs-mode", choices=["raw_logprobs", "processed_logprobs"])
+    return parser
+
+
+def test_keys_become_flags(parser):
+    argv, violations = to_argv(
+        parser,
+        {
+            "inference.parallel.tp": 2,
+            "inference.vllm.enable_prefix_caching": False,
+            "inference.vllm.disable-log-stats": True,
+            "inference.vllm.hf_overrides": {"rope_theta": 1},
+            "inference.vllm.lora_modules": ["a=-1", "b=c"],
+            "max_model_len": 64,
+            "inference.vllm.block_size": None,
+            "inference.vllm.logprobs_mode": "processed_logprobs",
+        },
+    )
+    assert violations == []
+    assert argv == [
+        "--tensor-parallel-size=2",
+        "--no-enable-prefix-caching",
+        "--disable-log-stats",
+        '--hf-overrides={"rope_theta": 1}',
+        "--lora-modules",
+        "a=-1",
+        "b=c",
+        "--max-model-len=64",
+    ]
+    parsed = parser.parse_args(argv)
+    assert (parsed.tensor_parallel_size, parsed.enable_prefix_caching, parsed.max_model_len) == (2, False, 64)
+    assert (parsed.hf_overrides, parsed.lora_modules) == ({"rope_theta": 1}, ["a=-1", "b=c"])
+
+
+def test_everything_that_is_wrong_is_said_at_once(parser):
+    _, violations = to_argv(
+        parser,
+        {
+            "inference.vllm.enable_prefix_cachin": True,
+            "inference.vllm.nothing_like_it_at_all": 1,
+            "inference.model.max_model_len": "long",
+            "inference.vllm.block_size": 7,
+            "inference.vllm.host": "0.0.0.0",
+            "inference.vllm.logprobs_mode": "raw_logprobs",
+            "inference.vllm.tensor_parallel_size": 2,
+            "inference.parallel.tp": 4,
+        },
+    )
+    said = {violation.field: violation.message for violation in violations}
+    assert list(said) == [
+        "inference.vllm.enable_prefix_cachin",
+        "inference.vllm.nothing_like_it_at_all",
+        "inference.model.max_model_len",
+        "inference.vllm.block_size",
+        "inference.vllm.host",
+        "inference.vllm.logprobs_mode",
+        "inference.parallel.tp",
+    ]
+    assert said["inference.vllm.enable_prefix_cachin"].endswith("did you mean `enable_prefix_caching`?")
+    assert "no such flag" in said["inference.vllm.nothing_like_it_at_all"]
+    assert "invalid int value: 'long'" in said["inference.model.max_model_len"]
+    assert "invalid choice: 7" in said["inference.vllm.block_size"]
+    assert "set by Millrace" in said["inference.vllm.host"] and "inference.server.host" in said["inference.vllm.host"]
+    assert 'only "processed_logprobs"' in said["inference.vllm.logprobs_mode"]
+    assert said["inference.parallel.tp"] == "says the same as `inference.vllm.tensor_parallel_size`; keep one of them"
+
+
+def test_defaults_of_the_config_leave_vllm_its_own():
+    assert launch_env.vllm_flags(InferenceConfig(engine="vllm")) == {"inference.max_num_seqs": 256}
+    config = InferenceConfig(engine="vllm", vllm={"max-num-seqs": 8, "max_model_len": 32})
+    assert launch_env.vllm_flags(config, max_model_len=64) == {
+        "inference.vllm.max_num_seqs": 8,
+        "inference.vllm.max_model_len": 32,
+    }
+
+
+def test_a_tool_parser_switches_tool_choice_on():
+    config = InferenceConfig.model_validate({"engine": "vllm", "model": {"tool_call_parser": "hermes"}})
+    flags = launch_env.vllm_flags(config)
+    assert flags["inference.model.tool_call_parser"] == "hermes"
+    assert flags["inference.vllm.enable_auto_tool_choice"] is True
+
+
+def test_settings_of_a_vllm_replica(tmp_path):
+    environ = {"MILLRACE_ENGINE": "vllm", "MILLRACE_VLLM_FLAGS": '{"max-num-seqs": 3}', "MILLRACE_MODEL": "org/name"}
+    own = InferenceSettings.from_env({**environ, "MILLRACE_MAX_NUM_SEQS": "7", "MILLRACE_MAX_MODEL_LEN": "64"})
+    assert (own.vllm_model, own.model_dir, own.model_name) == ("org/name", None, "org/name")
+    assert own.vllm_flags == {"max-num-seqs": 3, "max_model_len": 64}, "a flag counts more than the variable"
+    with pytest.raises(InvalidSpecError) as caught:
+        InferenceSettings.from_env(
+            {"MILLRACE_ENGINE": "vlm", "MILLRACE_VLLM_FLAGS": "[1]", "MILLRACE_MODEL": str(tmp_path)}
+        )
+    assert [one.field for one in caught.value.violations] == [
+        "MILLRACE_ENGINE",
+        "MILLRACE_MODEL",
+        "MILLRACE_VLLM_FLAGS",
+    ]
+
+
+def test_the_interpreter_that_has_vllm(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert launch_env.engine_python("embedded", {}) == sys.executable
+    with pytest.raises(NotFoundError, match=r"scripts/setup_vllm.sh"):
+        launch_env.engine_python("vllm", {})
+    with pytest.raises(NotFoundError, match=r"no program"):
+        launch_env.engine_python("vllm", {"MILLRACE_VLLM_PYTHON": str(tmp_path)})
+    python = tmp_path / ".venv-vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    assert launch_env.engine_python("vllm", {}) == str(python), "the link itself: it makes the environment"
+    assert launch_env.engine_python("vllm", {"MILLRACE_VLLM_PYTHON": sys.executable}) == sys.executable
