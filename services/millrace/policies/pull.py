@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from millrace.policies.fetch import pull_files, read_manifest
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import PolicyManifest
@@ -22,8 +23,18 @@ def pull_tensors(store: ObjectStore, manifest: PolicyManifest) -> Mapping[str, T
 
 
 def download_hf(store: ObjectStore, manifest: PolicyManifest, directory: str | os.PathLike[str]) -> Path:
-    """Writes the version as a directory that `AutoModelForCausalLM.from_pretrained` loads; returns the directory."""
-    return write_hf(pull_files(store, manifest), pull_tensors(store, manifest), directory)
+    """Writes the version as a directory that `AutoModelForCausalLM.from_pretrained` loads; returns the directory.
+
+    An adapter becomes one that PEFT and vLLM load on top of its base.
+    """
+    files, tensors = dict(pull_files(store, manifest)), pull_tensors(store, manifest)
+    config = files.pop(ADAPTER_CONFIG, None)  # the base of a run that trains adapters has it, too
+    if manifest.adapter is None or config is None:
+        return write_hf(files, tensors, directory)
+    target = Path(directory)
+    _write(target / ADAPTER_CONFIG, config)
+    _write(target / ADAPTER_WEIGHTS, pack_safetensors(tensors.items())[0])
+    return target
 
 
 def write_hf(

@@ -1,5 +1,6 @@
 """One run's training, put together: log, model or checkpoint, gang, parts, loop."""
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from millrace.config.rl import RLConfig
 from millrace.errors import CorruptObjectError, UnavailableError
+from millrace.policies.adapter import ADAPTER_CONFIG
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publish import upload_files
 from millrace.runlog import ZERO_CHAIN_HASH, Names
@@ -20,6 +22,7 @@ from millrace.trainer.distributed import Gang
 from millrace.trainer.learner import Learner
 from millrace.trainer.log_client import LogClient
 from millrace.trainer.loop import train
+from millrace.trainer.lora_publisher import AdapterPublisher
 from millrace.trainer.model import policy_files, resolve_model_directory
 from millrace.trainer.publisher import Publisher, PublishPlan, newest_published, plan_publishing
 from millrace.trainer.reporter import Reporter
@@ -186,10 +189,15 @@ def make_publisher(
 ) -> Publisher:
     """The publisher; rank 0 uploads once the files that all versions share."""
     shared = policy_files(directory, dtype=learner.publish_dtype)
+    if learner.adapter is not None:
+        shared[ADAPTER_CONFIG] = learner.adapter.to_config()  # with the base, too: engines see at once what will come
     files: tuple[FileEntry, ...] = ()
     if context.gang.is_leader:
         files = upload_files(context.store, prefix=names.prefix, uid=names.uid, epoch=client.epoch, files=shared)
-    return Publisher(
+    kind = Publisher
+    if learner.adapter is not None:
+        kind = functools.partial(AdapterPublisher, adapter=learner.adapter, base_digest=learner.base_digest)
+    return kind(
         learner.model,
         store=context.store,
         names=names,

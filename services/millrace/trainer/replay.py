@@ -128,7 +128,7 @@ class Replayer:
 
     def tensors(self) -> dict[str, TensorBytes]:
         """The weights of `version` as they would be published; views of the live ones on a CPU."""
-        return dict(policy_tensors(self._learner.model, dtype=self._learner.publish_dtype))
+        return dict(policy_tensors(self._learner.model, dtype=self._learner.publish_dtype, version=self.version))
 
 
 def replay(
@@ -194,8 +194,12 @@ def _model_directory(store: ObjectStore, names: Names, config: RLConfig, start: 
     The published version itself, so that the replay needs nothing but the store; where that was rounded, or is not
     kept, the directory that the run began with.
     """
+    lora = config.trainer.model.lora is not None
     published = _published(store, names, version=start.version)
-    is_rounded = published is not None and any(entry.dtype != "float32" for entry in published.tensors)
+    if published is not None and published.adapter is not None:
+        published = read_manifest(store, published.adapter.base_key)
+    # The base of adapters is computed with as it is published, rounded or not.
+    is_rounded = not lora and published is not None and any(entry.dtype != "float32" for entry in published.tensors)
     if published is None or (is_rounded and start.checkpoint is None):
         yield resolve_model_directory(config.trainer.model.name)
         return
