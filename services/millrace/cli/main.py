@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import click
 
 import millrace
+from millrace.cli.connection import HELP, take_options
 from millrace.cli.errors import EXIT_USAGE, report
 from millrace.cli.interrupts import listen_early
 from millrace.cli.lazy import LazyGroup
@@ -23,13 +24,16 @@ _COMMANDS = {
     ),
     "up": ("millrace.cli.commands.up:up", "Start the one-machine stack and leave it running."),
     "run": ("millrace.cli.commands.run:run", "Submit, list, show, watch and cancel runs; ask why one waits."),
+    "token": ("millrace.cli.commands.token:token", "Make bearer tokens for protected servers."),
     "version": ("millrace.cli.commands.version:version", "Show the versions of Millrace and of what it stands on."),
 }
 
 _EPILOG = """\b
 Try:
   millrace sft @ examples/reverse_text/sft.toml
-  millrace rl @ examples/reverse_text/rl.toml"""
+  millrace rl @ examples/reverse_text/rl.toml
+
+""" + HELP
 
 
 @click.group(cls=LazyGroup, lazy=_COMMANDS, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_debug = "--debug" in arguments
     try:
         # `--debug` may stand anywhere, because one adds it after something went wrong.
-        code = cli.main([word for word in arguments if word != "--debug"], prog_name="millrace", standalone_mode=False)
+        words = take_options([word for word in arguments if word != "--debug"])
+        code = cli.main(words, prog_name="millrace", standalone_mode=False)
     except click.exceptions.Abort:
         return 130
     except click.exceptions.NoArgsIsHelpError as error:

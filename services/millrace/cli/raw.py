@@ -25,4 +25,6 @@ Options:
   --name NAME     Name of the run; made up if left out.
   --dry-run       Print the resolved config and do nothing.
   --plain         One line per step also on a terminal.
-  --debug         Show tracebacks."""
+  --debug         Show tracebacks.
+  --token-file, --tls-ca, --insecure
+                  For protected servers; see `millrace --help`."""

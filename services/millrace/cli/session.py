@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from millrace.cli.connection import open_client
 from millrace.cli.follow import MetricsFile, follow, require_success, telling_queued, ticking
 from millrace.cli.interrupts import Interrupts
 from millrace.cli.prepare import Prepared, choose_run_id
@@ -62,7 +63,7 @@ async def run_remote(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[s
     begun = time.monotonic()
     root = Path(prepared.config.output_dir)
     progress = _progress(prepared, "")
-    async with Client(prepared.server or "") as client:
+    async with open_client(prepared.server or "") as client:
         with make_view(progress, plain=prepared.is_plain) as view:
             run = await submit(client, prepared, run_id=prepared.name or "")
             _adopt(progress, run)

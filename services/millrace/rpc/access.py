@@ -7,8 +7,8 @@
     grpc.health.v1, GET /health      nothing: they tell serving or not serving
 
 With MILLRACE_TLS_CLIENT_CA every caller must show a certificate of that CA as well (mTLS), or instead of a token where
-no file of tokens is set. What is set is demanded everywhere, also on loopback; what must be set but is not keeps a server
-from starting, unless MILLRACE_INSECURE=1. See docs/security.md.
+no file of tokens is set. What is set is demanded everywhere, also on loopback; what must be set but is not keeps a
+server from starting, unless MILLRACE_INSECURE=1. See docs/security.md.
 """
 
 import ipaddress

@@ -64,9 +64,9 @@ def submit(arguments: tuple[str, ...]) -> int:
         print_config(prepared.config)
         return 0
     warn_of_wandb(prepared.config)
+    from millrace.cli.connection import open_client
     from millrace.cli.results import summary_lines
     from millrace.cli.session import run_remote, submit, submitted_line
-    from millrace.client import Client
 
     if prepared.is_follow:
         with explain_unreachable(prepared.server_origin, prepared.server or DEFAULT_LISTEN):
@@ -75,7 +75,7 @@ def submit(arguments: tuple[str, ...]) -> int:
         return 0
 
     async def create(_: interrupts.Interrupts) -> str:
-        async with Client(prepared.server or DEFAULT_LISTEN) as client:
+        async with open_client(prepared.server or DEFAULT_LISTEN) as client:
             return submitted_line(await submit(client, prepared, run_id=prepared.name or ""))
 
     with explain_unreachable(prepared.server_origin, prepared.server or DEFAULT_LISTEN):
@@ -241,12 +241,12 @@ def _state(text: str) -> "run_pb2.RunState":
 def _with_client(server: str | None, act: "Callable[[Client], Coroutine[Any, Any, None]]") -> None:
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable, server_address
-    from millrace.client import Client
+    from millrace.cli.connection import open_client
 
     address, origin = server_address(server)
 
     async def work(_: interrupts.Interrupts) -> None:
-        async with Client(address) as client:
+        async with open_client(address) as client:
             await act(client)
 
     with explain_unreachable(origin, address):

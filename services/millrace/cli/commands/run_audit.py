@@ -55,13 +55,13 @@ def audit(
 def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable, server_address
+    from millrace.cli.connection import open_client
     from millrace.cli.names import resolve
-    from millrace.client import Client
 
     address, origin = server_address(server)
 
     async def work(_: interrupts.Interrupts) -> "audit_pb2.AuditReport":
-        async with Client(address) as client:
+        async with open_client(address) as client:
             found = await resolve(client.runs, name)
             return await client.runs.audit(found.name)
 

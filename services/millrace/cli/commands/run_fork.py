@@ -45,8 +45,8 @@ def fork(arguments: tuple[str, ...]) -> int:
     """
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable, server_address
+    from millrace.cli.connection import open_client
     from millrace.cli.new_name import check_new_name
-    from millrace.client import Client
 
     if not arguments or arguments[0].startswith(("--", "@")):
         raise CliError("name the run to fork", hint=_EXAMPLE)
@@ -59,7 +59,7 @@ def fork(arguments: tuple[str, ...]) -> int:
     address, origin = server_address(None if server is None else str(server))
 
     async def work(_: interrupts.Interrupts) -> str:
-        async with Client(address) as client:
+        async with open_client(address) as client:
             return await _fork(client, name, rest, step=step, flags=flags)
 
     with explain_unreachable(origin, address):

@@ -65,13 +65,12 @@ def _state(run: "run_pb2.Run") -> str:
 def _ask(name: str, server: str | None, ask: "Callable[[Client, run_pb2.Run], Coroutine[Any, Any, str]]") -> None:
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable, server_address
+    from millrace.cli.connection import open_client
     from millrace.cli.names import resolve
-    from millrace.client import Client
-
     address, origin = server_address(server)
 
     async def work(_: interrupts.Interrupts) -> str:
-        async with Client(address) as client:
+        async with open_client(address) as client:
             return await ask(client, await resolve(client.runs, name))
 
     with explain_unreachable(origin, address):

@@ -1,0 +1,59 @@
+"""How commands reach a protected server: `--token-file`, `--tls-ca` and `--insecure`, which may stand anywhere.
+
+They are the variables MILLRACE_TOKEN_FILE, MILLRACE_TLS_CA and MILLRACE_INSECURE for one command. A token itself is no
+option: process lists show command lines.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from millrace.cli.errors import CliError
+
+if TYPE_CHECKING:
+    from millrace.client import Client
+
+OPTIONS = {"--token-file": "MILLRACE_TOKEN_FILE", "--tls-ca": "MILLRACE_TLS_CA"}
+HELP = """\b
+Of a protected server (anywhere in the line):
+  --token-file FILE   Bearer token (also: MILLRACE_TOKEN_FILE, MILLRACE_TOKEN).
+  --tls-ca FILE       PEM certificates to trust, or `system`: calls with TLS (also: MILLRACE_TLS_CA).
+  --insecure          Allow what is refused: tokens or servers in plain text beyond this machine."""
+
+_given: dict[str, str] = {}
+
+
+def take_options(arguments: Sequence[str]) -> list[str]:
+    """Take these options out of a command line and remember them for this command; CliError if one is incomplete."""
+    _given.clear()
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--token":
+            raise CliError(
+                "a token has no place in a command line: process lists show it",
+                hint="write it to a file and give that with --token-file, or set MILLRACE_TOKEN",
+            )
+        if word == "--insecure":
+            _given["MILLRACE_INSECURE"] = "1"
+        elif name in OPTIONS:
+            value = value if equals else next(words, "")
+            if not value or value.startswith("--"):
+                raise CliError(f"{name} needs a file")
+            _given[OPTIONS[name]] = value
+        else:
+            rest.append(word)
+    return rest
+
+
+def environ() -> Mapping[str, str]:
+    """The environment with what this command line says."""
+    return {**os.environ, **_given}
+
+
+def open_client(address: str) -> "Client":
+    """A client of the server at `address`, as this command line and the environment say."""
+    from millrace.client import Client, ClientAccess
+
+    return Client(address, access=ClientAccess.public_from_environ(environ()))
