@@ -1,7 +1,8 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev demo test test-unit test-slow soak lint format types protos bench clean
+.PHONY: help setup setup-dev setup-vllm demo test test-unit test-slow soak lint format types protos bench clean
 
 PY := .venv/bin/python
+ENGINE ?= embedded
 export OMP_NUM_THREADS ?= 1
 
 help: ## List the targets.
@@ -13,8 +14,11 @@ setup: ## Make .venv with what the demo needs.
 setup-dev: ## Make .venv with what the tests need, too.
 	@scripts/setup.sh dev
 
-demo: setup ## Train a tiny model with RL on this machine; pass options as ARGS="--trainer.optim.lr 0".
-	@scripts/demo.sh $(ARGS)
+setup-vllm: ## Make .venv-vllm with real vLLM for CPUs (2.5 GB, minutes).
+	@scripts/setup_vllm.sh
+
+demo: setup ## Train a tiny model with RL on this machine; ENGINE=vllm, ARGS="--trainer.optim.lr 0".
+	@ENGINE=$(ENGINE) scripts/demo.sh $(ARGS)
 
 test: setup-dev ## Run the default test suite.
 	$(PY) -m pytest -m "not slow and not gpu"

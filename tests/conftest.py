@@ -14,6 +14,8 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 import hypothesis
 import pytest
 
+from millrace.errors import NotFoundError
+from millrace.inference.launch_env import engine_python
 from millrace.local.redis import EmbeddedRedis, die_with_parent, free_port
 from millrace.storage import ObjectStore
 from millrace.storage.local import LocalStore
@@ -22,6 +24,7 @@ from millrace.telemetry import waits
 sys.path.append(str(Path(__file__).parent))  # modules that tests of several folders share, such as `workplaces`
 
 _SERVER_START_S = 60.0
+_VENV_VLLM = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
 _WAITS_END_S = 5.0  # threads that were told to stop are given that long
 
 # Shared machines are slow at times; that is no finding. No example database: a test run leaves nothing in the tree.
@@ -97,6 +100,17 @@ def s3_store(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.
     store = S3Store(bucket="millrace-test", prefix=f"t{os.urandom(6).hex()}", endpoint=s3_endpoint, region="us-east-1")
     store.ensure_bucket()
     return store
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter of an environment with real vLLM and Millrace."""
+    try:
+        return engine_python(
+            "vllm", {"MILLRACE_VLLM_PYTHON": os.environ.get("MILLRACE_VLLM_PYTHON") or str(_VENV_VLLM)}
+        )
+    except NotFoundError:
+        pytest.skip("no vLLM: run scripts/setup_vllm.sh, or name an interpreter that has it in MILLRACE_VLLM_PYTHON")
 
 
 @pytest.fixture(scope="session")

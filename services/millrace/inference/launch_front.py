@@ -146,6 +146,8 @@ async def fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> Po
 
 def _fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> PolicyModel:
     manifest = read_manifest(store, request.policy.manifest_key, request.policy.manifest_sha256)
+    if manifest.adapter is not None:  # an adapter is loaded onto its base, which is the model
+        manifest = read_manifest(store, manifest.adapter.base_key)
     files = pull_files(store, manifest)
     if "config.json" not in files:
         raise InvalidStateError(
