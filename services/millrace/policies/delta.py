@@ -14,12 +14,13 @@ proved against the result's digest. Work goes block by block, so that scratch me
 and zstd release the GIL: encode and decode pieces in as many threads as there are cores (`run_pieces`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.errors import ConflictError, InvalidStateError
 from millrace.policies.change import TensorChange
@@ -29,7 +30,8 @@ from millrace.policies.delta_frame import DENSE, KIND_NAMES, PLAIN, SPARSE, Piec
 from millrace.policies.delta_sparse import SparseEncoder, decode_sparse
 from millrace.policies.digest import bits_digest, change_digest, digest_hex
 
-_BLOCK_ELEMENTS = 1 << 19  # compared at a time: small beside a piece, large beside the cost of a call
+_BLOCK_ELEMENTS = 1 << 18  # compared at a time: small beside a piece, large beside the cost of a call
+_BATCH_CHANGES = 1 << 14  # encoded at a time, at least, but for the last: smaller batches pay for calls, not for work
 _SAMPLE_SLICES, _SAMPLE_ELEMENTS = 32, 2048
 _DENSE_ABOVE = 0.28  # changed share above which absolute exceptions cost more than differences of everything
 _WIDE_GAPS_BELOW = 0.004  # changed share below which two-byte gaps are smaller than one-byte gaps with escapes
@@ -155,12 +157,8 @@ def _changed_share(base: Bits, new: Bits) -> float:
 
 def _encode_sparse(base: Bits, new: Bits, start: int, base_digest: int, *, gap_width: int) -> EncodedPiece:
     encoder = SparseEncoder(gap_width=gap_width, start=start, digest=base_digest)
-    differs = np.empty(min(new.size, _BLOCK_ELEMENTS), np.bool_)
-    for begin in range(0, new.size, _BLOCK_ELEMENTS):
-        old_block, new_block = base[begin : begin + _BLOCK_ELEMENTS], new[begin : begin + _BLOCK_ELEMENTS]
-        inside = np.flatnonzero(np.not_equal(old_block, new_block, out=differs[: new_block.size]))
-        if inside.size:
-            encoder.add(inside + begin, old_block[inside], new_block[inside])
+    for positions in _changed_positions(base, new):
+        encoder.add(positions, base[positions], new[positions])
     sections = encoder.sections()
     header = PieceHeader(
         kind=SPARSE,
@@ -174,6 +172,24 @@ def _encode_sparse(base: Bits, new: Bits, start: int, base_digest: int, *, gap_w
         digest=encoder.digest,
     )
     return _encoded(header, sections)
+
+
+def _changed_positions(base: Bits, new: Bits) -> Iterator[NDArray[np.int64]]:
+    """Where the arrays differ, in order, in batches that are large enough to be worth numpy's calls."""
+    differs = np.empty(min(new.size, _BLOCK_ELEMENTS), np.bool_)
+    batch: list[NDArray[np.int64]] = []
+    size = 0
+    for begin in range(0, new.size, _BLOCK_ELEMENTS):
+        old_block, new_block = base[begin : begin + _BLOCK_ELEMENTS], new[begin : begin + _BLOCK_ELEMENTS]
+        inside = np.flatnonzero(np.not_equal(old_block, new_block, out=differs[: new_block.size]))
+        inside += begin
+        batch.append(inside)
+        size += inside.size
+        if size >= _BATCH_CHANGES:
+            yield np.concatenate(batch)
+            batch, size = [], 0
+    if size:
+        yield np.concatenate(batch)
 
 
 def _encoded(header: PieceHeader, sections: list[Section]) -> EncodedPiece:

@@ -20,7 +20,7 @@ _EXCEPTION_GAP_WIDTH = 1
 
 @dataclass(slots=True)
 class SparseEncoder:
-    """Adds up the blocks of one piece; `digest` is that of the base at first, and that of the result at last."""
+    """Adds up the changes of one piece; `digest` is that of the base at first, and that of the result at last."""
 
     gap_width: int
     start: int
@@ -34,7 +34,7 @@ class SparseEncoder:
     _values: list[Bits] = field(default_factory=list)
 
     def add(self, positions: NDArray[np.int64], old: Bits, new: Bits) -> None:
-        """Adds the changed elements of the next block (at least one); `positions` count from the piece's start."""
+        """Adds the next changed elements (at least one); `positions` count from the piece's start."""
         self._gaps.append(encode_gaps(positions, previous=self._last, width=self.gap_width))
         step = ulp_map(new)
         step -= ulp_map(old)
@@ -50,7 +50,7 @@ class SparseEncoder:
         self._last = int(positions[-1])
 
     def sections(self) -> list[Section]:
-        """The streams; call it once, after at least one block."""
+        """The streams; call it once, after at least one change."""
         exceptions = np.concatenate(self._exceptions)
         planes = [
             *to_planes(np.concatenate(self._gaps)),

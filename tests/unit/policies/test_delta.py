@@ -27,6 +27,7 @@ def blocks(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param is not None:
             patch.setattr(delta_module, "_BLOCK_ELEMENTS", request.param)
+            patch.setattr(delta_module, "_BATCH_CHANGES", 5)
             patch.setattr(delta_dense, "_BLOCK_ELEMENTS", request.param)
         yield
 
