@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import millrace
-from millrace.errors import InvalidSpecError, MillraceError, UnavailableError, Violation
+from millrace.errors import InternalError, InvalidSpecError, MillraceError, UnavailableError, Violation
 from millrace.inference import launch_env
 from millrace.inference.launch_front import Front, PolicyModel, describe, fetch_model
 from millrace.inference.launch_process import VllmProcess
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "millrace.inference.vllm.worker.PolicyWorker"
 _SAY_AFTER_S = 15.0
+_PORT_POLL_S = 2.0
 _LEAVE_S = 5.0
 """Seconds beyond drain and grace that vLLM has to end by itself."""
 
@@ -118,13 +119,40 @@ class Launcher:
         await vllm.send({"argv": [*model_argv, *self._own_argv()]})
         began = time.monotonic()
         front.say(pb.POLICY_STATE_APPLYING)
-        saying = asyncio.create_task(_say_progress(vllm, self._own.vllm_start_s), name="progress of vLLM")
+        bound_s = self._own.vllm_start_s
+        saying = asyncio.create_task(_say_progress(vllm, bound_s), name="progress of vLLM")
+        alone = asyncio.create_task(self._until_it_serves_alone(), name="vLLM without its plugin")
+        heard = asyncio.create_task(vllm.hear(deadline_s=bound_s, purpose="load the model"))
         try:
-            with waits.waiting("vLLM to load the model", waits_on="vLLM", deadline_s=self._own.vllm_start_s):
-                await vllm.hear(deadline_s=self._own.vllm_start_s, purpose="load the model")
+            with waits.waiting("vLLM to load the model", waits_on="vLLM", deadline_s=bound_s):
+                await asyncio.wait({heard, alone}, return_when=asyncio.FIRST_COMPLETED)
+            if not heard.done():
+                alone.result()
+                raise InternalError(
+                    "vLLM serves without Millrace's plugin; its output says why the plugin did not start",
+                    reason="VLLM_PLUGIN_MISSING",
+                    remedy="read its output above for `Failed to`",
+                )
+            heard.result()
         finally:
-            saying.cancel()
+            for task in (saying, alone, heard):
+                task.cancel()
         log.info("vLLM is up", extra={"pid": vllm.pid, "load_s": round(time.monotonic() - began, 2)})
+
+    async def _until_it_serves_alone(self) -> None:
+        """Return when vLLM answers on its HTTP port, which it opens after its plugins have started."""
+        host, port = parse_address(self._settings.require("http_listen"))
+        here = "127.0.0.1" if host == "0.0.0.0" else host.strip("[]")
+        while True:
+            await asyncio.sleep(_PORT_POLL_S)
+            try:
+                async with asyncio.timeout(_PORT_POLL_S):
+                    _, writer = await asyncio.open_connection(here, port)
+            except (OSError, TimeoutError):
+                continue
+            writer.close()
+            await asyncio.sleep(_PORT_POLL_S)  # its plugin spoke before, and was perhaps not heard yet
+            return
 
     async def _model_argv(self, vllm: VllmProcess, front: Front) -> list[str]:
         """Which model to load: the fixed one, or that of the policy that is asked for."""

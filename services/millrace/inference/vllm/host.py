@@ -6,10 +6,14 @@ into vLLM's OpenAI server when the launcher says with which model. See `handover
 
 import os
 import sys
+from importlib.metadata import entry_points
 
+from millrace.inference.launch_env import PLUGIN_NAME, PYTHON_VARIABLE
 from millrace.inference.vllm.handover import PARENT_VARIABLE, Line, line
 from millrace.inference.vllm.lineage import die_with
 from millrace.telemetry.startup import without_gc
+
+_PLUGIN_GROUPS = ("vllm.endpoint_plugins", "vllm.general_plugins")
 
 
 def main() -> None:
@@ -19,7 +23,7 @@ def main() -> None:
     if to_launcher is None:
         print("millrace: this is started by `millrace inference`, not by hand", file=sys.stderr)
         sys.exit(2)
-    argv = _check(to_launcher)
+    argv = _check(to_launcher, _missing_plugins())
     if argv is None:
         sys.exit(2)
     _warm_up()
@@ -30,7 +34,16 @@ def main() -> None:
     serve()
 
 
-def _check(to_launcher: Line) -> list[str] | None:
+def _missing_plugins() -> list[dict[str, str | None]]:
+    """A violation if vLLM would not find Millrace's plugins here: it would serve without them, and say nothing."""
+    missing = [group for group in _PLUGIN_GROUPS if PLUGIN_NAME not in entry_points(group=group).names]
+    if not missing:
+        return []
+    told = f"the millrace installed for {sys.executable} has no entry point in {', '.join(missing)}: install it again"
+    return [{"field": PYTHON_VARIABLE, "value": sys.executable, "message": told}]
+
+
+def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str] | None:
     """The arguments that say what the launcher's flags say; None if something is wrong with them, which is told."""
     given = to_launcher.receive()["flags"]
     with without_gc():
@@ -44,13 +57,13 @@ def _check(to_launcher: Line) -> list[str] | None:
 
     parser = make_arg_parser(FlexibleArgumentParser())
     argv, violations = to_argv(parser, given)
-    problems = [{"field": one.field, "value": one.value, "message": one.message} for one in violations]
+    problems = problems + [{"field": one.field, "value": one.value, "message": one.message} for one in violations]
     if not problems:
         try:
             validate_parsed_serve_args(parser.parse_args(argv))
         except (TypeError, ValueError) as error:
             text = " ".join(str(error).removeprefix("Error: ").split())
-            problems = [{"field": "inference.vllm", "value": None, "message": f"vLLM refuses it: {text}"}]
+            problems = problems + [{"field": "inference.vllm", "value": None, "message": f"vLLM refuses it: {text}"}]
     to_launcher.send({"violations": problems})
     return None if problems else argv
 
