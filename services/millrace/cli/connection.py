@@ -54,6 +54,8 @@ def environ() -> Mapping[str, str]:
 
 def open_client(address: str) -> "Client":
     """A client of the server at `address`, as this command line and the environment say."""
+    # gRPC writes one line of its own to stderr for every handshake that fails; ours says it better. Read at its import.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from millrace.client import Client, ClientAccess
 
     return Client(address, access=ClientAccess.public_from_environ(environ()))

@@ -28,12 +28,12 @@ _COMMANDS = {
     "version": ("millrace.cli.commands.version:version", "Show the versions of Millrace and of what it stands on."),
 }
 
-_EPILOG = """\b
+_EPILOG = f"""\b
 Try:
   millrace sft @ examples/reverse_text/sft.toml
   millrace rl @ examples/reverse_text/rl.toml
 
-""" + HELP
+{HELP}"""
 
 
 @click.group(cls=LazyGroup, lazy=_COMMANDS, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

@@ -67,6 +67,7 @@ def _ask(name: str, server: str | None, ask: "Callable[[Client, run_pb2.Run], Co
     from millrace.cli.address import explain_unreachable, server_address
     from millrace.cli.connection import open_client
     from millrace.cli.names import resolve
+
     address, origin = server_address(server)
 
     async def work(_: interrupts.Interrupts) -> str:
