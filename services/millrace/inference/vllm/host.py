@@ -63,7 +63,7 @@ def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str
             validate_parsed_serve_args(parser.parse_args(argv))
         except (TypeError, ValueError) as error:
             text = " ".join(str(error).removeprefix("Error: ").split())
-            problems = problems + [{"field": "inference.vllm", "value": None, "message": f"vLLM refuses it: {text}"}]
+            problems = [*problems, {"field": "inference.vllm", "value": None, "message": f"vLLM refuses it: {text}"}]
     to_launcher.send({"violations": problems})
     return None if problems else argv
 
