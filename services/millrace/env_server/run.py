@@ -20,6 +20,7 @@ from millrace.internal.v1.worker_service_pb2 import (
     HeartbeatResponse,
     Worker,
 )
+from millrace.rpc.reach import advertised
 from millrace.rpc.serve import serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import WorkerAgent, new_worker_id
@@ -27,7 +28,7 @@ from millrace.runlog.connection import open_redis
 from millrace.runlog.log import FORMAT_MAJOR, RunLog
 from millrace.runlog.names import Names
 from millrace.storage.base import open_store
-from millrace.telemetry.settings import Settings, parse_address
+from millrace.telemetry.settings import Settings
 
 SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_name
 # What a predecessor left is appended before this env-server registers, so that the orchestrator finds it in the log
@@ -116,7 +117,7 @@ class _Registered:
         return [SERVICE_NAME]
 
     def _found(self, port: int) -> None:
-        address = _advertised(self._settings, port)
+        address = advertised(self._settings, port)
         worker = Worker(
             worker_id=self._worker_id,
             kind=WORKER_KIND_ENV_SERVER,
@@ -155,11 +156,3 @@ class _Registered:
     def _note_assignments(self, reply: HeartbeatResponse) -> None:
         for assignment in reply.assignments:
             self._sink.note_run(assignment.run_uid, assignment.resolved_below, assignment.log_instance)
-
-
-def _advertised(settings: Settings, port: int) -> str:
-    """Where others reach this server: the explicit address, or the listening host with the port that was taken."""
-    if settings.advertise:
-        return settings.advertise
-    host, _ = parse_address(settings.require("listen"))
-    return f"{host}:{port}"
