@@ -25,6 +25,7 @@ from millrace.errors import CorruptObjectError, FencedError, InternalError, Mill
 from millrace.inference import model_files
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyEngine, PolicyIdentity
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
+from millrace.policies.manifest import AdapterEntry
 from millrace.policies.pull import pull_files
 from millrace.policies.staged import StagedPolicy
 from millrace.storage.base import ObjectStore
@@ -133,7 +134,7 @@ class PolicyUpdater:
         self._proved: ProvedPolicy | None = None
         self._error = ""
         self._pause_s = 0.0
-        self._fetched_bytes = self._full_bytes = 0
+        self._fetched_bytes = self._full_bytes = self._base_bytes = 0
         self._update_s = 0.0
         self._is_leaving = False
         self._wake = asyncio.Event()
@@ -249,6 +250,7 @@ class PolicyUpdater:
 
     async def _update(self, desired: DesiredPolicy, wait: waits.Waiting) -> None:
         staged = await self._stage(desired)
+        self._base_bytes = 0
         files = tuple((entry.name, entry.sha256) for entry in staged.manifest.files)
         is_same_model = self._served is not None and self._served.run_uid == desired.run_uid
         if is_same_model and files == self._held_files and self._engine.status().state is EngineState.READY:
@@ -260,7 +262,7 @@ class PolicyUpdater:
             wait.update(reason=f"policy {desired.version} to be loaded by its engine")
             await self._load(desired, staged)
             self._held_files = files
-        self._fetched_bytes, self._full_bytes = staged.fetched_bytes, staged.full_bytes
+        self._fetched_bytes, self._full_bytes = self._base_bytes + staged.fetched_bytes, staged.full_bytes
 
     async def _stage(self, desired: DesiredPolicy) -> StagedPolicy:
         """The version in host memory; raises if it is not the one that was announced."""
@@ -278,6 +280,21 @@ class PolicyUpdater:
             )
         return staged
 
+    async def _stage_base(self, adapter: AdapterEntry) -> StagedPolicy:
+        """What an adapter is put on, in host memory, where it takes the place of the adapter."""
+        if self._stager is None:
+            raise _no_store()
+        base = await asyncio.to_thread(self._stager.stage, adapter.base_key)
+        if base.manifest.digest != adapter.base_digest or base.manifest.adapter is not None:
+            raise CorruptObjectError(
+                f"manifest {adapter.base_key} has digest {base.manifest.digest}; the adapter is on a base of digest "
+                f"{adapter.base_digest}",
+                reason="POLICY_BASE_MISMATCH",
+                remedy="publish the policy again",
+            )
+        self._base_bytes = base.fetched_bytes
+        return base
+
     def _against_held(self, staged: StagedPolicy) -> StagedPolicy:
         """The policy with its changes only if they are against what the engine holds; a stage may have had no apply."""
         held = self._engine.status().identity
@@ -292,16 +309,24 @@ class PolicyUpdater:
             await self._engine.pause(PAUSE_HOLDER)
             try:
                 await self._engine.apply_policy(staged, identity=desired.identity, inflight_mode=self._mode)
-                await self._prove(desired, staged)
+                await self._prove(desired.identity, staged)
             finally:
                 await self._engine.resume(PAUSE_HOLDER)  # after a failure the engine refuses to generate by itself
-                self._pause_s = time.monotonic() - began
+                measured = self._engine.status().pause_s
+                self._pause_s = time.monotonic() - began if measured is None else measured
         except BaseException:  # the next attempt begins at an anchor, then raises
             self._forget()
             raise
 
     async def _load(self, desired: DesiredPolicy, staged: StagedPolicy) -> None:
-        """Puts in the policy with its own files. New requests are refused meanwhile, so none meets a mixture."""
+        """Puts in the policy with its own files. New requests are refused meanwhile, so none meets a mixture.
+
+        Of an adapter the base is put in first, and proved; nothing is served before the adapter is on it.
+        """
+        adapter, whole, identity = staged.manifest.adapter, staged, desired.identity
+        if adapter is not None:
+            whole = await self._stage_base(adapter)
+            identity = replace(identity, lineage=whole.manifest.lineage, version=whole.manifest.version)
         owner = model_files.write_files(await asyncio.to_thread(pull_files, self._require_store(), staged.manifest))
         directory = Path(owner.name)
         tokenizer = await asyncio.to_thread(model_files.load_tokenizer, directory)
@@ -310,7 +335,7 @@ class PolicyUpdater:
         began = time.monotonic()
         old, self._slot.current = self._slot.current, None
         try:
-            await self._engine.load(directory, staged, identity=desired.identity)
+            await self._engine.load(directory, whole, identity=identity)
         except BaseException:  # restores what was held, then raises
             if self._engine.status().state is EngineState.READY:
                 self._slot.current = old  # the engine still holds what it held
@@ -321,14 +346,18 @@ class PolicyUpdater:
         if old is not None and old.owner is not None:
             old.owner.cleanup()  # config and tokenizer are in memory
         try:
-            await self._prove(desired, staged)
+            await self._prove(identity, whole)
+            if adapter is not None:
+                staged = await self._stage(desired)
+                await self._engine.check(staged)
+                await self._apply(desired, staged)
         except BaseException:  # the next attempt begins at an anchor, then raises
             self._forget()
             raise
         self._slot.current = served
         self._pause_s = time.monotonic() - began
 
-    async def _prove(self, desired: DesiredPolicy, staged: StagedPolicy) -> None:
+    async def _prove(self, identity: PolicyIdentity, staged: StagedPolicy) -> None:
         """Has the engine prove what it holds; declares it failed if that is not this policy, or unknown."""
         try:
             held = await self._engine.prove(staged)
@@ -339,9 +368,9 @@ class PolicyUpdater:
                     remedy="the policy is loaded anew",
                 )
         except Exception as error:
-            await self._engine.fail(f"the update to {desired.identity} is not proved: {_describe(error)}")
+            await self._engine.fail(f"the update to {identity} is not proved: {_describe(error)}")
             raise
-        self._proved = ProvedPolicy(identity=desired.identity, held=held)
+        self._proved = ProvedPolicy(identity=identity, held=held)
 
     def _forget(self) -> None:
         if self._stager is not None:
