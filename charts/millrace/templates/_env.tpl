@@ -23,7 +23,17 @@ against the code); the others are for the libraries below it, or are used by a l
   value: {{ $values.drainSeconds | quote }}
 - name: MILLRACE_GRACE_S
   value: {{ $values.graceSeconds | quote }}
+- name: MILLRACE_WORKER_TOKEN_FILE
+  value: /etc/millrace/worker-token/{{ $root.Values.auth.workers.existingSecretKey }}
 {{ include "millrace.env.tls" $root }}
+{{- if $root.Values.tls.enabled }}
+- name: MILLRACE_HEALTH_LISTEN # Kubernetes' probes speak no TLS; this port tells the health and nothing else
+  value: "0.0.0.0:50055"
+{{- if $root.Values.tls.requireClientCertificates }}
+- name: MILLRACE_TLS_CLIENT_CA
+  value: /etc/millrace/tls/ca.crt
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "millrace.env.tls" -}}
@@ -38,6 +48,14 @@ against the code); the others are for the libraries below it, or are used by a l
 - name: MILLRACE_INSECURE # tls.enabled is false: plain text inside the cluster, on purpose
   value: "1"
 {{- end -}}
+{{- end -}}
+
+{{/* The hashes of the tokens that people show: to the API, and to the engines' HTTP API. */}}
+{{- define "millrace.env.tokens" -}}
+{{- if .Values.auth.existingSecret }}
+- name: MILLRACE_TOKENS_FILE
+  value: /etc/millrace/tokens/{{ .Values.auth.existingSecretKeys.tokens }}
+{{- end }}
 {{- end -}}
 
 {{- define "millrace.env.orchestratorAddress" -}}
@@ -95,10 +113,7 @@ against the code); the others are for the libraries below it, or are used by a l
   value: "0.0.0.0:50051"
 {{ include "millrace.env.redis" . }}
 {{ include "millrace.env.store" . }}
-{{- if .Values.auth.existingSecret }}
-- name: MILLRACE_TOKENS_FILE
-  value: /etc/millrace/tokens/{{ .Values.auth.existingSecretKeys.tokens }}
-{{- end }}
+{{- include "millrace.env.tokens" . }}
 {{- with .Values.wandb.existingSecret }}
 - name: WANDB_API_KEY
   valueFrom:
@@ -151,6 +166,7 @@ against the code); the others are for the libraries below it, or are used by a l
   value: "$(POD_NAME).{{ include "millrace.component" (list . "inference") }}.{{ .Release.Namespace }}.svc:50053"
 {{ include "millrace.env.orchestratorAddress" . }}
 {{ include "millrace.env.store" . }}
+{{- include "millrace.env.tokens" . }}
 - name: MILLRACE_ENGINE
   value: {{ $values.engine | quote }}
 - name: OMP_NUM_THREADS
@@ -168,15 +184,11 @@ against the code); the others are for the libraries below it, or are used by a l
 {{- if and (gt (int $values.gpu.count) 1) (not (hasKey $flags "tensor_parallel_size")) (eq (int $values.nodes) 1) }}
 {{- $flags = merge (dict "tensor_parallel_size" (int $values.gpu.count)) $flags }}
 {{- end }}
-{{- with $values.maxNumSeqs }}
-{{- $flags = merge $flags (dict "max_num_seqs" (int .)) }}
-{{- end }}
-{{- with $values.maxModelLen }}
-{{- $flags = merge $flags (dict "max_model_len" (int .)) }}
-{{- end }}
 - name: MILLRACE_VLLM_FLAGS
   value: {{ toJson $flags | quote }}
-{{- else }}
+- name: MILLRACE_VLLM_START_S
+  value: {{ $values.probes.startupSeconds | quote }}
+{{- end }}
 {{- with $values.maxNumSeqs }}
 - name: MILLRACE_MAX_NUM_SEQS
   value: {{ . | quote }}
@@ -188,7 +200,6 @@ against the code); the others are for the libraries below it, or are used by a l
 {{- with $values.kvCacheBytes }}
 - name: MILLRACE_KV_CACHE_BYTES
   value: {{ . | int64 | quote }}
-{{- end }}
 {{- end }}
 {{- include "millrace.env.huggingFace" (list . "inference") }}
 {{- with $values.env }}

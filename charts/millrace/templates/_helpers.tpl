@@ -105,6 +105,11 @@ app.kubernetes.io/part-of: millrace
 {{- .Values.tls.existingSecret | default (printf "%s-tls" (include "millrace.fullname" .)) -}}
 {{- end -}}
 
+{{/* The token that the services show each other. */}}
+{{- define "millrace.workerTokenSecret" -}}
+{{- .Values.auth.workers.existingSecret | default (printf "%s-worker-token" (include "millrace.fullname" .)) -}}
+{{- end -}}
+
 {{/* The gang of the trainer: ranks on each node. */}}
 {{- define "millrace.trainerProcesses" -}}
 {{- .Values.trainer.processesPerNode | default (max 1 (int .Values.trainer.gpu.count)) -}}

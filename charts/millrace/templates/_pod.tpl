@@ -90,6 +90,14 @@ resources:
   mountPath: /tmp
 - name: state
   mountPath: /var/lib/millrace
+- name: worker-token # secrets are folders, not subPaths: only so a changed one reaches the running process
+  mountPath: /etc/millrace/worker-token
+  readOnly: true
+{{- if and .hasTokens .root.Values.auth.existingSecret }}
+- name: tokens
+  mountPath: /etc/millrace/tokens
+  readOnly: true
+{{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
   mountPath: /etc/millrace/tls
@@ -115,6 +123,16 @@ resources:
     sizeLimit: {{ .values.stateSize }}
     {{- else }} {}
     {{- end }}
+{{- end }}
+- name: worker-token
+  secret:
+    secretName: {{ include "millrace.workerTokenSecret" .root }}
+    defaultMode: 0440
+{{- if and .hasTokens .root.Values.auth.existingSecret }}
+- name: tokens
+  secret:
+    secretName: {{ .root.Values.auth.existingSecret }}
+    defaultMode: 0440
 {{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
@@ -148,43 +166,36 @@ resources:
 {{- end -}}
 
 {{/*
-Health by Kubernetes' own gRPC probe. It speaks no TLS, so with TLS our own probe asks from inside of the container.
+Health by Kubernetes' own gRPC probe. It speaks no TLS: with TLS it asks the port that tells nothing but the health.
 (dict "root" $ "port" 50051 "service" "millrace.v1.RunService" "probes" .Values.orchestrator.probes)
 */}}
 {{- define "millrace.probes" -}}
+{{- $port := ternary 50055 .port .root.Values.tls.enabled -}}
 startupProbe:
-  {{- include "millrace.probe" (dict "root" .root "port" .port "service" "") | nindent 2 }}
+  grpc: {port: {{ $port }}}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ max 1 (div (int .probes.startupSeconds) 5) }}
 livenessProbe:
-  {{- include "millrace.probe" (dict "root" .root "port" .port "service" "") | nindent 2 }}
+  grpc: {port: {{ $port }}}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: {{ max 1 (div (int .probes.livenessSeconds) 10) }}
 readinessProbe:
-  {{- include "millrace.probe" (dict "root" .root "port" .port "service" .service) | nindent 2 }}
+  grpc:
+    port: {{ $port }}
+    {{- with .service }}
+    service: {{ . }}
+    {{- end }}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2
 {{- end -}}
 
-{{- define "millrace.probe" -}}
-{{- if .root.Values.tls.enabled -}}
-exec:
-  command:
-    - python
-    - -m
-    - millrace.rpc.probe
-    - localhost:{{ .port }}
-    {{- with .service }}
-    - {{ . }}
-    {{- end }}
-{{- else -}}
-grpc:
-  port: {{ .port }}
-  {{- with .service }}
-  service: {{ . }}
-  {{- end }}
-{{- end -}}
+{{/* The port of those probes. */}}
+{{- define "millrace.healthPort" -}}
+{{- if .Values.tls.enabled }}
+- name: health
+  containerPort: 50055
+{{- end }}
 {{- end -}}

@@ -13,6 +13,12 @@
 {{- if and .Values.tls.enabled (not .Values.tls.certManager.enabled) (empty .Values.tls.existingSecret) -}}
 {{- $wrong = append $wrong "tls.enabled needs tls.existingSecret, or tls.certManager.enabled with an issuerRef" -}}
 {{- end -}}
+{{- if and .Values.tls.enabled (empty .Values.auth.existingSecret) (not .Values.tls.requireClientCertificates) -}}
+{{- $wrong = append $wrong "tls.enabled needs auth.existingSecret (tokens of the public API) or tls.requireClientCertificates: else everybody could call it, and the orchestrator would refuse to start" -}}
+{{- end -}}
+{{- if and .Values.tls.requireClientCertificates (or .Values.orchestrator.ingress.enabled .Values.orchestrator.grpcRoute.enabled) -}}
+{{- $wrong = append $wrong "tls.requireClientCertificates shuts out an Ingress or GRPCRoute, which shows no certificate of this CA" -}}
+{{- end -}}
 {{- if and .Values.auth.existingSecret (not .Values.tls.enabled) (not .Values.auth.allowPlainText) -}}
 {{- $wrong = append $wrong "auth.existingSecret without tls.enabled sends tokens in plain text; enable TLS, or set auth.allowPlainText if a mesh encrypts" -}}
 {{- end -}}

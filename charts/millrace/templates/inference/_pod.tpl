@@ -14,9 +14,10 @@ containers:
         containerPort: 50053
       - name: http
         containerPort: 8000
+      {{- include "millrace.healthPort" . | nindent 6 }}
     {{- include "millrace.probes" (dict "root" $root "port" 50053 "service" $service "probes" $values.probes) | nindent 4 }}
     volumeMounts:
-      {{- include "millrace.mounts" (dict "root" $root "values" $values) | nindent 6 }}
+      {{- include "millrace.mounts" (dict "root" $root "values" $values "hasTokens" true) | nindent 6 }}
 volumes:
-  {{- include "millrace.volumes" (dict "root" $root "values" $values) | nindent 2 }}
+  {{- include "millrace.volumes" (dict "root" $root "values" $values "hasTokens" true) | nindent 2 }}
 {{- end -}}

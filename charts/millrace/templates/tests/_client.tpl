@@ -38,9 +38,7 @@ spec:
           value: /tmp
         - name: MILLRACE_SERVER
           value: {{ include "millrace.orchestratorAddress" $root | quote }}
-        {{- if $root.Values.tls.enabled }}
         {{- include "millrace.env.tls" $root | nindent 8 }}
-        {{- end }}
         {{- if $root.Values.helmTest.tokenSecret }}
         - name: MILLRACE_TOKEN_FILE
           value: /etc/millrace/token/{{ $root.Values.helmTest.tokenSecretKey }}

@@ -70,6 +70,7 @@ containers:
     ports:
       - name: grpc
         containerPort: 50054
+      {{- include "millrace.healthPort" $root | nindent 6 }}
       {{- if gt (int $values.nodes) 1 }}
       - name: rendezvous
         containerPort: 29400
