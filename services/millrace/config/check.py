@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from millrace.config.paths import Path, dotted
 from millrace.config.redact import shown
+from millrace.config.eval import EvalRunConfig
 from millrace.config.inference import ReplicaConfig
 from millrace.config.rl import RLConfig
 from millrace.config.rules_base import COLLECT_RULES, Finding
@@ -22,7 +23,7 @@ from millrace.config.suggest import close
 from millrace.config.tree import Kind, Node, type_text
 from millrace.errors import InvalidSpecError, Violation
 
-ConfigT = TypeVar("ConfigT", RLConfig, SFTConfig, ReplicaConfig)
+ConfigT = TypeVar("ConfigT", RLConfig, SFTConfig, ReplicaConfig, EvalRunConfig)
 
 _ROUNDS = 5
 _BOUNDS = {

@@ -1,5 +1,7 @@
 """Every config section by name. The classes live in one file per part; this is where other rooms import them from."""
 
+from millrace.config.client import ClientConfig
+from millrace.config.eval import EvalRunConfig, FixedModelConfig, FixedSamplingConfig
 from millrace.config.inference import InferenceConfig, InferenceModelConfig, ParallelConfig, ReplicaConfig, ServerConfig
 from millrace.config.orchestrator import (
     AlgoConfig,
@@ -18,10 +20,14 @@ from millrace.config.trainer import LossConfig, OptimConfig, SchedulerConfig, Tr
 __all__ = [
     "AlgoConfig",
     "CheckpointConfig",
+    "ClientConfig",
     "EnvConfig",
     "EvalConfig",
     "EvalEnvConfig",
+    "EvalRunConfig",
     "EvalSamplingConfig",
+    "FixedModelConfig",
+    "FixedSamplingConfig",
     "InferenceConfig",
     "InferenceModelConfig",
     "LogConfig",

@@ -46,6 +46,8 @@ def typed_value(text: str, node: Node) -> Any:
             return _json(text, 'a JSON object such as {"key": 1}')
         case Kind.SECTION_LIST:
             return _json(text, 'a JSON list such as [{"id": "reverse-text"}]; lists are replaced as a whole')
+        case Kind.LEAF if node.annotation == list[str] and not text.startswith(("[", "{", '"')):
+            return [text]  # one name or URL needs no brackets
         case Kind.LEAF if get_origin(node.annotation) is list:
             return _json(text, 'a JSON list such as ["a", "b"]; lists are replaced as a whole')
         case Kind.LEAF:

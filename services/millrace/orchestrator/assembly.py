@@ -4,26 +4,32 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from millrace.algorithms import ALGORITHMS
-from millrace.config.schema import RLConfig
+from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.admission import AdmissionRule
 from millrace.orchestrator.dispatcher import Dispatcher, RunIdentity
 from millrace.orchestrator.env_pool import EnvPool, OpenedEnv, env_spec
+from millrace.orchestrator.eval_settings import of_run, of_training
 from millrace.orchestrator.evals import Evaluator
 from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.fixed_model import FixedEndpoints, NoTrainer
 from millrace.orchestrator.groups import Group, GroupTable
 from millrace.orchestrator.ledger import Ledger
 from millrace.orchestrator.loop import RolloutLoop
 from millrace.orchestrator.policy_driver import PolicyDriver
 from millrace.orchestrator.rollout_stream import RolloutStream
 from millrace.orchestrator.routing import Router
-from millrace.orchestrator.run_view import RunRecord
+from millrace.orchestrator.run_view import EVAL, RunRecord
 from millrace.orchestrator.tasks import TaskOrder, TaskSource
 from millrace.orchestrator.trainer_watch import TrainerWatch
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog import Epoch, Lease, RunLog
+
+NO_SAMPLES = 1
+"""Length to which the samples of a run without samples are cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +37,7 @@ class RunParts:
     """Everything that works on one run under one epoch."""
 
     record: RunRecord
-    config: RLConfig
+    config: RLConfig | EvalRunConfig
     log: RunLog
     epoch: Epoch
     registry: WorkerRegistry
@@ -45,14 +51,21 @@ class RunParts:
     stream: RolloutStream
     ledger: Ledger
     evals: Evaluator
-    dispatcher: Dispatcher
+    dispatcher: Dispatcher | None
+    """None where nothing is trained."""
     specs: list[env_service_pb2.EnvSpec]
     """Environments to train on, then those that are only evaluated."""
 
     @property
+    def rl(self) -> RLConfig:
+        """The config of a run that trains."""
+        assert isinstance(self.config, RLConfig), "the run trains nothing"
+        return self.config
+
+    @property
     def max_steps(self) -> float:
         """Steps of the run; infinite if it has no end."""
-        return self.config.max_steps or math.inf
+        return self.rl.max_steps or math.inf
 
 
 def assemble(
@@ -65,33 +78,25 @@ def assemble(
     events: RunEvents,
 ) -> RunParts:
     """Make the parts of a run's driver; nothing of them works yet."""
-    config = RLConfig.model_validate(record.config)
-    settings = config.orchestrator
     changed = asyncio.Event()
+    whose = {"run_uid": record.uid, "registry": registry}
+    following = {**whose, "epoch": epoch.number, "events": events, "on_change": changed.set}
+    envs = EnvPool(epoch=epoch.number, **whose)
+    if record.kind == EVAL:
+        config = EvalRunConfig.model_validate(record.config)
+        policies, trainer, evaluation = _fixed(config, following), NoTrainer(**whose), of_run(config)
+        specs, seq_len = [env_spec(env.name, env.id, env.args) for env in config.env], NO_SAMPLES
+    else:
+        config = RLConfig.model_validate(record.config)
+        policies, trainer = PolicyDriver(**following), TrainerWatch(**whose)
+        evaluation, seq_len = of_training(config.orchestrator), config.orchestrator.seq_len
+        specs = _specs(config)
+    stream, table, router = RolloutStream(run_log), GroupTable(), Router()
     identity = RunIdentity(uid=record.uid, epoch=epoch.number, generation=run_log.generation)
-    envs = EnvPool(run_uid=record.uid, epoch=epoch.number, registry=registry)
-    policies = PolicyDriver(
-        run_uid=record.uid, epoch=epoch.number, registry=registry, events=events, on_change=changed.set
-    )
-    stream = RolloutStream(run_log)
-    ledger = Ledger(
-        run_log=run_log,
-        epoch=epoch,
-        lease=lease,
-        run_hash=record.run_hash,
-        envs=envs,
-        stream=stream,
-        events=events,
-        seq_len=settings.seq_len,
-    )
-    router, table = Router(), GroupTable()
-    evals = Evaluator(run=identity, config=settings, envs=envs, policies=policies, stream=stream, router=router)
+    playing = {"run": identity, "envs": envs, "policies": policies, "stream": stream, "router": router}
+    evals = Evaluator(settings=evaluation, **playing)
     router.count(table.load)
     router.count(evals.load)
-    specs = [env_spec(env.name, env.id, env.args) for env in settings.env]
-    known = {spec.name for spec in specs}
-    evaluated = [] if settings.eval is None else settings.eval.env
-    specs += [env_spec(env.name, env.id, env.args) for env in evaluated if env.name not in known]
     return RunParts(
         record=record,
         config=config,
@@ -100,25 +105,50 @@ def assemble(
         registry=registry,
         events=events,
         changed=changed,
-        trainer=TrainerWatch(run_uid=record.uid, registry=registry),
+        trainer=trainer,
         envs=envs,
         policies=policies,
         table=table,
         stream=stream,
-        ledger=ledger,
-        evals=evals,
-        dispatcher=Dispatcher(
-            run=identity, config=settings, envs=envs, policies=policies, stream=stream, router=router
+        ledger=Ledger(
+            run_log=run_log,
+            epoch=epoch,
+            lease=lease,
+            run_hash=record.run_hash,
+            envs=envs,
+            stream=stream,
+            events=events,
+            seq_len=seq_len,
         ),
+        evals=evals,
+        dispatcher=Dispatcher(config=config.orchestrator, **playing) if isinstance(config, RLConfig) else None,
         specs=specs,
     )
 
 
+def _specs(config: RLConfig) -> list[env_service_pb2.EnvSpec]:
+    """Environments to train on, then those that are only evaluated."""
+    settings = config.orchestrator
+    specs = [env_spec(env.name, env.id, env.args) for env in settings.env]
+    known = {spec.name for spec in specs}
+    evaluated = [] if settings.eval is None else settings.eval.env
+    return specs + [env_spec(env.name, env.id, env.args) for env in evaluated if env.name not in known]
+
+
+def _fixed(config: EvalRunConfig, following: Mapping[str, Any]) -> FixedEndpoints:
+    """The endpoints of an evaluation run."""
+    policies = FixedEndpoints(**following)
+    urls = [] if config.client is None else config.client.base_url
+    policies.use(urls, model=config.model.name, max_concurrent=config.max_concurrent)
+    return policies
+
+
 def make_loop(parts: RunParts, *, is_stopping: Callable[[], bool]) -> RolloutLoop:
     """The loop of a run whose environments are open."""
-    settings = parts.config.orchestrator
+    settings = parts.rl.orchestrator
+    assert parts.dispatcher is not None, "a run that trains dispatches"
     opened = {spec.name: parts.envs.envs[spec.name] for spec in parts.specs}
-    order = _task_order(parts.config, opened)
+    order = _task_order(parts.rl, opened)
 
     def make_group(ordinal: int, planned_step: int) -> Group:
         task = order.task(ordinal)
@@ -136,7 +166,7 @@ def make_loop(parts: RunParts, *, is_stopping: Callable[[], bool]) -> RolloutLoo
             async_level=settings.async_level,
             max_off_policy_steps=settings.max_off_policy_steps,
             oversampling_factor=settings.oversampling_factor,
-            max_steps=parts.config.max_steps,
+            max_steps=parts.rl.max_steps,
         ),
         make_group=make_group,
         tasks=order,

@@ -1,20 +1,24 @@
-"""Online evaluation: held-out tasks played with the current policy; never trained on."""
+"""Evaluation: held-out tasks played with one version of a policy, or with an endpoint that serves a fixed model.
+
+Never trained on. Beside training an evaluation begins anew after a takeover; a run that is nothing but an evaluation
+keeps what the log has of it (`begin` before the stream is read, then `adopt`).
+"""
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from millrace.config.schema import OrchestratorConfig
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
-from millrace.orchestrator.dispatcher import RunIdentity, sampling_message
+from millrace.orchestrator.dispatcher import RunIdentity
 from millrace.orchestrator.env_pool import EnvPool
-from millrace.orchestrator.groups import BLAMELESS, BLAMELESS_PAUSE_S
+from millrace.orchestrator.eval_settings import EvalSettings
+from millrace.orchestrator.eval_stats import figures
+from millrace.orchestrator.eval_tasks import MAX_LOST_BY_ENDPOINT, EvalTask, Evaluation
 from millrace.orchestrator.policy_driver import PolicyDriver, Replica
 from millrace.orchestrator.rollout_stream import RolloutStream
 from millrace.orchestrator.routing import Router
@@ -27,76 +31,6 @@ log = logging.getLogger(__name__)
 STALL_SLACK_S = 60.0
 """Beyond one rollout's deadline, without any answer, before an evaluation ends; what is missing counts as failed."""
 TICK_S = 0.5
-MAX_ATTEMPTS = 2
-"""Plays of a task whose rollouts fail; a play that an env-server or an engine lost does not count."""
-
-
-@dataclass(slots=True)
-class _Task:
-    """One held-out task in an evaluation."""
-
-    index: int
-    group_size: int
-    attempt: int = 0
-    num_failed_attempts: int = 0
-    num_blameless_attempts: int = 0
-    env_server: str = ""
-    replica: str = ""
-    home: str = ""
-    """Replica of the attempt before; empty if it lost the task."""
-    not_before: float = 0.0
-    """Monotonic time before which it is not placed again."""
-    good: dict[int, Rollout] = field(default_factory=dict)
-    failed: dict[int, Rollout] = field(default_factory=dict)
-
-    @property
-    def missing(self) -> list[int]:
-        return [member for member in range(self.group_size) if member not in self.good]
-
-    @property
-    def is_done(self) -> bool:
-        return not self.missing or self.num_failed_attempts >= MAX_ATTEMPTS
-
-    def again(self, *, is_lost: bool) -> None:
-        """Play the missing members as the next attempt, elsewhere if it was lost."""
-        self.attempt += 1
-        self.home = "" if is_lost else self.replica
-        self.env_server = self.replica = ""
-        if self.num_failed_attempts < MAX_ATTEMPTS:
-            self.failed.clear()
-
-    def add(self, rollout: Rollout) -> None:
-        if rollout.status == RolloutStatus.OK:
-            self.good.setdefault(rollout.member, rollout)
-        elif rollout.attempt == self.attempt:
-            self.failed[rollout.member] = rollout
-        if self.missing and all(member in self.failed for member in self.missing):
-            if all(self.failed[member].status in BLAMELESS for member in self.missing):
-                first_s, longest_s = BLAMELESS_PAUSE_S
-                pause_s = min(first_s * 2 ** min(self.num_blameless_attempts, 10), longest_s)
-                self.num_blameless_attempts += 1
-                self.not_before = time.monotonic() + pause_s
-            else:
-                self.num_failed_attempts += 1
-            is_lost = any(rollout.status == RolloutStatus.ENGINE_LOST for rollout in self.failed.values())
-            self.again(is_lost=is_lost)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Eval:
-    """One evaluation of one environment in progress."""
-
-    eval_id: str
-    env: str
-    use_train_tasks: bool
-    min_version: int
-    tasks: list[_Task]
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    last_answer: float = field(default_factory=time.monotonic)
-
-    @property
-    def num_missing(self) -> int:
-        return sum(len(task.missing) for task in self.tasks if not task.is_done)
 
 
 class Evaluator:
@@ -106,7 +40,7 @@ class Evaluator:
         self,
         *,
         run: RunIdentity,
-        config: OrchestratorConfig,
+        settings: EvalSettings | None,
         envs: EnvPool,
         policies: PolicyDriver,
         stream: RolloutStream,
@@ -115,29 +49,28 @@ class Evaluator:
         self._run = run
         self._router = router
         self._stream = stream
-        self._config = config
+        self._settings = settings
         self._envs = envs
         self._policies = policies
-        self._open: dict[str, _Eval] = {}
-        settings = config.eval
-        self._sampling = settings and sampling_message(
-            temperature=settings.sampling.temperature,
-            max_tokens=settings.sampling.max_tokens,
-            top_p=settings.sampling.top_p,
-            extra_body=settings.sampling.extra_body,
-        )
+        self._open: dict[str, Evaluation] = {}
 
     @property
     def names(self) -> list[str]:
         """Names of the environments that are evaluated."""
-        return [] if self._config.eval is None else [env.name for env in self._config.eval.env]
+        return [] if self._settings is None else list(self._settings.envs)
+
+    @property
+    def settings(self) -> EvalSettings:
+        """What is evaluated; there must be something."""
+        assert self._settings is not None, "evaluation is off"
+        return self._settings
 
     def load(self) -> Counter[str]:
         """Rollouts of evaluations that are being played, by replica."""
         load = Counter[str]()
         for task in (task for current in self._open.values() for task in current.tasks):
-            if task.env_server and task.replica and not task.is_done:
-                load[task.replica] += len(task.missing)
+            if task.replica:
+                load[task.replica] += task.num_playing
         return load
 
     def add(self, rollout: Rollout) -> None:
@@ -147,39 +80,67 @@ class Evaluator:
             task = current.tasks[rollout.ordinal]
             if rollout.status == RolloutStatus.ENGINE_LOST and rollout.attempt == task.attempt:
                 self._policies.suspect(task.replica)
-            task.add(rollout)
+            if self.settings.is_whole_run:
+                task.adopt(rollout)
+            else:
+                task.add(rollout)
             current.last_answer = time.monotonic()
             current.changed.set()
 
-    async def evaluate(self, env: str, *, step: int, min_version: int) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
-        """Play the held-out tasks of `env` (its training tasks if it has none) on replicas at `min_version` or newer.
-
-        Returns the report and the OK rollouts in order of (task, member). It lasts as long as answers come; raises
-        InvalidStateError if not one rollout came back OK.
-        """
-        settings = self._config.eval
-        assert settings is not None, "evaluation is off"
-        opened = self._envs.envs[env]
+    def begin(self, env: str, *, step: int, min_version: int) -> Evaluation:
+        """Open an evaluation of `env` (on its training tasks if it has no others): from now on it takes rollouts."""
+        settings, opened = self.settings, self._envs.envs[env]
         num_tasks = opened.num_eval or opened.num_train
         if settings.num_examples > 0:
             num_tasks = min(num_tasks, settings.num_examples)
-        current = _Eval(
-            eval_id=f"{env}@{step}-e{self._run.epoch}",
+        lost = MAX_LOST_BY_ENDPOINT if settings.is_external else None
+        size = settings.rollouts_per_example
+        current = Evaluation(
+            eval_id=f"{env}@{step}" if settings.is_whole_run else f"{env}@{step}-e{self._run.epoch}",
             env=env,
+            step=step,
             use_train_tasks=opened.num_eval == 0,
             min_version=min_version,
-            tasks=[_Task(index, settings.rollouts_per_example) for index in range(num_tasks)],
+            tasks=[EvalTask(index, size, max_blameless_attempts=lost) for index in range(num_tasks)],
         )
         self._open[current.eval_id] = current
-        began = time.monotonic()
+        return current
+
+    def adopt(self, playing: Mapping[str, Sequence[env_service_pb2.PlayingGroup]]) -> None:
+        """After a takeover, when the stream is read: what env-servers play goes on, the rest is the next attempt."""
+        for worker_id, groups in playing.items():
+            for group in groups:
+                current = self._open.get(group.eval_id)
+                if group.purpose != rollout_pb2.PURPOSE_EVAL or current is None or group.ordinal >= len(current.tasks):
+                    continue
+                task = current.tasks[group.ordinal]
+                task.attempt = max(task.attempt, group.attempt)
+                if group.attempt == task.attempt and set(task.missing) - set(task.failed) <= set(group.members):
+                    task.env_server = worker_id
+                    task.replica = self._policies.replica_at(group.base_url)
+        for task in (task for current in self._open.values() for task in current.tasks):
+            if not task.env_server and not task.is_done:
+                task.again(is_lost=True)
+
+    async def evaluate(self, env: str, *, step: int, min_version: int) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
+        """Play `env` on replicas at `min_version` or newer; returns the report and the OK rollouts.
+
+        It lasts as long as answers come; raises InvalidStateError if not one rollout came back OK.
+        """
+        current = self.begin(env, step=step, min_version=min_version)
         try:
-            await self._play(current)
+            return await self.finish(current), current.good()
         finally:
             del self._open[current.eval_id]
-        return self._report(current, step=step, seconds=time.monotonic() - began)
 
-    async def _play(self, current: _Eval) -> None:
-        stall_s = self._config.rollout_timeout_s + STALL_SLACK_S
+    async def finish(self, current: Evaluation) -> event_pb2.EvalCompleted:
+        """Play what is missing of an evaluation and report; raises InvalidStateError as `evaluate` does."""
+        current.last_answer = time.monotonic()
+        await self._play(current)
+        return self._report(current, seconds=time.monotonic() - current.began)
+
+    async def _play(self, current: Evaluation) -> None:
+        stall_s = self.settings.rollout_timeout_s + STALL_SLACK_S
         with waits.waiting(
             f"evaluation of {current.env} with policy {current.min_version}", waits_on="env-server", deadline_s=stall_s
         ) as wait:
@@ -197,7 +158,7 @@ class Evaluator:
                         log.warning("evaluation incomplete", extra={"env": current.env, "missing": current.num_missing})
                         return
 
-    async def _place(self, current: _Eval) -> None:
+    async def _place(self, current: Evaluation) -> None:
         """Place every task that nobody plays; stop at the first one that nobody can take now."""
         alive, replicas, now = set(self._envs.alive()), self._policies.known(), time.monotonic()
         for task in current.tasks:
@@ -213,7 +174,7 @@ class Evaluator:
                 continue  # it came meanwhile
             replica = self._router.pick(self._policies.ready(), min_version=current.min_version, home=task.home)
             servers = self._envs.servers_with(current.env)
-            if replica is None or not servers:
+            if replica is None or not servers or not self._has_room(current, task):
                 return
             server = servers[task.index % len(servers)]
             request = self._request(current, task, replica)
@@ -222,8 +183,14 @@ class Evaluator:
             if task.attempt == request.attempt:  # else it failed already, before the answer came: play it again
                 task.env_server, task.replica = server, replica.worker_id
 
-    def _request(self, current: _Eval, task: _Task, replica: Replica) -> env_service_pb2.PlayGroupRequest:
-        policy = self._policies.desired
+    def _has_room(self, current: Evaluation, task: EvalTask) -> bool:
+        """Whether the task may be played beside the others; one that is larger than the bound is played alone."""
+        playing = sum(each.num_playing for each in current.tasks)
+        bound = self.settings.max_concurrent
+        return bound is None or not playing or playing + len(task.missing) <= bound
+
+    def _request(self, current: Evaluation, task: EvalTask, replica: Replica) -> env_service_pb2.PlayGroupRequest:
+        policy, settings = self._policies.desired, self.settings
         return env_service_pb2.PlayGroupRequest(
             run_uid=self._run.uid,
             purpose=rollout_pb2.PURPOSE_EVAL,
@@ -237,40 +204,39 @@ class Evaluator:
             task_index=task.index,
             base_url=replica.http_url,
             model=replica.model,
-            sampling=self._sampling,
-            rollout_timeout_seconds=self._config.rollout_timeout_s,
+            sampling=settings.sampling,
+            rollout_timeout_seconds=settings.rollout_timeout_s,
             epoch=self._run.epoch,
             generation=self._run.generation,
             tokenizer_manifest_key=policy.manifest_key if policy is not None else "",
             dispatched_after=self._stream.newest,
+            is_external=settings.is_external,
+            api_key_var=settings.api_key_var,
         )
 
-    def _report(self, current: _Eval, *, step: int, seconds: float) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
-        good = [task.good[member] for task in current.tasks for member in sorted(task.good)]
-        num_expected = sum(task.group_size for task in current.tasks)
+    def _report(self, current: Evaluation, *, seconds: float) -> event_pb2.EvalCompleted:
+        good = current.good()
         if not good:
             raise InvalidStateError(
-                f"evaluation of {current.env} at step {step}: none of {num_expected} rollouts finished; first failure: "
-                f"{_first_failure(current.tasks)}",
+                f"evaluation of {current.env} at step {current.step}: none of {current.num_wanted} rollouts finished; "
+                f"first failure: {_first_failure(current)}",
                 reason="EVAL_FAILED",
                 remedy="look at the env-server's log",
             )
-        names = sorted({name for rollout in good for name in rollout.metrics})
-        report = event_pb2.EvalCompleted(
+        return event_pb2.EvalCompleted(
             env=current.env,
             policy_version=min(rollout.min_version or 0 for rollout in good),
-            step=step,
+            step=current.step,
             reward_mean=float(np.mean([rollout.reward for rollout in good])),
             num_rollouts=len(good),
-            num_failed=num_expected - len(good),
-            metrics={name: float(np.mean([r.metrics[name] for r in good if name in r.metrics])) for name in names},
+            num_failed=current.num_wanted - len(good),
+            metrics=figures(current.tasks, pass_threshold=self.settings.pass_threshold),
             seconds=seconds,
         )
-        return report, good
 
 
-def _first_failure(tasks: Sequence[_Task]) -> str:
-    for rollout in (rollout for task in tasks for rollout in task.failed.values()):
+def _first_failure(current: Evaluation) -> str:
+    for rollout in current.failed():
         error = rollout.error
         return f"{rollout.status}: {error.type}: {error.message}" if error else str(rollout.status)
     return "no answer within the deadline"

@@ -5,11 +5,11 @@ Each method is a background task of the driver and ends by cancellation.
 
 import asyncio
 import logging
+from typing import Protocol
 
 from millrace.errors import CapacityError, LogGoneError, MillraceError, UnavailableError
 from millrace.internal.v1 import policy_pb2
 from millrace.orchestrator.assembly import RunParts
-from millrace.orchestrator.collector import Collector
 from millrace.runlog import reappend_committed
 from millrace.runlog.event_archive import EventArchive
 
@@ -24,6 +24,14 @@ ARCHIVE_S = 10.0
 LAST_ARCHIVE_S = 3.0
 
 
+class LogReader(Protocol):
+    """Who reads the run's rollouts."""
+
+    async def resync(self, log_instance: str) -> None:
+        """Redis came back with another copy of the stream: have it completed, and read it again."""
+        ...
+
+
 class Housekeeper:
     """Keeps the copies of a run's log in step, and its workers informed."""
 
@@ -36,7 +44,7 @@ class Housekeeper:
         self._policy_rewinds = 0
         self.log_instance = ""
         """Which copy of the log Redis held at the last look."""
-        self.collector: Collector | None = None
+        self.collector: LogReader | None = None
         """Reads the rollouts, once the run is that far."""
 
     async def start(self) -> None:

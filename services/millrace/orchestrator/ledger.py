@@ -121,6 +121,10 @@ class Ledger:
         if playing:
             await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
 
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
+        """Archive rollouts with the next header that is written."""
+        self._archive += rollouts
+
     def abandon(self, rollouts: Sequence[Rollout], *, reason: str) -> None:
         """Before a closing header: resolve as dropped what a predecessor left open, given the rollouts in the log.
 

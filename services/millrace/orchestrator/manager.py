@@ -13,9 +13,10 @@ from millrace.errors import FencedError, LogGoneError, MillraceError, all_errors
 from millrace.internal.v1 import worker_service_pb2
 from millrace.orchestrator.assembly import assemble
 from millrace.orchestrator.catalog import RunCatalog
+from millrace.orchestrator.eval_run import EvalRunDriver
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.run_driver import RunDriver
-from millrace.orchestrator.run_view import RunView
+from millrace.orchestrator.run_view import EVAL, RunView
 from millrace.orchestrator.watchdog import Watchdog, tell_takeover
 from millrace.orchestrator.wishes import POLL_S, Wish, WishBook
 from millrace.orchestrator.workers import LET_GO_S, WorkerRegistry
@@ -88,6 +89,11 @@ class RunManager:
         """Look for open runs now."""
         self._wake.set()
 
+    def progress(self, uid: str) -> run_pb2.RunProgress | None:
+        """How far an evaluation run is that is driven here, which no event says; None of others."""
+        claim = self._claims.get(uid)
+        return claim.driver.progress() if claim and isinstance(claim.driver, EvalRunDriver) else None
+
     async def heed(self, uid: str) -> None:
         """A wish for the run was acknowledged: tell its driver, if it is here, and look at the run now."""
         self._wishes.expire(uid)
@@ -152,6 +158,8 @@ class RunManager:
                 return None
             return self._drive  # says that it is paused, and gives everything back
         self._told.discard(view.record.uid)
+        if view.record.kind == EVAL:
+            return self._drive  # it needs neither a trainer nor a replica
         trainers = self._registry.claim(worker_service_pb2.WORKER_KIND_TRAINER, view.record.uid, limit=1)
         if trainers or wish.is_cancelled or is_closing:
             return self._drive
@@ -211,7 +219,8 @@ class RunManager:
                     registry=self._registry,
                     events=events,
                 )
-                claim.driver = RunDriver(parts, done_evals=frozenset(view.done_evals))
+                kind = EvalRunDriver if view.record.kind == EVAL else RunDriver
+                claim.driver = kind(parts, done_evals=frozenset(view.done_evals))
                 claim.heed(await self._wishes.read(uid))
                 log.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
                 await tell_takeover(parts, owner=self._owner, spoke_at=view.spoke_at)

@@ -169,7 +169,7 @@ class RunDriver:
         await collector.adopt(self._keeper.log_instance)
         background.append(tasks.create_task(self._parts.stream.follow()))
         await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "workers, environments and policy are ready")
-        settings = self._parts.config.orchestrator.eval
+        settings = self._parts.rl.orchestrator.eval
         if settings is not None and self._ledger.step == 0 and not settings.skip_first_step:
             await self._unless_stopped(self._evaluate_missing(0))
         background.append(tasks.create_task(self._evaluate_periodically()))
@@ -214,7 +214,7 @@ class RunDriver:
 
     async def _evaluate_periodically(self) -> None:
         """Evaluate beside training whenever a version that is a multiple of the interval is served."""
-        settings = self._parts.config.orchestrator.eval
+        settings = self._parts.rl.orchestrator.eval
         if settings is None:
             return
         step = self._ledger.step // settings.interval * settings.interval

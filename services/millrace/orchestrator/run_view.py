@@ -13,6 +13,8 @@ from millrace.v1 import event_pb2, run_pb2
 
 GONE_BEHIND = 8
 """A replica that is more versions behind the newest one is gone or as good as gone: it does not count as the oldest."""
+RL, EVAL = "RL", "EVAL"
+"""Kinds of runs, as `run.json` names them."""
 TERMINAL = frozenset({run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED})
 
 

@@ -2,24 +2,19 @@
 
 import asyncio
 import base64
-import datetime
-import hashlib
 import json
-import re
 import time
-import uuid
 from dataclasses import replace
 from functools import partial
 
 import grpc
 import redis.asyncio
 
-import millrace
-from millrace.config.load import validate_document
 from millrace.config.schema import RLConfig
 from millrace.errors import (
     AlreadyExistsError,
     InvalidSpecError,
+    InvalidStateError,
     LogGoneError,
     UnavailableError,
     Violation,
@@ -28,7 +23,8 @@ from millrace.orchestrator import forks
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.explain import explain, unanswered
 from millrace.orchestrator.manager import RunManager
-from millrace.orchestrator.run_view import TERMINAL, RunRecord, RunView
+from millrace.orchestrator.new_run import make_record, validate
+from millrace.orchestrator.run_view import EVAL, TERMINAL, RunRecord, RunView
 from millrace.orchestrator.watch import EventFeed
 from millrace.orchestrator.wish_calls import WishCalls
 from millrace.orchestrator.workers import WorkerRegistry
@@ -40,8 +36,6 @@ from millrace.storage import ObjectStore
 from millrace.telemetry import waits
 from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
 
-RUN_ID = re.compile(r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")
-RUN_ID_RULE = "lower-case letters, digits and '-', begins with a letter, at most 63, no '-' at its end"
 HEARTBEAT_S = 15.0
 """Silence after which a watch stream sends an empty message, so that a dead path is seen."""
 EXPLAIN_READ_S = 2.0
@@ -81,8 +75,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.CreateRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.CreateRunResponse:
         """Validate and queue a run."""
-        config = _validate(request)
-        record = _record(request, config)
+        config = validate(request)
+        record = make_record(request, config)
         if request.validate_only:
             return run_service_pb2.CreateRunResponse(run=RunView(record).run)
         if request.request_id:
@@ -96,9 +90,16 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ForkRunResponse:
         """Copy what the new run begins with, and queue it."""
         parent = (await self._catalog.find(request.name)).record
+        if parent.kind == EVAL:
+            raise InvalidStateError(
+                f"run {parent.name!r} is an evaluation: it has no policy to continue from",
+                reason="FORK_OF_EVALUATION",
+                remedy="submit the evaluation again with the settings that you want",
+            )
         wanted = forks.as_create(request, parent, uid=new_uid())
-        config = _validate(wanted)
-        record = replace(_record(wanted, config), parent={"uid": parent.uid, "step": request.step})
+        config = validate(wanted)
+        assert isinstance(config, RLConfig), "a fork is a run that trains"
+        record = replace(make_record(wanted, config), parent={"uid": parent.uid, "step": request.step})
         if request.request_id:
             earlier = await find_request(self._store, self._prefix, request.request_id)
             if earlier is not None:
@@ -129,7 +130,12 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.GetRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.GetRunResponse:
         """Show one run."""
-        return run_service_pb2.GetRunResponse(run=(await self._catalog.find(request.name)).run)
+        view = await self._catalog.find(request.name)
+        run = run_pb2.Run()
+        run.CopyFrom(view.run)
+        if (progress := self._manager.progress(view.record.uid)) is not None:
+            run.progress.CopyFrom(progress)
+        return run_service_pb2.GetRunResponse(run=run)
 
     async def ListRuns(
         self, request: run_service_pb2.ListRunsRequest, context: grpc.aio.ServicerContext
@@ -266,57 +272,6 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             checkpoint.create_time.FromNanoseconds(int(info.modified * 1e9))
             found.append(checkpoint)
         return found
-
-
-def _validate(request: run_service_pb2.CreateRunRequest) -> RLConfig:
-    """Every violation of the request at once."""
-    violations: list[Violation] = []
-    if request.run_id and not RUN_ID.match(request.run_id):
-        violations.append(Violation(field="run_id", value=request.run_id, message=RUN_ID_RULE))
-    if request.kind != run_pb2.RUN_KIND_RL:
-        known = request.kind in run_pb2.RunKind.values()
-        kind = run_pb2.RunKind.Name(request.kind) if known else str(request.kind)
-        violations.append(
-            Violation(
-                field="kind", value=kind, message="only RUN_KIND_RL runs as a service; run `millrace sft` for SFT"
-            )
-        )
-    try:
-        document = json.loads(request.config_json)
-    except ValueError as error:
-        violations.append(Violation(field="config_json", message=f"is not JSON: {error}; send one JSON object"))
-        raise InvalidSpecError(violations) from error
-    try:
-        config = validate_document(document)
-    except InvalidSpecError as error:
-        raise InvalidSpecError([*violations, *error.violations]) from error
-    if violations:
-        raise InvalidSpecError(violations)
-    return config
-
-
-def _record(request: run_service_pb2.CreateRunRequest, config: RLConfig) -> RunRecord:
-    document = json.loads(config.resolved_json())
-    uid = new_uid()
-    return RunRecord(
-        uid=uid,
-        name=request.run_id or config.run.name or _auto_name(config, uid),
-        kind="RL",
-        config=document,
-        run_hash=hashlib.sha256(config.resolved_json().encode()).hexdigest(),
-        request_id=request.request_id or str(uuid.uuid4()),
-        create_time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-        code_version=millrace.__version__,
-        labels=dict(request.labels),
-    )
-
-
-def _auto_name(config: RLConfig, uid: str) -> str:
-    """`{first env}-{last hex digits of the uid}`, as a legal run id."""
-    first = config.orchestrator.env[0]
-    stem = re.sub(r"[^a-z0-9]+", "-", (first.name or first.id).lower()).strip("-") or "run"
-    stem = stem if stem[0].isalpha() else f"run-{stem}"
-    return f"{stem[:50]}-{uid[-6:]}"
 
 
 def _page(size: int, token: str) -> tuple[int, int]:

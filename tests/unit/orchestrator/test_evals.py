@@ -5,6 +5,7 @@ from millrace.config.load import validate_document
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.dispatcher import Dispatcher, RunIdentity
 from millrace.orchestrator.env_pool import OpenedEnv
+from millrace.orchestrator.eval_settings import of_training
 from millrace.orchestrator.evals import Evaluator
 from millrace.orchestrator.groups import Group, GroupTable
 from millrace.orchestrator.policy_driver import Replica
@@ -84,7 +85,7 @@ class HastyEnvs:
 async def test_an_evaluation_whose_failures_outrun_the_answer_is_played_again() -> None:
     envs = HastyEnvs()
     evaluator = Evaluator(
-        run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
+        run=RUN, settings=of_training(CONFIG), envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
     )
 
     def deliver(rollout: Rollout, request) -> None:

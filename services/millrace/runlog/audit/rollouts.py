@@ -69,6 +69,8 @@ class Archives:
         for rollout in rollouts:
             self.num_rollouts += 1
             self.num_duplicates += rollout.is_duplicate
+            if rollout.purpose is Purpose.EVAL:
+                continue  # an evaluation run archives what it played; it has no ordinals
             if rollout.ordinal not in resolved:
                 self._audit.findings.violation(
                     "ARCHIVE_STRANGER",

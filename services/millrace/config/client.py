@@ -1,0 +1,54 @@
+"""`[client]`: an OpenAI-compatible endpoint that is not one of ours."""
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import model_validator
+
+from millrace.config.rules_base import Finding
+from millrace.config.section import Section, as_tree, option, required
+
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
+
+
+class ClientConfig(Section):
+    """OpenAI-compatible endpoints to evaluate. Without this section the model is served by the stack itself."""
+
+    base_url: list[str] = required(
+        "URLs of the endpoint's API, each ending in `/v1`; with several the rollouts are spread over them.",
+        min_length=1,
+    )
+    api_key_var: str | None = option(
+        None,
+        "Name of the environment variable of the env-server that holds the API key; the key itself is never written "
+        "anywhere. None is sent if left out.",
+        pattern=VARIABLE_PATTERN,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_is_a_list(cls, data: Any) -> Any:
+        """Take a single URL for a list of one, and URLs with and without a slash at the end for the same."""
+        tree = as_tree(data)
+        if isinstance(tree, dict) and isinstance(urls := tree.get("base_url"), str | list):
+            found = [urls] if isinstance(urls, str) else urls
+            tree["base_url"] = [url.rstrip("/") if isinstance(url, str) else url for url in found]
+        return tree
+
+    def broken_rules(self) -> list[Finding]:
+        """What is wrong with the URLs; paths are those of a config with this section as `[client]`."""
+        findings: list[Finding] = []
+        for index, url in enumerate(self.base_url):
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                problem = "must be a URL that begins with http:// or https://, such as https://api.example.com/v1"
+            elif parts.username or parts.password or parts.query:
+                problem = (
+                    "must not carry credentials or a query: name the variable with the key in `client.api_key_var`"
+                )
+            elif url in self.base_url[:index]:
+                problem = f"must not name {url} twice"
+            else:
+                continue
+            findings.append(Finding(paths=(("client", "base_url"),), message=problem))
+        return findings

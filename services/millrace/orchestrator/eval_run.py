@@ -1,0 +1,77 @@
+"""A run of kind EVAL: every environment is played with a fixed model, then the run closes like any other.
+
+    run ──▶ restore ──▶ environments ──▶ begin all ──▶ read the log, adopt what is played ──▶ RUNNING
+                                                                                                │
+            closing header, its archive holds every rollout ◀── STOPPING ◀── play what is missing
+
+Rollouts go through the log like those of training, so who takes the run over plays only what the log does not have.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.orchestrator.assembly import RunParts
+from millrace.orchestrator.eval_tasks import Evaluation
+from millrace.orchestrator.run_driver import RunDriver
+from millrace.rollouts.types import Rollout
+from millrace.v1 import run_pb2
+
+STEP = 0
+"""An evaluation run has no steps; its reports carry this one."""
+
+
+@dataclass(slots=True)
+class EvalReader:
+    """Reads the log for an evaluation run: what Redis loses is appended again and read again."""
+
+    parts: RunParts
+
+    async def resync(self, log_instance: str) -> None:
+        """Redis came back with another copy of the stream: let env-servers append what it lacks, and read it again."""
+        self.parts.stream.rewind()
+        await self.parts.envs.playing(log_instance)
+        await self.parts.stream.catch_up()
+
+
+class EvalRunDriver(RunDriver):
+    """Drives one evaluation run under one epoch."""
+
+    _evaluations: Sequence[Evaluation] = ()
+
+    async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
+        """Play every environment; there are no rollouts for a trainer to score."""
+        parts = self._parts
+        await self._unless_stopped(parts.envs.open_all(parts.specs))
+        self._evaluations = [parts.evals.begin(env, step=STEP, min_version=0) for env in parts.evals.names]
+        parts.stream.take = parts.evals.add
+        self._keeper.collector = EvalReader(parts)
+        await self._take_over()
+        background.append(tasks.create_task(parts.stream.follow()))
+        await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "environments are ready")
+        try:
+            for evaluation in self._evaluations:
+                report = await self._unless_stopped(parts.evals.finish(evaluation))
+                if (evaluation.env, STEP) not in self._done_evals:
+                    await self._events.eval_completed(report)
+        finally:
+            self._ledger.keep([r for each in self._evaluations for r in (*each.good(), *each.failed())])
+        return []
+
+    async def _take_over(self) -> None:
+        """What a predecessor has played counts, and what env-servers still play for it goes on."""
+        parts = self._parts
+        if parts.epoch.number == 1:
+            return
+        await parts.envs.let_return()
+        playing = await parts.envs.playing(self._keeper.log_instance)
+        await parts.stream.catch_up()
+        parts.evals.adopt(playing)
+
+    def progress(self) -> run_pb2.RunProgress:
+        """Rollouts that came back, of how many; the mean reward so far."""
+        good = [rollout for each in self._evaluations for rollout in each.good()]
+        wanted = sum(each.num_wanted for each in self._evaluations)
+        missing = sum(each.num_missing for each in self._evaluations)
+        reward = sum(rollout.reward for rollout in good) / len(good) if good else 0.0
+        return run_pb2.RunProgress(step=wanted - missing, max_steps=wanted, num_rollouts=len(good), reward=reward)

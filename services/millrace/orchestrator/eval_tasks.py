@@ -1,0 +1,121 @@
+"""The tasks of an evaluation that is under way: what came back of each, and what is to be played again."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from millrace.orchestrator.groups import BLAMELESS, BLAMELESS_PAUSE_S
+from millrace.rollouts.types import Rollout, RolloutStatus
+
+MAX_ATTEMPTS = 2
+"""Plays of a task whose rollouts fail; a play that an env-server or an engine lost does not count."""
+MAX_LOST_BY_ENDPOINT = 8
+"""Plays of a task that an external endpoint loses in a row before that counts as a failure, about five minutes: nobody
+restarts somebody else's endpoint."""
+
+
+@dataclass(slots=True)
+class EvalTask:
+    """One held-out task in an evaluation."""
+
+    index: int
+    group_size: int
+    attempt: int = 0
+    num_failed_attempts: int = 0
+    num_blameless_attempts: int = 0
+    max_blameless_attempts: int | None = None
+    env_server: str = ""
+    replica: str = ""
+    home: str = ""
+    """Replica of the attempt before; empty if it lost the task."""
+    not_before: float = 0.0
+    """Monotonic time before which it is not placed again."""
+    good: dict[int, Rollout] = field(default_factory=dict)
+    failed: dict[int, Rollout] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        """Members that have no OK rollout yet."""
+        return [member for member in range(self.group_size) if member not in self.good]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of it is played any more."""
+        return not self.missing or self.num_failed_attempts >= MAX_ATTEMPTS
+
+    @property
+    def num_playing(self) -> int:
+        """Rollouts that an env-server plays."""
+        return len(self.missing) - len(self.failed) if self.env_server and not self.is_done else 0
+
+    def again(self, *, is_lost: bool) -> None:
+        """Play the missing members as the next attempt, elsewhere if it was lost."""
+        self.attempt += 1
+        self.home = "" if is_lost else self.replica
+        self.env_server = self.replica = ""
+        if self.num_failed_attempts < MAX_ATTEMPTS:
+            self.failed.clear()
+
+    def add(self, rollout: Rollout) -> None:
+        """Take one rollout of it; a failed one counts if it is of the current attempt."""
+        if rollout.status == RolloutStatus.OK:
+            self.good.setdefault(rollout.member, rollout)
+            self.failed.pop(rollout.member, None)
+        elif rollout.attempt == self.attempt:
+            self.failed[rollout.member] = rollout
+        if self.missing and all(member in self.failed for member in self.missing):
+            self._settle()
+
+    def adopt(self, rollout: Rollout) -> None:
+        """Take a rollout of a predecessor, whose attempts went on without us."""
+        if rollout.attempt > self.attempt:
+            self.attempt = rollout.attempt
+            self.failed.clear()
+        self.add(rollout)
+
+    def _settle(self) -> None:
+        """Every missing member failed."""
+        is_lost = any(rollout.status == RolloutStatus.ENGINE_LOST for rollout in self.failed.values())
+        is_blameless = all(self.failed[member].status in BLAMELESS for member in self.missing)
+        limit = self.max_blameless_attempts
+        if is_blameless and (limit is None or self.num_blameless_attempts < limit):
+            first_s, longest_s = BLAMELESS_PAUSE_S
+            pause_s = min(first_s * 2 ** min(self.num_blameless_attempts, 10), longest_s)
+            self.num_blameless_attempts += 1
+            self.not_before = time.monotonic() + pause_s
+        else:
+            self.num_failed_attempts = MAX_ATTEMPTS if is_blameless else self.num_failed_attempts + 1
+        self.again(is_lost=is_lost)
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation of one environment."""
+
+    eval_id: str
+    env: str
+    step: int
+    use_train_tasks: bool
+    min_version: int
+    tasks: list[EvalTask]
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    began: float = field(default_factory=time.monotonic)
+    last_answer: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_missing(self) -> int:
+        """Rollouts that are still to come."""
+        return sum(len(task.missing) for task in self.tasks if not task.is_done)
+
+    @property
+    def num_wanted(self) -> int:
+        """Rollouts that were asked for."""
+        return sum(task.group_size for task in self.tasks)
+
+    def good(self) -> list[Rollout]:
+        """The OK rollouts in order of (task, member)."""
+        return [task.good[member] for task in self.tasks for member in sorted(task.good)]
+
+    def failed(self) -> list[Rollout]:
+        """The last failure of every member that did not come back OK."""
+        return [task.failed[member] for task in self.tasks for member in sorted(task.failed)]
