@@ -17,6 +17,7 @@ import verifiers as vf
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
 from verifiers.legacy.types import ClientConfig, Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
+from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import (
     ENGINE_LOST_MARK,
     EXTERNAL_MAX_ATTEMPTS,
@@ -114,13 +115,17 @@ class LeanClient(OpenAIChatCompletionsClient):
             headers["X-Session-ID"] = session_id
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
-        url = f"{self._base_url}/chat/completions"
+        url, trust = f"{self._base_url}/chat/completions", None
+        if not self._is_external:
+            headers |= engine_access().headers(url)
+            trust = engine_access().context()
+        options: dict[str, Any] = {"headers": headers, "ssl": True if trust is None else trust}
         attempts = EXTERNAL_MAX_ATTEMPTS if self._is_external else MAX_ATTEMPTS
         for attempt in range(1, attempts + 1):
             asked, problem = None, ""
             try:
                 # A redirect would carry the key and the prompt to somebody whom nobody named.
-                async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as reply:
+                async with self._session.post(url, data=body, allow_redirects=False, **options) as reply:
                     raw = await reply.read()
                     if reply.status == 200:
                         return raw

@@ -20,6 +20,7 @@ import httpx
 import renderers.client
 from openai import APIConnectionError, APIStatusError, OpenAIError
 
+from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import (
     ENGINE_LOST_MARK,
     LOST_STATUSES,
@@ -112,7 +113,7 @@ _stock_generate = renderers.client.generate
 
 async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
     """`renderers.client.generate`, with the engine's policy spans noted and its reply errors typed."""
-    remembering: Any = _RememberingClient(client)
+    remembering: Any = _RememberingClient(engine_access().secured(client))
     try:
         result = await _stock_generate(client=remembering, **kwargs)
     except renderers.client.MalformedGenerateResponseError as error:

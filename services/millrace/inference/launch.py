@@ -22,6 +22,7 @@ from dataclasses import replace
 import millrace
 from millrace.errors import InternalError, InvalidSpecError, MillraceError, UnavailableError, Violation
 from millrace.inference import launch_env
+from millrace.inference.http_access import http_scheme, vllm_flags
 from millrace.inference.launch_front import Front, PolicyModel, describe, fetch_model
 from millrace.inference.launch_process import VllmProcess
 from millrace.inference.main import InferenceSettings
@@ -213,6 +214,7 @@ class Launcher:
         return [
             f"--host={host.strip('[]')}",
             f"--port={port}",
+            *vllm_flags(host, port),
             "--served-model-name",
             POLICY_NAME,
             *others,
@@ -243,7 +245,7 @@ class Launcher:
             worker_id=self._worker_id,
             kind=WORKER_KIND_INFERENCE,
             address=address,
-            http_url=f"http://{shown}:{http_port}/v1",
+            http_url=f"{http_scheme()}://{shown}:{http_port}/v1",
             version=millrace.__version__,
             min_log_format=FORMAT_MAJOR,
             max_log_format=FORMAT_MAJOR,

@@ -14,6 +14,7 @@ import grpc.aio
 import millrace
 from millrace.errors import MillraceError
 from millrace.inference.engine import STALL_S, PolicyEngine
+from millrace.inference.http_access import http_scheme
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.service import SERVICE_NAME, PolicyServicer
 from millrace.inference.updater import PolicyUpdater
@@ -179,7 +180,7 @@ class ReplicaParts:
 
 def http_address(host: str, port: int) -> Callable[[str], str]:
     """Makes the URL of an HTTP API that listens on `host`: of that host, or of the reachable one for a wildcard."""
-    return lambda reachable: f"http://{reachable if _is_wildcard(host) else host}:{port}/v1"
+    return lambda reachable: f"{http_scheme()}://{reachable if _is_wildcard(host) else host}:{port}/v1"
 
 
 def _is_wildcard(host: str) -> bool:

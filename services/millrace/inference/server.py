@@ -34,6 +34,7 @@ from millrace.errors import (
 from millrace.inference import http_responses as responses
 from millrace.inference.chat import encode_chat
 from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
+from millrace.inference.http_gate import protect
 from millrace.inference.http_schema import (
     ChatBody,
     CompletionBody,
@@ -345,10 +346,11 @@ def _id(kind: str) -> str:
 async def start_http(api: HttpApi, host: str, port: int) -> tuple[web.AppRunner, int]:
     """Serves the API; returns the runner to clean up and the port. UnavailableError if the address cannot be bound."""
     app = api.make_app()
+    context = protect(app, host, port)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=4096).start()
+        await web.TCPSite(runner, host, port, backlog=4096, ssl_context=context).start()
     except OSError as error:
         await runner.cleanup()
         raise UnavailableError(

@@ -1,0 +1,83 @@
+"""Who may use a replica's HTTP API, whichever engine serves it: TLS by its files, and a bearer token.
+
+The workers' token and those of the tokens file do. `GET /health` needs none and tells only its status. See
+`millrace.rpc.access` for the rules and docs/security.md for how to set it up.
+"""
+
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from millrace.errors import UnauthenticatedError
+from millrace.rpc.access import WORKER, ServerAccess
+from millrace.telemetry.settings import Settings
+
+HEALTH = "/health"
+CHALLENGE = {"WWW-Authenticate": "Bearer"}
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+
+def http_access(host: str, port: int, environ: Mapping[str, str] | None = None) -> ServerAccess:
+    """What the server at this address demands; InvalidSpecError if it must not listen there as it is set up."""
+    access = ServerAccess.from_environ(environ)
+    shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    access.require_safe(f"{shown}:{port}", {WORKER}, field="MILLRACE_HTTP_LISTEN")
+    return access
+
+
+def http_scheme(environ: Mapping[str, str] | None = None) -> str:
+    """`https` where this process has a certificate to show."""
+    return "https" if Settings.from_env(os.environ if environ is None else environ).tls_cert else "http"
+
+
+def refusal() -> dict[str, Any]:
+    """The body of a 401, in OpenAI's shape; it is the same for every path."""
+    message = "a valid bearer token is required"
+    return {"error": {"message": message, "type": "AuthenticationError", "param": None, "code": 401}}
+
+
+def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Arguments that make vLLM's server demand the same; InvalidSpecError as from `http_access`."""
+    access = http_access(host, port, environ)
+    flags = [f"--middleware={__name__}.TokenGate"]
+    if access.tls is not None:
+        access.tls.check()
+        flags += [f"--ssl-certfile={access.tls.cert}", f"--ssl-keyfile={access.tls.key}", "--enable-ssl-refresh"]
+        if access.tls.client_ca is not None:
+            flags += [f"--ssl-ca-certs={access.tls.client_ca}", "--ssl-cert-reqs=2"]  # 2 is ssl.CERT_REQUIRED
+    return flags
+
+
+class TokenGate:
+    """ASGI middleware: answers 401 to whoever shows no valid token, before anything of the request is read."""
+
+    def __init__(self, app: App, *, access: ServerAccess | None = None) -> None:
+        """`access` is by default that of this process's variables."""
+        self._app = app
+        self._access = ServerAccess.from_environ() if access is None else access
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        values = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"authorization"]
+        try:
+            self._access.admit_http(scope["path"], values[0] if len(values) == 1 else None)
+        except UnauthenticatedError:
+            await self._refuse(scope, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _refuse(self, scope: Mapping[str, Any], send: Send) -> None:
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers = [(b"content-type", b"application/json")]
+        headers += [(name.lower().encode(), value.encode()) for name, value in CHALLENGE.items()]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(refusal()).encode()})
