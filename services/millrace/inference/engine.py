@@ -132,6 +132,8 @@ class EngineStatus:
     num_finished: int
     error: str = ""
     is_dead: bool = False
+    pause_s: float | None = None
+    """Seconds of the last standstill, from an engine that goes on before it is proved; None if it does not."""
 
     @property
     def num_requests(self) -> int:

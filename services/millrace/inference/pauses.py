@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 # Longer than an update or a look at one replica takes, shorter than the deadlines of rollouts (600 s by default), so a
 # forgotten pause costs time but no rollouts. A caller that needs longer asks again.
 PAUSE_LIMIT_S = 300.0
-_HOLDER = "operator"
+OPERATOR = "operator"
+"""Holder of the pauses that callers ask for."""
 
 
 class CallerPause:
@@ -38,12 +39,12 @@ class CallerPause:
         self._cancel()
         self._run_uid = run_uid
         self._ending = asyncio.create_task(self._end_later(run_uid or "an operator", PAUSE_LIMIT_S))
-        await self._engine.pause(_HOLDER)
+        await self._engine.pause(OPERATOR)
 
     async def resume(self) -> None:
         """Goes on with generation."""
         self._cancel()
-        await self._engine.resume(_HOLDER)
+        await self._engine.resume(OPERATOR)
 
     def _cancel(self) -> None:
         ending, self._ending = self._ending, None
@@ -56,4 +57,4 @@ class CallerPause:
         log.warning("a pause was not resumed; generation goes on", extra={"caller": caller, "limit_s": limit_s})
         self._ending = None  # from here on a new pause has nothing to cancel, so it must come after this one's end
         with contextlib.suppress(UnavailableError):  # a closed engine has no pauses
-            await self._engine.resume(_HOLDER)
+            await self._engine.resume(OPERATOR)

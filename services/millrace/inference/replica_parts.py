@@ -20,9 +20,7 @@ from millrace.inference.service import SERVICE_NAME, PolicyServicer
 from millrace.inference.updater import PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, HeartbeatRequest, Worker
-from millrace.policies.manifest import PolicyManifest
-from millrace.policies.pull import pull_tensors, read_manifest
-from millrace.policies.staged import StagedPolicy
+from millrace.policies.host_copy import HostCopy
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.serve import serve
 from millrace.rpc.slot import worker_slot
@@ -53,10 +51,12 @@ class ReplicaParts:
         stopping: asyncio.Event,
         extra_names: tuple[str, ...] = (),
         policy_dir: Path | None = None,
+        worker_id: str | None = None,
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._stopping = stopping
+        self._worker_id = worker_id or new_worker_id("inference")
         self._board = HealthBoard()
         self._board.add(SERVICE_NAME, reason="no policy")
         store = open_store(settings.store_url) if settings.store_url else None
@@ -129,7 +129,7 @@ class ReplicaParts:
         listen_host, _ = parse_address(self._settings.require("listen"))
         address = self._settings.advertise or f"{_reachable(listen_host)}:{grpc_port}"
         worker = Worker(
-            worker_id=new_worker_id("inference"),
+            worker_id=self._worker_id,
             kind=WORKER_KIND_INFERENCE,
             address=address,
             http_url=http_url(parse_address(address)[0]),
@@ -203,18 +203,3 @@ def _cause(errors: BaseExceptionGroup) -> BaseException:
         else:
             found.append(error)
     return next((error for error in found if isinstance(error, MillraceError)), found[0])
-
-
-class HostCopy:
-    """Stands in until `policies/host_copy.py` is there: fetches every version whole."""
-
-    def __init__(self, store, *, directory=None) -> None:
-        self._store = store
-
-    def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
-        """The whole version."""
-        manifest: PolicyManifest = read_manifest(self._store, manifest_key, sha256)
-        return StagedPolicy(manifest=manifest, tensors=pull_tensors(self._store, manifest))
-
-    def forget(self) -> None:
-        """Nothing is kept."""

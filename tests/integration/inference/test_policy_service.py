@@ -16,11 +16,11 @@ from millrace.inference import pauses, weights
 from millrace.inference.embedded import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, SamplingParams
 from millrace.inference.model_files import ModelSlot
-from millrace.inference.replica_parts import HostCopy
 from millrace.inference.service import SERVICE_NAME, PolicyServicer
 from millrace.inference.updater import PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
+from millrace.policies.host_copy import HostCopy
 from millrace.rpc.channel import call, open_channel
 from millrace.rpc.serve import serve
 from millrace.storage.local import LocalStore
@@ -57,7 +57,7 @@ class Client:
 @pytest.fixture
 async def client(local_store: LocalStore) -> AsyncIterator[Client]:
     engine, slot = EmbeddedEngine(max_num_seqs=8), ModelSlot()
-    updater = PolicyUpdater(engine, slot, local_store, HostCopy(local_store, directory=None))
+    updater = PolicyUpdater(engine, slot, local_store, HostCopy(local_store))
     servicer, stopping = PolicyServicer(engine, updater), asyncio.Event()
     started = asyncio.get_running_loop().create_future()
 

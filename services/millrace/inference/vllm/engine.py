@@ -1,0 +1,314 @@
+"""vLLM behind the `PolicyEngine` protocol: pause, apply in the workers, resume, prove, and only then let answers out.
+
+    check          while the old version serves: shapes, then the workers build what cannot be written in place
+    apply_policy   paused: write what is new, set vLLM's weight version (its spans come from that), KV cache by mode
+    prove          generation goes on, answers are kept back: read back every tensor that lies in the checkpoint's bits,
+                   compute the probe through the engine; then the gate opens
+
+Everything runs in the event loop of vLLM's API server, over its documented `EngineClient`.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import InternalError, InvalidStateError, UnavailableError
+from millrace.inference.engine import EngineState, EngineStatus, HeldDigest, InflightMode, PolicyIdentity
+from millrace.inference.pauses import OPERATOR
+from millrace.inference.probing import probe_problem
+from millrace.inference.vllm import gate as gates
+from millrace.inference.vllm.gate import Gate
+from millrace.inference.vllm.handover import ask_restart
+from millrace.inference.vllm.orders import write_order
+from millrace.inference.vllm.prompts import prompt_logprobs
+from millrace.inference.vllm.proofs import combine
+from millrace.policies.staged import StagedPolicy
+
+log = logging.getLogger(__name__)
+
+_RPC_DEADLINE_S = 120.0
+_RELOAD_DEADLINE_S = 1800.0
+_UNIT_BYTES = 16 << 20  # built between two decode steps: some ten milliseconds
+_PING_PERIOD_S = 2.0
+_CONFIG_NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+
+class VllmEngine:
+    """Implements `PolicyEngine`. `directory` is where files for the workers are written."""
+
+    def __init__(self, client: Any, gate: Gate, *, directory: Path) -> None:
+        self._client = client
+        self._gate = gate
+        self._directory = directory
+        self._state = EngineState.EMPTY
+        self._identity: PolicyIdentity | None = None
+        self._error = ""
+        self._pauses: set[str] = set()
+        self._is_stopped = False
+        self._lock = asyncio.Lock()
+        self._paused_at = 0.0
+        self._pause_s: float | None = None
+        self._num_applied = 0
+        self._pinged_at: float | None = None
+        self._is_busy = False
+        self._pinging = asyncio.create_task(self._ping(), name="vLLM ping")
+
+    @property
+    def kind(self) -> str:
+        """See `PolicyEngine.kind`."""
+        return "vllm"
+
+    @property
+    def client(self) -> Any:
+        """vLLM's engine client."""
+        return self._client
+
+    async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
+        """See `PolicyEngine.load`. vLLM keeps its architecture: a policy of another one needs a restart."""
+        if staged is None:  # the model that vLLM was started with
+            await self._set_version(identity)
+            self._state, self._error, self._identity = EngineState.READY, "", identity
+            self._gate.open(self._salt(identity))
+            return
+        self._require_same_config(model_dir)
+        order = await asyncio.to_thread(write_order, staged, self._directory)
+        order |= {"changed": None}
+        self._gate.refuse(f"policy {identity} is being loaded")
+        await self._doom(f"policy {identity} replaced the model")
+        self._gate.hold()
+        await self.pause("load")
+        try:
+            await self._rpc("millrace_reload", order, deadline_s=_RELOAD_DEADLINE_S)
+            await self._bounded(self._client.reset_prefix_cache(reset_running_requests=True))
+            await self._set_version(identity)
+        except BaseException as error:  # marks the engine as failed, then raises
+            await self.fail(f"loading policy {identity} failed half-way: {error}")
+            raise
+        finally:
+            await self.resume("load")
+        self._state, self._error, self._identity = EngineState.READY, "", identity
+
+    async def load_directory(self, directory: str) -> None:
+        """Loads safetensors files that the workers can read, as PRIME-RL's HTTP calls want it; nothing proves them."""
+        identity = PolicyIdentity(run_uid="", lineage=0, version=self._num_applied + 1)
+        await self.pause("load")
+        try:
+            await self._rpc("millrace_reload_directory", directory, deadline_s=_RELOAD_DEADLINE_S)
+            await self._set_version(identity)
+        except BaseException as error:  # marks the engine as failed, then raises
+            await self.fail(f"loading {directory} failed half-way: {error}")
+            raise
+        finally:
+            await self.resume("load")
+        self._state, self._error, self._identity = EngineState.READY, "", identity
+        self._gate.open(self._salt(identity))
+
+    async def check(self, staged: StagedPolicy) -> None:
+        """See `PolicyEngine.check`; ends with the version staged in the workers."""
+        self._require_ready()
+        places = [[name, tensor.dtype, list(tensor.shape)] for name, tensor in staged.tensors.items()]
+        problems = sorted({problem for found in await self._rpc("millrace_check", places) for problem in found})
+        if problems:
+            raise InvalidStateError(
+                f"the policy does not fit the model: {'; '.join(problems[:5])}"
+                + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
+                reason="POLICY_MODEL_MISMATCH",
+                remedy="publish the policy with the tensors of its config.json, in the model's dtype",
+            )
+        order = await asyncio.to_thread(write_order, staged, self._directory)
+        sizes: list[int] = (await self._rpc("millrace_stage", order))[0]
+        for first, last in chunks(sizes, _UNIT_BYTES):
+            await self._rpc("millrace_prepare", first, last)
+
+    async def apply_policy(
+        self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
+    ) -> None:
+        """See `PolicyEngine.apply_policy`; takes what `check` has staged."""
+        self._require_ready()
+        await self.pause("apply")
+        try:
+            self._gate.hold()
+            await self._rpc("millrace_activate", identity.version)
+            await self._set_version(identity)
+            if inflight_mode is InflightMode.RECOMPUTE:
+                await self._bounded(self._client.reset_prefix_cache(reset_running_requests=True))
+        except BaseException as error:  # marks the engine as failed, then raises
+            await self.fail(f"applying policy {identity} failed half-way: {error}")
+            raise
+        finally:
+            await self.resume("apply")
+        self._identity = identity
+
+    async def prove(self, staged: StagedPolicy) -> HeldDigest:
+        """See `PolicyEngine.prove`. Generation goes on meanwhile; answers stay here."""
+        self._require_ready()
+        holders, self._pauses = self._pauses, set()
+        try:
+            await self._follow_pauses()  # the probe runs through the scheduler
+            found = combine(await self._rpc("millrace_digests"), staged.manifest)
+            probe = staged.manifest.probe
+            if not found.is_whole and probe is None:
+                raise InternalError(
+                    "the policy cannot be proved: vLLM holds it in a layout of its own, and its manifest has no probe",
+                    reason="POLICY_NOT_PROVABLE",
+                    remedy="publish it with the probe's log-probs",
+                )
+            if probe is not None:
+                logprobs = await self._bounded(
+                    prompt_logprobs(self._client, probe.token_ids, salt=f"probe-{time.time_ns()}")
+                )
+                computed = str(self._client.model_config.dtype).removeprefix("torch.")
+                dtypes = [*{tensor.dtype for tensor in staged.tensors.values()}, computed]
+                if (problem := probe_problem(probe.logprobs, logprobs, dtypes=dtypes)) is not None:
+                    raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
+        finally:
+            self._pauses |= holders
+            await self._follow_pauses()
+        assert self._identity is not None
+        self._gate.open(self._salt(self._identity))
+        proof = "+".join(name for name, is_given in (("readback", found.is_whole), ("probe", probe)) if is_given)
+        return HeldDigest(digest=staged.manifest.digest, proof=proof)
+
+    async def fail(self, error: str) -> None:
+        """See `PolicyEngine.fail`."""
+        self._state, self._error, self._identity = EngineState.FAILED, error, None
+        self._gate.refuse(error)
+        await self._doom(error)
+
+    async def abort_all(self) -> None:
+        """See `PolicyEngine.abort_all`."""
+        await self._doom("the replica is shutting down")
+
+    async def pause(self, holder: str) -> None:
+        """See `PolicyEngine.pause`. An update's pause shuts the gate first: what comes meanwhile gets the new salt."""
+        if holder != OPERATOR:
+            self._gate.wait()
+        self._pauses.add(holder)
+        try:
+            await self._follow_pauses()
+        except BaseException as error:  # nobody could tell what generates now, then raises
+            await self.fail(f"vLLM cannot be paused: {error}")
+            raise
+
+    async def resume(self, holder: str) -> None:
+        """See `PolicyEngine.resume`."""
+        self._pauses.discard(holder)
+        await self._follow_pauses()
+
+    def status(self) -> EngineStatus:
+        """See `PolicyEngine.status`."""
+        config = self._client.vllm_config
+        is_dead = bool(self._client.errored)
+        age = 0.0 if self._pinged_at is None or self._is_busy else time.monotonic() - self._pinged_at
+        return EngineStatus(
+            state=EngineState.FAILED if is_dead else self._state,
+            identity=self._identity if self._state is EngineState.READY and not is_dead else None,
+            is_paused=bool(self._pauses),
+            num_running=self._gate.num_open,
+            num_waiting=self._gate.num_waiting,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_model_len=config.model_config.max_model_len,
+            progress_age_s=age,
+            num_generated_tokens=0,
+            num_finished=self._gate.num_finished,
+            error="vLLM's engine is dead" if is_dead else self._error,
+            is_dead=is_dead,
+            pause_s=self._pause_s,
+        )
+
+    async def close(self) -> None:
+        """See `PolicyEngine.close`; vLLM ends itself."""
+        self._pinging.cancel()
+        self._gate.refuse("this replica is shutting down")
+        await self.abort_all()
+
+    async def _doom(self, reason: str) -> None:
+        await gates.abort(self._client, self._gate.doom(reason))
+
+    async def _follow_pauses(self) -> None:
+        """Has vLLM pause or go on, as the holders want it. Its `keep` leaves requests and their KV cache as they are."""
+        async with self._lock:
+            if bool(self._pauses) == self._is_stopped:
+                return
+            if self._pauses:
+                self._paused_at = time.monotonic()
+                await self._bounded(self._client.pause_generation(mode="keep", clear_cache=False))
+            else:
+                await self._bounded(self._client.resume_generation())
+                self._pause_s = time.monotonic() - self._paused_at
+            self._is_stopped = bool(self._pauses)
+
+    async def _set_version(self, identity: PolicyIdentity) -> None:
+        self._num_applied += 1
+        await self._bounded(self._client.update_weight_version(f"{identity.lineage}-{identity.version}"))
+
+    def _salt(self, identity: PolicyIdentity) -> str:
+        return f"{identity}#{self._num_applied}"
+
+    async def _rpc(self, method: str, *args: Any, deadline_s: float = _RPC_DEADLINE_S) -> list[Any]:
+        """One call of every worker."""
+        self._is_busy = True
+        try:
+            return await self._bounded(self._client.collective_rpc(method, args=args), deadline_s=deadline_s)
+        finally:
+            self._is_busy = False
+
+    async def _bounded(self, call: Any, *, deadline_s: float = _RPC_DEADLINE_S) -> Any:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await call
+        except TimeoutError:
+            raise UnavailableError(
+                f"vLLM's engine did not answer within {deadline_s:.0f} s", reason="ENGINE_SILENT", remedy="restart it"
+            ) from None
+
+    async def _ping(self) -> None:
+        """Asks the engine something small all the time: a step that hangs shows as an answer that does not come."""
+        while True:
+            self._pinged_at = time.monotonic()
+            await self._client.get_weight_version()
+            self._pinged_at = None
+            await asyncio.sleep(_PING_PERIOD_S)
+
+    def _require_ready(self) -> None:
+        if self._state is not EngineState.READY:
+            raise UnavailableError(
+                self._error or "the engine holds no policy yet", reason="ENGINE_FAILED", remedy="load a policy anew"
+            )
+
+    def _require_same_config(self, model_dir: Path) -> None:
+        """InvalidStateError, and a request for a restart, if the policy is of another architecture than vLLM's model."""
+        wanted, held = (_config(directory) for directory in (model_dir, Path(self._client.model_config.model)))
+        differing = sorted(key for key in wanted.keys() | held.keys() if wanted.get(key) != held.get(key))
+        if not differing:
+            return
+        problem = f"the policy's config.json is not that of vLLM's model (differing: {', '.join(differing[:8])})"
+        is_asked = ask_restart(problem)
+        raise InvalidStateError(
+            problem,
+            reason="MODEL_CONFIG_MISMATCH",
+            remedy="wait for the restart"
+            if is_asked
+            else "start the replica without MILLRACE_MODEL, or with this model",
+        )
+
+
+def chunks(sizes: list[int], limit: int) -> list[tuple[int, int]]:
+    """Consecutive [first, last) of items, each of about `limit` and at least one item."""
+    found: list[tuple[int, int]] = []
+    first = total = 0
+    for index, size in enumerate(sizes):
+        if index > first and total + size > limit:
+            found.append((first, index))
+            first, total = index, 0
+        total += size
+    return [*found, (first, len(sizes))] if sizes else []
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    config: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+    return {key: value for key, value in config.items() if key not in _CONFIG_NOISE}

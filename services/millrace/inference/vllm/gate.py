@@ -1,0 +1,179 @@
+"""The gate between vLLM's HTTP handlers and its engine: which requests begin, under which salt, and when answers leave.
+
+vLLM's serving objects get `GatedClient` in place of the engine client, so that everything that generates goes through
+here, whatever route it came by:
+
+* A request begins only while a proved version serves. During an update it waits; without a version it is refused.
+* Its prefix cache is that of the applied version alone: the salt names the application, not only the version, so neither
+  a version that is applied twice nor a failed one leaves blocks that a later request could find. Salt and submission
+  happen without a break in between, and the gate closes before the engine pauses: no request carries an old salt into a
+  new version, except those that were in the engine already. These go on with the KV cache that they have (`keep`), or
+  compute it anew (`recompute`).
+* From the moment that new weights are in until they are proved no answer leaves. If the proof fails the answers are
+  dropped, and their callers told to retry elsewhere.
+"""
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.errors import UnavailableError
+
+log = logging.getLogger(__name__)
+
+_ABORT_DEADLINE_S = 10.0
+
+
+@dataclass(slots=True)
+class Calls:
+    """What the engine said about the generations of one HTTP request, by call in their order: the finished choices."""
+
+    outputs: list[dict[int, Any]] = field(default_factory=list)
+
+
+CALLS: contextvars.ContextVar[Calls | None] = contextvars.ContextVar("millrace_calls", default=None)
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One generation that has begun. `doom` is why its answer must not leave."""
+
+    request_id: str
+    doom: str = ""
+
+
+class Gate:
+    """Shut with a reason at first. All methods belong to the event loop."""
+
+    def __init__(self) -> None:
+        self._refusal = "no policy is loaded yet"
+        self._is_open = asyncio.Event()
+        self._may_leave = asyncio.Event()
+        self._may_leave.set()
+        self._salt = ""
+        self._tickets: set[Ticket] = set()
+        self._has_none = asyncio.Event()
+        self._has_none.set()
+        self.num_waiting = 0
+        self.num_finished = 0
+
+    @property
+    def num_open(self) -> int:
+        """Generations that have begun."""
+        return len(self._tickets)
+
+    def wait(self) -> None:
+        """Requests that come wait from now on, unless they are refused anyway."""
+        if not self._refusal:
+            self._is_open.clear()
+
+    def hold(self) -> None:
+        """No answer leaves from now on."""
+        self._may_leave.clear()
+
+    def open(self, salt: str) -> None:
+        """Requests begin, answers leave."""
+        self._salt, self._refusal = salt, ""
+        self._may_leave.set()
+        self._is_open.set()
+
+    def refuse(self, reason: str) -> None:
+        """Requests that come are refused; answers leave."""
+        self._refusal = reason
+        self._is_open.set()  # those who wait hear it
+
+    def doom(self, reason: str) -> list[str]:
+        """Nothing that has begun gets an answer; returns the ids of the requests, to be aborted."""
+        for ticket in self._tickets:
+            ticket.doom = reason
+        self._may_leave.set()
+        return [ticket.request_id for ticket in self._tickets]
+
+    async def drained(self) -> None:
+        """Returns when nothing is open."""
+        await self._has_none.wait()
+
+    async def enter(self, request_id: str) -> tuple[Ticket, str]:
+        """Waits until a request may begin, and begins it: its ticket and its salt. UnavailableError if none may."""
+        while not (self._is_open.is_set() and not self._refusal):
+            if self._refusal:
+                raise UnavailableError(self._refusal, reason="NO_POLICY", remedy="retry in a few seconds")
+            self.num_waiting += 1
+            try:
+                await self._is_open.wait()  # an update ends it: applied and proved, or failed
+            finally:
+                self.num_waiting -= 1
+        ticket = Ticket(request_id)
+        self._tickets.add(ticket)
+        self._has_none.clear()
+        return ticket, self._salt
+
+    async def pass_out(self, ticket: Ticket) -> None:
+        """Returns when the ticket's answer may leave; UnavailableError if it must not."""
+        await self._may_leave.wait()
+        if ticket.doom:
+            raise UnavailableError(
+                f"the generation was aborted: {ticket.doom}", reason="GENERATION_ABORTED", remedy="retry"
+            )
+
+    def leave(self, ticket: Ticket) -> None:
+        """The ticket's generation is over."""
+        self._tickets.discard(ticket)
+        self.num_finished += 1
+        if not self._tickets:
+            self._has_none.set()
+
+
+class GatedClient:
+    """vLLM's engine client with a gate before `generate`; everything else is the client's."""
+
+    def __init__(self, client: Any, gate: Gate) -> None:
+        self._client = client
+        self._gate = gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
+        """See vLLM's `EngineClient.generate`. The prompt has to be a rendered one, as those of vLLM's handlers are."""
+        calls = CALLS.get()
+        finished: dict[int, Any] = {}
+        if calls is not None:
+            calls.outputs.append(finished)
+        return self._generate(prompt, sampling_params, request_id, options, finished)
+
+    async def _generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, options: dict[str, Any], finished: dict[int, Any]
+    ) -> AsyncIterator[Any]:
+        ticket, salt = await self._gate.enter(request_id)
+        try:
+            # Nothing between `enter` and the submission inside `generate` waits, so the salt is that of the version.
+            stream = self._client.generate(_salted(prompt, salt), sampling_params, request_id, **options)
+            async for output in stream:
+                await self._gate.pass_out(ticket)
+                for choice in output.outputs:
+                    if choice.finish_reason is not None:
+                        finished[choice.index] = choice
+                yield output
+        finally:
+            self._gate.leave(ticket)
+
+
+async def abort(client: Any, request_ids: list[str]) -> None:
+    """Aborts requests in the engine; one that does not answer in time is left to its fate: its answer is doomed."""
+    if request_ids:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_DEADLINE_S):
+                await client.abort(request_ids)
+
+
+def _salted(prompt: Any, salt: str) -> dict[str, Any]:
+    """The rendered prompt under our salt, and the caller's own if it brought one."""
+    if not isinstance(prompt, Mapping) or "type" not in prompt:
+        raise UnavailableError("this route gives the engine an unrendered prompt", reason="ROUTE_NOT_SUPPORTED")
+    own = prompt.get("cache_salt")
+    return {**prompt, "cache_salt": f"{salt}/{own}" if own else salt}

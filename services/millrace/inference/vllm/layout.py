@@ -1,0 +1,206 @@
+"""Where each element of a checkpoint lies in a vLLM model: found by watching vLLM's own loaders at work on no data.
+
+`load_weights` knows how names are mapped, projections fused and shards cut. It is called once with tensors and
+parameters on the meta device, and every copy between the two is noted as a `Region`: which strided box of which tensor
+goes to which strided box of which parameter. From then on an update can write single elements, or read what is held,
+without the loaders; nothing is assumed about models or parallelism. What the loaders do by other means than a plain
+copy has no region, and is loaded by vLLM's layerwise reload.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from millrace.policies.tensors import TensorPlace
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A parameter of the model: the module's name and the parameter's."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A box of `shape` elements that a loader copies; offsets and strides count elements, of tensor and parameter."""
+
+    tensor: str
+    slot: Slot
+    shape: tuple[int, ...]
+    source_offset: int
+    source_strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the box."""
+        return math.prod(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is one range of the tensor, in order, and one range of the parameter."""
+        dense = _dense_strides(self.shape)
+        return all(
+            size == 1 or source == target == want
+            for size, source, target, want in zip(
+                self.shape, self.source_strides, self.target_strides, dense, strict=True
+            )
+        )
+
+    def targets(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(which of the tensor's row-major positions [N] are in the box, their indices in the parameter's storage)."""
+        if self.is_contiguous:
+            inside = (positions >= self.source_offset) & (positions < self.source_offset + self.num_elements)
+            return inside, positions[inside] + (self.target_offset - self.source_offset)
+        rest, offset = positions, self.source_offset
+        inside = torch.ones_like(positions, dtype=torch.bool)
+        index = torch.full_like(positions, self.target_offset)
+        dims = sorted(zip(self.source_strides, self.shape, self.target_strides, strict=True), reverse=True)
+        for source, size, target in dims:
+            if size == 1:
+                continue
+            place = rest // source - offset // source
+            inside &= (place >= 0) & (place < size)
+            index += place * target
+            rest, offset = rest % source, offset % source
+        inside &= rest == offset
+        return inside, index[inside]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The regions by tensor, and what each parameter looks like when the loaders fill it.
+
+    `specs` gives (shape, strides, dtype) by slot. `opaque` are slots that the loaders wrote to in other ways.
+    """
+
+    regions: Mapping[str, tuple[Region, ...]]
+    specs: Mapping[Slot, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    opaque: frozenset[Slot]
+
+
+def trace(model: torch.nn.Module, places: Iterable[TensorPlace]) -> Layout:
+    """Runs the model's own loaders on the meta device; the model is as before afterwards, whatever happens."""
+    # vllm is in its own environment, which the type checker does not see.
+    from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
+        get_layerwise_info,
+    )
+    from vllm.model_executor.model_loader.reload.meta import (  # pyright: ignore[reportMissingImports]
+        restore_layer_on_meta,
+    )
+
+    modules = dict(model.named_modules())
+    saved = {
+        module: (dict(module._parameters), dict(module._buffers), set(module._non_persistent_buffers_set))
+        for module in modules.values()
+    }
+    recorder = _Recorder()
+    try:
+        for name, module in modules.items():
+            info = get_layerwise_info(module)
+            if any(info.restore_metadata):
+                restore_layer_on_meta(module, info)
+            for parameter, tensor in module._parameters.items():
+                if tensor is not None and tensor.is_meta:
+                    _unwrap_loader(tensor)
+                    recorder.add_target(Slot(module=name, name=parameter), tensor)
+        fakes = [(p.name, torch.empty(p.shape, dtype=DTYPES[p.dtype], device="meta")) for p in places]
+        for name, fake in fakes:
+            recorder.add_source(name, fake)
+        with torch.no_grad(), recorder:
+            model.load_weights(fakes)  # pyright: ignore[reportCallIssue] - every vLLM model has it
+    finally:
+        for module, (parameters, buffers, transient) in saved.items():
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._non_persistent_buffers_set = transient
+    return recorder.layout()
+
+
+def _unwrap_loader(tensor: torch.Tensor) -> None:
+    """Takes off what an earlier layerwise reload wrapped around the tensor's loader; the next one wraps it again."""
+    loader: Any = getattr(tensor, "weight_loader", None)
+    while loader is not None and loader.__name__ == "online_process_loader":
+        loader = loader.__wrapped__
+        tensor.weight_loader = loader  # pyright: ignore[reportAttributeAccessIssue] - vLLM's convention
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes copies from known tensors to known parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sources: dict[int, str] = {}
+        self._targets: dict[int, Slot] = {}
+        self._alive: list[torch.Tensor] = []  # storages are told apart by address
+        self._regions: dict[str, list[Region]] = {}
+        self._specs: dict[Slot, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
+        self._opaque: set[Slot] = set()
+
+    def add_source(self, name: str, tensor: torch.Tensor) -> None:
+        self._sources[_storage(tensor)] = name
+        self._alive.append(tensor)
+
+    def add_target(self, slot: Slot, tensor: torch.Tensor) -> None:
+        self._targets[_storage(tensor)] = slot
+        self._specs[slot] = (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        self._alive.append(tensor)
+
+    def layout(self) -> Layout:
+        regions = {name: tuple(found) for name, found in self._regions.items()}
+        return Layout(regions=regions, specs=self._specs, opaque=frozenset(self._opaque))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and (slot := self._targets.get(_storage(args[0]))) is not None:
+            target, source = args[0], args[1]
+            name = self._sources.get(_storage(source))
+            if name is None or target.shape != source.shape or target.dtype != source.dtype:
+                self._opaque.add(slot)
+            else:
+                region = Region(
+                    tensor=name,
+                    slot=slot,
+                    shape=tuple(target.shape),
+                    source_offset=source.storage_offset(),
+                    source_strides=tuple(source.stride()),
+                    target_offset=target.storage_offset(),
+                    target_strides=tuple(target.stride()),
+                )
+                self._regions.setdefault(name, []).append(region)
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

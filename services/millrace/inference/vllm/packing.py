@@ -1,0 +1,43 @@
+"""Linear layers that vLLM's CPU backend packs: built from plain weights beside the served ones, then put in.
+
+On CPU `process_weights_after_loading` of an unquantised layer turns `weight` into a packed copy behind
+`layer.cpu_linear`. It reads nothing of the layer but `weight` and `bias`, so it can be run on a shell that has only
+these, while the layer serves; afterwards the layer takes over the shell's function.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A packed weight, ready to be put into its layer."""
+
+    cpu_linear: Callable[..., torch.Tensor]
+
+    def put_into(self, layer: torch.nn.Module) -> None:
+        """Makes the layer compute with it from the next call on."""
+        layer.cpu_linear = self.cpu_linear  # pyright: ignore[reportAttributeAccessIssue] - set by vLLM's CPU backend
+
+
+def is_repackable(layer: torch.nn.Module) -> bool:
+    """Whether the layer is unquantised and computes with a packed weight."""
+    method: Any = getattr(layer, "quant_method", None)
+    return hasattr(layer, "cpu_linear") and type(method).__name__ in (
+        "UnquantizedLinearMethod",
+        "UnquantizedEmbeddingMethod",
+    )
+
+
+def build_packed(layer: torch.nn.Module, weight: torch.Tensor) -> Packed:
+    """Packs a plain weight as the layer's own method does. `weight` may be dropped or reused afterwards."""
+    shell: Any = torch.nn.Module()
+    shell.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    if (bias := getattr(layer, "bias", None)) is not None:
+        shell.bias = torch.nn.Parameter(bias.detach().clone(), requires_grad=False)
+    method: Any = layer.quant_method
+    method.process_weights_after_loading(shell)
+    return Packed(cpu_linear=shell.cpu_linear)

@@ -1,0 +1,25 @@
+"""Log-probs of a fixed prompt through vLLM's engine itself: what the probe of a policy is compared with."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+
+async def prompt_logprobs(client: Any, token_ids: Sequence[int], *, salt: str) -> list[float]:
+    """Log-prob of each token of the prompt but the first, [T - 1]. The salt keeps it out of every prefix cache."""
+    # vllm is in its own environment, which the type checker does not see.
+    from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=1.0,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompt = tokens_input(list(token_ids), cache_salt=salt)
+    found: Any = None
+    async for output in client.generate(prompt, params, f"probe-{secrets.token_hex(8)}"):
+        found = output.prompt_logprobs
+    return [entry[token].logprob for entry, token in zip(found[1:], token_ids[1:], strict=True)]

@@ -1,0 +1,306 @@
+"""What runs in vLLM's worker processes: the worker extension that puts policies into the model and reads them back.
+
+An update has two halves. `millrace_stage` and `millrace_prepare` run between decode steps while the old version serves:
+they read the mapped host copy, and build what cannot be changed in place (linear layers that the CPU backend packs).
+`millrace_activate` runs while generation is paused: it writes the changed elements and puts the built layers in, so the
+pause does not grow with the model. What neither can take is loaded anew by vLLM's layerwise reload in the pause.
+
+Methods are called by name through `collective_rpc`; arguments are plain values.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace.inference.vllm.layout import BITS, DTYPES, Layout, Region, Slot, trace
+from millrace.inference.vllm.orders import OrderFiles
+from millrace.inference.vllm.packing import Packed, build_packed, is_repackable
+from millrace.policies.digest import bits_digest
+from millrace.telemetry import faults
+from millrace.telemetry.faults import Point
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Staged:
+    """A version between `stage` and `activate`. `units` are module names whose layers are built, with their bytes."""
+
+    files: OrderFiles
+    units: list[tuple[str, int]]
+    reloads: set[str]
+    packed: dict[str, Packed] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Held:
+    """What is known about the model: `plain` slots hold the checkpoint's bits, `packed` layers are built."""
+
+    layout: Layout
+    plain: set[Slot]
+    packed: dict[str, Slot]
+    staged: Staged | None = None
+
+
+class PolicyWorker:
+    """Mixed into vLLM's worker class by `--worker-extension-cls`."""
+
+    millrace_held: Held | None = None
+
+    def millrace_reload(self, order: dict[str, Any]) -> None:
+        """Loads every tensor through vLLM's layerwise reload, then finds out how the model lies in memory."""
+        self.millrace_held = None
+        files = OrderFiles(order)
+        model = self._millrace_model()
+        self._millrace_load(model, files, list(files.places))
+        self.millrace_held = self._millrace_survey(model, files)
+
+    def millrace_reload_directory(self, directory: str) -> None:
+        """Loads the safetensors files of a directory through vLLM's own reload; what is known of the model is dropped."""
+        self.millrace_held = None
+        self.reload_weights(weights_path=directory)  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        self._millrace_repack_shared(self._millrace_model())
+
+    def millrace_check(self, places: list[Any]) -> list[str]:
+        """What is wrong with tensors [name, dtype, shape] for this model; nothing is changed."""
+        held = self.millrace_held
+        if held is None:
+            return ["no policy was loaded yet"]
+        problems: list[str] = []
+        for name, dtype, shape in places:
+            regions = held.layout.regions.get(name)
+            if regions is None:
+                problems.append(f"{name} is not a weight that the model takes")
+                continue
+            known = self.millrace_shapes[name]
+            if known != (dtype, tuple(shape)):
+                problems.append(f"{name} is {dtype}{shape}, the model has {known[0]}{list(known[1])}")
+        given = {name for name, _, _ in places}
+        problems += [f"{name} is missing" for name in held.layout.regions if name not in given]
+        return problems
+
+    def millrace_stage(self, order: dict[str, Any]) -> list[int]:
+        """Takes an order; returns the bytes of each unit that `millrace_prepare` has to build."""
+        held = self._millrace_required()
+        files = OrderFiles(order)
+        touched: set[Slot] = {region.slot for name in files.names() for region in held.layout.regions.get(name, ())}
+        units: list[tuple[str, int]] = []
+        for module, slot in held.packed.items():
+            if slot in touched:
+                shape, _, dtype = held.layout.specs[slot]
+                units.append((module, int(np.prod(shape)) * dtype.itemsize))
+        built = set(held.packed.values())
+        reloads = {slot.module for slot in touched if slot not in held.plain and slot not in built}
+        held.staged = Staged(files=files, units=units, reloads=reloads)
+        return [size for _, size in units]
+
+    def millrace_prepare(self, first: int, last: int) -> None:
+        """Builds units [first, last) of the staged version; what serves is not touched."""
+        held = self._millrace_required()
+        assert held.staged is not None
+        model = self._millrace_model()
+        for module, _ in held.staged.units[first:last]:
+            slot = held.packed[module]
+            weight = self._millrace_plain(held, held.staged.files, slot)
+            held.staged.packed[module] = build_packed(model.get_submodule(module), weight)
+
+    def millrace_activate(self, version: int) -> None:
+        """Puts the staged version into the model; a failure leaves it undefined."""
+        held = self._millrace_required()
+        staged, held.staged = held.staged, None
+        assert staged is not None and len(staged.packed) == len(staged.units)
+        model = self._millrace_model()
+        with torch.no_grad():
+            for name in staged.files.names():
+                for region in held.layout.regions.get(name, ()):
+                    if region.slot in held.plain:
+                        self._millrace_write(model, staged.files, region)
+        faults.reach(Point.INFERENCE_MID_APPLY, version=version)
+        for module, packed in staged.packed.items():
+            packed.put_into(model.get_submodule(module))
+        for module in sorted(staged.reloads):
+            names = [n for n, found in held.layout.regions.items() if any(r.slot.module == module for r in found)]
+            self._millrace_load(model.get_submodule(module), staged.files, names)
+
+    def millrace_discard(self) -> None:
+        """Forgets a staged version."""
+        if self.millrace_held is not None:
+            self.millrace_held.staged = None
+
+    def millrace_digests(self) -> list[list[Any]]:
+        """[tensor, key of the box, elements, digest as hex] of every box that holds the checkpoint's bits as they are.
+
+        Ranks that hold the same box give the same key.
+        """
+        held = self._millrace_required()
+        model = self._millrace_model()
+        found: list[list[Any]] = []
+        for name, regions in held.layout.regions.items():
+            for region in regions:
+                if region.slot in held.plain and region.is_contiguous:
+                    digest = self._millrace_digest(model, region)
+                    key = f"{region.source_offset}:{region.shape}"
+                    found.append([name, key, region.num_elements, f"{digest:032x}"])
+        return found
+
+    # ---- what follows is not called from outside ----
+
+    def _millrace_model(self) -> torch.nn.Module:
+        return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+
+    def _millrace_required(self) -> Held:
+        if self.millrace_held is None:
+            raise RuntimeError("no policy was loaded into this worker yet")
+        return self.millrace_held
+
+    def _millrace_load(self, module: torch.nn.Module, files: OrderFiles, names: list[str]) -> None:
+        """vLLM's layerwise reload of these tensors into a module of the model, or into all of it."""
+        from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        model = self._millrace_model()
+        runner = self.model_runner  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        with torch.device(runner.device), set_current_vllm_config(self.vllm_config):  # pyright: ignore[reportAttributeAccessIssue]
+            initialize_layerwise_reload(module)
+            model.load_weights(self._millrace_tensors(files, names))  # pyright: ignore[reportCallIssue]
+            finalize_layerwise_reload(module, runner.model_config)
+        self._millrace_repack_shared(model)
+
+    def _millrace_repack_shared(self, model: torch.nn.Module) -> None:
+        """Packs anew the layers that share their weight with one that the reload has filled, as tied heads do.
+
+        The reload repacks a layer when tensors arrive for it, and none arrive for a tied one.
+        """
+        owners: dict[int, int] = {}
+        shared: list[torch.nn.Module] = []
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.numel() and is_repackable(module):
+                owners[weight.data_ptr()] = owners.get(weight.data_ptr(), 0) + 1
+                shared.append(module)
+        for module in shared:
+            weight = module._parameters["weight"]
+            assert weight is not None
+            if owners[weight.data_ptr()] > 1:
+                build_packed(module, weight.data).put_into(module)
+
+    def _millrace_tensors(self, files: OrderFiles, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            yield name, _tensor(files, name)
+
+    def _millrace_survey(self, model: torch.nn.Module, files: OrderFiles) -> Held:
+        """Traces the loaders, and compares what lies in memory with the file to tell which parameters are plain."""
+        layout = trace(model, files.places.values())
+        self.millrace_shapes = {name: (place.dtype, place.shape) for name, place in files.places.items()}
+        by_slot: dict[Slot, list[Region]] = {}
+        for regions in layout.regions.values():
+            for region in regions:
+                by_slot.setdefault(region.slot, []).append(region)
+        plain = {
+            slot
+            for slot, regions in by_slot.items()
+            if slot not in layout.opaque and self._millrace_is_plain(model, layout, files, slot, regions)
+        }
+        packed: dict[str, Slot] = {}
+        for name, module in model.named_modules():
+            slot = self._millrace_packed_slot(model, name, module, by_slot)
+            if slot is not None and slot not in layout.opaque:
+                packed[name] = slot
+        log.info("layout of the model", extra={"plain": len(plain), "packed": len(packed), "slots": len(by_slot)})
+        return Held(layout=layout, plain=plain, packed=packed)
+
+    def _millrace_packed_slot(
+        self, model: torch.nn.Module, name: str, module: torch.nn.Module, by_slot: Mapping[Slot, Any]
+    ) -> Slot | None:
+        """The slot whose weight a packed layer was built from: its own, or that of the layer it is tied to."""
+        if not is_repackable(module):
+            return None
+        own = Slot(module=name, name="weight")
+        if own in by_slot:
+            return own
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.numel():
+            return None
+        for slot in by_slot:
+            if model.get_submodule(slot.module)._parameters.get(slot.name) is weight:
+                return slot
+        return None
+
+    def _millrace_is_plain(
+        self, model: torch.nn.Module, layout: Layout, files: OrderFiles, slot: Slot, regions: list[Region]
+    ) -> bool:
+        parameter = model.get_submodule(slot.module)._parameters.get(slot.name)
+        shape, strides, dtype = layout.specs[slot]
+        if parameter is None or (tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype) != (
+            shape,
+            strides,
+            dtype,
+        ):
+            return False
+        return all(
+            torch.equal(_box(parameter, region), _source(files, region).to(parameter.device)) for region in regions
+        )
+
+    def _millrace_plain(self, held: Held, files: OrderFiles, slot: Slot) -> torch.Tensor:
+        """The parameter as the loaders would fill it; padding is zero."""
+        shape, strides, dtype = held.layout.specs[slot]
+        weight = torch.empty_strided(shape, strides, dtype=dtype).zero_()
+        for regions in held.layout.regions.values():
+            for region in regions:
+                if region.slot == slot:
+                    _box(weight, region).copy_(_source(files, region))
+        return weight
+
+    def _millrace_write(self, model: torch.nn.Module, files: OrderFiles, region: Region) -> None:
+        parameter = model.get_submodule(region.slot.module)._parameters[region.slot.name]
+        assert parameter is not None
+        width = parameter.element_size()
+        parts = files.sparse(region.tensor, width)
+        if parts is None:
+            _box(parameter, region).copy_(_source(files, region))
+            return
+        flat = _flat_bits(parameter)
+        for positions, raw in parts:
+            where = torch.from_numpy(np.array(positions)).to(flat.device)
+            bits = torch.from_numpy(np.array(raw)).view(BITS[width]).to(flat.device)
+            inside, index = region.targets(where)
+            flat[index] = bits[inside]
+
+    def _millrace_digest(self, model: torch.nn.Module, region: Region) -> int:
+        parameter = model.get_submodule(region.slot.module)._parameters[region.slot.name]
+        assert parameter is not None
+        bits = _box(parameter, region).reshape(-1).cpu().numpy()
+        return bits_digest(bits.view(f"u{bits.itemsize}"), start=region.source_offset)
+
+
+def _tensor(files: OrderFiles, name: str) -> torch.Tensor:
+    """A tensor over the mapped file, which nobody writes to. (torch wants a writable mapping; pages stay shared.)"""
+    place = files.places[name]
+    return torch.from_numpy(files.raw(name)).view(DTYPES[place.dtype]).reshape(place.shape)
+
+
+def _flat_bits(parameter: torch.Tensor) -> torch.Tensor:
+    """The storage of a parameter from its first element on, as integers."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.data.as_strided((size,), (1,)).view(BITS[parameter.element_size()])
+
+
+def _box(parameter: torch.Tensor, region: Region) -> torch.Tensor:
+    """The region's part of a parameter, as bits."""
+    return _flat_bits(parameter).as_strided(
+        region.shape, region.target_strides, parameter.storage_offset() + region.target_offset
+    )
+
+
+def _source(files: OrderFiles, region: Region) -> torch.Tensor:
+    """The region's part of the tensor in the file, as bits."""
+    tensor = _tensor(files, region.tensor)
+    flat = tensor.reshape(-1).view(BITS[tensor.element_size()])
+    return flat.as_strided(region.shape, region.source_strides, flat.storage_offset() + region.source_offset)
