@@ -31,7 +31,8 @@ _TAIL_LINES = 40
 _SHOWN_LINES = 12
 _CHUNK = 64 * 1024
 _POLL_S = 0.05
-_CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|Interrupt): \S")
+_CAUSE = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?([A-Za-z_.]*(?:Error|Exception): \S.*)")
+"""The last line of a traceback, as it is or as vLLM's logger prints it."""
 _ECHOES = ("Engine core initialization failed", "KeyboardInterrupt: terminated")
 
 
@@ -124,7 +125,7 @@ class VllmProcess:
             async with asyncio.timeout(KILL_WAIT_S):
                 await asyncio.wait({self._tasks[0]})
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        causes = "".join(f"\n  cause: {line}" for line in self._causes)
+        causes = "".join(f"\n  cause: {line}" for line in self._causes if code > 0)
         return InternalError(
             f"vLLM died: {how}, {time.monotonic() - self._begun:.1f} s after its start.{causes}\n"
             f"The last lines of its output:\n{self._shown()}",
@@ -182,7 +183,7 @@ class VllmProcess:
         self._lines.append(line)
         match = _CAUSE.search(line)
         if match and len(self._causes) < 3 and not any(echo in line for echo in _ECHOES):
-            self._causes.setdefault(line[match.start() :][:300])
+            self._causes.setdefault(match[1][:300])
 
 
 def _group_exists(group: int) -> bool:

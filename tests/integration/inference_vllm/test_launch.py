@@ -1,0 +1,208 @@
+"""The launcher with real vLLM: flags, an empty replica that waits for a policy, deaths of every process of the tree."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace.errors import UnavailableError
+from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.internal.v1 import policy_service_pb2_grpc
+from millrace.rpc.channel import call, open_channel
+from millrace.storage.local import LocalStore
+
+# Test directories are no packages, so the fixtures of the other inference tests are loaded by path.
+_spec = importlib.util.spec_from_file_location(
+    "inference_fixtures", Path(__file__).parents[1] / "inference" / "conftest.py"
+)
+assert _spec is not None and _spec.loader is not None
+fixtures = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fixtures)
+orchestrator, model_dir, make_model, publish = (
+    fixtures.orchestrator,
+    fixtures.model_dir,
+    fixtures.make_model,
+    fixtures.publish,
+)
+
+START_S = 180.0  # 25 s on a quiet machine
+GONE_S = 10.0
+HAND_OVER_S = 15.0  # far below the 30 s after which the local stack kills what does not answer
+FLAGS = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20}
+pytestmark = pytest.mark.timeout(300)
+
+
+class Replica:
+    """A launcher and everything that it starts, found by a mark in the environment."""
+
+    def __init__(self, python: str, tmp_path: Path, flags: dict[str, object], **variables: str) -> None:
+        self.log = tmp_path / "replica.log"
+        self._mark = f"{tmp_path}"
+        self._environ = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
+        self._environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._environ |= {
+            "MILLRACE_ENGINE": "vllm",
+            "MILLRACE_VLLM_PYTHON": python,
+            "MILLRACE_VLLM_FLAGS": json.dumps(flags),
+            "MILLRACE_LISTEN": "127.0.0.1:0",
+            "MILLRACE_HTTP_LISTEN": "127.0.0.1:0",
+            "MILLRACE_DRAIN_S": "0",
+            "TEST_OF_LAUNCH": self._mark,
+            "PYTHONUNBUFFERED": "1",
+            **variables,
+        }
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with self.log.open("wb") as sink:
+            self.process = await asyncio.create_subprocess_exec(
+                # Started with our interpreter, as the CLI and the local stack of another environment would.
+                sys.executable,
+                "-m",
+                "millrace.inference.main",
+                env=self._environ,
+                stdout=sink,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def tree(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_ours = process.environ().get("TEST_OF_LAUNCH") == self._mark
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def server(self) -> psutil.Process:
+        """vLLM's API server: the one that leads a process group, besides the launcher."""
+        assert self.process is not None
+        [found] = [one for one in self.tree() if os.getpgid(one.pid) == one.pid and one.pid != self.process.pid]
+        return found
+
+    async def exit_code(self, within_s: float = START_S) -> int:
+        assert self.process is not None
+        async with asyncio.timeout(within_s):
+            return await self.process.wait()
+
+    async def gone(self) -> None:
+        ends = time.monotonic() + GONE_S
+        while left := self.tree():
+            assert time.monotonic() < ends, f"still there: {left}"
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def replicas(vllm_python: str, tmp_path: Path) -> AsyncIterator[list[Replica]]:
+    """Replicas that the test makes; nothing of them outlives it."""
+    made: list[Replica] = []
+    yield made
+    for replica in made:
+        for process in replica.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+async def test_flags_are_checked_by_vllm_before_anything_is_loaded(replicas, vllm_python, tmp_path):
+    wrong = {
+        "inference.vllm.enable_prefix_cachin": True,
+        "inference.model.max_model_len": "long",
+        "inference.vllm.logprobs_mode": "raw_logprobs",
+        "inference.vllm.worker_extension_cls": "mine.Worker",
+        "inference.vllm.kv_cache_dtype": "fp7",
+        "inference.vllm.enable_chunked_prefill": False,  # this one is fine
+    }
+    replica = Replica(vllm_python, tmp_path, wrong, MILLRACE_MODEL="org/model")
+    replicas.append(replica)
+    await replica.start()
+    assert await replica.exit_code() == 2
+    said = replica.log.read_text()
+    assert "enable_prefix_cachin: vLLM has no such flag; did you mean `enable_prefix_caching`? (got true)" in said
+    assert "inference.model.max_model_len: vLLM refuses it" in said and "'long'" in said
+    assert "logprobs_mode: is set by Millrace" in said and 'only "processed_logprobs" is possible' in said
+    assert "worker_extension_cls: is set by Millrace" in said
+    assert "kv_cache_dtype: vLLM refuses it: invalid choice: 'fp7'" in said
+    assert "enable_chunked_prefill" not in said
+    await replica.gone()
+
+
+async def test_an_empty_replica_starts_with_the_policy_that_is_asked_for(
+    replicas, vllm_python, orchestrator, local_store: LocalStore, publish, make_model, tmp_path
+):
+    servicer, port = orchestrator
+    replica = Replica(
+        vllm_python,
+        tmp_path,
+        FLAGS,
+        MILLRACE_STORE_URL=f"file://{tmp_path}/store",
+        MILLRACE_ORCHESTRATOR=f"127.0.0.1:{port}",
+    )
+    replicas.append(replica)
+    await replica.start()
+    async with asyncio.timeout(START_S):
+        worker = await servicer.worker
+    entry = publish(local_store, make_model(1), 0)
+    async with open_channel(worker.address) as channel:
+        stub = policy_service_pb2_grpc.PolicyServiceStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def ask(manifest_sha256: bytes, until: "pb.PolicyState") -> pb.PolicyStatus:
+            """As the orchestrator does: until the replica is where it shall be; it answers its health all the time."""
+            wanted = pb.UpdatePolicyRequest(run_uid="run1", policy=entry, epoch=1, wait_seconds=0.5)
+            wanted.policy.manifest_sha256 = manifest_sha256
+            ends, answered_at = time.monotonic() + START_S, time.monotonic()
+            while True:
+                assert time.monotonic() < ends, replica.log.read_text()[-3000:]
+                try:
+                    reply = await call(stub.UpdatePolicy, wanted, timeout_s=30)
+                    alive = await call(health.Check, health_pb2.HealthCheckRequest(), timeout_s=30)
+                except UnavailableError:
+                    assert time.monotonic() - answered_at < HAND_OVER_S, "nobody answers for the replica"
+                    await asyncio.sleep(0.1)
+                    continue
+                answered_at = time.monotonic()
+                assert alive.status == health_pb2.HealthCheckResponse.SERVING
+                if reply.status.state == until:
+                    return reply.status
+
+        refused = await ask(bytes(32), pb.POLICY_STATE_UPDATE_FAILED)
+        assert "sha256" in refused.error and not refused.has_version, "a damaged manifest starts nothing"
+        served = await ask(entry.manifest_sha256, pb.POLICY_STATE_SERVING)
+        assert (served.version, served.digest, served.engine) == (0, entry.digest, "vllm")
+        assert "readback" in served.proof
+    assert {one.worker_id for one in servicer.registered} == {worker.worker_id}, "the same worker goes on"
+    assert {one.http_url for one in servicer.registered} == {worker.http_url}
+
+    assert len(replica.tree()) >= 3, "launcher, API server, engine core"
+    replica.server().send_signal(signal.SIGKILL)
+    assert await replica.exit_code(GONE_S) == 1
+    assert "vLLM died: signal SIGKILL" in replica.log.read_text()
+    await replica.gone()
+
+
+async def test_nothing_outlives_a_killed_launcher(replicas, vllm_python, full_model_dir, tmp_path):
+    replica = Replica(vllm_python, tmp_path, {**FLAGS, "dtype": "float32"}, MILLRACE_MODEL=str(full_model_dir))
+    replicas.append(replica)
+    await replica.start()
+    assert replica.process is not None
+    ends = time.monotonic() + START_S
+    while "Application startup complete" not in replica.log.read_text():
+        assert time.monotonic() < ends and replica.process.returncode is None, replica.log.read_text()[-3000:]
+        await asyncio.sleep(0.1)
+    assert len(replica.tree()) >= 3
+    replica.process.kill()
+    await replica.gone()
+
+
+full_model_dir = fixtures.full_model_dir
