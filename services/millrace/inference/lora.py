@@ -6,22 +6,17 @@ Unmerged, the base weights stay the published bits, the adapter's bits can be re
 base exactly as it was.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from millrace.errors import InvalidStateError
+from millrace.inference.adapters import require_fitting
 from millrace.inference.weights import as_tensor_bytes
-from millrace.policies.adapter import model_name
+from millrace.policies.adapter import HIGH, LOW, model_name
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
-from millrace.policies.manifest import PolicyManifest
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes
-
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdaptedLinear(nn.Linear):
@@ -58,14 +53,17 @@ class Adapters:
 
     def check(self, staged: StagedPolicy) -> None:
         """Raises InvalidStateError, naming tensors, unless the adapter fits the model; changes nothing."""
-        problems = self._problems(staged.manifest, staged.tensors)
-        if problems:
-            raise InvalidStateError(
-                f"the adapter does not fit the model: {'; '.join(problems[:5])}"
-                + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
-                reason="ADAPTER_MODEL_MISMATCH",
-                remedy="publish the adapter with the base model and the number format that it was trained on",
-            )
+        # A layer that is adapted already keeps its weight's name.
+        layers = {name.removesuffix(LOW) for name in map(_own_name, staged.tensors) if name.endswith(LOW)}
+        require_fitting(
+            staged,
+            {
+                name: (_name(parameter.dtype), tuple(parameter.shape))
+                for name, parameter in self._model.named_parameters(remove_duplicate=False)
+                if (layer := name.removesuffix(".weight")) not in layers
+                or isinstance(self._model.get_submodule(layer), nn.Linear)
+            },
+        )
 
     @torch.no_grad()
     def load(self, staged: StagedPolicy) -> None:
@@ -74,14 +72,14 @@ class Adapters:
         adapter = staged.manifest.adapter
         assert adapter is not None, "only adapters come here"
         self._held = {name: _tensor(tensor) for name, tensor in staged.tensors.items()}
-        own = {model_name(name, source="the adapter"): tensor for name, tensor in self._held.items()}
+        own = {_own_name(name): tensor for name, tensor in self._held.items()}
         for name in sorted(own):
-            if name.endswith(_A):
-                layer = name.removesuffix(_A)
+            if name.endswith(LOW):
+                layer = name.removesuffix(LOW)
                 base, scaling = self._linear(layer), adapter.alpha / adapter.rank
-                self._put(layer, AdaptedLinear(base, low=own[name], high=own[layer + _B], scaling=scaling))
+                self._put(layer, AdaptedLinear(base, low=own[name], high=own[layer + HIGH], scaling=scaling))
                 self._layers[layer] = base
-            elif not name.endswith(_B):
+            elif not name.endswith(HIGH):
                 parameter = self._model.get_parameter(name)
                 self._replaced[name] = parameter.detach().clone()
                 parameter.copy_(own[name])
@@ -99,46 +97,18 @@ class Adapters:
         """Digest (hex) of what the layers compute with, in the form of the adapter's manifest."""
         found: dict[str, tuple[str, tuple[int, ...], str]] = {}
         for name in self._held:
-            tensor = as_tensor_bytes(self._live(model_name(name, source="the adapter")))
+            tensor = as_tensor_bytes(self._live(_own_name(name)))
             found[name] = (tensor.dtype, tensor.shape, digest_hex(tensor_digest(tensor)))
         return policy_digest(found)
 
     def _live(self, name: str) -> torch.Tensor:
         """The tensor that the model computes with, by its name in the model."""
-        for end in (_A, _B):
+        for end in (LOW, HIGH):
             if name.endswith(end):
                 adapted = self._linear(name.removesuffix(end))
                 assert isinstance(adapted, AdaptedLinear), f"{name} is held"
-                return adapted.low if end == _A else adapted.high
+                return adapted.low if end == LOW else adapted.high
         return self._model.get_parameter(name)
-
-    def _problems(self, manifest: PolicyManifest, tensors: Mapping[str, TensorBytes]) -> list[str]:
-        """What is wrong with the tensors of an adapter."""
-        own = {model_name(name, source="the adapter"): tensor for name, tensor in tensors.items()}
-        adapter, problems = manifest.adapter, list[str]()
-        if adapter is None:
-            return ["it is none"]
-        dtype = _name(next(self._model.parameters()).dtype)
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        for name, tensor in own.items():
-            layer = name.removesuffix(_A).removesuffix(_B)
-            if layer == name:
-                wanted = tuple(parameters[name].shape) if name in parameters else None
-            else:
-                weight = parameters.get(f"{layer}.weight")
-                if weight is None or not isinstance(self._model.get_submodule(layer), nn.Linear):
-                    wanted = None
-                elif layer + (_B if name.endswith(_A) else _A) not in own:
-                    problems.append(f"{layer} has half an adapter")
-                    continue
-                else:
-                    rows, columns = weight.shape
-                    wanted = (adapter.rank, columns) if name.endswith(_A) else (rows, adapter.rank)
-            if wanted is None:
-                problems.append(f"{name} belongs to no layer of the model")
-            elif tensor.shape != wanted or tensor.dtype != dtype:
-                problems.append(f"{name} is {tensor.dtype}{list(tensor.shape)}, the model takes {dtype}{list(wanted)}")
-        return problems
 
     def _linear(self, layer: str) -> nn.Linear:
         found = self._model.get_submodule(layer)
@@ -148,6 +118,11 @@ class Adapters:
     def _put(self, layer: str, module: nn.Module) -> None:
         parent, _, attribute = layer.rpartition(".")
         setattr(self._model.get_submodule(parent), attribute, module.eval())
+
+
+def _own_name(name: str) -> str:
+    """The model's name of one of the adapter's tensors."""
+    return model_name(name, source="the adapter")
 
 
 def _tensor(tensor: TensorBytes) -> torch.Tensor:

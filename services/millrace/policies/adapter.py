@@ -10,7 +10,12 @@ from millrace.errors import CorruptObjectError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+LOW, HIGH = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of A [rank, in] and B [out, rank]."""
 _PREFIX = "base_model.model."
+
+Shape = tuple[str, tuple[int, ...]]
+"""Dtype tag and shape of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,3 +93,26 @@ def model_name(name: str, *, source: str) -> str:
             remedy="publish the adapter again",
         )
     return name.removeprefix(_PREFIX)
+
+
+def adapter_problems(
+    spec: AdapterSpec, tensors: Mapping[str, Shape], base: Mapping[str, Shape], *, source: str
+) -> list[str]:
+    """What is wrong with an adapter's tensors on a base, in words; both by published name, as (dtype, shape)."""
+    own = {model_name(name, source=source): shape for name, shape in tensors.items()}
+    problems: list[str] = []
+    for name, found in own.items():
+        layer = name.removesuffix(LOW).removesuffix(HIGH)
+        whole = base.get(name if layer == name else f"{layer}.weight")
+        if whole is None or (layer != name and len(whole[1]) != 2):
+            problems.append(f"{name} belongs to no layer of the model")
+            continue
+        if layer != name and layer + (HIGH if name.endswith(LOW) else LOW) not in own:
+            problems.append(f"{layer} has half an adapter")
+            continue
+        dtype, wanted = whole
+        if layer != name:
+            wanted = (spec.rank, wanted[1]) if name.endswith(LOW) else (wanted[0], spec.rank)
+        if found != (dtype, wanted):
+            problems.append(f"{name} is {found[0]}{list(found[1])}, the model takes {dtype}{list(wanted)}")
+    return problems
