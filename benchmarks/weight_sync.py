@@ -1,6 +1,6 @@
 """Weights as deltas: size and speed of the codec beside three references, and publish to staged beside full copies.
 
-    python benchmarks/weight_sync.py [--quick] [--repeats 7] [--only codec|end-to-end]
+    python benchmarks/weight_sync.py [--quick] [--repeats 7] [--only codec|latency] [--engine NAME]
 
 Codec: two versions of a bf16 policy, synthetic at eight densities (share of changed elements) and from real AdamW steps
 of a transformer of 29 M parameters (fp32 master, trained past Adam's start-up). Speeds are GB/s of full bf16 bytes per
@@ -8,7 +8,11 @@ processor second of one thread; repetitions of all codecs are interleaved, figur
 digest of the result, computed from the base's digest and the change, and when applying the proof of it; `delta without
 digests` is the same codec with the digests taken out, which is what the references, that prove nothing, compare to.
 Publisher and host copy know the base's digest from the version before; the report says what a whole digest costs.
-The full run takes about four minutes on two cores, --quick half a minute.
+
+Latency: a bf16 model of 117 M parameters is published by the trainer's committer and staged by a replica's host copy
+through a local object store, once as deltas (with the skip deltas that are due), once as full copies; then the engine
+is updated. `apply` and `prove` are the time in which it does not generate; `full reload` builds the model anew.
+The full run takes about five minutes on two cores, --quick half a minute.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import numpy as np
 from report import end_like_interrupt, progress, table
 from weight_sync_codecs import FULL, INDEX, OURS, OURS_BARE, XOR, Codec, kinds, measure, speed
 from weight_sync_data import AdamSteps, Versions, synthetic
+from weight_sync_latency import ENGINES, latency_report
 
 from millrace.policies.digest import bits_digest
 
@@ -115,11 +120,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a sixteenth of the elements, two repetitions")
     parser.add_argument("--repeats", type=int, default=None, help="default 7, 2 with --quick")
-    parser.add_argument("--only", choices=("codec", "end-to-end"), default=None)
+    parser.add_argument(
+        "--versions", type=int, default=None, help="published behind the first: default 9, 3 with --quick"
+    )
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="embedded", help="what serves, default embedded")
+    parser.add_argument("--only", choices=("codec", "latency"), default=None)
     options = parser.parse_args()
     repeats = options.repeats or (2 if options.quick else 7)
-    if options.only != "end-to-end":
-        print(codec_report(quick=options.quick, repeats=repeats))
+    versions = options.versions or (3 if options.quick else 9)
+    reports: list[str] = []
+    if options.only != "latency":
+        reports.append(codec_report(quick=options.quick, repeats=repeats))
+    if options.only != "codec":
+        reports.append(latency_report(quick=options.quick, versions=versions, engine=options.engine))
+    print("\n\n".join(reports))
 
 
 if __name__ == "__main__":

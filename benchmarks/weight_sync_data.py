@@ -44,17 +44,26 @@ def synthetic(density: float, *, elements: int, seed: int = 0) -> Versions:
     rng = np.random.default_rng(seed)
     master = rng.standard_normal(elements, dtype=np.float32) * np.float32(0.02)
     step = rng.standard_normal(elements, dtype=np.float32)
-    probe = slice(0, 1 << 20)
+    step *= step_size(density)
+    step += master
+    new = nearest_bf16(step)
+    return Versions(name=f"synthetic {100 * density:g} %", pairs=[(nearest_bf16(master), new)])
+
+
+def step_size(density: float) -> np.float32:
+    """Deviation of a Gaussian step that changes `density` of Gaussian bf16 weights of deviation 0.02."""
+    rng = np.random.default_rng(7)
+    master, step = rng.standard_normal((2, 1 << 20), dtype=np.float32)
+    master *= np.float32(0.02)
     low, high = np.float32(1e-9), np.float32(1.0)
     for _ in range(40):
         middle = np.sqrt(low * high)
-        changed = np.mean(_bf16(master[probe]) != _bf16(master[probe] + middle * step[probe]))
+        changed = np.mean(nearest_bf16(master) != nearest_bf16(master + middle * step))
         low, high = (middle, high) if changed < density else (low, middle)
-    new = _bf16(master + low * step)
-    return Versions(name=f"synthetic {100 * density:g} %", pairs=[(_bf16(master), new)])
+    return low
 
 
-def _bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+def nearest_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Bits of the nearest bf16, ties to even; for finite values."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
