@@ -4,6 +4,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from millrace.errors import UnauthenticatedError
 from millrace.inference.http_access import CHALLENGE, HEALTH, http_access, refusal
@@ -23,7 +24,7 @@ def protect(app: web.Application, host: str, port: int) -> ssl.SSLContext | None
     return None if access.tls is None else rotating_server_context(access.tls)
 
 
-def _gate(access: ServerAccess) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _gate(access: ServerAccess) -> Middleware:
     is_guarded = access.tokens is not None or access.worker_tokens is not None
 
     @web.middleware
