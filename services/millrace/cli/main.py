@@ -22,6 +22,7 @@ _COMMANDS = {
         "millrace.cli.commands.inference:inference",
         "Run one inference replica: millrace inference @ infer.toml",
     ),
+    "eval": ("millrace.cli.commands.eval:evaluate", "Evaluate a fixed model or an endpoint: millrace eval @ eval.toml"),
     "up": ("millrace.cli.commands.up:up", "Start the one-machine stack and leave it running."),
     "run": ("millrace.cli.commands.run:run", "Submit, list, show, watch and cancel runs; ask why one waits."),
     "token": ("millrace.cli.commands.token:token", "Make bearer tokens for protected servers."),

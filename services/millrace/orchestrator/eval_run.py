@@ -37,6 +37,7 @@ class EvalReader:
 class EvalRunDriver(RunDriver):
     """Drives one evaluation run under one epoch."""
 
+    PLAYED, WRITTEN = "every environment is evaluated", "every rollout is archived"
     _evaluations: Sequence[Evaluation] = ()
 
     async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:

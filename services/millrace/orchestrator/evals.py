@@ -135,7 +135,7 @@ class Evaluator:
 
     async def finish(self, current: Evaluation) -> event_pb2.EvalCompleted:
         """Play what is missing of an evaluation and report; raises InvalidStateError as `evaluate` does."""
-        current.last_answer = time.monotonic()
+        current.last_answer = current.began = time.monotonic()
         await self._play(current)
         return self._report(current, seconds=time.monotonic() - current.began)
 

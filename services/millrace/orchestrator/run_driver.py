@@ -52,6 +52,9 @@ class RunStoppedError(Exception):
 class RunDriver:
     """Drives one run under one epoch. `heed` may be called at any time."""
 
+    PLAYED, WRITTEN = "every step is done", "the trainer has written everything"
+    """Why a run that succeeds changes to STOPPING and to SUCCEEDED."""
+
     def __init__(self, parts: RunParts, *, done_evals: frozenset[tuple[str, int]] = frozenset()) -> None:
         """`done_evals` are the environments and steps whose evaluation the log holds."""
         self._parts = parts
@@ -135,7 +138,7 @@ class RunDriver:
     async def _play_and_close(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
         """Play until the last step, a cancellation or a pause; the first two end with the closing header."""
         evaluation: list[Rollout] = []
-        outcome, reason, why = batch_pb2.RUN_OUTCOME_SUCCEEDED, "run_ended", "every step is done"
+        outcome, reason, why = batch_pb2.RUN_OUTCOME_SUCCEEDED, "run_ended", self.PLAYED
         try:
             how = "resumed" if self._events.state == run_pb2.RUN_STATE_PAUSED else "claimed by an orchestrator"
             await self._events.state_changed(run_pb2.RUN_STATE_STARTING, how)
@@ -264,7 +267,7 @@ class RunDriver:
             await self._keeper.archive_now()
             return
         succeeded = closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
-        why = "the trainer has written everything" if succeeded else "cancelled on request"
+        why = self.WRITTEN if succeeded else "cancelled on request"
         # After a takeover nobody may know that the trainer had finished: the last checkpoint says so as well.
         is_written = was_closed and await self._keeper.newest_checkpoint() >= closing.final_version
         try:

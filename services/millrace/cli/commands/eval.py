@@ -1,0 +1,43 @@
+"""`millrace eval`: environments played with a fixed model, and what came out of it."""
+
+import click
+
+from millrace.cli.raw import RawCommand
+
+_HELP = """\b
+Options:
+  --KEY VALUE     Any key of the config, such as --num-examples 20 or --client.base-url https://host/v1.
+  --server ADDR   Submit to this orchestrator (also: MILLRACE_SERVER) instead of starting a local stack.
+  --name NAME     Name of the run; made up if left out.
+  --dry-run       Print the resolved config and do nothing.
+  --plain         Plain lines also on a terminal.
+  --debug         Show tracebacks."""
+
+
+@click.command(name="eval", cls=RawCommand, epilog=_HELP)
+def evaluate(arguments: tuple[str, ...]) -> int:
+    """Evaluate a model on environments, without training.
+
+    With [client] the model is served by an OpenAI-compatible endpoint; the API key is read from the environment
+    variable that client.api_key_var names. Without it model.name is a directory, which the local stack serves.
+    """
+    from millrace.cli.dry_run import print_config
+    from millrace.cli.eval_prepare import prepare_eval
+
+    prepared = prepare_eval(arguments)
+    if prepared.is_dry_run:
+        print_config(prepared.config)
+        return 0
+    from contextlib import nullcontext
+
+    from millrace.cli import interrupts
+    from millrace.cli.address import explain_unreachable
+    from millrace.cli.eval_results import table
+    from millrace.cli.eval_session import evaluate_here, evaluate_there
+
+    flow = evaluate_here if prepared.server is None else evaluate_there
+    explained = explain_unreachable(prepared.server_origin, prepared.server) if prepared.server else nullcontext()
+    with explained:
+        data, path = interrupts.run(lambda signals: flow(prepared, signals))
+    click.echo("\n".join(["", *table(data), str(path)]))
+    return 0

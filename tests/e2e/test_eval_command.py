@@ -1,0 +1,202 @@
+"""`millrace eval` against a second server: our own engine with a fixed model, behind a door that checks an API key."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import redis.asyncio
+from aiohttp import web
+from workplaces import Workplace
+
+from millrace.local.ports import free_ports
+from millrace.local.redis import EmbeddedRedis, die_with_parent
+from millrace.runlog.audit import audit_run
+from millrace.storage import open_store
+
+pytestmark = pytest.mark.timeout(280)
+
+KEY = "key-that-nobody-may-see-7f3a"
+NUM_TASKS, PER_TASK = 24, 2
+EVAL = f"""
+num_examples = {NUM_TASKS}
+rollouts_per_example = {PER_TASK}
+max_concurrent = 6
+[model]
+name = "fixed"
+[sampling]
+max_tokens = 12
+[client]
+api_key_var = "DOOR_KEY"
+[[env]]
+id = "reverse-text"
+args = {{ num_train = 50, num_eval = {NUM_TASKS} }}
+"""
+
+
+class Door:
+    """A gateway as endpoints have one: a key, a limit of requests, now and then a bad gateway."""
+
+    def __init__(self, behind: str) -> None:
+        self.behind = behind
+        self.answers: Counter[int] = Counter()
+        self.url = ""
+        self._numbers = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+        self._stop = asyncio.Event()
+
+    def __enter__(self) -> "Door":
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    async def _serve(self) -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._chat)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        self._ready.set()
+        async with aiohttp.ClientSession() as self._session:
+            await self._stop.wait()
+        await runner.cleanup()
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        status, body = await self._answer(request)
+        self.answers[status] += 1
+        return web.json_response(body, status=status, headers={"Retry-After": "0.3"} if status == 429 else {})
+
+    async def _answer(self, request: web.Request) -> tuple[int, dict]:
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            return 401, {"error": {"message": "who are you"}}
+        body = await request.json()
+        if "return_token_ids" in body or "logprobs" in body:
+            return 400, {"error": {"message": "unknown argument"}}  # as strict endpoints say
+        number = next(self._numbers)
+        if number < 2:
+            return 429, {"error": {"message": "slow down"}}
+        if number == 7:
+            return 502, {"error": {"message": "bad gateway"}}
+        await asyncio.sleep(0.4)  # so that the run lasts long enough to lose its orchestrator
+        async with self._session.post(f"{self.behind}/chat/completions", json=body) as reply:
+            answer = await reply.json()
+        for choice in answer["choices"]:
+            for name in ("token_ids", "policy_spans", "logprobs"):
+                choice.pop(name, None)
+        answer.pop("prompt_token_ids", None)
+        return reply.status, answer
+
+
+@pytest.fixture(scope="module")
+def fixed_engine(warm: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The base URL of an engine that serves the warmed-up model by itself, without an orchestrator."""
+    port, http_port = free_ports(2)
+    log = tmp_path_factory.mktemp("engine") / "engine.log"
+    with log.open("w") as output:
+        process = warm.popen(
+            *("-m", "millrace.inference.main"),
+            stdout=output,
+            preexec_fn=die_with_parent,
+            env={
+                "MILLRACE_MODEL": str(warm.path / "outputs" / "reverse-text" / "sft" / "model"),
+                "MILLRACE_MODEL_NAME": "fixed",
+                "MILLRACE_LISTEN": f"127.0.0.1:{port}",
+                "MILLRACE_HTTP_LISTEN": f"127.0.0.1:{http_port}",
+                "MILLRACE_DRAIN_S": "0",
+            },
+        )
+    try:
+        wait_models(f"http://127.0.0.1:{http_port}/v1", process, log)
+        yield f"http://127.0.0.1:{http_port}/v1"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def wait_models(url: str, process: subprocess.Popen, log: Path) -> None:
+    async def is_there() -> bool:
+        async with aiohttp.ClientSession() as session:
+            try:
+                async with session.get(f"{url}/models") as reply:
+                    return reply.status == 200
+            except aiohttp.ClientError:
+                return False
+
+    ends = time.monotonic() + 90
+    while not asyncio.run(is_there()):
+        assert process.poll() is None and time.monotonic() < ends, log.read_text()[-2000:]
+        time.sleep(0.2)
+
+
+def test_an_endpoint_is_evaluated_although_its_orchestrator_dies(
+    warm: Workplace, make_workplace, fixed_engine: str
+) -> None:
+    place = make_workplace("eval")
+    (place.path / "eval.toml").write_text(EVAL)
+    with Door(fixed_engine) as door:
+        argv = ("eval", "@", "eval.toml", "--client.base-url", door.url, "--name", "outside")
+        code, said = place.attempt("-m", "millrace.cli", *argv)
+        assert code == 2 and "DOOR_KEY" in said and "is not set" in said, said
+        with place.following(*argv, env={"DOOR_KEY": KEY}) as process:
+            stack = wait_played(place, door, process)
+            os.kill(stack["pids"]["orchestrator"], signal.SIGKILL)
+            output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        directory = place.path / "outputs" / "outside"
+        data = json.loads((directory / "eval.json").read_text())
+        found = data["envs"]["reverse-text"]
+        assert (found["num_rollouts"], found["num_failed"]) == (NUM_TASKS * PER_TASK, 0)
+        assert 0.2 < found["reward_mean"] < 1 and 0 < found["reward_sem"] < 0.2
+        assert 0 <= found["pass@1"] <= found["pass@2"] <= 1
+        assert found["endpoint_retries_mean"] == pytest.approx(3 / (NUM_TASKS * PER_TASK))
+        assert f"± {found['reward_sem']:.3f}" in output and "pass@2" in output
+        assert "the endpoint did not serve a request" in (directory / "logs" / "env-server.log").read_text()
+        # What the log held when the orchestrator died was not played again.
+        assert door.answers == {200: NUM_TASKS * PER_TASK, 429: 2, 502: 1}
+        assert "ORCHESTRATOR_REPLACED" in output or "reconnecting" in output
+    seen = [path for path in place.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert seen == [], "the key was written down"
+    audit(stack["store"], data["uid"], NUM_TASKS * PER_TASK)
+
+
+def wait_played(place: Workplace, door: Door, process: subprocess.Popen) -> dict:
+    """Return what the stack says of itself once a third of the rollouts came back."""
+    ends = time.monotonic() + 150
+    while door.answers[200] < NUM_TASKS * PER_TASK // 3:
+        assert process.poll() is None and time.monotonic() < ends, process.communicate(timeout=30)[0]
+        time.sleep(0.05)
+    return json.loads((place.path / "outputs" / "outside" / "stack.json").read_text())
+
+
+def audit(store_url: str, uid: str, num_rollouts: int) -> None:
+    """The run's log is clean, and its archive holds every rollout, from the store alone."""
+
+    async def look() -> None:
+        with EmbeddedRedis(
+            Path(os.environ.get("TMPDIR", "/tmp")) / f"audit-{os.getpid()}", append_only="none"
+        ) as empty:
+            client = redis.asyncio.Redis.from_url(empty.url)
+            try:
+                report = await audit_run(client, open_store(store_url), prefix="millrace", uid=uid)
+            finally:
+                await client.aclose()
+        assert [f"{found.check}: {found.message}" for found in report.violations] == []
+        assert report.num_rollouts == num_rollouts
+
+    asyncio.run(look())
