@@ -28,6 +28,7 @@ from millrace.inference.launch_process import VllmProcess
 from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import POLICY_NAME
 from millrace.inference.vllm.handover import WORKER_ID_VARIABLE
+from millrace.inference.vllm.lora import lora_argv
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, Worker
 from millrace.rpc.slot import worker_slot
@@ -183,6 +184,7 @@ class Launcher:
             f"--model={self._model.directory}",
             "--load-format=dummy",
             *([] if "inference.model.dtype" in self._own.vllm_flags else [f"--dtype={self._model.dtype}"]),
+            *lora_argv(self._model.directory),
         ]
 
     async def _watch(self, vllm: VllmProcess) -> None:

@@ -22,6 +22,7 @@ from millrace.inference.probing import probe_problem
 from millrace.inference.vllm import gate as gates
 from millrace.inference.vllm.gate import Gate
 from millrace.inference.vllm.handover import ask_restart
+from millrace.inference.vllm.lora import AdapterSlot
 from millrace.inference.vllm.orders import write_order
 from millrace.inference.vllm.prompts import prompt_logprobs
 from millrace.inference.vllm.proofs import combine
@@ -43,6 +44,7 @@ class VllmEngine:
         self._client = client
         self._gate = gate
         self._directory = directory
+        self._adapters = AdapterSlot(client, directory=directory)
         self._state = EngineState.EMPTY
         self._identity: PolicyIdentity | None = None
         self._error = ""
@@ -81,7 +83,10 @@ class VllmEngine:
         self._gate.hold()
         await self.pause("load")
         try:
+            await self._bounded(self._adapters.remove())
             await self._rpc("millrace_reload", order, deadline_s=_RELOAD_DEADLINE_S)
+            self._adapters.know_base(staged)
+            await self._put_adapter(None)
             await self._bounded(self._client.reset_prefix_cache(reset_running_requests=True))
             await self._set_version(identity)
         except BaseException as error:  # marks the engine as failed, then raises
@@ -109,6 +114,9 @@ class VllmEngine:
     async def check(self, staged: StagedPolicy) -> None:
         """See `PolicyEngine.check`; ends with the version staged in the workers."""
         self._require_ready()
+        if staged.manifest.adapter is not None:
+            self._adapters.check(staged)
+            return
         places = [[name, tensor.dtype, list(tensor.shape)] for name, tensor in staged.tensors.items()]
         problems = sorted({problem for found in await self._rpc("millrace_check", places) for problem in found})
         if problems:
@@ -131,7 +139,9 @@ class VllmEngine:
         await self.pause("apply")
         try:
             self._gate.hold()
-            await self._rpc("millrace_activate", identity.version)
+            if staged.manifest.adapter is None:
+                await self._rpc("millrace_activate", identity.version)
+            await self._put_adapter(staged if staged.manifest.adapter is not None else None)
             await self._set_version(identity)
             if inflight_mode is InflightMode.RECOMPUTE:
                 await self._bounded(self._client.reset_prefix_cache(reset_running_requests=True))
@@ -158,7 +168,12 @@ class VllmEngine:
                 )
             if probe is not None:
                 logprobs = await self._bounded(
-                    prompt_logprobs(self._client, probe.token_ids, salt=f"probe-{time.time_ns()}")
+                    prompt_logprobs(
+                        self._client,
+                        probe.token_ids,
+                        salt=f"probe-{time.time_ns()}",
+                        lora_request=self._adapters.request,
+                    )
                 )
                 computed = str(self._client.model_config.dtype).removeprefix("torch.")
                 dtypes = [*{tensor.dtype for tensor in staged.tensors.values()}, computed]
@@ -240,6 +255,11 @@ class VllmEngine:
                 await self._bounded(self._client.resume_generation())
                 self._pause_s = time.monotonic() - self._paused_at
             self._is_stopped = bool(self._pauses)
+
+    async def _put_adapter(self, staged: StagedPolicy | None) -> None:
+        """The adapter of all that begins or goes on from now on; None is a whole policy's, which adds nothing."""
+        await self._bounded(self._adapters.unload() if staged is None else self._adapters.load(staged))
+        self._gate.lora_request = self._adapters.request
 
     async def _set_version(self, identity: PolicyIdentity) -> None:
         self._num_applied += 1

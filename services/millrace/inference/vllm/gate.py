@@ -55,6 +55,8 @@ class Gate:
         self._may_leave = asyncio.Event()
         self._may_leave.set()
         self._salt = ""
+        self.lora_request: Any = None
+        """The adapter of everything that begins, as vLLM names it; None for none."""
         self._tickets: set[Ticket] = set()
         self._has_none = asyncio.Event()
         self._has_none.set()
@@ -152,6 +154,8 @@ class GatedClient:
         ticket, salt = await self._gate.enter(request_id)
         try:
             # Nothing between `enter` and the submission inside `generate` waits, so the salt is that of the version.
+            if self._gate.lora_request is not None:
+                options = {**options, "lora_request": self._gate.lora_request}
             stream = self._client.generate(_salted(prompt, salt), sampling_params, request_id, **options)
             async for output in stream:
                 await self._gate.pass_out(ticket)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-async def prompt_logprobs(client: Any, token_ids: Sequence[int], *, salt: str) -> list[float]:
+async def prompt_logprobs(client: Any, token_ids: Sequence[int], *, salt: str, lora_request: Any = None) -> list[float]:
     """Log-prob of each token of the prompt but the first, [T - 1]. The salt keeps it out of every prefix cache."""
     # vllm is in its own environment, which the type checker does not see.
     from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
@@ -20,6 +20,7 @@ async def prompt_logprobs(client: Any, token_ids: Sequence[int], *, salt: str) -
     )
     prompt = tokens_input(list(token_ids), cache_salt=salt)
     found: Any = None
-    async for output in client.generate(prompt, params, f"probe-{secrets.token_hex(8)}"):
+    number = f"probe-{secrets.token_hex(8)}"
+    async for output in client.generate(prompt, params, number, lora_request=lora_request):
         found = output.prompt_logprobs
     return [entry[token].logprob for entry, token in zip(found[1:], token_ids[1:], strict=True)]

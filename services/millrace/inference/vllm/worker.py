@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from millrace.inference.vllm.layout import BITS, DTYPES, Layout, Region, Slot, trace
+from millrace.inference.vllm.lora import on_base
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.packing import Packed, build_packed, is_repackable
 from millrace.policies.digest import bits_digest
@@ -51,6 +52,7 @@ class PolicyWorker:
 
     millrace_held: Held | None = None
 
+    @on_base
     def millrace_reload(self, order: dict[str, Any]) -> None:
         """Loads every tensor through vLLM's layerwise reload, then finds out how the model lies in memory."""
         self.millrace_held = None
@@ -83,6 +85,7 @@ class PolicyWorker:
         problems += [f"{name} is missing" for name in held.layout.regions if name not in given]
         return problems
 
+    @on_base
     def millrace_stage(self, order: dict[str, Any]) -> list[int]:
         """Takes an order; returns the bytes of each unit that `millrace_prepare` has to build."""
         held = self._millrace_required()
@@ -98,6 +101,7 @@ class PolicyWorker:
         held.staged = Staged(files=files, units=units, reloads=reloads)
         return [size for _, size in units]
 
+    @on_base
     def millrace_prepare(self, first: int, last: int) -> None:
         """Builds units [first, last) of the staged version; what serves is not touched."""
         held = self._millrace_required()
@@ -108,6 +112,7 @@ class PolicyWorker:
             weight = self._millrace_plain(held, held.staged.files, slot)
             held.staged.packed[module] = build_packed(model.get_submodule(module), weight)
 
+    @on_base
     def millrace_activate(self, version: int) -> None:
         """Puts the staged version into the model; a failure leaves it undefined."""
         held = self._millrace_required()
@@ -131,6 +136,7 @@ class PolicyWorker:
         if self.millrace_held is not None:
             self.millrace_held.staged = None
 
+    @on_base
     def millrace_digests(self) -> list[list[Any]]:
         """[tensor, key of the box, elements, digest as hex] of every box that holds the checkpoint's bits as they are.
 
