@@ -49,37 +49,25 @@ def codec_report(*, quick: bool, repeats: int) -> str:
         add(steps.versions(rate))
     sizes, speeds = [], []
     for versions, codecs, kind in measured:
-        by_name = {codec.name: codec for codec in codecs}
-        changed = versions.num_changed
-        sizes.append(_size_row(versions, by_name, changed, kind))
-        for name, codec in by_name.items():
-            speeds.append(
-                [versions.name, name, *(f"{speed(versions, s):.2f}" for s in (codec.encode_s, codec.apply_s))]
-            )
+        sizes.append(_size_row(versions, {codec.name: codec for codec in codecs}, kind))
+        speeds.append([versions.name, *(_speeds(versions, codec) for codec in codecs)])
+    size_columns = [name for codec in (OURS, XOR, INDEX, FULL) for name in (codec, "ratio")]
     return "\n\n".join(
         [
             f"## Codec\n\nSynthetic: {elements:,} elements in one piece; AdamW: {steps.num_parameters:,} parameters, a "
             f"piece for each tensor. Medians of {repeats}.",
             "### Size: bytes per changed element, and how much smaller than a full copy",
-            table(
-                [
-                    "versions",
-                    "changed",
-                    "by 1 ulp",
-                    "frames",
-                    *(n for c in (OURS, XOR, INDEX, FULL) for n in (c, "ratio")),
-                ],
-                sizes,
-            ),
-            "### Speed: GB/s of full bf16 bytes, one core",
-            table(["versions", "codec", "encode", "decode + apply"], speeds),
+            table(["versions", "changed", "by 1 ulp", "frames", *size_columns], sizes),
+            "### Speed: GB/s of full bf16 bytes per core, encode / decode and apply",
+            table(["versions", *(codec.name for codec in measured[0][1])], speeds),
             _digest_line(elements, repeats),
             _goals(measured),
         ]
     )
 
 
-def _size_row(versions: Versions, codecs: dict[str, Codec], changed: int, kind: str) -> list[str]:
+def _size_row(versions: Versions, codecs: dict[str, Codec], kind: str) -> list[str]:
+    changed = versions.num_changed
     full = codecs[FULL].size_bytes
     row = [
         versions.name,
@@ -91,6 +79,11 @@ def _size_row(versions: Versions, codecs: dict[str, Codec], changed: int, kind: 
         size = codecs[name].size_bytes
         row += [f"{size / max(1, changed):.2f}", f"{full / size:.1f}x"]
     return row
+
+
+def _speeds(versions: Versions, codec: Codec) -> str:
+    encode, apply = (speed(versions, seconds) for seconds in (codec.encode_s, codec.apply_s))
+    return f"{encode:.2f} / {apply:6.2f}"
 
 
 def _digest_line(elements: int, repeats: int) -> str:
