@@ -47,9 +47,9 @@ def take_options(arguments: Sequence[str]) -> list[str]:
     return rest
 
 
-def environ() -> Mapping[str, str]:
-    """The environment with what this command line says."""
-    return {**os.environ, **_given}
+def environ(base: Mapping[str, str] | None = None) -> Mapping[str, str]:
+    """The environment (or `base`) with what this command line says."""
+    return {**(os.environ if base is None else base), **_given}
 
 
 def open_client(address: str) -> "Client":

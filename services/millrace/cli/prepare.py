@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.cli.address import check_address
+from millrace.cli.connection import environ as with_options
 from millrace.cli.config_file import missing_file, require_file_or_model
 from millrace.cli.model_path import check_models, is_path
 from millrace.cli.new_name import check_new_name
@@ -49,7 +50,7 @@ def prepare(
 
     CliError where neither a file nor a model is named; `command` is what its example begins with.
     """
-    settings = Settings.from_env(environ)
+    settings = Settings.from_env(with_options(environ))
     example = f"{command} @ examples/reverse_text/rl.toml"
     try:
         loaded = load(RLConfig, arguments, environ, base=_engine_of(environ))

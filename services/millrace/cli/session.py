@@ -46,7 +46,7 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
                     view.note(f"starting the local stack; process logs: {directory / 'logs'}")
                     await stack.start()
                     phases["stack_s"] = time.monotonic() - begun
-                    async with Client(stack.address) as client:
+                    async with Client(stack.address, access=stack.access) as client:
                         await stack.guard(_submit_and_follow(client, prepared, progress, view, directory, run_id))
                     stopping = time.monotonic()
             except asyncio.CancelledError:

@@ -14,6 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.local.redis import EmbeddedRedis
+from millrace.rpc.access import ClientAccess
 from millrace.rpc.channel import open_channel
 
 PERIOD_S = 5.0
@@ -47,11 +48,15 @@ class Verdict(Enum):
 Probe = Callable[[], Awaitable[Answer]]
 
 
-def probe_service(address: str) -> Probe:
-    """A health check of the process behind a gRPC address, on a new connection: an old one may be backing off."""
+def probe_service(address: str, access: ClientAccess | None = None) -> Probe:
+    """A health check of the process behind a gRPC address, on a new connection: an old one may be backing off.
+
+    `access` says how to call it; by default as on loopback, in plain text.
+    """
+    how = ClientAccess.plain() if access is None else access
 
     async def ask() -> Answer:
-        async with open_channel(address) as channel:
+        async with open_channel(address, access=how) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined] - set by its constructor
             try:
                 answer = await check(health_pb2.HealthCheckRequest(service=""), timeout=CHECK_TIMEOUT_S)

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, NoReturn, Self, TypeVar
@@ -30,6 +30,7 @@ from millrace.local.ports import free_ports, require_free
 from millrace.local.preflight import check_redis, check_store
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.local.supervisor import ProcessSpec, Supervisor, tail
+from millrace.rpc.access import ClientAccess
 from millrace.telemetry import waits
 from millrace.telemetry.redact import redact
 from millrace.telemetry.settings import Settings, parse_address, variable_name
@@ -76,11 +77,14 @@ class StackOptions:
     """Whether a process that dies after the start is started again; else its death ends the stack."""
     has_liveness: bool = True
     """Whether a process that does not answer its health check for long is killed."""
+    access: Settings = field(default_factory=Settings)
+    """Certificates and tokens of the stack, as `Settings.of_stack` gives them; by default none."""
 
     @classmethod
     def with_settings(cls, settings: Settings, *, directory: Path, **options: object) -> Self:
-        """Options that take Redis, store and prefix from the `MILLRACE_*` environment where those are set."""
+        """Options that take Redis, store, prefix and access from the `MILLRACE_*` environment where those are set."""
         given = {"redis_url": settings.redis_url, "store_url": settings.store_url, "prefix": settings.prefix}
+        given["access"] = settings.of_stack()
         return cls(directory=directory, **{**given, **options})  # type: ignore[arg-type]
 
 
@@ -117,6 +121,16 @@ class LocalStack:
     def logs(self) -> Path:
         """Directory of the process logs."""
         return self.directory / "logs"
+
+    @property
+    def access(self) -> ClientAccess:
+        """How to call the stack's public API."""
+        return ClientAccess.public(self.options.access)
+
+    @property
+    def http_url(self) -> str:
+        """The engine's HTTP API, once started."""
+        return str(self._where["http"])
 
     async def __aenter__(self) -> Self:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -166,14 +180,15 @@ class LocalStack:
         await self.guard(self._wait_ready(addresses))
         self._where = {
             "address": self.address,
-            "http": f"http://{http}/v1",
+            "http": f"{'https' if self.options.access.tls_cert else 'http'}://{http}/v1",
             "logs": str(self.logs),
             "pid": os.getpid(),
             "addresses": addresses,
             "redis": redact(redis_url),
             "store": store_url,
         }
-        self._keep({**probes, **{name: probe_service(address) for name, address in addresses.items()}})
+        access = self._peers()
+        self._keep({**probes, **{name: probe_service(address, access) for name, address in addresses.items()}})
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Await `work` while the stack lives; ProcessDiedError as soon as a process is dead for good."""
@@ -268,7 +283,10 @@ class LocalStack:
     def _service(
         self, name: str, addresses: Mapping[str, str], http: str, redis_url: str, store_url: str
     ) -> ProcessSpec:
-        settings = Settings(
+        settings = replace(
+            self.options.access,
+            token=None,  # the clients' own
+            token_file=None,
             redis_url=redis_url,
             store_url=store_url,
             prefix=self.options.prefix,
@@ -294,6 +312,10 @@ class LocalStack:
             log_path=self.logs / f"{name}.log",
         )
 
+    def _peers(self) -> ClientAccess:
+        """How the stack's processes call each other."""
+        return ClientAccess.internal(self.options.access)
+
     def _own(self, name: str) -> dict[str, str]:
         """The variables that only this service reads."""
         match name:
@@ -318,7 +340,7 @@ class LocalStack:
 
     async def _wait_healthy(self, name: str, address: str) -> None:
         ends = time.monotonic() + self._ready_deadline_s
-        probe = probe_service(address)
+        probe = probe_service(address, self._peers())
         with waits.waiting(f"{name} to be ready", waits_on=name, deadline_s=self._ready_deadline_s):
             while time.monotonic() < ends:
                 # Silent until the process has bound its port; whether it died is `guard`'s to see.

@@ -177,6 +177,20 @@ class Settings:
             raise InvalidSpecError([missing], reason="SETTINGS_INVALID", remedy="set it and start again")
         return str(value)
 
+    def of_stack(self) -> Self:
+        """Only what the processes of a stack on this machine share about access, and how its clients call it.
+
+        Without a certificate of its own the stack speaks plain text: whom to trust elsewhere does not matter then.
+        """
+        names = [*ACCESS_FIELDS, "insecure", "token_file", "token"]
+        if self.tls_cert is None:
+            names = [name for name in names if name not in ("tls_ca", "tls_server_name")]
+        elif self.tls_ca is None:
+            missing = Violation(field="MILLRACE_TLS_CA", message="is not set, but MILLRACE_TLS_CERT is")
+            remedy = "set it to the CA of that certificate: the stack's processes call each other with TLS"
+            raise InvalidSpecError([missing], reason="SETTINGS_INVALID", remedy=remedy)
+        return type(self)(**{name: getattr(self, name) for name in names})
+
     def to_environ(self) -> dict[str, str]:
         """The variables that give these settings to a child process."""
         environ: dict[str, str] = {}

@@ -37,15 +37,15 @@ def up(
     the stack is started again. A process that dies is started again, and runs go on.
     """
     import asyncio
-    import os
 
     from millrace.cli import interrupts
     from millrace.cli.address import check_address
+    from millrace.cli.connection import environ
     from millrace.local.stack import LocalStack, StackOptions
     from millrace.telemetry.settings import Settings
 
     check_address(listen, option="--listen")
-    settings = Settings.from_env(os.environ)
+    settings = Settings.from_env(environ())
     options = StackOptions.with_settings(
         settings,
         directory=directory,
@@ -66,7 +66,7 @@ def up(
             signals.on_second(stack.supervisor.hurry.set)
             await stack.start()
             click.echo(
-                f"ready. The orchestrator listens on {stack.address}, the engine on http://127.0.0.1:{http_port}/v1"
+                f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}"
             )
             click.echo(f"  export MILLRACE_SERVER={stack.address}")
             click.echo("  millrace rl @ examples/reverse_text/rl.toml     millrace run list     Ctrl-C here stops it")
