@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-unit test-slow soak lint format types protos bench clean
+.PHONY: help setup setup-dev setup-vllm demo test test-unit test-slow soak lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
@@ -45,6 +45,15 @@ format: setup-dev ## Format the code.
 
 protos: setup-dev ## Regenerate the protobuf code.
 	scripts/generate_protos.sh
+
+chart: setup-dev ## Lint the Helm chart, and render every set of values of its ci folder into outputs/chart.
+	@mkdir -p outputs/chart
+	@for values in charts/millrace/ci/*-values.yaml; do \
+	  name=$$(basename $$values -values.yaml); \
+	  .venv/bin/helm lint --strict --quiet charts/millrace --values $$values && \
+	  .venv/bin/helm template millrace charts/millrace --namespace millrace --values $$values > outputs/chart/$$name.yaml && \
+	  echo "outputs/chart/$$name.yaml: $$(grep -c '^kind:' outputs/chart/$$name.yaml) objects" || exit 1; \
+	done
 
 bench: setup-dev ## Run the benchmarks (minutes); see benchmarks/README.md.
 	$(PY) benchmarks/run_all.py

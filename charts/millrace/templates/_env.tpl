@@ -3,14 +3,17 @@ Environment variables. Every MILLRACE_ name here is one that the service reads (
 against the code); the others are for the libraries below it, or are used by a later $(NAME).
 */}}
 
-{{/* What every Millrace process gets: (list $ values). */}}
-{{- define "millrace.env.common" -}}
-{{- $root := index . 0 -}}
-{{- $values := index . 1 -}}
+{{- define "millrace.env.podName" -}}
 - name: POD_NAME
   valueFrom:
     fieldRef:
       fieldPath: metadata.name
+{{- end -}}
+
+{{/* What every Millrace process gets: (list $ values). */}}
+{{- define "millrace.env.common" -}}
+{{- $root := index . 0 -}}
+{{- $values := index . 1 -}}
 - name: HOME # caches of libraries; the root file system is read-only
   value: /var/lib/millrace
 - name: MILLRACE_PREFIX
@@ -129,6 +132,7 @@ against the code); the others are for the libraries below it, or are used by a l
 
 {{- define "millrace.env.envServer" -}}
 {{- $values := .Values.envServer -}}
+{{ include "millrace.env.podName" . }}
 {{ include "millrace.env.common" (list . $values) }}
 - name: MILLRACE_LISTEN
   value: "0.0.0.0:50052"
@@ -157,6 +161,7 @@ against the code); the others are for the libraries below it, or are used by a l
 
 {{- define "millrace.env.inference" -}}
 {{- $values := .Values.inference -}}
+{{ include "millrace.env.podName" . }}
 {{ include "millrace.env.common" (list . $values) }}
 - name: MILLRACE_LISTEN
   value: "0.0.0.0:50053"

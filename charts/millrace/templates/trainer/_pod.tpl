@@ -60,11 +60,15 @@ containers:
     {{- include "millrace.containerBase" (dict "root" $root "values" $values) | nindent 4 }}
     {{- include "millrace.trainer.command" . | nindent 4 }}
     env:
-      {{- with .index }}
+      {{- if and (include "millrace.trainer.gang" $root) (not .isLeader) }}
+      {{- if .index }}
       - name: POD_INDEX
         valueFrom:
           fieldRef:
-            fieldPath: {{ . }}
+            fieldPath: {{ .index }}
+      {{- else }}
+      {{- include "millrace.env.podName" $root | nindent 6 }}
+      {{- end }}
       {{- end }}
       {{- include "millrace.env.trainer" $root | nindent 6 }}
     ports:
