@@ -65,9 +65,7 @@ def up(
         async with LocalStack(options, note=note) as stack:
             signals.on_second(stack.supervisor.hurry.set)
             await stack.start()
-            click.echo(
-                f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}"
-            )
+            click.echo(f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}")
             click.echo(f"  export MILLRACE_SERVER={stack.address}")
             click.echo("  millrace rl @ examples/reverse_text/rl.toml     millrace run list     Ctrl-C here stops it")
             await stack.guard(asyncio.Event().wait())
