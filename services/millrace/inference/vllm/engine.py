@@ -244,7 +244,7 @@ class VllmEngine:
         await gates.abort(self._client, self._gate.doom(reason))
 
     async def _follow_pauses(self) -> None:
-        """Has vLLM pause or go on, as the holders want it. Its `keep` leaves requests and their KV cache as they are."""
+        """Has vLLM pause or go on, as the holders want it; `keep` leaves requests and their KV cache alone."""
         async with self._lock:
             if bool(self._pauses) == self._is_stopped:
                 return
@@ -300,7 +300,7 @@ class VllmEngine:
             )
 
     def _require_same_config(self, model_dir: Path) -> None:
-        """InvalidStateError, and a request for a restart, if the policy is of another architecture than vLLM's model."""
+        """InvalidStateError, and a request for a restart, if the policy is of another architecture than the model."""
         wanted, held = (_config(directory) for directory in (model_dir, Path(self._client.model_config.model)))
         differing = sorted(key for key in wanted.keys() | held.keys() if wanted.get(key) != held.get(key))
         if not differing:
@@ -310,9 +310,7 @@ class VllmEngine:
         raise InvalidStateError(
             problem,
             reason="MODEL_CONFIG_MISMATCH",
-            remedy="wait for the restart"
-            if is_asked
-            else "start the replica without MILLRACE_MODEL, or with this model",
+            remedy="wait for the restart" if is_asked else "start the replica without MILLRACE_MODEL",
         )
 
 

@@ -4,11 +4,11 @@ vLLM's serving objects get `GatedClient` in place of the engine client, so that 
 here, whatever route it came by:
 
 * A request begins only while a proved version serves. During an update it waits; without a version it is refused.
-* Its prefix cache is that of the applied version alone: the salt names the application, not only the version, so neither
-  a version that is applied twice nor a failed one leaves blocks that a later request could find. Salt and submission
-  happen without a break in between, and the gate closes before the engine pauses: no request carries an old salt into a
-  new version, except those that were in the engine already. These go on with the KV cache that they have (`keep`), or
-  compute it anew (`recompute`).
+* Its prefix cache is that of the applied version alone: the salt names the application, not only the version, so
+  neither a version that is applied twice nor a failed one leaves blocks that a later request could find. Salt and
+  submission happen without a break in between, and the gate closes before the engine pauses: no request carries an old
+  salt into a new version, except those that were in the engine already. These go on with the KV cache that they have
+  (`keep`), or compute it anew (`recompute`).
 * From the moment that new weights are in until they are proved no answer leaves. If the proof fails the answers are
   dropped, and their callers told to retry elsewhere.
 """

@@ -179,7 +179,7 @@ class _Recorder(TorchDispatchMode):
             name = self._sources.get(_storage(source))
             if name is None or target.shape != source.shape or target.dtype != source.dtype:
                 self._opaque.add(slot)
-            else:
+            if name is not None and target.shape == source.shape:
                 region = Region(
                     tensor=name,
                     slot=slot,

@@ -20,7 +20,7 @@ class Packed:
 
     def put_into(self, layer: torch.nn.Module) -> None:
         """Makes the layer compute with it from the next call on."""
-        layer.cpu_linear = self.cpu_linear  # pyright: ignore[reportAttributeAccessIssue] - set by vLLM's CPU backend
+        layer.cpu_linear = self.cpu_linear  # pyright: ignore[reportArgumentType] - an attribute of vLLM's
 
 
 def is_repackable(layer: torch.nn.Module) -> bool:

@@ -84,14 +84,14 @@ async def _run(parts: ReplicaParts, replica: Replica, url: Any, stopping: asynci
     finally:
         await replica.engine.close()
         stopping.set()
-        while (server := getattr(state, "server", None)) is None:
+        while (server := getattr(state, "server", None)) is None:  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(_SERVER_POLL_S)
         server.should_exit = True
 
 
 async def _take_signal(state: Any, stopping: asyncio.Event) -> None:
     """From the moment that vLLM has set its own handler, SIGTERM drains the replica first."""
-    while not getattr(getattr(state, "server", None), "started", False):
+    while not getattr(getattr(state, "server", None), "started", False):  # noqa: ASYNC110 - vLLM tells nobody
         await asyncio.sleep(_SERVER_POLL_S)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

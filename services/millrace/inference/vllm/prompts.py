@@ -6,7 +6,7 @@ from typing import Any
 
 
 async def prompt_logprobs(client: Any, token_ids: Sequence[int], *, salt: str, lora_request: Any = None) -> list[float]:
-    """Log-prob of each token of the prompt but the first, [T - 1]. The salt keeps it out of every prefix cache."""
+    """Log-prob of each token of the prompt but the first, [T - 1]. Its salt keeps it out of every prefix cache."""
     # vllm is in its own environment, which the type checker does not see.
     from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
@@ -18,7 +18,8 @@ async def prompt_logprobs(client: Any, token_ids: Sequence[int], *, salt: str, l
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    prompt = tokens_input(list(token_ids), cache_salt=salt)
+    name = f"probe-{secrets.token_hex(8)}"
+    prompt = tokens_input(list(token_ids), cache_salt=name)
     found: Any = None
     number = f"probe-{secrets.token_hex(8)}"
     async for output in client.generate(prompt, params, number, lora_request=lora_request):

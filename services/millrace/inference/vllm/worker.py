@@ -62,7 +62,7 @@ class PolicyWorker:
         self.millrace_held = self._millrace_survey(model, files)
 
     def millrace_reload_directory(self, directory: str) -> None:
-        """Loads the safetensors files of a directory through vLLM's own reload; what is known of the model is dropped."""
+        """Loads the safetensors files of a directory through vLLM's own reload; what is known of it is dropped."""
         self.millrace_held = None
         self.reload_weights(weights_path=directory)  # pyright: ignore[reportAttributeAccessIssue] - of the worker
         self._millrace_repack_shared(self._millrace_model())
