@@ -31,9 +31,11 @@ LAYERS = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("sel
 class Run:
     """A run that trains adapters on `base`; every adapter's merged twin is a fresh model."""
 
-    def __init__(self, store: LocalStore, base: torch.nn.Module, files: dict[str, bytes]) -> None:
-        self.store, self.base = store, base
-        self.files = {**files, ADAPTER_CONFIG: SPEC.to_config()}
+    def __init__(
+        self, store: LocalStore, base: torch.nn.Module, files: dict[str, bytes], spec: AdapterSpec = SPEC
+    ) -> None:
+        self.store, self.base, self.spec = store, base, spec
+        self.files = {**files, ADAPTER_CONFIG: spec.to_config()}
         tensors = {n: t for n, t in base.state_dict().items() if n != "lm_head.weight"}
         self.base_manifest, self.base_desired = self._publish(0, tensors, base)
         self.twins = {0: base}
@@ -44,13 +46,14 @@ class Run:
         tensors: dict[str, torch.Tensor] = {}
         for layer in LAYERS:
             weight = twin.get_submodule(layer).weight
-            low = torch.randn(SPEC.rank, weight.shape[1], generator=generator) * 0.1
-            high = torch.randn(weight.shape[0], SPEC.rank, generator=generator) * 0.1
+            low = torch.randn(self.spec.rank, weight.shape[1], generator=generator) * 0.1
+            high = torch.randn(weight.shape[0], self.spec.rank, generator=generator) * 0.1
             tensors |= {f"{layer}.lora_A.weight": low, f"{layer}.lora_B.weight": high}
-            weight += SPEC.scaling * high @ low
-        norm = twin.get_parameter("model.norm.weight")
-        norm += 0.1 * version
-        tensors["model.norm.weight"] = norm.clone()
+            weight += self.spec.scaling * high @ low
+        if self.spec.modules_to_save:
+            norm = twin.get_parameter("model.norm.weight")
+            norm += 0.1 * version
+            tensors["model.norm.weight"] = norm.clone()
         if damage is not None:
             damage(tensors)
         self.twins[version] = twin
@@ -62,10 +65,10 @@ class Run:
         if is_adapter:
             manifest = self.base_manifest
             entry = AdapterEntry(
-                rank=SPEC.rank,
-                alpha=SPEC.alpha,
-                target_modules=SPEC.target_modules,
-                modules_to_save=SPEC.modules_to_save,
+                rank=self.spec.rank,
+                alpha=self.spec.alpha,
+                target_modules=self.spec.target_modules,
+                modules_to_save=self.spec.modules_to_save,
                 base_key=manifest.key,
                 base_digest=manifest.digest,
                 base_bytes=manifest.full_bytes,
