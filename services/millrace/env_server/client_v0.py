@@ -160,7 +160,8 @@ class LeanClient(OpenAIChatCompletionsClient):
         """Refuse what is not exactly one choice with a message.
 
         A completion without text is refused only if it has no tokens either: one whose only token ends the sequence
-        is what the policy chose, and it is trained on with the reward that it earns.
+        is what the policy chose, and it is trained on with the reward that it earns. An endpoint that is not ours sends
+        no tokens: there an empty answer that ended by itself is the model's, and playing it again would flatter it.
         """
         choices = response.get("choices")
         if not isinstance(choices, list) or len(choices) != 1:
@@ -170,7 +171,8 @@ class LeanClient(OpenAIChatCompletionsClient):
         if not isinstance(choice, Mapping) or not isinstance(choice.get("message"), Mapping):
             raise vf.InvalidModelResponseError(f"{self._base_url} answered with a choice without a message")
         message = choice["message"]
-        if not (message.get("content") or message.get("tool_calls") or choice.get("token_ids")):
+        is_answer = self._is_external and choice.get("finish_reason") in _FINISH_REASONS
+        if not (message.get("content") or message.get("tool_calls") or choice.get("token_ids") or is_answer):
             raise vf.EmptyModelResponseError(f"{self._base_url} answered with no text, no tool calls and no tokens")
 
     async def from_native_response(self, response: Any) -> Response:
