@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus
+from millrace.rpc.channel import call
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
@@ -178,6 +181,44 @@ async def test_missing_spans_are_no_matter_for_an_evaluation(server: Any) -> Non
         "reverse-text", 0, mode="nospans", purpose=rollout_pb2.PURPOSE_EVAL, eval_id="e2", use_train_tasks=True
     )
     assert rollout.status is RolloutStatus.OK and rollout.samples[0].policy_spans == ()
+
+
+# Endpoints that are not ours.
+
+
+EXTERNAL = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "x", "use_train_tasks": True, "is_external": True}
+
+
+async def test_an_external_endpoint_needs_no_tokens_and_is_asked_for_none(server: Any) -> None:
+    await server.open("reverse-text")
+    rollout = await server.play_one("reverse-text", 0, mode="noids", **EXTERNAL)
+    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0 and rollout.samples == ()
+    assert rollout.metrics["endpoint_retries"] == 0
+    assert not {"logprobs", "return_token_ids"} & server.engine.requests[-1].keys()
+
+
+async def test_an_external_endpoint_that_refuses_the_key_says_so(server: Any) -> None:
+    await server.open("reverse-text")
+    rollout = await server.play_one("reverse-text", 0, mode="401", **EXTERNAL)
+    assert_failed(rollout, RolloutStatus.MODEL_ERROR, "EngineAuthError", "who are you")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (EXTERNAL | {"api_key_var": "NO_SUCH_KEY"}, "NO_SUCH_KEY=<the endpoint's API key>"),
+        (EXTERNAL | {"api_key_var": "AWS_SECRET_ACCESS_KEY"}, "names a variable that environments do not get"),
+        ({"is_external": True}, "only evaluations may be played"),
+    ],
+)
+async def test_a_play_that_an_endpoint_is_not_for_is_refused(
+    server: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], text: str
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-store")
+    await server.open("reverse-text")
+    with pytest.raises(InvalidSpecError, match=re.escape(text)) as caught:
+        await call(server.stub.PlayGroup, server.request("reverse-text", 0, **changes), timeout_s=5)
+    assert "of-the-store" not in str(caught.value)
 
 
 # The environment's failures.

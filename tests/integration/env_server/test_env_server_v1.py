@@ -157,6 +157,15 @@ async def test_task_that_blocks_its_worker_is_killed(server: Any) -> None:
     assert_failed(rollout, RolloutStatus.TIMEOUT, "WorkerBlocked")
 
 
+async def test_v1_plays_an_external_endpoint_without_tokens(server: Any) -> None:
+    args = {"num_examples": 8, "eval_args": {"seed": 1, "num_examples": 3}}
+    await server.open("rev-text-v1", args)
+    changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "x", "is_external": True, "tokenizer_manifest_key": ""}
+    rollout = await server.play_one("rev-text-v1", 0, args=args, mode="noids", **changes)
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    assert rollout.reward > 0 and rollout.samples == ()
+
+
 async def test_v0_with_a_renderer_has_exact_turns(server: Any) -> None:
     args = {"renderer": "default", "num_train": 10, "num_eval": 2}
     opened = await server.open("code-lookup", args)
