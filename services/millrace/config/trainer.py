@@ -82,6 +82,33 @@ class TrainerModelConfig(Section):
     lora: LoraConfig | None = option(None, "Train adapters only; all weights if left out.")
 
 
+class PolicyConfig(Section):
+    """How versions of the policy are stored for the replicas that serve them. LoRA adapters are always whole."""
+
+    delta: bool = option(
+        True,
+        "Whether a version is stored as its difference from the one before, where that is smaller. Costs the trainer "
+        "one copy of its weights in host memory (2 bytes per bfloat16 parameter). false: every version is a full copy.",
+    )
+    anchor_interval: int = option(
+        20, "Versions from one full copy to the next, 1 to 256. Whoever joins late reads the newest one.", ge=1, le=256
+    )
+    skip_deltas: list[int] = table(
+        lambda: [4, 16],
+        "Also store differences from this many versions before, at every version that is a multiple of it; each number "
+        "is 2 to 256. Replicas that fell behind read these. Each costs the trainer up to one more copy, about half of "
+        "one at 1 % of changed weights per step. An empty list turns them off.",
+    )
+
+    @field_validator("skip_deltas")
+    @classmethod
+    def _skips_are_distinct(cls, value: list[int]) -> list[int]:
+        """Refuse numbers that are no skips, or named twice."""
+        if len(set(value)) != len(value) or any(not 2 <= number <= 256 for number in value):
+            raise ValueError(f"must be different numbers from 2 to 256, not {value}")
+        return value
+
+
 class OptimConfig(Section):
     """The optimizer."""
 
@@ -154,6 +181,7 @@ class TrainerConfig(Section):
     optim: OptimConfig = table(OptimConfig, "The optimizer.")
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     loss: LossConfig = table(LossConfig, "The loss.")
+    policy: PolicyConfig = table(PolicyConfig, "Published versions of the policy.")
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out. Shared: `ckpt`.")
     max_steps: int | None = option(
         None, "Optimizer steps, at least 1; unlimited if left out. Shared: `max_steps`.", ge=1

@@ -148,12 +148,8 @@ def existing_policy(store: ObjectStore, key: str, digest: str) -> PublishedPolic
     data = store.get(key)
     manifest = PolicyManifest.from_bytes(data, source=store.uri(key))
     if manifest.digest != digest:
-        raise ConflictError(
-            f"policy {manifest.lineage}-{manifest.version} of run {manifest.run_uid} is already published with digest "
-            f"{manifest.digest}, and this trainer computed {digest}",
-            reason="POLICY_DIGEST_MISMATCH",
-            remedy="the replay was not bit-exact: use the software, topology and thread count of the first trainer",
-            metadata={"published_digest": manifest.digest, "computed_digest": digest},
+        raise digest_conflict(
+            manifest.run_uid, manifest.lineage, manifest.version, published=manifest.digest, computed=digest
         )
     return PublishedPolicy(
         manifest_key=key,
@@ -161,6 +157,17 @@ def existing_policy(store: ObjectStore, key: str, digest: str) -> PublishedPolic
         manifest=manifest,
         size_bytes=manifest.size_bytes,
         already_existed=True,
+    )
+
+
+def digest_conflict(uid: str, lineage: int, version: int, *, published: str, computed: str) -> ConflictError:
+    """The error of a replay that came to other weights."""
+    return ConflictError(
+        f"policy {lineage}-{version} of run {uid} is already published with digest {published}, and this trainer "
+        f"computed {computed}",
+        reason="POLICY_DIGEST_MISMATCH",
+        remedy="the replay was not bit-exact: use the software, topology and thread count of the first trainer",
+        metadata={"published_digest": published, "computed_digest": computed},
     )
 
 

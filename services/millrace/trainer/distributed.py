@@ -30,6 +30,22 @@ class Gang:
         self.rank = rank
         self.world_size = world_size
         self.device = device or torch.device("cpu")
+        self._group: dist.ProcessGroup | None = None
+        self._beside: Gang | None = None
+
+    def beside(self) -> "Gang":
+        """The same gang on connections of its own, for a thread beside the main one. The first call is collective.
+
+        Collectives of one group must come in one order at every rank; two threads cannot keep one.
+        """
+        if self.is_alone:
+            return self
+        if self._beside is None:
+            group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+            assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+            self._beside = Gang(rank=self.rank, world_size=self.world_size, device=self.device)
+            self._beside._group = group
+        return self._beside
 
     @classmethod
     def join(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -105,17 +121,17 @@ class Gang:
             return data
         with _waiting_for_peers():
             length = torch.tensor([len(data)], dtype=torch.int64)
-            dist.broadcast(length, src=source)
+            dist.broadcast(length, src=source, group=self._group)
             buffer = torch.zeros(max(int(length), 1), dtype=torch.uint8)
             if self.rank == source and data:
                 buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            dist.broadcast(buffer, src=source)
+            dist.broadcast(buffer, src=source, group=self._group)
         return buffer[: int(length)].numpy().tobytes()
 
     def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         with _waiting_for_peers():
-            dist.all_reduce(tensor, op=operation)
+            dist.all_reduce(tensor, op=operation, group=self._group)
         return tensor.tolist()
 
 

@@ -1,9 +1,8 @@
 """One run's training, put together: log, model or checkpoint, gang, parts, loop."""
 
-import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from millrace.config.rl import RLConfig
@@ -22,9 +21,10 @@ from millrace.trainer.distributed import Gang
 from millrace.trainer.learner import Learner
 from millrace.trainer.log_client import LogClient
 from millrace.trainer.loop import train
-from millrace.trainer.lora_publisher import AdapterPublisher
+from millrace.trainer.lora_publisher import AdapterBase
 from millrace.trainer.model import policy_files, resolve_model_directory
-from millrace.trainer.publisher import Publisher, PublishPlan, newest_published, plan_publishing
+from millrace.trainer.publish_plan import PublishPlan, newest_published, plan_publishing
+from millrace.trainer.publisher import Publisher
 from millrace.trainer.reporter import Reporter
 from millrace.trainer.resume import resume
 from millrace.trainer.silence import SilenceTeller
@@ -194,10 +194,21 @@ def make_publisher(
     files: tuple[FileEntry, ...] = ()
     if context.gang.is_leader:
         files = upload_files(context.store, prefix=names.prefix, uid=names.uid, epoch=client.epoch, files=shared)
-    kind = Publisher
+    epoch = client.epoch if context.gang.is_leader else None
+    base: AdapterBase | None = None
     if learner.adapter is not None:
-        kind = functools.partial(AdapterPublisher, adapter=learner.adapter, base_digest=learner.base_digest)
-    return kind(
+        base = AdapterBase(
+            learner.model,
+            store=context.store,
+            names=names,
+            gang=context.gang,
+            epoch=epoch,
+            files=files,
+            dtype=learner.publish_dtype,
+            adapter=learner.adapter,
+            base_digest=learner.base_digest,
+        )
+    return Publisher(
         learner.model,
         store=context.store,
         names=names,
@@ -207,6 +218,8 @@ def make_publisher(
         dtype=learner.publish_dtype,
         vocabulary=int(json.loads(shared["config.json"])["vocab_size"]),
         plan=plan,
+        config=learner.config.policy,
+        adapter=None if base is None else base.entry,
     )
 
 
@@ -228,6 +241,5 @@ def agree_on_plan(context: JobContext, names: Names, *, start_step: int, lineage
     if context.gang.is_leader:
         published = newest_published(context.store, names)
         plan = plan_publishing(start_step=start_step, start_lineage=lineage, published=published, is_strict=strict)
-        message = json.dumps([plan.lineage, plan.first_version]).encode()
-    told_lineage, first_version = json.loads(context.gang.broadcast(message))
-    return PublishPlan(lineage=told_lineage, first_version=first_version)
+        message = json.dumps(asdict(plan)).encode()
+    return PublishPlan(**json.loads(context.gang.broadcast(message)))

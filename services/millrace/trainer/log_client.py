@@ -54,6 +54,7 @@ class LogClient:
         self._is_leader = is_leader
         self._is_alone = is_alone
         self._should_stop = should_stop
+        self._is_closed = False
         self._log: RunLog | None = None
         self._hold: Hold | None = None
         self._events: EventWriter | None = None
@@ -128,7 +129,7 @@ class LogClient:
         """
         appending = self._background.submit(self._held.append_policy(entry, is_replay=is_replay))
         while not concurrent.futures.wait([appending], _POLL_S).done:
-            if self._should_stop():
+            if self._should_stop() or self._is_closed:  # closed: the training failed while this was under way
                 appending.cancel()
                 log.warning("asked to stop before the policy was announced", extra={"version": entry.version})
                 return
@@ -159,6 +160,7 @@ class LogClient:
 
     def close(self) -> None:
         """Ends reading, writes what is queued, gives the lease back. Logs what fails: the caller is leaving anyway."""
+        self._is_closed = True
         self._cancel_reading()
         for future in (self._opening, self._keeping):
             if future is not None:

@@ -4,8 +4,9 @@
        ▲                                                                                                          │
        └─────────────────────────── the orchestrator cuts batch n + 1 ◀───────────────────────────────────────────┘
 
-Version 0 is the start model; step n consumes batch n and turns version n into version n + 1. A closing header ends the
-run: its samples are the final evaluation's rollouts, and scoring them shows how far trainer and engine agree.
+Publishing goes on beside the next step. Version 0 is the start model; step n consumes batch n and turns version n into
+version n + 1. A closing header ends the run: its samples are the final evaluation's rollouts, and scoring them shows
+how far trainer and engine agree.
 """
 
 import time
@@ -33,19 +34,23 @@ def train(run: Training) -> None:
 
     Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to let go before that.
     """
-    start = run.position.version
-    run.publisher.publish(start)
-    run.reporter.start()
-    try:
-        for batch in run.batches.follow(start):
-            if batch.is_closing:
-                close(run, batch)
-            else:
-                step(run, batch)
-    except StopRequested:
-        if run.position.version > start:
-            run.save_last_checkpoint()
-        raise
+    stopped: StopRequested | None = None
+    with run.publisher:
+        start = run.position.version
+        run.publisher.publish(start)
+        run.reporter.start()
+        try:
+            for batch in run.batches.follow(start):
+                if batch.is_closing:
+                    close(run, batch)
+                else:
+                    step(run, batch)
+        except StopRequested as request:
+            stopped = request
+            if run.position.version > start:
+                run.save_last_checkpoint()
+    if stopped is not None:  # the last version is published
+        raise stopped
 
 
 def step(run: Training, batch: Batch) -> None:
@@ -56,8 +61,7 @@ def step(run: Training, batch: Batch) -> None:
     faults.reach(Point.TRAINER_AFTER_STEP, step=batch.step)
     forward_backward_s = time.monotonic() - began
     run.position = Position(batch.step + 1, batch.chain_hash)
-    publish_s = run.publisher.publish(run.position.version)
-    faults.reach(Point.TRAINER_AFTER_PUBLISH, step=batch.step)
+    publish_s = run.publisher.publish(run.position.version, step=batch.step)
     checkpoint_s = run.save_checkpoint() if run.checkpointer.is_due(run.position.version) else 0.0
     phases = Phases(forward_backward_s=forward_backward_s, publish_s=publish_s, checkpoint_s=checkpoint_s)
     run.reporter.step_completed(batch, metrics=metrics, optimizer=report, phases=phases)

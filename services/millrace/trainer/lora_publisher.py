@@ -1,63 +1,58 @@
-"""Publishes a run that trains adapters: version 0 in full, every later one as an adapter on it.
+"""A run that trains adapters publishes version 0 in full, and every later one as an adapter on that."""
 
-An adapter is a few megabytes, so it is gathered, and written before the next step begins.
-"""
-
-import time
 from dataclasses import asdict
-from typing import Any
+
+import torch
+from torch import nn
 
 from millrace.errors import CorruptObjectError
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.fetch import read_manifest
-from millrace.policies.manifest import AdapterEntry, PolicyManifest, manifest_key
+from millrace.policies.manifest import AdapterEntry, FileEntry, PolicyManifest, manifest_key
 from millrace.policies.publish import publish_policy
-from millrace.telemetry import faults
-from millrace.telemetry.faults import Point
-from millrace.trainer.model import policy_tensors, probe
-from millrace.trainer.publisher import Publisher
+from millrace.runlog.names import Names
+from millrace.storage.base import ObjectStore
+from millrace.trainer.distributed import Gang
+from millrace.trainer.model import policy_tensors
 
 
-class AdapterPublisher(Publisher):
-    """Every rank of a gang calls it. `base_digest` is that of the frozen weights."""
+class AdapterBase:
+    """What the adapters of a run are on: version 0. Every rank of a gang has one; `base_digest` is that of its weights.
 
-    def __init__(self, *args: Any, adapter: AdapterSpec, base_digest: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    `epoch` is None at ranks other than 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        store: ObjectStore,
+        names: Names,
+        gang: Gang,
+        epoch: int | None,
+        files: tuple[FileEntry, ...],
+        dtype: torch.dtype,
+        adapter: AdapterSpec,
+        base_digest: str,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._names = names
+        self._gang = gang
+        self._epoch = epoch
+        self._files = files
+        self._dtype = dtype
         self._adapter = adapter
         self._base_digest = base_digest
-        self._base: AdapterEntry | None = None
+        self._entry: AdapterEntry | None = None
 
-    def publish(self, version: int) -> float:
-        """See `Publisher.publish`."""
-        if version == 0:
-            return super().publish(version)
-        if version < self._plan.first_version:
-            return 0.0
-        began = time.monotonic()
-        if self._base is None:  # before the first adapter, once for each start of the trainer
-            self._base = self._find_base()
-        probed = probe(self._model, vocabulary=self._vocabulary, device=self._gang.device)
-        tensors = list(policy_tensors(self._model, dtype=self._dtype, version=version))  # collective
-        if self._log_client is None:
-            return time.monotonic() - began
-        published = publish_policy(
-            self._store,
-            prefix=self._names.prefix,
-            uid=self._names.uid,
-            lineage=self._plan.lineage,
-            version=version,
-            epoch=self._log_client.epoch,
-            tensors=tensors,
-            files=self._files,
-            probe=probed,
-            adapter=self._base,
-        )
-        faults.reach(Point.TRAINER_AFTER_MANIFEST, version=version)
-        seconds = time.monotonic() - began
-        self._announce(self._log_client, published, seconds)
-        return seconds
+    def entry(self) -> AdapterEntry:
+        """What an adapter's manifest says of it. Collective, and behind version 0, at the first call."""
+        if self._entry is None:
+            self._entry = self._find()
+        return self._entry
 
-    def _find_base(self) -> AdapterEntry:
+    def _find(self) -> AdapterEntry:
         """What adapters say of their base: version 0, or, in a fork, which has none, a copy that is written now."""
         tensors = policy_tensors(self._model, dtype=self._dtype, version=0)  # collective where it is consumed
         key = manifest_key(self._names.prefix, self._names.uid, lineage=0, version=0)
@@ -67,7 +62,7 @@ class AdapterPublisher(Publisher):
             manifest = read_manifest(self._store, key) if self._gang.is_leader else None
         else:
             held = list(tensors)
-            if self._log_client is not None:
+            if self._epoch is not None:
                 uid = f"{self._names.uid}/base"  # a place of its own: what lies under policies/ is announced
                 manifest = publish_policy(
                     self._store,
@@ -75,7 +70,7 @@ class AdapterPublisher(Publisher):
                     uid=uid,
                     lineage=0,
                     version=0,
-                    epoch=self._log_client.epoch,
+                    epoch=self._epoch,
                     tensors=held,
                     files=self._files,
                 ).manifest

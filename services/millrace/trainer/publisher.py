@@ -1,24 +1,47 @@
-"""Publishes the model's weights as policy versions and announces them in the log."""
+"""Publishes the model's weights as policy versions and announces them in the log, beside the training.
 
+    main thread      step n ─▶ snapshot, probe ─▶ step n + 1 ─▶ (waits for version n + 1) snapshot, probe ─▶ …
+    beside it                  compare, encode, upload, manifest, announce version n + 1
+
+At most one version is under way. The next one, a checkpoint and the end wait for it, so that versions come in order and
+a checkpoint never precedes its version; what failed beside the training is raised there.
+"""
+
+import concurrent.futures
+import contextvars
+import threading
 import time
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 from torch import nn
 
+from millrace.config.trainer import PolicyConfig
+from millrace.errors import FencedError, LogGoneError
 from millrace.internal.v1 import policy_pb2
-from millrace.policies.manifest import FileEntry
-from millrace.policies.publish import PublishedPolicy, publish_policy
+from millrace.policies.manifest import AdapterEntry, FileEntry
+from millrace.policies.parts import TensorPart
+from millrace.policies.publish import PublishedPolicy
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
-from millrace.telemetry import faults, logging
+from millrace.telemetry import faults, logging, waits
 from millrace.telemetry.faults import Point
+from millrace.trainer.commit import CommittedVersion, Committer, VersionInput
 from millrace.trainer.distributed import Gang
-from millrace.trainer.model import policy_tensors, probe
+from millrace.trainer.model import probe
+from millrace.trainer.publish_plan import PublishPlan
+from millrace.trainer.snapshot import Snapshots
 from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)
+
+_QUIET_S = 1.0  # a longer wait for the version before shows itself
+_DEADLINE_S = 300.0  # when that wait counts as overdue; the store's own deadlines end it
+_ENDS_WITHIN_S = 30.0  # how long an error of the training waits for the version under way
+_GANG_ENDS_WITHIN_S = 5.0  # the same in a gang, where another rank may be dead
+_ABANDONED_S = 2.0  # and for a thread that was told to stop
 
 
 class PolicyLog(Protocol):
@@ -38,46 +61,16 @@ class PolicyLog(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishPlan:
-    """Under which lineage to publish, and from which version on: those before it stand as they were published.
-
-    Strict replays publish every version again, to have the digests compared. Best-effort replays skip what is published
-    and begin a new lineage behind it, because their weights may differ.
-    """
-
-    lineage: int
-    first_version: int
-
-
-def plan_publishing(
-    *, start_step: int, start_lineage: int, published: tuple[int, int] | None, is_strict: bool
-) -> PublishPlan:
-    """The plan for a trainer that starts at version `start_step`; `published` is the newest (lineage, version)."""
-    if is_strict or published is None:
-        return PublishPlan(lineage=start_lineage, first_version=start_step)
-    lineage, head = published
-    if head < start_step:
-        return PublishPlan(lineage=max(lineage, start_lineage), first_version=start_step)
-    if head == start_step and lineage == start_lineage:  # the start state is that version itself, not a replay of it
-        return PublishPlan(lineage=lineage, first_version=head + 1)
-    return PublishPlan(lineage=max(lineage + 1, start_lineage), first_version=head + 1)
-
-
-def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None:
-    """(lineage, version) of the newest committed policy: highest version, then highest lineage."""
-    found: list[tuple[int, int]] = []
-    for prefix in store.list_prefixes(names.policies):
-        lineage, _, version = prefix.removeprefix(names.policies).rstrip("/").partition("-")
-        found.append((int(version), int(lineage)))
-    for version, lineage in sorted(found, reverse=True):
-        if store.head(names.policy_manifest(lineage, version)) is not None:
-            return lineage, version
-    return None
-
-
 class Publisher:
-    """Turns the live model into version n; every rank of a gang calls it."""
+    """Turns the live model into version n; every rank of a gang calls it, at the same versions.
+
+    Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
+    training failed. Host memory of each rank, beside the training: the snapshot that is being published and the version
+    committed before it (each 2 bytes per bf16 parameter of the rank's shard, 4 per float32; the second only with
+    `trainer.policy.delta`), what skip deltas need (`history.py`), and while it is uploaded the encoded delta.
+
+    `adapter` says what the versions behind 0 are adapters on, if they are; they are small, and always whole.
+    """
 
     def __init__(
         self,
@@ -91,50 +84,128 @@ class Publisher:
         dtype: torch.dtype,
         vocabulary: int,
         plan: PublishPlan,
+        config: PolicyConfig,
+        adapter: Callable[[], AdapterEntry] | None = None,
     ) -> None:
         self._model = model
         self._store = store
-        self._names = names
         self._gang = gang
         self._log_client = log_client
-        self._files = files
-        self._dtype = dtype
         self._vocabulary = vocabulary
         self._plan = plan
+        self._adapter = adapter
+        self._is_abandoned = threading.Event()
+        self._is_given_up = False
+        self._snapshots = Snapshots(model, dtype=dtype, rank=gang.rank, device=gang.device)
+        self._committer = Committer(
+            store=store,
+            names=names,
+            gang=gang.beside(),
+            config=config if adapter is None else config.model_copy(update={"delta": False}),
+            lineage=plan.lineage,
+            epoch=0 if log_client is None else log_client.epoch,
+            files=files,
+            should_stop=self._is_abandoned.is_set,
+        )
+        self._previous: list[TensorPart] = []
+        self._under_way: concurrent.futures.Future[None] | None = None
+        self._version = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self._give_up(error)
 
     @property
     def lineage(self) -> int:
         """Lineage of what is published."""
         return self._plan.lineage
 
-    def publish(self, version: int) -> float:
-        """Publishes and announces the model's weights as `version`; returns the seconds it took."""
-        if version < self._plan.first_version:
-            return 0.0
-        began = time.monotonic()
-        probed = probe(self._model, vocabulary=self._vocabulary, device=self._gang.device)
-        tensors = policy_tensors(self._model, dtype=self._dtype)
-        if self._log_client is None:
-            for _ in tensors:  # gathering is collective: the other ranks take part and drop the result
-                pass
-            return time.monotonic() - began
-        published = publish_policy(
-            self._store,
-            prefix=self._names.prefix,
-            uid=self._names.uid,
-            lineage=self._plan.lineage,
-            version=version,
-            epoch=self._log_client.epoch,
-            tensors=tensors,
-            files=self._files,
-            probe=probed,
-        )
-        faults.reach(Point.TRAINER_AFTER_MANIFEST, version=version)
-        seconds = time.monotonic() - began
-        self._announce(self._log_client, published, seconds)
-        return seconds
+    def publish(self, version: int, *, step: int | None = None) -> float:
+        """Begins to publish the model's weights as `version`, when the version before is published.
 
-    def _announce(self, log_client: PolicyLog, published: PublishedPolicy, seconds: float) -> None:
+        `step` is the step that made it, None for the version that training starts with. Returns the seconds that the
+        training was held up. Raises what publishing the version before raised.
+        """
+        began = time.monotonic()
+        self.finish()
+        if version < self._plan.first_version:
+            if self._plan.is_continued and version == self._plan.first_version - 1:
+                parts = self._snapshots.take(version)
+                self._begin(version, parts, lambda: self._committer.adopt(version, parts))
+            return time.monotonic() - began
+        parts = self._snapshots.take(version)  # before the probe, behind which FSDP may hold the weights unsharded
+        probed = probe(self._model, vocabulary=self._vocabulary, device=self._gang.device)
+        adapter = self._adapter() if self._adapter is not None and version else None
+        made = VersionInput(version=version, parts=parts, probe=probed, adapter=adapter)
+        self._begin(version, parts, lambda: self._commit(made, began=began, step=step))
+        return time.monotonic() - began
+
+    def finish(self) -> None:
+        """Returns when nothing is under way; raises what publishing raised."""
+        future, self._under_way = self._under_way, None
+        if future is None:
+            return
+        with waits.waiting(f"policy {self._version} to be published", deadline_s=_DEADLINE_S, quiet_s=_QUIET_S):
+            future.result()  # bounded by the store's deadlines, and by what the log waits for until asked to stop
+
+    def _give_up(self, error: BaseException) -> None:
+        """The training failed. What is under way is whole and may be committed, unless another trainer has the run."""
+        self._is_given_up = True
+        if self._under_way is None:
+            return
+        if not isinstance(error, FencedError | LogGoneError):
+            concurrent.futures.wait([self._under_way], _ENDS_WITHIN_S if self._gang.is_alone else _GANG_ENDS_WITHIN_S)
+        self._is_abandoned.set()
+        concurrent.futures.wait([self._under_way], _ABANDONED_S)
+
+    def _begin(self, version: int, parts: list[TensorPart], work: Callable[[], None]) -> None:
+        """Runs work for a version on a thread of its own, in the context of this one."""
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._under_way, self._version = future, version
+
+        def run() -> None:
+            try:
+                work()
+                self._release(parts)
+            except BaseException as error:  # noqa: BLE001 - a thread's edge: raised by `finish`
+                if self._is_given_up:
+                    log.warning("a policy was not published", extra={"version": version, "error": str(error)})
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        context = contextvars.copy_context()
+        # A daemon: where another rank died, a collective here may hang, and the process has to end all the same.
+        threading.Thread(target=context.run, args=(run,), name=f"publish-{version}", daemon=True).start()
+
+    def _release(self, parts: list[TensorPart]) -> None:
+        """Gives back the buffers that nothing is compared with any more."""
+        if self._committer.holds(parts):
+            self._snapshots.give_back(self._previous)
+            self._previous = parts
+        else:
+            self._snapshots.give_back(parts)
+
+    def _commit(self, made: VersionInput, *, began: float, step: int | None) -> None:
+        committed = self._committer.commit(made)
+        if committed.published is not None and self._log_client is not None:
+            faults.reach(Point.TRAINER_AFTER_MANIFEST, version=made.version)
+            if self._is_abandoned.is_set():
+                return
+            self._announce(self._log_client, committed, committed.published, time.monotonic() - began)
+        if step is not None:
+            faults.reach(Point.TRAINER_AFTER_PUBLISH, step=step)
+
+    def _announce(
+        self, log_client: PolicyLog, committed: CommittedVersion, published: PublishedPolicy, seconds: float
+    ) -> None:
         manifest = published.manifest
         entry = policy_pb2.PolicyEntry(
             lineage=manifest.lineage,
@@ -153,9 +224,20 @@ class Publisher:
             size_bytes=published.size_bytes,
             seconds=seconds,
             uri=self._store.uri(published.manifest_key),
+            full_bytes=manifest.full_bytes,
+            codec=manifest.codecs,
+            changed_fraction=committed.changed_fraction,
         )
         log_client.write_event(event_pb2.Event(policy_published=body))
         log.info(
             "policy published",
-            extra={"lineage": manifest.lineage, "version": manifest.version, "seconds": round(seconds, 3)},
+            extra={
+                "lineage": manifest.lineage,
+                "version": manifest.version,
+                "codec": manifest.codecs,
+                "bytes": published.size_bytes,
+                "full_bytes": manifest.full_bytes,
+                "changed": round(committed.changed_fraction, 4),
+                "seconds": round(seconds, 3),
+            },
         )

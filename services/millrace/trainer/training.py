@@ -34,7 +34,8 @@ class Training(Learner):
     saved_version: int | None = None
 
     def save_checkpoint(self) -> float:
-        """Saves the live state as the checkpoint of the position, reports it, returns the seconds it took."""
+        """Saves the live state as the checkpoint of the position, behind its policy; returns the seconds it took."""
+        self.publisher.finish()
         state = state_tensors(self.model, self.optimizer, gang=self.gang)
         saved = self.checkpointer.save(
             state, step=self.position.version, chain_hash=self.position.chain_hash, lineage=self.publisher.lineage

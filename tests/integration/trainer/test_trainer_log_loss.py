@@ -13,6 +13,7 @@ from millrace.config.rl import RLConfig
 from millrace.errors import FencedError
 from millrace.internal.v1 import policy_pb2
 from millrace.local.redis import EmbeddedRedis
+from millrace.policies.manifest import PolicyManifest
 from millrace.runlog import Stream, open_redis, reappend_committed
 from millrace.runlog.epochs import create_epoch
 from millrace.runlog.lease import lease_holder
@@ -148,18 +149,18 @@ def test_a_wiped_redis_costs_neither_position_nor_epoch(
 def test_a_wipe_in_the_middle_of_a_step_is_noticed_when_the_policy_is_announced(
     run: Recorder, train: Callable[[], Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from millrace.trainer import publisher
+    from millrace.trainer import commit
 
-    publish, wiped = publisher.publish_policy, threading.Event()
+    commit_policy, wiped = commit.commit_policy, threading.Event()
 
-    def publish_then_wipe(*args: Any, **options: Any) -> Any:
-        published = publish(*args, **options)
-        if options["version"] == 2 and not wiped.is_set():
+    def commit_then_wipe(store: Any, key: str, manifest: PolicyManifest) -> Any:
+        published = commit_policy(store, key, manifest)
+        if manifest.version == 2 and not wiped.is_set():
             run.call(run.log.redis.flushall())
             wiped.set()
         return published
 
-    monkeypatch.setattr(publisher, "publish_policy", publish_then_wipe)
+    monkeypatch.setattr(commit, "commit_policy", commit_then_wipe)
     training = train()
     assert wiped.wait(30)
     _until(_is_waiting_for_the_log, "wait for the log", timeout_s=NOTICED_WITHIN_S)

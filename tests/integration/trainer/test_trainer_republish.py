@@ -91,7 +91,7 @@ async def test_under_best_effort_the_run_goes_on_in_a_new_lineage(
     assert [(p.lineage, p.version) for p in policies] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5)]
     assert published == {p.version: p.digest for p in policies if p.lineage == 0}
     first = read_manifest(recorder.store, policies[4].manifest_key, policies[4].manifest_sha256)
-    assert (first.codec, first.base, first.lineage, first.version) == ("full", None, 1, 4)
+    assert (first.codecs, first.anchor, first.lineage, first.version) == ("full", 4, 1, 4)
     warnings = [event.warning for event in recorder.events() if event.HasField("warning")]
     assert [warning.reason for warning in warnings] == ["NEW_LINEAGE"]
     assert "version 4 begins lineage 1" in warnings[0].message

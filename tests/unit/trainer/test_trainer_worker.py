@@ -10,7 +10,7 @@ from millrace.errors import FencedError, NotFoundError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.trainer.distributed import Gang
-from millrace.trainer.publisher import PublishPlan, plan_publishing
+from millrace.trainer.publish_plan import PublishPlan, plan_publishing
 from millrace.trainer.stop import StopRequested
 from millrace.trainer.worker import TrainerWorker
 
@@ -238,7 +238,7 @@ def test_another_rank_waits_with_its_error_until_rank_0_has_reported(
         (0, 0, None, True, PublishPlan(lineage=0, first_version=0)),
         (4, 0, (0, 9), True, PublishPlan(lineage=0, first_version=4)),  # strict: published again, digests compared
         (0, 0, None, False, PublishPlan(lineage=0, first_version=0)),
-        (4, 0, (0, 4), False, PublishPlan(lineage=0, first_version=5)),
+        (4, 0, (0, 4), False, PublishPlan(lineage=0, first_version=5, is_continued=True)),
         (4, 1, (0, 4), False, PublishPlan(lineage=1, first_version=5)),  # saved while replaying: not that version
         (4, 1, (1, 6), False, PublishPlan(lineage=2, first_version=7)),
         (4, 0, (0, 3), False, PublishPlan(lineage=0, first_version=4)),

@@ -1,0 +1,224 @@
+"""One version, from a snapshot to its manifest: compared, encoded, uploaded by every rank, committed by rank 0.
+
+    head? ── exists ──▶ digests ──▶ equal, or the replay was not exact
+      └───── new ─────▶ digests, deltas ──▶ sizes of all ranks ──▶ upload the smaller ──▶ manifest, last
+
+Every rank runs it on a thread beside the training, at the same versions in the same order. What the next version is
+compared with is always what was committed: the copy is replaced behind the manifest, never before.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from millrace.config.trainer import PolicyConfig
+from millrace.errors import InvalidStateError, MillraceError, UnavailableError
+from millrace.policies.history import Delta, Digests, History
+from millrace.policies.host_copy import decode_threads
+from millrace.policies.manifest import AdapterEntry, Encoding, FileEntry, PolicyManifest, Probe, TensorEntry
+from millrace.policies.parts import TensorPart
+from millrace.policies.publish import (
+    PublishedPolicy,
+    commit_policy,
+    digest_conflict,
+    existing_policy,
+    new_manifest,
+    upload_prefix,
+    whole_digest,
+)
+from millrace.policies.shares import merge_digests, merge_encodings, pack_digests, pack_encodings
+from millrace.policies.upload import upload_delta, upload_full
+from millrace.runlog.names import Names
+from millrace.storage.base import ObjectStore
+from millrace.telemetry import logging
+from millrace.trainer.distributed import Gang
+
+log = logging.getLogger(__name__)
+
+_DELTA_BELOW = 0.9  # of a full copy; a full copy that costs hardly more is an anchor as well
+_SKIP_BELOW = 0.5  # of a full copy; who is behind may as well read the anchor then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedVersion:
+    """What became of a version. `published` is None at ranks other than 0."""
+
+    published: PublishedPolicy | None
+    changed_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInput:
+    """What a version is made of: this rank's parts, which are not written to while they are held."""
+
+    version: int
+    parts: list[TensorPart]
+    probe: Probe | None
+    adapter: AdapterEntry | None = None
+
+
+class Committer:
+    """Commits the versions of one lineage, in order. Each call is collective in a gang, and one thread's at a time."""
+
+    def __init__(
+        self,
+        *,
+        store: ObjectStore,
+        names: Names,
+        gang: Gang,
+        config: PolicyConfig,
+        lineage: int,
+        epoch: int,
+        files: tuple[FileEntry, ...],
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._store = store
+        self._names = names
+        self._gang = gang
+        self._config = config
+        self._lineage = lineage
+        self._epoch = epoch
+        self._files = files
+        self._should_stop = should_stop
+        self._threads = max(1, decode_threads() // gang.world_size)
+        self._history = History(skip_deltas=config.skip_deltas if config.delta else (), threads=self._threads)
+        self._anchor = 0
+
+    def holds(self, parts: list[TensorPart]) -> bool:
+        """Whether these very parts are what the next version will be compared with."""
+        return self._history.holds(parts)
+
+    def adopt(self, version: int, parts: list[TensorPart]) -> None:
+        """Takes the weights of a committed version as what the next one is compared with, if they are its weights."""
+        found = self._committed(version)
+        digests, entries = self._prove(parts, version)
+        if found is None or whole_digest(entries) != found.digest:
+            log.info("the next policy is published in full", extra={"version": version + 1})
+            return
+        self._advance(VersionInput(version=version, parts=parts, probe=None), found, digests)
+
+    def commit(self, version: VersionInput) -> CommittedVersion:
+        """Commits a version, or proves that the committed one has equal weights (ConflictError naming both if not)."""
+        found = self._committed(version.version)
+        if found is None:
+            return self._publish(version)
+        digests, entries = self._prove(version.parts, version.version)
+        digest = whole_digest(entries)
+        key = self._names.policy_manifest(self._lineage, version.version)
+        published = existing_policy(self._store, key, digest) if self._gang.is_leader else None
+        if found.digest != digest:  # rank 0 has said so above
+            raise digest_conflict(
+                found.run_uid, self._lineage, version.version, published=found.digest, computed=digest
+            )
+        self._advance(version, found, digests)
+        return CommittedVersion(published=published, changed_fraction=1.0)
+
+    def _committed(self, version: int) -> "_Found | None":
+        """What is committed of a version, at every rank."""
+        message: bytes | None = None
+        if self._gang.is_leader:
+            key, found = self._names.policy_manifest(self._lineage, version), None
+            if self._store.head(key) is not None:
+                found = PolicyManifest.from_bytes(self._store.get(key), source=self._store.uri(key))
+            facts = None if found is None else [found.run_uid, found.digest, found.anchor]
+            message = json.dumps(facts).encode()
+        facts = json.loads(self._gang.broadcast(message))
+        return None if facts is None else _Found(run_uid=facts[0], digest=facts[1], anchor=facts[2])
+
+    def _prove(self, parts: Sequence[TensorPart], version: int) -> tuple[Digests, tuple[TensorEntry, ...]]:
+        digests = self._history.digests(parts, version)
+        return digests, merge_digests(self._gang.gather(pack_digests(parts, digests)))
+
+    def _publish(self, version: VersionInput) -> CommittedVersion:
+        parts, deltas = version.parts, list[Delta]()
+        if self._history.fits(parts, version.version):
+            delta, digests = self._history.encode(parts)
+            deltas = [delta, *self._history.encode_skips(parts, version.version)]
+        else:
+            digests = self._history.digests(parts, version.version)
+        entries = merge_digests(self._gang.gather(pack_digests(parts, digests)))
+        num_elements = sum(entry.num_elements for entry in entries)
+        changed = self._gang.sum([deltas[0].num_changed])[0] / max(1, num_elements) if deltas else 1.0
+        encodings, anchor = self._upload(version, deltas, full_bytes=sum(entry.size_bytes for entry in entries))
+        manifest = new_manifest(
+            key=self._names.policy_manifest(self._lineage, version.version),
+            uid=self._names.uid,
+            lineage=self._lineage,
+            version=version.version,
+            anchor=anchor,
+            tensors=entries,
+            encodings=encodings,
+            files=self._files,
+            probe=version.probe,
+            adapter=version.adapter,
+        )
+        published = self._write_manifest(manifest)
+        self._advance(version, _Found(run_uid=self._names.uid, digest=manifest.digest, anchor=anchor), digests)
+        return CommittedVersion(published=published, changed_fraction=changed)
+
+    def _upload(
+        self, version: VersionInput, deltas: list[Delta], *, full_bytes: int
+    ) -> tuple[tuple[Encoding, ...], int]:
+        """Uploads what is worth it; returns the encodings of all ranks, and the newest anchor."""
+        sizes = self._gang.sum([float(delta.size_bytes) for delta in deltas]) if deltas else []
+        worth = [
+            delta
+            for place, (delta, size) in enumerate(zip(deltas, sizes, strict=True))
+            if size < full_bytes * (_SKIP_BELOW if place else _DELTA_BELOW)
+        ]
+        is_anchor = (
+            not (worth and worth[0] is deltas[0]) or version.version - self._anchor >= self._config.anchor_interval
+        )
+        message: bytes | None = None
+        if self._gang.is_leader:
+            uid, prefix = self._names.uid, self._names.prefix
+            place = upload_prefix(prefix, uid, lineage=self._lineage, version=version.version, epoch=self._epoch)
+            message = place.encode()
+        base = self._gang.broadcast(message).decode()
+        if not self._gang.is_alone:
+            base += f"r{self._gang.rank:05d}-"
+        mine = [upload_full(self._store, base, version.parts)] if is_anchor else []
+        mine += [
+            upload_delta(self._store, base, delta.frames, against=delta.base, against_digest=delta.base_digest)
+            for delta in worth
+        ]
+        encodings = merge_encodings(self._gang.gather(pack_encodings(mine)))
+        return encodings, version.version if is_anchor else self._anchor
+
+    def _write_manifest(self, manifest: PolicyManifest) -> PublishedPolicy | None:
+        """Rank 0 commits; the others learn that it did."""
+        published: PublishedPolicy | None = None
+        if self._gang.is_leader:
+            try:
+                if self._should_stop():
+                    raise InvalidStateError(
+                        f"policy {manifest.lineage}-{manifest.version} is not committed: the trainer lets go",
+                        reason="POLICY_ABANDONED",
+                        remedy="whoever trains the run on publishes it",
+                    )
+                published = commit_policy(self._store, manifest.key, manifest)
+            except MillraceError as error:
+                self._gang.broadcast(str(error).encode())
+                raise
+        problem = self._gang.broadcast(b"" if self._gang.is_leader else None)
+        if problem:
+            raise UnavailableError(
+                f"rank 0 did not commit policy {manifest.lineage}-{manifest.version}: {problem.decode()}",
+                reason="POLICY_NOT_COMMITTED",
+                remedy="see rank 0's log",
+            )
+        return published
+
+    def _advance(self, version: VersionInput, found: "_Found", digests: Digests) -> None:
+        self._anchor = found.anchor
+        if self._config.delta and version.adapter is None:
+            self._history.advance(version.parts, version=version.version, digest=found.digest, digests=digests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What a committed manifest says."""
+
+    run_uid: str
+    digest: str
+    anchor: int

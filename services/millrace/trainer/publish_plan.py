@@ -1,0 +1,46 @@
+"""Under which lineage a trainer publishes, and from which version on."""
+
+from dataclasses import dataclass
+
+from millrace.runlog.names import Names
+from millrace.storage.base import ObjectStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishPlan:
+    """Under which lineage to publish, and from which version on: those before it stand as they were published.
+
+    Strict replays publish every version again, to have the digests compared. Best-effort replays skip what is published
+    and begin a new lineage behind it, because their weights may differ. `is_continued`: the version before the first is
+    what training starts with, in the same lineage, so that the first can be a delta against it.
+    """
+
+    lineage: int
+    first_version: int
+    is_continued: bool = False
+
+
+def plan_publishing(
+    *, start_step: int, start_lineage: int, published: tuple[int, int] | None, is_strict: bool
+) -> PublishPlan:
+    """The plan for a trainer that starts at version `start_step`; `published` is the newest (lineage, version)."""
+    if is_strict or published is None:
+        return PublishPlan(lineage=start_lineage, first_version=start_step)
+    lineage, head = published
+    if head < start_step:
+        return PublishPlan(lineage=max(lineage, start_lineage), first_version=start_step)
+    if head == start_step and lineage == start_lineage:  # the start state is that version itself, not a replay of it
+        return PublishPlan(lineage=lineage, first_version=head + 1, is_continued=True)
+    return PublishPlan(lineage=max(lineage + 1, start_lineage), first_version=head + 1)
+
+
+def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None:
+    """(lineage, version) of the newest committed policy: highest version, then highest lineage."""
+    found: list[tuple[int, int]] = []
+    for prefix in store.list_prefixes(names.policies):
+        lineage, _, version = prefix.removeprefix(names.policies).rstrip("/").partition("-")
+        found.append((int(version), int(lineage)))
+    for version, lineage in sorted(found, reverse=True):
+        if store.head(names.policy_manifest(lineage, version)) is not None:
+            return lineage, version
+    return None
