@@ -5,16 +5,26 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset PYTHONDONTWRITEBYTECODE
-# make_model.py writes the pairs last; the model is asked for as well, in case somebody removed it.
-[ -f outputs/reverse-text/base/config.json ] && [ -f outputs/reverse-text/sft.jsonl ] ||
-  .venv/bin/python examples/reverse_text/make_model.py
-.venv/bin/millrace sft @ examples/reverse_text/sft.toml
+place=outputs/reverse-text
+heads=4
 engine=()
-if [ "${ENGINE:-embedded}" = vllm ]; then
-  scripts/setup_vllm.sh
-  engine=(--inference @ examples/reverse_text/infer.toml)
-elif [ "${ENGINE:-embedded}" != embedded ]; then
-  echo "Error: ENGINE is $ENGINE; it is embedded or vllm" >&2
-  exit 2
-fi
-exec .venv/bin/millrace rl @ examples/reverse_text/rl.toml ${engine[@]+"${engine[@]}"} "$@"
+case ${ENGINE:-embedded} in
+  embedded) ;;
+  vllm)
+    scripts/setup_vllm.sh
+    place=outputs/reverse-text-vllm
+    heads=2 # vLLM's attention on a CPU begins at heads of 32 numbers
+    engine=(--inference @ examples/reverse_text/infer.toml)
+    ;;
+  *)
+    echo "Error: ENGINE is $ENGINE; it is embedded or vllm" >&2
+    exit 2
+    ;;
+esac
+# make_model.py writes the pairs last; the model is asked for as well, in case somebody removed it.
+[ -f $place/base/config.json ] && [ -f $place/sft.jsonl ] ||
+  .venv/bin/python examples/reverse_text/make_model.py --output $place --heads $heads
+.venv/bin/millrace sft @ examples/reverse_text/sft.toml \
+  --output-dir $place --model.name $place/base --data.name $place/sft.jsonl
+exec .venv/bin/millrace rl @ examples/reverse_text/rl.toml --model.name $place/sft/model \
+  ${engine[@]+"${engine[@]}"} "$@"

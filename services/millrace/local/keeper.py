@@ -14,7 +14,7 @@ from typing import NoReturn
 from millrace.errors import first_error
 from millrace.local import liveness
 from millrace.local.liveness import Answer, Probe, Pulse, Verdict, is_stopped
-from millrace.local.restarts import Cause, Lives
+from millrace.local.restarts import SETTLED_AFTER_S, Cause, Lives
 from millrace.local.supervisor import Child, Supervisor, describe_death
 from millrace.telemetry import waits
 
@@ -35,8 +35,11 @@ class Keeper:
         ready_deadline_s: float,
         is_restarting: bool = True,
         has_liveness: bool = True,
+        settled_after_s: Mapping[str, float] | None = None,
     ) -> None:
         """`probes` by the names of the children, which all serve now.
+
+        `settled_after_s`, by name, is for those that need longer than others to show that a life is a good one.
 
         `note` hears in words what happens, `on_change` that the pids are others. A process that was started again and
         does not serve within `ready_deadline_s` is killed, which counts as a death.
@@ -47,7 +50,8 @@ class Keeper:
         self._on_change = on_change
         self._ready_deadline_s = ready_deadline_s
         self._has_liveness = has_liveness
-        self._lives = {name: Lives() for name in probes}
+        settled = settled_after_s or {}
+        self._lives = {name: Lives(settled_after_s=settled.get(name, SETTLED_AFTER_S)) for name in probes}
         self._is_restarting = is_restarting
         self._heard_at: dict[str, float] = {}
 

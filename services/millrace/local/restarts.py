@@ -47,7 +47,9 @@ class Verdict:
 class Lives:
     """The lives of one process, one after the other. Times are monotonic seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, settled_after_s: float = SETTLED_AFTER_S) -> None:
+        """`settled_after_s` is longer for what answers long before it is at work."""
+        self._settled_after_s = settled_after_s
         self.restarts = 0
         """How often it was started again."""
         self.ready_at: float | None = None
@@ -73,7 +75,7 @@ class Lives:
             if lived_s is not None:
                 return Verdict(is_hopeless=False, delay_s=0.0, short_lives=self._short)
             cause = Cause.CRASHED  # nobody restarts what is not up yet: it gave up by itself
-        if lived_s is not None and lived_s >= SETTLED_AFTER_S:
+        if lived_s is not None and lived_s >= self._settled_after_s:
             self._short, self._weight = 0, 0.0
         self._short, self._weight = self._short + 1, self._weight + cause.value
         delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** max(0.0, self._weight - 1))

@@ -37,6 +37,8 @@ from millrace.telemetry.settings import Settings, parse_address, variable_name
 
 HOST = "127.0.0.1"
 READY_DEADLINE_S = 180.0  # imports of torch and transformers take 70 s on a busy two-core machine
+VLLM_SETTLED_AFTER_S = 300.0
+"""Its launcher answers at once; a vLLM that cannot run the model dies a minute or two later, again and again."""
 REDIS_DEADLINE_S = 20.0
 SAY_WAIT_AFTER_S = 10.0
 _POLL_S = 0.1
@@ -214,6 +216,7 @@ class LocalStack:
             ready_deadline_s=self._ready_deadline_s,
             is_restarting=self.options.is_restarting,
             has_liveness=self.options.has_liveness,
+            settled_after_s={"inference": VLLM_SETTLED_AFTER_S} if self.options.engine == "vllm" else {},
         )
         self._write_json()
         self._tell("the stack is ready", is_shown=False)
