@@ -108,16 +108,15 @@ def test_the_bundled_redis_starts_with_its_configuration(render, tmp_path):
         server.stdout.close()
 
 
-def test_the_bucket_is_made_by_code_that_exists(render, monkeypatch):
-    from millrace.storage import s3
-
+def test_the_store_is_prepared_by_a_command_that_exists(render, tmp_path):
+    """The rendered command, against a directory in place of the bucket."""
     (container,) = render("cpu").pod("orchestrator").spec["initContainers"]
-    calls = []
-    monkeypatch.setattr(s3.S3Store, "ensure_bucket", lambda self: calls.append(self.uri("")))
-    url = next(item["value"] for item in container["env"] if item["name"] == "MILLRACE_STORE_URL")
-    monkeypatch.setenv("MILLRACE_STORE_URL", url)
-    exec(container["args"][0], {})
-    assert len(calls) == 1
+    assert container["args"] == ["--create-bucket"]
+    assert "args" not in render("multi-node").pod("orchestrator").spec["initContainers"][0]
+    command = [sys.executable, *container["command"][1:], *container["args"]]
+    environ = {**os.environ, "MILLRACE_STORE_URL": f"file://{tmp_path}/store", "MILLRACE_PREFIX": "millrace"}
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_run_of_helm_test_is_a_valid_run(render, tmp_path):
