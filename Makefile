@@ -21,13 +21,17 @@ demo: setup ## Train a tiny model with RL on this machine; ENGINE=vllm, ARGS="--
 	@ENGINE=$(ENGINE) scripts/demo.sh $(ARGS)
 
 test: setup-dev ## Run the default test suite.
-	$(PY) -m pytest -m "not slow and not gpu"
+	$(PY) -m pytest -m "not slow and not gpu and not compose"
 
 test-unit: setup-dev ## Run the tests that need no services.
 	$(PY) -m pytest tests/unit tests/contract
 
 test-slow: setup-dev ## Run the tests that take minutes.
 	$(PY) -m pytest -m slow
+
+test-compose: setup-dev ## Build the images and test the compose stack; gets a Docker engine on Debian as root.
+	@tests/compose/engine.sh || true
+	$(PY) -m pytest tests/compose -m compose -s -rs
 
 soak: setup-dev ## Kill processes at random for MILLRACE_SOAK_MINUTES (20), then audit the log.
 	$(PY) -m pytest tests/chaos/test_soak.py -m slow -s

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# A Docker engine with compose for the tests of this folder: what is there is used; on a Debian machine where we are root
+# and nothing is there, Debian's engine is installed and started. Exit code 1, with the reason, where neither goes.
+# usage: tests/compose/engine.sh
+set -euo pipefail
+
+no_engine() {
+  echo "no Docker engine: $1" >&2
+  exit 1
+}
+
+start_engine() {
+  command -v dockerd >/dev/null || {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || no_engine "docker info fails, and this is no Debian machine with root"
+    echo "installing Debian's docker.io"
+    apt-get update -qq
+    apt-get install -y -qq docker.io iptables >/dev/null || no_engine "docker.io does not install"
+  }
+  [ "$(id -u)" = 0 ] || no_engine "dockerd is not running, and only root can start it"
+  mkdir -p /var/log/millrace-tests
+  setsid dockerd >/var/log/millrace-tests/dockerd.log 2>&1 </dev/null &
+  for _ in $(seq 60); do
+    docker info >/dev/null 2>&1 && return
+    sleep 0.5
+  done
+  no_engine "dockerd did not start: $(tail -n 1 /var/log/millrace-tests/dockerd.log)"
+}
+
+add_compose() { # compose v2 and buildx from Debian trixie, without touching the system's own package lists
+  local work mirror options
+  [ "$(id -u)" = 0 ] && [ -r /etc/apt/sources.list.d/debian.sources ] || no_engine "docker compose is missing"
+  echo "adding docker compose from Debian trixie"
+  work=$(mktemp -d)
+  mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources)
+  mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
+  echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" >"$work/sources.list"
+  options="-qq -o Dir::Etc::sourcelist=$work/sources.list -o Dir::Etc::sourceparts=/dev/null
+    -o Dir::Etc::preferencesparts=/dev/null -o Dir::State::lists=$work/lists -o Dir::Cache=$work/cache
+    -o APT::Sandbox::User=root"
+  # shellcheck disable=SC2086 # the options are words
+  (cd "$work" && apt-get $options update && apt-get $options download docker-compose docker-buildx &&
+    for package in *.deb; do dpkg -x "$package" x; done)
+  mkdir -p "$HOME/.docker/cli-plugins"
+  cp "$work"/x/usr/libexec/docker/cli-plugins/* "$HOME/.docker/cli-plugins/"
+  rm -rf "$work"
+}
+
+docker info >/dev/null 2>&1 || start_engine
+docker compose version >/dev/null 2>&1 && docker buildx version >/dev/null 2>&1 || add_compose
+docker compose version >/dev/null || no_engine "docker compose does not run"
+if ! docker image inspect debian:bookworm-slim >/dev/null 2>&1 && ! timeout 20 docker pull --quiet debian:bookworm-slim >/dev/null 2>&1; then
+  command -v mmdebstrap >/dev/null || { [ "$(id -u)" = 0 ] && apt-get install -y -qq mmdebstrap >/dev/null; } ||
+    no_engine "base images can neither be pulled nor made (mmdebstrap is missing)"
+fi
