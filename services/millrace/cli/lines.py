@@ -59,10 +59,15 @@ def event_line(event: event_pb2.Event, progress: Progress) -> str:
             )
         case "policy_published":
             new = event.policy_published
-            return f"policy v{new.version} published  {size(new.size_bytes)} in {new.seconds:.2f}s"
+            line = f"policy v{new.version} published  {size(new.size_bytes)} in {new.seconds:.2f}s"
+            if not new.full_bytes:  # of an older release
+                return line
+            changed = "" if new.changed_fraction == 1 else f", {new.changed_fraction:.2%} changed"
+            return f"{line}  {new.codec}, {new.size_bytes / new.full_bytes:.1%} of {size(new.full_bytes)}{changed}"
         case "policy_served":
             new = event.policy_served
-            return f"policy v{new.version} served by {new.replica}  paused {new.pause_seconds:.3f}s"
+            fetched = f"  fetched {size(new.fetched_bytes)}" if new.full_bytes else ""
+            return f"policy v{new.version} served by {new.replica}  paused {new.pause_seconds:.3f}s{fetched}"
         case "checkpoint_saved":
             saved = event.checkpoint_saved
             return f"checkpoint of step {saved.step} saved  {size(saved.size_bytes)}  {saved.uri}"

@@ -52,6 +52,26 @@ class EvalPoint:
 
 
 @dataclass(slots=True, kw_only=True)
+class Moved:
+    """Bytes of weights that were moved, and what full copies would have been."""
+
+    versions: int = 0
+    moved_bytes: int = 0
+    full_bytes: int = 0
+
+    def add(self, moved_bytes: int, full_bytes: int) -> None:
+        """Takes one more version in; events of older releases do not say what a full copy has."""
+        self.versions += 1
+        self.moved_bytes += moved_bytes
+        self.full_bytes += full_bytes
+
+    @property
+    def ratio(self) -> float | None:
+        """Moved over full; None if nothing is known."""
+        return self.moved_bytes / self.full_bytes if self.full_bytes else None
+
+
+@dataclass(slots=True, kw_only=True)
 class Progress:
     """The state of one run as its events tell it. `apply` is the only writer."""
 
@@ -68,6 +88,10 @@ class Progress:
     """Batches committed."""
     policy: event_pb2.PolicyPublished | None = None
     """The newest published version."""
+    published: Moved = field(default_factory=Moved)
+    """What the trainer wrote of all versions."""
+    fetched: Moved = field(default_factory=Moved)
+    """What all replicas read."""
     checkpoint: event_pb2.CheckpointSaved | None = None
     score: event_pb2.ScoreCompleted | None = None
     error: run_pb2.RunError | None = None
@@ -106,6 +130,7 @@ class Progress:
                 self._add_eval(event.eval_completed)
             case "policy_published":
                 new = event.policy_published
+                self.published.add(new.size_bytes, new.full_bytes)
                 if self.policy is None or (new.lineage, new.version) >= (self.policy.lineage, self.policy.version):
                     self.policy = new
             case "policy_served":

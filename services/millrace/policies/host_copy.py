@@ -12,7 +12,7 @@ anchor: never mixed.
 import logging
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from millrace.errors import ConflictError, CorruptObjectError, MillraceError, No
 from millrace.policies.chain import Chain, Link, Manifests, find_chain
 from millrace.policies.change import TensorChange
 from millrace.policies.delta import decode_piece
+from millrace.policies.delta_frame import read_header
 from millrace.policies.digest import bits_digest, change_digest, digest_hex
 from millrace.policies.fetch import read_objects
 from millrace.policies.manifest import ObjectEntry, Piece, PolicyManifest, TensorEntry
@@ -40,6 +41,7 @@ _MAX_THREADS = 8
 
 Bits = NDArray[np.unsignedinteger]
 Changes = dict[str, tuple[TensorChange, ...]]
+_Part = tuple[str, int, int]
 
 
 def decode_threads() -> int:
@@ -77,11 +79,15 @@ class _Buffer:
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """What the copy holds: all of `manifest`, with the digests of the tensors and of the pieces that came last."""
+    """What the copy holds: all of `manifest`, with the digests of its tensors, and of those parts that came by deltas.
+
+    A part is named by tensor, start and count; one whose digest is known need not be digested whole for its next delta.
+    """
 
     manifest: PolicyManifest
     buffer: _Buffer
     digests: dict[str, int]
+    parts: dict[_Part, int]
 
 
 class HostCopy:
@@ -185,7 +191,7 @@ class HostCopy:
             self._spare = buffer
         self._spare = None
         fetched.link = None
-        self._held = _Held(manifest=manifest, buffer=buffer, digests=digests)
+        self._held = _Held(manifest=manifest, buffer=buffer, digests=digests, parts={})
 
     def _advance(self, target: PolicyManifest, chain: Chain, fetched: "_Fetched") -> Changes:
         """Applies deltas: all are read, decoded and proved before the first element is written."""
@@ -200,23 +206,26 @@ class HostCopy:
                 frames.setdefault(piece.tensor, []).append((link, piece, view))
         entries = {entry.name: entry for entry in target.tensors}
         changes: Changes = {}
-        digests = dict(held.digests)
+        digests, parts = dict(held.digests), dict(held.parts)
         with ThreadPoolExecutor(decode_threads(), thread_name_prefix="policy-decode") as pool:
             rebuilding = {
-                name: pool.submit(_rebuild, held.buffer.bits(name), held.digests[name], items, fetched)
+                name: pool.submit(_rebuild, held.buffer.bits(name), held.digests[name], held.parts, items, fetched)
                 for name, items in frames.items()
             }
             for name, future in rebuilding.items():
-                changes[name], digests[name] = future.result()
+                changes[name], digests[name], after = future.result()
+                if not after.keys() <= parts.keys():  # other ranks than before: what is known may overlap
+                    parts = {part: known for part, known in parts.items() if part[0] != name}
+                parts |= after
         for name, entry in entries.items():
             if digest_hex(digests[name]) != entry.digest:
                 raise _digest_mismatch(entry, digest_hex(digests[name]), source=self._store.uri(target.key))
         fetched.link = None
-        for name, parts in changes.items():
-            for change in parts:
+        for name, found in changes.items():
+            for change in found:
                 change.apply(held.buffer.bits(name))
-        self._held = _Held(manifest=target, buffer=held.buffer, digests=digests)
-        return {name: parts for name, parts in changes.items() if any(change.num_elements for change in parts)}
+        self._held = _Held(manifest=target, buffer=held.buffer, digests=digests, parts=parts)
+        return {name: found for name, found in changes.items() if any(change.num_elements for change in found)}
 
 
 class _Fetched:
@@ -233,28 +242,38 @@ def layout_of(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, str, tuple[i
 
 
 def _rebuild(
-    bits: Bits, digest: int, items: list[tuple[Link, Piece, memoryview]], fetched: _Fetched
-) -> tuple[tuple[TensorChange, ...], int]:
-    """What deltas, one after the other, change in a tensor, and the tensor's digest after them; writes nothing."""
+    bits: Bits,
+    digest: int,
+    parts: Mapping[_Part, int],
+    items: list[tuple[Link, Piece, memoryview]],
+    fetched: _Fetched,
+) -> tuple[tuple[TensorChange, ...], int, dict[_Part, int]]:
+    """What deltas, one after the other, change in a tensor, and the digests after them; writes nothing."""
     is_chain = len({link.name for link, _, _ in items}) > 1
     now = bits.copy() if is_chain else bits
     changes: list[TensorChange] = []
+    after: dict[_Part, int] = {}
     for link, piece, frame in items:
+        part = (piece.tensor, piece.start, piece.count)
+        is_whole = piece.count == now.size
+        known = digest if is_whole else after.get(part, parts.get(part))
         current = now[piece.start : piece.start + piece.count]
-        known = digest if piece.count == now.size else None
         try:
             change = decode_piece(frame, current, start=piece.start, current_digest=known)
+            result = read_header(frame).digest  # decoding has proved it
         except MillraceError:
             fetched.link = link
             raise
-        digest = change_digest(digest, change, change.old_bits(now))
+        digest = result if is_whole else change_digest(digest, change, change.old_bits(now))
+        if not is_whole:
+            after[part] = result
         changes.append(change)
         if is_chain:
             change.apply(now)
     if not is_chain:
-        return tuple(changes), digest
+        return tuple(changes), digest, after
     positions = np.flatnonzero(bits != now)
-    return (TensorChange(bits=now[positions], positions=positions),), digest
+    return (TensorChange(bits=now[positions], positions=positions),), digest, after
 
 
 def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetched) -> None:
