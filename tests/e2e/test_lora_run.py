@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from workplaces import EXAMPLES
 
 from millrace.policies.adapter import parse_adapter_config
 from millrace.policies.manifest import PolicyManifest
@@ -35,3 +36,18 @@ def _check(workplace: Any, summary: dict[str, Any], steps: int) -> None:
 def test_adapters_learn_on_the_embedded_engine(warm: Any) -> None:
     summary, _ = warm.train("--max-steps", "5", "--orchestrator.eval.interval", "5", *LORA)
     _check(warm, summary, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adapters_learn_on_real_vllm(vllm_python: str, make_workplace: Any) -> None:
+    workplace = make_workplace("lora-vllm")
+    place = "outputs/reverse-text"
+    workplace.run(str(EXAMPLES / "make_model.py"), "--output", place, "--heads", "2")
+    workplace.millrace("sft", "@", str(EXAMPLES / "sft.toml"), "--model.name", f"{place}/base")
+    summary, _ = workplace.train(
+        *("--inference", "@", str(EXAMPLES / "infer.toml"), "--max-steps", "4", "--orchestrator.eval.interval", "4"),
+        *LORA,
+        env={"MILLRACE_VLLM_PYTHON": vllm_python},
+    )
+    _check(workplace, summary, 4)
