@@ -1,9 +1,14 @@
 """One compose stack for all tests of the folder, where a Docker engine can be had."""
 
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
 from deployment import Deployment
 
 from millrace.local.ports import free_ports

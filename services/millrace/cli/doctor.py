@@ -1,0 +1,96 @@
+"""What a deployment needs before a run can go well, asked one thing after the other."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from millrace.cli.address import explain_unreachable
+from millrace.errors import InvalidStateError, MillraceError
+from millrace.telemetry.redact import redact
+from millrace.telemetry.settings import Settings
+
+TIMEOUT_S = 30.0
+_NOT_NAMED = "not looked at: {name} is not set here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One answer. `is_good` is None for what was not looked at."""
+
+    what: str
+    is_good: bool | None
+    text: str
+    remedy: str = ""
+
+
+async def examine(server: str, origin: str, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """API, Redis and object store, in that order; nothing raises but broken settings (InvalidSpecError)."""
+    settings = Settings.from_env(environ)
+    findings = [await _asked("API", lambda: _api(server, origin))]
+    if settings.redis_url is None:
+        findings.append(Finding(what="Redis", is_good=None, text=_NOT_NAMED.format(name="MILLRACE_REDIS_URL")))
+    else:
+        findings.append(await _asked("Redis", lambda: _redis(settings.redis_url or "")))
+    if settings.store_url is None:
+        findings.append(Finding(what="object store", is_good=None, text=_NOT_NAMED.format(name="MILLRACE_STORE_URL")))
+    else:
+        findings.append(await _asked("object store", lambda: _store(settings.store_url or "", settings.prefix)))
+    return findings
+
+
+async def _asked(what: str, ask: Callable[[], Awaitable[str]]) -> Finding:
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            text = await ask()
+    except MillraceError as error:
+        return Finding(what=what, is_good=False, text=error.message, remedy=error.remedy or "")
+    except TimeoutError:
+        return Finding(what=what, is_good=False, text=f"no answer within {TIMEOUT_S:g} s")
+    return Finding(what=what, is_good=True, text=f"{text}, {1000 * (time.monotonic() - began):.0f} ms")
+
+
+async def _api(server: str, origin: str) -> str:
+    from millrace.client import Client
+
+    with explain_unreachable(origin, server):
+        async with Client(server) as client:
+            runs = await client.runs.list(limit=1)
+    return f"{server} answers, {'with' if runs else 'without'} runs"
+
+
+async def _redis(url: str) -> str:
+    try:
+        import redis.asyncio
+        import redis.exceptions
+    except ImportError:
+        return "not looked at: the redis package is not installed here"
+    from millrace.local.preflight import check_redis
+
+    await check_redis(url)
+    client = redis.asyncio.from_url(url, socket_connect_timeout=5, decode_responses=True)
+    try:
+        memory, persistence = await client.info("memory"), await client.info("persistence")
+    finally:
+        await client.aclose()
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise InvalidStateError(
+            f"Redis at {redact(url)} evicts entries when its memory is full (maxmemory-policy {policy})",
+            reason="REDIS_EVICTS",
+            remedy="set maxmemory-policy noeviction",
+        )
+    return f"{redact(url)} answers, noeviction, append-only file {'on' if persistence.get('aof_enabled') else 'off'}"
+
+
+async def _store(url: str, prefix: str) -> str:
+    try:
+        from millrace.storage.base import open_store
+        from millrace.storage.self_test import self_test
+    except ImportError:
+        return "not looked at: boto3 is not installed here"
+    store = open_store(url)
+    await asyncio.to_thread(self_test, store, prefix=prefix)
+    return f"{store.describe()} keeps its promises"

@@ -1,0 +1,31 @@
+"""`millrace doctor` says of each part whether it is fit, and what to do if not."""
+
+from millrace.cli.main import main
+from millrace.local.ports import free_ports
+
+
+def test_nobody_there_and_a_good_store(monkeypatch, capsys, tmp_path) -> None:
+    (port,) = free_ports(1)
+    monkeypatch.setenv("MILLRACE_STORE_URL", (tmp_path / "store").as_uri())
+    (tmp_path / "store").mkdir()
+    assert main(["doctor", "--server", f"127.0.0.1:{port}"]) == 5
+    api, *rest = capsys.readouterr().out.splitlines()
+    assert api.startswith("FAILED  API") and f"127.0.0.1:{port}" in api
+    assert "MILLRACE_REDIS_URL is not set" in "\n".join(rest)
+    assert [line for line in rest if line.startswith("ok") and "object store" in line]
+
+
+def test_a_redis_that_evicts_is_refused(redis_url, monkeypatch, capsys) -> None:
+    import redis
+
+    client = redis.Redis.from_url(redis_url)
+    before = client.config_get("maxmemory-policy")["maxmemory-policy"]
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        monkeypatch.setenv("MILLRACE_REDIS_URL", redis_url)
+        assert main(["doctor", "--server", "127.0.0.1:1"]) == 5
+    finally:
+        client.config_set("maxmemory-policy", before)
+    assert "evicts entries" in capsys.readouterr().out
+    main(["doctor", "--server", "127.0.0.1:1"])
+    assert "noeviction, append-only file off" in capsys.readouterr().out
