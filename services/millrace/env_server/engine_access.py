@@ -1,10 +1,16 @@
-"""How env-servers call the engines of their own deployment: TLS by MILLRACE_TLS_CA, and the workers' token.
+"""How environments call the engines of their own deployment: TLS by MILLRACE_TLS_CA, and a token for that alone.
 
-Engines of others get neither: their certificates are the system's to check, and our token is none of their business.
+Env workers are foreign code, so they do not get the workers' token: `EngineToken` of the env-server writes what follows
+from it into a file for them. Engines of others get nothing: their certificates are the system's to check, and our token
+is none of their business.
 """
 
 import asyncio
+import os
 import ssl
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,6 +18,8 @@ import httpx
 
 from millrace.rpc.access import ClientAccess
 from millrace.rpc.tls import Stamp, client_context
+from millrace.rpc.tokens import WorkersFile
+from millrace.telemetry.settings import Settings
 
 # A rollout's deadline cancels its request long before.
 _TIMEOUT = httpx.Timeout(6 * 3600.0, connect=5.0)
@@ -23,7 +31,7 @@ class EngineAccess:
 
     def __init__(self, access: ClientAccess | None = None) -> None:
         """`access` is by default that of this process's variables; InvalidSpecError if a file of it is wrong."""
-        self._access = ClientAccess.internal_from_environ() if access is None else access
+        self._access = ClientAccess.engine(Settings.from_env(os.environ)) if access is None else access
         self._context: ssl.SSLContext | None = None
         self._seen: Stamp = ()
         self._clients: dict[asyncio.AbstractEventLoop, tuple[ssl.SSLContext, httpx.AsyncClient]] = {}
@@ -71,11 +79,59 @@ class EngineAccess:
         return known[1]
 
 
+class EngineToken:
+    """The env-server's side: what its workers need to call engines."""
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        """`environ` is by default this process's; InvalidSpecError if a file that it names is wrong."""
+        settings = Settings.from_env(os.environ if environ is None else environ)
+        shared = ["tls_ca", "tls_server_name", "insecure"]
+        if settings.tls_client_ca is not None:
+            shared += ["tls_cert", "tls_key"]  # engines of this deployment ask for a certificate, too
+        self._shared = Settings(**{name: getattr(settings, name) for name in shared})
+        path = settings.worker_token_file
+        self._workers = None if path is None else WorkersFile(Path(path), field="MILLRACE_WORKER_TOKEN_FILE")
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._written: tuple[str, ...] = ()
+
+    def environ(self) -> dict[str, str]:
+        """Variables for an env worker."""
+        variables = self._shared.access_environ()
+        if self._workers is not None:
+            variables["MILLRACE_ENGINE_TOKEN_FILE"] = str(self._path())
+            self.refresh()
+        return variables
+
+    def refresh(self) -> None:
+        """Follow the workers' token, if it has changed. Costs microseconds."""
+        if self._workers is None or (tokens := self._workers.engine_tokens()) == self._written:
+            return
+        path = self._path()
+        fresh = path.with_suffix(".new")
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write("".join(f"{token}\n" for token in tokens))
+        fresh.rename(path)
+        self._written = tokens
+
+    def _path(self) -> Path:
+        if self._directory is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="millrace-engine-")
+        return Path(self._directory.name) / "token"
+
+
 _OURS: list[EngineAccess] = []
+_TOKEN: list[EngineToken] = []
 
 
 def engine_access() -> EngineAccess:
-    """The process's one."""
+    """The one of this env worker."""
     if not _OURS:
         _OURS.append(EngineAccess())
     return _OURS[0]
+
+
+def engine_token_for_workers() -> EngineToken:
+    """The one of this env-server."""
+    if not _TOKEN:
+        _TOKEN.append(EngineToken())
+    return _TOKEN[0]

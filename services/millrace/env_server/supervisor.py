@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Self
 
+from millrace.env_server.engine_access import engine_token_for_workers
 from millrace.env_server.frames import encode_frame, read_frame
 from millrace.env_server.pulse import Pulse
 from millrace.errors import CorruptObjectError
@@ -108,7 +109,7 @@ class WorkerProcess:
                 f"--fd={theirs.fileno()}",
                 f"--pulse-fd={their_pulse.fileno()}",
                 pass_fds=[theirs.fileno(), their_pulse.fileno()],
-                env=worker_environ(os.environ),
+                env={**worker_environ(os.environ), **engine_token_for_workers().environ()},
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -160,6 +161,7 @@ class WorkerProcess:
         answer: asyncio.Future[list[rollout_pb2.Rollout]] = asyncio.get_running_loop().create_future()
         self._plays[play_id] = answer
         try:
+            engine_token_for_workers().refresh()
             play = env_worker_pb2.PlayMembers(play_id=play_id, request=request, tokenizer_dir=tokenizer_dir)
             await self._send(env_worker_pb2.WorkerCommand(play=play))
             faults.reach(Point.ENV_SERVER_MID_EPISODE, step=request.planned_step)

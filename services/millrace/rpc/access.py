@@ -2,7 +2,8 @@
 
     service                          beyond loopback a server demands
     millrace.v1.*                    TLS, and a token of MILLRACE_TOKENS_FILE
-    millrace.internal.v1.*, HTTP     TLS, and the workers' token of MILLRACE_WORKER_TOKEN_FILE
+    millrace.internal.v1.*           TLS, and the workers' token of MILLRACE_WORKER_TOKEN_FILE
+    HTTP API of engines              TLS, and a token of either file, or what env workers get instead of the workers'
     reflection, unknown methods      one of the two
     grpc.health.v1, GET /health      nothing: they tell serving or not serving
 
@@ -33,6 +34,20 @@ AUTHORIZATION = "authorization"
 
 _PUBLIC_PACKAGE, _INTERNAL_PACKAGE, _HEALTH = "/millrace.v1.", "/millrace.internal.v1.", "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
+# What users and environments may ask of an engine. Everything else of its HTTP API is for the services themselves.
+_ENGINE_PATHS = frozenset(
+    {
+        "/v1/models",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/inference/v1/generate",
+        "/tokenize",
+        "/detokenize",
+        "/metrics",
+    }
+)
+
+Find = Callable[[str], AcceptedToken | None]
 
 
 def denied() -> UnauthenticatedError:
@@ -139,29 +154,37 @@ class ServerAccess:
         return self._admit(kinds, values)
 
     def admit_http(self, path: str, authorization: str | None) -> Grant:
-        """Let an HTTP request in, or raise `denied()`. Both kinds of tokens do, where they are set."""
-        if path == "/health":
+        """Let an HTTP request in, or raise `denied()`."""
+        has_mtls = self.tls is not None and self.tls.client_ca is not None
+        if path == "/health" or (self.worker_tokens is None and (has_mtls or self.tokens is None)):
             return _free()
-        if self.worker_tokens is None and self.tls is not None and self.tls.client_ca is not None:
-            return _free()  # the certificate is what this server demands of workers
-        return self._admit([PUBLIC, WORKER], [] if authorization is None else [authorization])
+        ways: list[Find] = []
+        if self.worker_tokens is not None:
+            ways.append(self.worker_tokens.find)
+        if path in _ENGINE_PATHS:
+            ways += [] if self.tokens is None else [self.tokens.find]
+            ways += [] if self.worker_tokens is None else [self.worker_tokens.find_engine]
+        return _granted(ways, [] if authorization is None else [authorization])
 
     def _admit(self, kinds: Sequence[str], authorizations: Sequence[str]) -> Grant:
         """Each kind that has a file of tokens is a way in; without any there is nothing to show."""
         files = {PUBLIC: self.tokens, WORKER: self.worker_tokens}
-        ways = [tokens for kind in kinds if (tokens := files[kind]) is not None]
-        if not ways:
-            return _free()
-        token = _bearer(authorizations)
+        ways = [tokens.find for kind in kinds if (tokens := files[kind]) is not None]
+        return _granted(ways, authorizations) if ways else _free()
 
-        def find() -> AcceptedToken | None:
-            # All are asked, whichever accepts it: how long it takes tells nothing.
-            return next((found for found in [tokens.find(token) for tokens in ways] if found is not None), None)
 
-        accepted = find()
-        if accepted is None:
-            raise denied()
-        return Grant(name=accepted.name, holds=lambda: find() is not None)
+def _granted(ways: Sequence[Find], authorizations: Sequence[str]) -> Grant:
+    """The grant if one of the ways accepts the token; without a way nobody comes in."""
+    token = _bearer(authorizations)
+
+    def find() -> AcceptedToken | None:
+        # All are asked, whichever accepts it: how long it takes tells nothing.
+        return next((found for found in [way(token) for way in ways] if found is not None), None)
+
+    accepted = find()
+    if accepted is None:
+        raise denied()
+    return Grant(name=accepted.name, holds=lambda: find() is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +217,13 @@ class ClientAccess:
         """For calls between the services."""
         path = settings.worker_token_file
         secret = None if path is None else SecretFile(Path(path), field="MILLRACE_WORKER_TOKEN_FILE").read
+        return cls(tls=_client_files(settings), secret=secret, is_insecure=settings.insecure)
+
+    @classmethod
+    def engine(cls, settings: Settings) -> Self:
+        """For env workers, which call the HTTP API of engines and nothing else."""
+        path = settings.engine_token_file
+        secret = None if path is None else SecretFile(Path(path), field="MILLRACE_ENGINE_TOKEN_FILE").read
         return cls(tls=_client_files(settings), secret=secret, is_insecure=settings.insecure)
 
     @classmethod

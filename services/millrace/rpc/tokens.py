@@ -10,6 +10,7 @@ A file that is missing or unreadable later on accepts nobody; a malformed line i
 its content, which may be a token that somebody pasted there).
 """
 
+import base64
 import hashlib
 import hmac
 import os
@@ -63,6 +64,15 @@ def new_token() -> str:
 def token_digest(token: str) -> bytes:
     """What servers keep of a token."""
     return hashlib.sha256(token.encode()).digest()
+
+
+def engine_token(worker_token: str) -> str:
+    """What env workers show to engines: it follows from the workers' token, but not the other way round.
+
+    Environments are foreign code. This opens the engines' HTTP API to them, and no service of the deployment.
+    """
+    key = hmac.digest(worker_token.encode(), b"millrace: HTTP API of the engines", "sha256")
+    return TOKEN_PREFIX + base64.urlsafe_b64encode(key).decode().rstrip("=")
 
 
 def token_line(token: str, name: str, *, expires: datetime | None = None) -> str:
@@ -207,6 +217,15 @@ class WorkersFile:
         """The accepted token, or None."""
         accepted = [AcceptedToken(digest=token_digest(item), name="worker") for item in self._file.items()]
         return _match(token_digest(token), accepted, now=0.0)
+
+    def find_engine(self, token: str) -> AcceptedToken | None:
+        """The accepted token of an env worker, or None."""
+        accepted = [AcceptedToken(digest=token_digest(one), name="env worker") for one in self.engine_tokens()]
+        return _match(token_digest(token), accepted, now=0.0)
+
+    def engine_tokens(self) -> tuple[str, ...]:
+        """`engine_token` of every line."""
+        return tuple(engine_token(item) for item in self._file.items())
 
 
 class SecretFile:

@@ -131,6 +131,8 @@ class Settings:
     """Servers: bearer tokens that the public API accepts, as hashes, one per line."""
     worker_token_file: str | None = _variable(_text)
     """Services: the token that they show each other; all lines are accepted, the first is sent."""
+    engine_token_file: str | None = _variable(_text)
+    """Env workers: the token for the engines' HTTP API; their env-server sets it."""
     token_file: str | None = _variable(_text)
     """Clients: file with the bearer token."""
     token: str | None = _variable(_token, is_secret=True)
@@ -190,6 +192,11 @@ class Settings:
             remedy = "set it to the CA of that certificate: the stack's processes call each other with TLS"
             raise InvalidSpecError([missing], reason="SETTINGS_INVALID", remedy=remedy)
         return type(self)(**{name: getattr(self, name) for name in names})
+
+    def access_environ(self) -> dict[str, str]:
+        """The variables of what is set about access, for a child process that gets nothing else of ours."""
+        names = {variable_name(name) for name in (*ACCESS_FIELDS, "insecure")}
+        return {name: text for name, text in self.to_environ().items() if name in names and text != "0"}
 
     def to_environ(self) -> dict[str, str]:
         """The variables that give these settings to a child process."""
