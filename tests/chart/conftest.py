@@ -1,5 +1,6 @@
 """The chart, rendered by a real Helm: once for each set of values in `charts/millrace/ci`."""
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,16 @@ def render(helm: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..
         return done[key]
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cached_schemas() -> None:
+    """kubernetes-validate reads and parses its two megabytes of definitions again for every object."""
+    try:
+        from kubernetes_validate import utils
+    except ModuleNotFoundError:
+        return
+    utils.schema_contents = functools.cache(utils.schema_contents)
 
 
 @pytest.fixture(params=CASES)

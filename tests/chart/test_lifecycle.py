@@ -70,10 +70,3 @@ def test_install_upgrade_rollback_and_test(cluster):
 
     cluster("uninstall", "demo")
     assert {kind for kind, _ in objects} <= {"Pod"}, "only the pods of the test stay"
-
-
-def test_an_upgrade_to_other_stores_takes_the_bundled_ones_away(cluster):
-    cluster("install", "demo", str(CHART))
-    sets = "redis.bundled.enabled=false,redis.url=redis://cache:6379/0,objectStore.bundled.enabled=false"
-    cluster("upgrade", "demo", str(CHART), "--set", sets)
-    assert not [name for _, name in cluster.api.objects if "redis" in name or "object-store" in name]

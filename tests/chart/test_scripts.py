@@ -30,7 +30,10 @@ def _wheel(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("after_an_image", [False, True], ids=["alone", "after an environment image"])
+@pytest.mark.parametrize(
+    "after_an_image",
+    [pytest.param(False, id="alone", marks=pytest.mark.slow), pytest.param(True, id="after an environment image")],
+)
 def test_packages_are_installed_beside_those_of_the_image(render, tmp_path, after_an_image):
     init = render("external-stores").pod("env-server").spec["initContainers"]
     container = next(item for item in init if item["name"] == "environments-pip")
