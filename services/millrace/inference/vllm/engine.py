@@ -145,6 +145,8 @@ class VllmEngine:
             await self._set_version(identity)
             if inflight_mode is InflightMode.RECOMPUTE:
                 await self._bounded(self._client.reset_prefix_cache(reset_running_requests=True))
+            else:
+                await self._recall()
         except BaseException as error:  # marks the engine as failed, then raises
             await self.fail(f"applying policy {identity} failed half-way: {error}")
             raise
@@ -239,6 +241,10 @@ class VllmEngine:
         self._pinging.cancel()
         self._gate.refuse("this replica is shutting down")
         await self.abort_all()
+
+    async def _recall(self) -> None:
+        """Has requests without a token begin again, with the new version from their prompt on. Only while paused."""
+        await gates.abort(self._client, self._gate.recall(gates.unbegun(self._client)))
 
     async def _doom(self, reason: str) -> None:
         await gates.abort(self._client, self._gate.doom(reason))

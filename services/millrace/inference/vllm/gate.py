@@ -8,7 +8,8 @@ here, whatever route it came by:
   neither a version that is applied twice nor a failed one leaves blocks that a later request could find. Salt and
   submission happen without a break in between, and the gate closes before the engine pauses: no request carries an old
   salt into a new version, except those that were in the engine already. These go on with the KV cache that they have
-  (`keep`), or compute it anew (`recompute`).
+  (`keep`), or compute it anew (`recompute`). A request that has no token yet is recalled instead, and begins again with
+  the new version and its salt: otherwise its tokens would claim the new version on a prompt cached by the old one.
 * From the moment that new weights are in until they are proved no answer leaves. If the proof fails the answers are
   dropped, and their callers told to retry elsewhere.
 """
@@ -16,8 +17,8 @@ here, whatever route it came by:
 import asyncio
 import contextvars
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +41,15 @@ CALLS: contextvars.ContextVar[Calls | None] = contextvars.ContextVar("millrace_c
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One generation that has begun. `doom` is why its answer must not leave."""
+    """One generation that has begun. `doom` is why its answer must not leave.
+
+    `is_recalled`: it begins again. `has_answered`: a part of its answer has left, so that it cannot.
+    """
 
     request_id: str
     doom: str = ""
+    is_recalled: bool = False
+    has_answered: bool = False
 
 
 class Gate:
@@ -95,12 +101,35 @@ class Gate:
         self._may_leave.set()
         return [ticket.request_id for ticket in self._tickets]
 
+    def recall(self, request_ids: Collection[str]) -> list[str]:
+        """Has those of the requests begin again which are open here; returns their ids, to be aborted."""
+        found = [ticket for ticket in self._tickets if ticket.request_id in request_ids and not ticket.doom]
+        for ticket in found:
+            if ticket.has_answered:  # some of its choices have begun, others not
+                ticket.doom = "a new policy came before all of its choices had begun"
+            ticket.is_recalled = True
+        return [ticket.request_id for ticket in found]
+
     async def drained(self) -> None:
         """Returns when nothing is open."""
         await self._has_none.wait()
 
     async def enter(self, request_id: str) -> tuple[Ticket, str]:
         """Waits until a request may begin, and begins it: its ticket and its salt. UnavailableError if none may."""
+        await self._admitted()
+        ticket = Ticket(request_id)
+        self._tickets.add(ticket)
+        self._has_none.clear()
+        return ticket, self._salt
+
+    async def enter_again(self, ticket: Ticket) -> str:
+        """Waits until a recalled request may begin again: its new salt. UnavailableError if it must not."""
+        await self._admitted()
+        _require_undoomed(ticket)
+        ticket.is_recalled = False
+        return self._salt
+
+    async def _admitted(self) -> None:
         while not (self._is_open.is_set() and not self._refusal):
             if self._refusal:
                 raise UnavailableError(self._refusal, reason="NO_POLICY", remedy="retry in a few seconds")
@@ -109,18 +138,11 @@ class Gate:
                 await self._is_open.wait()  # an update ends it: applied and proved, or failed
             finally:
                 self.num_waiting -= 1
-        ticket = Ticket(request_id)
-        self._tickets.add(ticket)
-        self._has_none.clear()
-        return ticket, self._salt
 
     async def pass_out(self, ticket: Ticket) -> None:
         """Returns when the ticket's answer may leave; UnavailableError if it must not."""
         await self._may_leave.wait()
-        if ticket.doom:
-            raise UnavailableError(
-                f"the generation was aborted: {ticket.doom}", reason="GENERATION_ABORTED", remedy="retry"
-            )
+        _require_undoomed(ticket)
 
     def leave(self, ticket: Ticket) -> None:
         """The ticket's generation is over."""
@@ -153,18 +175,44 @@ class GatedClient:
     ) -> AsyncIterator[Any]:
         ticket, salt = await self._gate.enter(request_id)
         try:
-            # Nothing between `enter` and the submission inside `generate` waits, so the salt is that of the version.
-            if self._gate.lora_request is not None:
-                options = {**options, "lora_request": self._gate.lora_request}
-            stream = self._client.generate(_salted(prompt, salt), sampling_params, request_id, **options)
-            async for output in stream:
-                await self._gate.pass_out(ticket)
-                for choice in output.outputs:
-                    if choice.finish_reason is not None:
-                        finished[choice.index] = choice
-                yield output
+            while True:
+                # Nothing between `enter` and the submission inside `generate` waits: the salt is that of the version.
+                if self._gate.lora_request is not None:
+                    options = {**options, "lora_request": self._gate.lora_request}
+                stream = self._client.generate(_salted(prompt, salt), sampling_params, request_id, **options)
+                async with aclosing(stream):
+                    async for output in stream:
+                        if ticket.is_recalled:
+                            break  # what comes is the end of the aborted one
+                        await self._gate.pass_out(ticket)
+                        ticket.has_answered = True
+                        for choice in output.outputs:
+                            if choice.finish_reason is not None:
+                                finished[choice.index] = choice
+                        yield output
+                if not ticket.is_recalled:
+                    return
+                salt = await self._gate.enter_again(ticket)
         finally:
             self._gate.leave(ticket)
+
+
+def unbegun(client: Any) -> set[str]:
+    """Ids of the requests in vLLM that have no token yet; of several choices, that have one without."""
+    states = client.output_processor.request_states.values()
+    return {_name_of(state) for state in states if state.is_prefilling}
+
+
+def _name_of(state: Any) -> str:
+    """The id that the caller of `generate` gave."""
+    return state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
+
+
+def _require_undoomed(ticket: Ticket) -> None:
+    if ticket.doom:
+        raise UnavailableError(
+            f"the generation was aborted: {ticket.doom}", reason="GENERATION_ABORTED", remedy="retry"
+        )
 
 
 async def abort(client: Any, request_ids: list[str]) -> None:
