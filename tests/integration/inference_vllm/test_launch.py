@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,19 +22,18 @@ from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
 
-# Test directories are no packages, so the fixtures of the other inference tests are loaded by path.
-_spec = importlib.util.spec_from_file_location(
-    "inference_fixtures", Path(__file__).parents[1] / "inference" / "conftest.py"
-)
-assert _spec is not None and _spec.loader is not None
-fixtures = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fixtures)
-orchestrator, model_dir, make_model, publish = (
-    fixtures.orchestrator,
-    fixtures.model_dir,
-    fixtures.make_model,
-    fixtures.publish,
-)
+
+def _load(name: str, path: Path) -> Any:
+    """Test directories are no packages, so what other tests have is loaded by path."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+published = _load("published_vllm", Path(__file__).with_name("published.py"))
+orchestrator = _load("inference_fixtures", Path(__file__).parents[1] / "inference" / "conftest.py").orchestrator
 
 START_S = 180.0  # 25 s on a quiet machine
 GONE_S = 10.0
@@ -138,7 +138,7 @@ async def test_flags_are_checked_by_vllm_before_anything_is_loaded(replicas, vll
 
 
 async def test_an_empty_replica_starts_with_the_policy_that_is_asked_for(
-    replicas, vllm_python, orchestrator, local_store: LocalStore, publish, make_model, tmp_path
+    replicas, vllm_python, orchestrator, local_store: LocalStore, tmp_path
 ):
     servicer, port = orchestrator
     replica = Replica(
@@ -152,7 +152,7 @@ async def test_an_empty_replica_starts_with_the_policy_that_is_asked_for(
     await replica.start()
     async with asyncio.timeout(START_S):
         worker = await servicer.worker
-    entry = publish(local_store, make_model(1), 0)
+    entry = published.Publisher(local_store, tmp_path, "run1").full(published.model(1), 0)
     async with open_channel(worker.address) as channel:
         stub = policy_service_pb2_grpc.PolicyServiceStub(channel)
         health = health_pb2_grpc.HealthStub(channel)
@@ -167,12 +167,14 @@ async def test_an_empty_replica_starts_with_the_policy_that_is_asked_for(
                 try:
                     reply = await call(stub.UpdatePolicy, wanted, timeout_s=30)
                     alive = await call(health.Check, health_pb2.HealthCheckRequest(), timeout_s=30)
+                    is_well = alive.status == health_pb2.HealthCheckResponse.SERVING
                 except UnavailableError:
+                    is_well = False
+                if not is_well:  # the moment of the hand-over
                     assert time.monotonic() - answered_at < HAND_OVER_S, "nobody answers for the replica"
                     await asyncio.sleep(0.1)
                     continue
                 answered_at = time.monotonic()
-                assert alive.status == health_pb2.HealthCheckResponse.SERVING
                 if reply.status.state == until:
                     return reply.status
 
@@ -191,7 +193,10 @@ async def test_an_empty_replica_starts_with_the_policy_that_is_asked_for(
     await replica.gone()
 
 
-async def test_nothing_outlives_a_killed_launcher(replicas, vllm_python, full_model_dir, tmp_path):
+async def test_nothing_outlives_a_killed_launcher(replicas, vllm_python, tmp_path):
+    full_model_dir = tmp_path / "model"
+    published.model(0).save_pretrained(full_model_dir)
+    published.tiny.tiny_tokenizer().save_pretrained(full_model_dir)
     replica = Replica(vllm_python, tmp_path, {**FLAGS, "dtype": "float32"}, MILLRACE_MODEL=str(full_model_dir))
     replicas.append(replica)
     await replica.start()
@@ -203,6 +208,3 @@ async def test_nothing_outlives_a_killed_launcher(replicas, vllm_python, full_mo
     assert len(replica.tree()) >= 3
     replica.process.kill()
     await replica.gone()
-
-
-full_model_dir = fixtures.full_model_dir
