@@ -5,6 +5,7 @@ import sys
 
 from pydantic import BaseModel
 
+from millrace.config.eval import EvalRunConfig
 from millrace.config.rl import RLConfig
 from millrace.config.sft import SFTConfig
 from millrace.config.suggest import MOVED
@@ -93,6 +94,7 @@ def render() -> str:
     parts += [f"| `{key}` | {text} |\n" for key, text in MOVED.items()]
     parts += [_DIFFERENCES]
     parts += [_config("RL: `millrace rl`", RLConfig, rl), _config("SFT: `millrace sft`", SFTConfig, sft)]
+    parts += [_config("Evaluation: `millrace eval`", EvalRunConfig, schema_tree(EvalRunConfig))]
     return "".join(parts)
 
 

@@ -126,7 +126,7 @@ class Launcher:
         alone = asyncio.create_task(self._until_it_serves_alone(), name="vLLM without its plugin")
         heard = asyncio.create_task(vllm.hear(deadline_s=bound_s, purpose="load the model"))
         try:
-            with waits.waiting("vLLM to load the model", waits_on="vLLM", deadline_s=bound_s):
+            with waits.waiting("vLLM to load the model", waits_on="inference", deadline_s=bound_s):
                 await asyncio.wait({heard, alone}, return_when=asyncio.FIRST_COMPLETED)
             if not heard.done():
                 alone.result()
@@ -203,7 +203,7 @@ class Launcher:
         bound_s = self._settings.drain_s + self._settings.grace_s + _LEAVE_S
         vllm.ask_to_end()
         hurry = asyncio.create_task(self._hurry.wait())
-        with waits.waiting("vLLM to end", waits_on="vLLM", deadline_s=bound_s):
+        with waits.waiting("vLLM to end", waits_on="inference", deadline_s=bound_s):
             await asyncio.wait({vllm.exited, hurry}, timeout=bound_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
         if not vllm.exited.done():

@@ -89,7 +89,7 @@ class VllmProcess:
     async def check(self, flags: Mapping[str, Any]) -> None:
         """Have the flags checked; InvalidSpecError lists everything that vLLM's parser refuses."""
         await self.send({"flags": dict(flags)})
-        with waits.waiting("vLLM to be imported", waits_on="vLLM", deadline_s=CHECK_DEADLINE_S):
+        with waits.waiting("vLLM to be imported", waits_on="inference", deadline_s=CHECK_DEADLINE_S):
             answer = await self.hear(deadline_s=CHECK_DEADLINE_S, purpose="check its flags")
         if problems := answer["violations"]:
             violations = [Violation(**problem, source="flags of vLLM") for problem in problems]
