@@ -11,8 +11,8 @@ from certificates import Authority
 from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
 
 from millrace.env_server import client_v0
-from millrace.env_server.engine_access import EngineAccess
-from millrace.errors import InvalidSpecError, InvalidStateError
+from millrace.env_server.engine_access import EngineAccess, EngineToken
+from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError
 from millrace.inference.http_access import TokenGate, http_scheme, vllm_flags
 from millrace.inference.server import start_http
 from millrace.rpc.access import ClientAccess, ServerAccess
@@ -95,6 +95,43 @@ async def test_the_same_401_for_every_path_and_a_health_that_tells_only_its_stat
         good = {"Authorization": f"Bearer {place.token}"}
         async with session.post(f"{url}/v1/chat/completions", headers=good, ssl=context) as reply:
             assert (reply.status, await reply.json()) == (200, ANSWER)
+
+
+async def test_env_workers_get_a_token_that_opens_the_models_and_nothing_else(place, monkeypatch):
+    """What the env-server hands down follows its file, opens no admin route, and no gRPC service."""
+    handed = EngineToken()
+    environ = handed.environ()
+    assert set(environ) == {"MILLRACE_ENGINE_TOKEN_FILE"}  # neither the workers' token nor our key
+    theirs = Path(environ["MILLRACE_ENGINE_TOKEN_FILE"])
+    assert theirs.stat().st_mode & 0o077 == 0
+    assert place.token not in theirs.read_text()
+    monkeypatch.setenv("MILLRACE_TLS_CLIENT_CA", str(place.authority.path))
+    assert {"MILLRACE_TLS_CERT", "MILLRACE_TLS_KEY"} <= set(EngineToken().environ())
+    monkeypatch.delenv("MILLRACE_TLS_CLIENT_CA")
+    access = EngineAccess(
+        ClientAccess.engine(Settings(tls_ca=str(place.authority.path), engine_token_file=str(theirs)))
+    )
+    api = Api()
+    async with serving(api) as url, aiohttp.ClientSession() as session:
+
+        async def post(path: str) -> int:
+            headers = access.headers(url)
+            async with session.post(f"{url}{path}", headers=headers, ssl=access.context()) as reply:
+                return reply.status
+
+        assert await post("/v1/chat/completions") == 200
+        for path in ("/update_weights", "/v1/load_lora_adapter", "/v1/chat/completions/../../update_weights", "/"):
+            assert await post(path) == 401
+        grpc = ServerAccess.from_environ()
+        with pytest.raises(UnauthenticatedError):
+            grpc.admit(
+                "/millrace.internal.v1.PolicyService/UpdatePolicy",
+                [("authorization", access.headers(url)["Authorization"])],
+            )
+        place.workers.write_text(new_token())
+        assert await post("/v1/chat/completions") == 401
+        handed.refresh()
+        assert await post("/v1/chat/completions") == 200
 
 
 async def test_the_v0_client_shows_the_token_and_trusts_the_ca_of_ours_only(place, monkeypatch):
