@@ -5,6 +5,9 @@ See `look_alike.py` for how little that is of a cluster: objects are checked and
 
 import json
 import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,22 @@ CHART = Path(__file__).parents[2] / "charts" / "millrace"
 GENERATED = ("demo-millrace-redis", "demo-millrace-object-store", "demo-millrace-worker-token")
 
 
+@dataclass
+class Cluster:
+    """Called with Helm's arguments; `api` has the objects."""
+
+    helm: Callable[..., subprocess.CompletedProcess[str]]
+    api: LookAlike
+
+    def __call__(self, *words: str) -> str:
+        result = self.helm(*words, "--namespace", "rl")
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+
 @pytest.fixture
 def cluster(helm, tmp_path, monkeypatch):
-    """`run(words…)` is Helm with that API; `run.api` has its objects."""
+    """An empty one."""
     for name in ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     for name in list(os.environ):
@@ -40,13 +56,7 @@ def cluster(helm, tmp_path, monkeypatch):
         )
         monkeypatch.setenv("KUBECONFIG", str(config))
 
-        def run(*words: str):
-            result = helm(*words, "--namespace", "rl")
-            assert result.returncode == 0, result.stdout + result.stderr
-            return result.stdout
-
-        run.api = api
-        yield run
+        yield Cluster(helm, api)
 
 
 def test_install_upgrade_rollback_and_test(cluster):
