@@ -23,9 +23,9 @@ debian() { # SUITE
 }
 
 redis() {
-  obtain redis:7.4-bookworm && return
+  obtain redis:7.2-bookworm && return
   debian bookworm
-  echo "making redis:7.4-bookworm from Debian's redis-server"
+  echo "making redis:7.2-bookworm from Debian's redis-server"
   cat >"$work/entrypoint.sh" <<'SH'
 #!/bin/sh
 set -e
@@ -44,14 +44,14 @@ EXPOSE 6379
 ENTRYPOINT ["docker-entrypoint.sh"]
 CMD ["redis-server"]
 DOCKER
-  docker build --quiet --tag redis:7.4-bookworm "$work" >/dev/null
+  docker build --quiet --tag redis:7.2-bookworm "$work" >/dev/null
 }
 
 for image in "${@:-all}"; do
   case "$image" in
     debian:bookworm-slim) debian bookworm ;;
     debian:trixie-slim) debian trixie ;;
-    redis:7.4-bookworm) redis ;;
+    redis:7.2-bookworm) redis ;;
     all) debian bookworm && debian trixie && redis ;;
     *) echo "Error: no recipe for $image" >&2; exit 2 ;;
   esac
