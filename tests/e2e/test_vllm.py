@@ -31,10 +31,11 @@ def test_held_out_reward_rises_with_vllm(warm_for_vllm: Workplace, vllm_python: 
         *("--max-steps", str(STEPS), "--orchestrator.eval.interval", str(STEPS), "--name", "short"),
         env={"MILLRACE_VLLM_PYTHON": vllm_python},
     )
-    # Half an hour's worth of runs gave +0.13 and more; two means of 256 rollouts differ by 0.02 (1 sigma) by chance.
+    # +0.13 when this was written; two means of 256 rollouts differ by 0.02 (1 sigma) by chance.
     assert summary["reward_after"] - summary["reward_before"] >= 0.06, output[-3000:]
     assert summary["steps"] == STEPS and output.count("\nstep ") == STEPS
-    assert summary["max_abs_logprob_diff"] <= 1e-5, "vLLM and the trainer have the same weights and the same arithmetic"
+    # The worst of 1700 tokens, 8e-6 when this was written; other weights would be off by thousands of times as much.
+    assert summary["max_abs_logprob_diff"] <= 3e-5, "vLLM and the trainer have the same weights and the same arithmetic"
     assert summary["mismatch_kl"] <= 1e-9
     assert "died" not in output
     log = (warm_for_vllm.path / "outputs" / "short" / "logs" / "inference.log").read_text()

@@ -182,7 +182,7 @@ async def test_an_empty_replica_starts_with_the_policy_that_is_asked_for(
         assert "sha256" in refused.error and not refused.has_version, "a damaged manifest starts nothing"
         served = await ask(entry.manifest_sha256, pb.POLICY_STATE_SERVING)
         assert (served.version, served.digest, served.engine) == (0, entry.digest, "vllm")
-        assert "readback" in served.proof
+        assert "probe" in served.proof
     assert {one.worker_id for one in servicer.registered} == {worker.worker_id}, "the same worker goes on"
     assert {one.http_url for one in servicer.registered} == {worker.http_url}
 
