@@ -134,6 +134,7 @@ class Progress:
                 if self.policy is None or (new.lineage, new.version) >= (self.policy.lineage, self.policy.version):
                     self.policy = new
             case "policy_served":
+                self.fetched.add(event.policy_served.fetched_bytes, event.policy_served.full_bytes)
                 self.served[event.policy_served.replica] = newest = event.policy_served.version
                 self.served = {name: at for name, at in self.served.items() if at >= newest - GONE_BEHIND}
             case "checkpoint_saved":

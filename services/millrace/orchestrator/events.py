@@ -28,9 +28,8 @@ class RunEvents:
         body = event_pb2.BatchCommitted(step=step, num_trained=num_trained, dropped=dropped, num_tokens=num_tokens)
         await self._writer.write(event_pb2.Event(batch_committed=body))
 
-    async def policy_served(self, *, replica: str, lineage: int, version: int, pause_s: float) -> None:
+    async def policy_served(self, body: event_pb2.PolicyServed) -> None:
         """Record that a replica began to serve a version."""
-        body = event_pb2.PolicyServed(replica=replica, lineage=lineage, version=version, pause_seconds=pause_s)
         await self._writer.write(event_pb2.Event(policy_served=body))
 
     async def eval_completed(self, body: event_pb2.EvalCompleted) -> None:

@@ -15,6 +15,7 @@ from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
+from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)
 
@@ -190,10 +191,16 @@ class PolicyDriver:
             if self._announced.get(record.worker_id) != served:
                 self._announced[record.worker_id] = served
                 await self._events.policy_served(
-                    replica=record.worker_id,
-                    lineage=status.lineage,
-                    version=status.version,
-                    pause_s=status.pause_seconds,
+                    event_pb2.PolicyServed(
+                        replica=record.worker_id,
+                        lineage=status.lineage,
+                        version=status.version,
+                        pause_seconds=status.pause_seconds,
+                        proof=status.proof,
+                        fetched_bytes=status.fetched_bytes,
+                        full_bytes=status.full_bytes,
+                        update_seconds=status.update_seconds,
+                    )
                 )
         elif status.error:
             failure = f"replica {record.worker_id} could not take policy {desired.version}: {status.error}"
