@@ -102,7 +102,7 @@ def test_each_image_holds_only_what_its_service_needs(deployment: Deployment) ->
 def test_no_service_runs_as_root_or_may_become_it(deployment: Deployment) -> None:
     for service in (*OURS, "redis"):
         for container in deployment.containers(service):
-            owners = run(["docker", "top", container, "-o", "uid"]).split()[1:]
+            owners = [line.split()[1] for line in run(["docker", "top", container, "-o", "pid,uid"]).splitlines()[1:]]
             assert owners and "0" not in owners, f"{service} runs as {owners}"
             host = deployment.inspect(container)["HostConfig"]
             assert host["CapDrop"] == ["ALL"] and host["ReadonlyRootfs"] and not host["Privileged"]
