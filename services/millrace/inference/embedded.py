@@ -106,7 +106,9 @@ class EmbeddedEngine:
 
         def swap() -> None:
             old, self._scheduler = self._scheduler, scheduler
-            self._weights = HeldWeights(scheduler.model)
+            if self._weights is not None:
+                self._weights.close()
+            self._weights = held = HeldWeights(scheduler.model, report=lambda problem: self._report(held, problem))
             self._state, self._error = EngineState.READY, ""
             self._model_len, self._vocab_size = model_len, vocab_size
             if old is not None:
@@ -116,7 +118,9 @@ class EmbeddedEngine:
 
     async def check(self, staged: StagedPolicy) -> None:
         """See `PolicyEngine.check`."""
-        await asyncio.to_thread(self._held_weights().check, staged)  # beside the thread, which it does not disturb
+        held = self._held_weights()
+        await asyncio.to_thread(held.check, staged)  # beside the thread, which it does not disturb
+        await asyncio.to_thread(held.prepare, staged)
 
     async def apply_policy(
         self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
@@ -137,7 +141,7 @@ class EmbeddedEngine:
         await self._in_thread(apply)
 
     async def prove(self, staged: StagedPolicy) -> HeldDigest:
-        """See `PolicyEngine.prove`: reads everything back, and computes the probe if the manifest has one."""
+        """See `PolicyEngine.prove`: reads back, and computes the probe if the manifest has one."""
         return await self._in_thread(lambda: self._held_weights().prove(staged))
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -209,6 +213,8 @@ class EmbeddedEngine:
         with self._wake:
             self._closing = True
             self._wake.notify()
+        if self._weights is not None:
+            self._weights.close()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             log.error("the engine's thread did not end", extra={"timeout_s": _CLOSE_TIMEOUT_S})
@@ -263,6 +269,11 @@ class EmbeddedEngine:
                 field="token_ids", value=str(unknown), message=f"token ids are 0 to {self._vocab_size - 1}"
             )
             raise InvalidSpecError([wrong], reason="TOKEN_UNKNOWN", remedy="use this model's tokenizer")
+
+    def _report(self, held: HeldWeights, problem: str) -> None:
+        """Damage that the reader beside the serving found; called in its thread."""
+        with contextlib.suppress(UnavailableError):  # a thread that ends serves nothing any more
+            self._post(_Command(lambda: self._fail(problem) if held is self._weights else None, lambda _: None))
 
     # ---- what follows runs in the engine's thread, except _require_thread, _post and _in_thread ----
 

@@ -133,9 +133,8 @@ class PolicyUpdater:
         self._held_files: tuple[tuple[str, str], ...] | None = None
         self._proved: ProvedPolicy | None = None
         self._error = ""
-        self._pause_s = 0.0
+        self._pause_s = self._update_s = 0.0
         self._fetched_bytes = self._full_bytes = self._base_bytes = 0
-        self._update_s = 0.0
         self._is_leaving = False
         self._wake = asyncio.Event()
         self._change = asyncio.Event()
@@ -238,8 +237,8 @@ class PolicyUpdater:
         except Exception as error:  # whatever a bad policy causes must leave the replica alive and say why
             is_broken = self._engine.status().state is EngineState.FAILED
             self._set(UpdateState.BROKEN if is_broken else UpdateState.UPDATE_FAILED, error=_describe(error))
-            is_ours = isinstance(error, MillraceError)
-            log.error("policy update failed", extra={**fields, "error": str(error)}, exc_info=not is_ours)
+            fields["error"] = str(error)
+            log.error("policy update failed", extra=fields, exc_info=not isinstance(error, MillraceError))
         else:
             self._served = desired
             self._update_s = time.monotonic() - began
@@ -249,6 +248,8 @@ class PolicyUpdater:
             log.info("policy updated", extra=fields)
 
     async def _update(self, desired: DesiredPolicy, wait: waits.Waiting) -> None:
+        if self._engine.status().state is EngineState.FAILED:
+            self._forget()  # it failed between two updates, perhaps for damaged memory: nothing here is trusted
         staged = await self._stage(desired)
         self._base_bytes = 0
         files = tuple((entry.name, entry.sha256) for entry in staged.manifest.files)
@@ -328,8 +329,7 @@ class PolicyUpdater:
             whole = await self._stage_base(adapter)
             identity = replace(identity, lineage=whole.manifest.lineage, version=whole.manifest.version)
         owner = model_files.write_files(await asyncio.to_thread(pull_files, self._require_store(), staged.manifest))
-        directory = Path(owner.name)
-        tokenizer = await asyncio.to_thread(model_files.load_tokenizer, directory)
+        tokenizer = await asyncio.to_thread(model_files.load_tokenizer, directory := Path(owner.name))
         served = ServedModel(names=self._names, directory=directory, tokenizer=tokenizer, owner=owner)
         self._set(UpdateState.APPLYING)
         began = time.monotonic()

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from millrace.errors import InvalidStateError
 from millrace.policies.change import TensorChange
-from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.tensors import TensorBytes
 
 _TORCH_DTYPES = {
@@ -97,14 +97,9 @@ def write_changes(model: torch.nn.Module, changes: Mapping[str, tuple[TensorChan
                 flat[torch.from_numpy(part.positions)] = bits
 
 
-def read_digest(model: torch.nn.Module, names: Mapping[str, object]) -> str:
-    """Digest (hex) of what the model holds under these names, in the form of the policy manifest."""
-    held = model.state_dict(keep_vars=True)
-    found: dict[str, tuple[str, tuple[int, ...], str]] = {}
-    for name in names:
-        tensor = as_tensor_bytes(held[name])
-        found[name] = (tensor.dtype, tensor.shape, digest_hex(tensor_digest(tensor)))
-    return policy_digest(found)
+def held_bits(model: torch.nn.Module) -> dict[str, NDArray[np.unsignedinteger]]:
+    """The memory of every weight as flat bits, by name, without a copy."""
+    return {name: _flat_bits(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def prompt_logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:
@@ -119,6 +114,11 @@ def as_tensor_bytes(tensor: torch.Tensor) -> TensorBytes:
     """A CPU tensor's bits, without a copy where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return TensorBytes(dtype=_tag(tensor), shape=tuple(tensor.shape), data=flat.numpy().data)
+
+
+def _flat_bits(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
+    width = tensor.element_size()
+    return tensor.detach().view(-1).view(_BITS[width]).numpy().view(f"u{width}")
 
 
 def _tag(tensor: torch.Tensor) -> str:

@@ -1,6 +1,6 @@
 """What differs between two versions of one tensor."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,21 @@ class TensorChange:
             held[self.start : self.start + self.bits.size] = self.bits
         else:
             held[self.positions] = self.bits
+
+    def shares(self, size: int) -> Iterator[tuple[int, "TensorChange"]]:
+        """This change cut at the multiples of `size` elements: where each part's share begins, and the part."""
+        if self.num_elements == 0:
+            return
+        last = self.start + self.num_elements - 1 if self.positions is None else int(self.positions[-1])
+        first = (self.start if self.positions is None else int(self.positions[0])) // size * size
+        for share in range(first, last + 1, size):
+            if self.positions is None:
+                begin, end = max(share - self.start, 0), min(share + size - self.start, self.num_elements)
+                yield share, TensorChange(bits=self.bits[begin:end], start=self.start + begin)
+            else:
+                begin, end = np.searchsorted(self.positions, (share, share + size))
+                if begin < end:
+                    yield share, TensorChange(bits=self.bits[begin:end], positions=self.positions[begin:end])
 
     def _check(self, held: NDArray[np.unsignedinteger]) -> None:
         """The change must lie inside the tensor and have its width (numpy would wrap, cast or broadcast silently)."""

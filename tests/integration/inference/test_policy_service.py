@@ -16,6 +16,7 @@ from millrace.inference import pauses, weights
 from millrace.inference.embedded import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, SamplingParams
 from millrace.inference.model_files import ModelSlot
+from millrace.inference.readback import Readback
 from millrace.inference.service import SERVICE_NAME, PolicyServicer
 from millrace.inference.updater import PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2 as pb
@@ -196,17 +197,34 @@ async def test_weights_that_read_back_differently_break_the_replica_until_a_relo
     assert (await client.generate()).policy_spans[0].version == 1
 
 
+async def test_memory_found_damaged_breaks_the_replica_until_a_reload_from_the_anchor(
+    client, local_store, publish, make_model
+):
+    entry = publish(local_store, make_model(0), 0)
+    await client.update(entry)
+    client.engine._weights._readback._report("model.norm.weight is damaged")  # as the reader beside the serving does
+    async with asyncio.timeout(20):
+        while (status := await client.status()).state != pb.POLICY_STATE_BROKEN:
+            await asyncio.sleep(0.01)
+    assert not status.has_version and "damaged" in status.error
+    with pytest.raises(UnavailableError, match="damaged"):
+        await client.generate()
+    status = await client.update(entry)
+    assert_serves(status, entry)
+    assert status.fetched_bytes >= status.full_bytes > 0  # nothing that was in memory was used again
+
+
 async def test_a_version_counts_only_when_its_digest_is_proved(client, local_store, publish, make_model, monkeypatch):
     entries = [publish(local_store, make_model(seed), seed) for seed in range(2)]
     await client.update(entries[0])
-    real, reached, go_on = weights.read_digest, threading.Event(), threading.Event()
+    real, reached, go_on = Readback.prove, threading.Event(), threading.Event()
 
-    def slow(model, names):
+    def slow(readback, staged):
         reached.set()
         assert go_on.wait(20)
-        return real(model, names)
+        return real(readback, staged)
 
-    monkeypatch.setattr(weights, "read_digest", slow)
+    monkeypatch.setattr(Readback, "prove", slow)
     await client.update(entries[1], wait_s=0)
     try:
         assert await asyncio.to_thread(reached.wait, 20)  # the new weights are in, the proof is not
@@ -222,11 +240,11 @@ async def test_weights_that_cannot_be_read_back_do_not_serve(client, local_store
     entries = [publish(local_store, make_model(seed), seed) for seed in range(2)]
     await client.update(entries[0])
 
-    def unreadable(model, names):
+    def unreadable(readback, staged):
         raise MemoryError("no room to read back")
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "read_digest", unreadable)
+        patch.setattr(Readback, "prove", unreadable)
         status = await client.update(entries[1])
     assert status.state == pb.POLICY_STATE_BROKEN and not status.has_version and "read back" in status.error
     with pytest.raises(UnavailableError):
