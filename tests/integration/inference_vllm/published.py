@@ -1,5 +1,6 @@
 """Policies of a tiny model for vLLM tests, published full or as a delta, as a trainer does."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,17 @@ def logprobs(held: torch.nn.Module, prompt: Sequence[int], completion: Sequence[
     return tiny.reference_logprobs(held, list(prompt), list(completion))
 
 
+def kept_logprobs(
+    old: torch.nn.Module, new: torch.nn.Module, prompt: Sequence[int], completion: Sequence[int], cut: int
+) -> np.ndarray:
+    """Log-probs of a completion from token `cut` on, by `new`, on the KV cache that `old` left when it was replaced."""
+    tokens, seen = torch.tensor([[*prompt, *completion]]), len(prompt) + cut - 1
+    with torch.inference_mode():
+        past = old(input_ids=tokens[:, :seen], use_cache=True).past_key_values
+        logits = new(input_ids=tokens[:, seen:], past_key_values=past).logits[0, :-1].float()
+    return torch.log_softmax(logits, dim=-1).gather(-1, tokens[0, seen + 1 :, None]).squeeze(-1).numpy()
+
+
 def probe(held: torch.nn.Module) -> Probe:
     """The trainer's probe of a model."""
     found = logprobs(held, PROBE_TOKENS[:1], PROBE_TOKENS[1:])
@@ -73,8 +85,10 @@ class Publisher:
         self._tensors: dict[int, dict[str, TensorBytes]] = {}
         self._published: dict[int, PublishedPolicy] = {}
 
-    def full(self, held: torch.nn.Module, version: int, *, probed: Probe | None = None) -> PolicyEntry:
-        """The whole model."""
+    def full(
+        self, held: torch.nn.Module, version: int, *, probed: Probe | None = None, like: torch.nn.Module | None = None
+    ) -> PolicyEntry:
+        """The whole model, or its tensors with the config of another one."""
         self._tensors[version] = tensors = _copies(tiny.tensors_of(held))
         published = publish_policy(
             self.store,
@@ -84,7 +98,7 @@ class Publisher:
             version=version,
             epoch=1,
             tensors=tensors.items(),
-            files=files(held, self._scratch),
+            files=files(like or held, self._scratch),
             probe=probed or probe(held),
         )
         return self._noted(version, published)
@@ -103,6 +117,8 @@ class Publisher:
         key = manifest_key("test", self.uid, lineage=0, version=version)
         data = upload_prefix("test", self.uid, lineage=0, version=version, epoch=1)
         encoding = upload_delta(self.store, data, frames, against=base, against_digest=against.digest)
+        if spoil == "codec":
+            encoding = dataclasses.replace(encoding, codec="mystery")
         entries = tuple(
             TensorEntry(name=n, shape=t.shape, dtype=t.dtype, digest=digest_hex(tensor_digest(t)))
             for n, t in tensors.items()

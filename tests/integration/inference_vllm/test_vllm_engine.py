@@ -1,0 +1,184 @@
+"""A replica on real vLLM with a tied float32 model: what it computes after each update, and what its spans say."""
+
+import asyncio
+import contextlib
+import importlib.util
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.storage.local import LocalStore
+
+GAP = 1e-5  # of float32 log-probs between vLLM and a forward pass of Hugging Face's model
+SEQS = 4
+FLAGS = {
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": SEQS,
+    "block_size": 32,
+    "enable_prompt_tokens_details": True,
+}
+pytestmark = pytest.mark.timeout(300)
+
+
+def _load(name: str) -> Any:
+    """Test directories are no packages, so what tests of this one share is loaded by path."""
+    spec = importlib.util.spec_from_file_location(f"{name}_tied", Path(__file__).parent / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+published, vllm_server = _load("published"), _load("vllm_server")
+
+
+class Run:
+    """Versions of one run: each is the model before it with some weights changed, from version 0 on."""
+
+    def __init__(self, directory: Path, uid: str) -> None:
+        self.publisher = published.Publisher(LocalStore(directory / "store"), directory, uid)
+        self.models: dict[int, torch.nn.Module] = {}
+
+    def full(self, version: int, seed: int, **options: Any) -> Any:
+        self.models[version] = published.model(seed)
+        return self.publisher.full(self.models[version], version, **options)
+
+    def delta(self, version: int, *, base: int, **options: Any) -> Any:
+        self.models[version] = published.nudged(self.models[base], version)
+        return self.publisher.delta(self.models[version], version, base=base, **options)
+
+    def gaps(self, prompt: list[int], found: Any) -> dict[int, float]:
+        """The greatest difference to the log-probs of every version."""
+        return {
+            version: float(np.abs(published.logprobs(model, prompt, found.token_ids) - found.logprobs).max())
+            for version, model in self.models.items()
+        }
+
+    def assert_computed_by(self, version: int, prompt: list[int], found: Any) -> None:
+        """Each token came from this version's weights, on its own KV cache; no other version would give the same."""
+        assert set(found.version_of()) == {version}
+        gaps = self.gaps(prompt, found)
+        assert gaps.pop(version) <= GAP
+        assert all(gap > 100 * GAP for gap in gaps.values()), "versions that compute the same prove nothing"
+
+
+@pytest.fixture(scope="module")
+def server(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = tmp_path_factory.mktemp("tied")
+    model = published.model(99)
+    published.files(model, directory / "model")
+    model.save_pretrained(directory / "model")
+    yield from vllm_server.serving(vllm_python, directory / "model", directory, **FLAGS)
+
+
+@pytest.fixture
+async def client(server: Any) -> AsyncIterator[Any]:
+    async with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def run(server: Any, request: pytest.FixtureRequest) -> Run:
+    return Run(server.directory, request.node.name.replace("[", "-").strip("]"))
+
+
+@pytest.fixture
+async def served(client: Any, run: Run) -> Any:
+    """Version 0 serves."""
+    client.uid = run.publisher.uid
+    status = await client.serve(run.full(0, seed=0))
+    assert status.fetched_bytes >= status.full_bytes > 0
+    return client
+
+
+async def test_each_update_is_computed_with_on_every_route(served: Any, run: Run) -> None:
+    prompt = [1, 2, 3]
+    run.assert_computed_by(0, prompt, await served.generate(prompt))
+    for version, mode in ((1, pb.INFLIGHT_MODE_KEEP), (2, pb.INFLIGHT_MODE_RECOMPUTE), (3, pb.INFLIGHT_MODE_KEEP)):
+        status = await served.serve(run.delta(version, base=version - 1), mode)
+        assert "probe" in status.proof and status.engine == "vllm"
+        assert 0 < status.fetched_bytes < status.full_bytes / 5
+        assert 0 < status.pause_seconds <= status.update_seconds
+        run.assert_computed_by(version, prompt, await served.generate(prompt))
+    chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "logprobs": True}
+    code, body, _ = await served.post("/v1/chat/completions", {**chat, "return_token_ids": True, "ignore_eos": True})
+    [choice] = body["choices"]
+    said = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    expected = published.logprobs(run.models[3], body["prompt_token_ids"], choice["token_ids"])
+    assert code == 200 and len(choice["token_ids"]) == 8
+    np.testing.assert_allclose(said, expected, atol=GAP)
+    assert choice["policy_spans"] == [{"lineage": 0, "version": 3, "start": 0, "end": 8}]
+    plain = {"model": "policy", "prompt": prompt, "max_tokens": 8, "logprobs": 0, "return_token_ids": True}
+    code, body, _ = await served.post("/v1/completions", {**plain, "ignore_eos": True, "n": 2, "seed": 5})
+    assert code == 200 and len(body["choices"]) == 2
+    for choice in body["choices"]:
+        expected = published.logprobs(run.models[3], prompt, choice["token_ids"])
+        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected, atol=GAP)
+        assert choice["policy_spans"] == [{"lineage": 0, "version": 3, "start": 0, "end": 8}]
+    streamed = [event async for event in served.stream("/v1/chat/completions", {**chat, "ignore_eos": True})]
+    entries = [
+        e for event in streamed for c in event["choices"] for e in (c.get("logprobs") or {}).get("content") or []
+    ]
+    assert len(entries) == 8 and streamed[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_recompute_leaves_nothing_of_the_old_version(served: Any, run: Run) -> None:
+    prompts = [[10 + index, 20, 30] for index in range(2 * SEQS)]
+    async with in_flight(served, prompts, max_tokens=200) as tasks:
+        await served.serve(run.delta(1, base=0), pb.INFLIGHT_MODE_RECOMPUTE)
+    found = await asyncio.gather(*tasks)
+    for prompt, one in zip(prompts, found, strict=True):
+        versions = np.array(one.version_of())
+        for version, model in run.models.items():
+            gap = np.abs(published.logprobs(model, prompt, one.token_ids) - one.logprobs)
+            assert gap[versions == version].max(initial=0) <= GAP
+    assert sum(len(one.spans) == 2 for one in found) == SEQS, "those that ran have tokens of both versions"
+
+
+async def test_keep_goes_on_with_the_kv_cache_and_begins_the_others_anew(served: Any, run: Run) -> None:
+    shared = [(7 * index) % 250 for index in range(100)]
+    assert (await served.generate([*shared, 1])).num_cached == 0
+    assert (await served.generate([*shared, 2])).num_cached == 96, "the prefix cache works, so that it can be wrong"
+    prompts = [[*shared, 10 + index] for index in range(2 * SEQS)]
+    async with in_flight(served, prompts, max_tokens=140) as tasks:
+        await served.serve(run.delta(1, base=0), pb.INFLIGHT_MODE_KEEP)
+    found = await asyncio.gather(*tasks)
+    kept = [(prompt, one) for prompt, one in zip(prompts, found, strict=True) if len(one.spans) == 2]
+    assert len(kept) == SEQS
+    for prompt, one in kept:
+        cut = one.version_of().index(1)
+        old = published.logprobs(run.models[0], prompt, one.token_ids)[:cut]
+        new = published.kept_logprobs(run.models[0], run.models[1], prompt, one.token_ids, cut)
+        np.testing.assert_allclose(one.logprobs, [*old, *new], atol=GAP)
+    for prompt, one in zip(prompts, found, strict=True):
+        if len(one.spans) == 1:
+            run.assert_computed_by(1, prompt, one)
+    for last in (3, 4):
+        after = await served.generate([*shared, last])
+        run.assert_computed_by(1, [*shared, last], after)
+        assert after.num_cached == 96
+
+
+@contextlib.asynccontextmanager
+async def in_flight(client: Any, prompts: list[list[int]], max_tokens: int) -> AsyncIterator[list[Any]]:
+    """In this block the engine is paused, half of the requests have tokens, and the other half are in it without."""
+    first_tokens = "vllm:time_to_first_token_seconds_count"
+    before = await client.metric(first_tokens)
+    await client.pause()
+    tasks = [asyncio.create_task(client.generate(prompt, max_tokens)) for prompt in prompts[:SEQS]]
+    await client.open_requests(SEQS)
+    async with asyncio.timeout(60):
+        while await client.metric(first_tokens) < before + SEQS:
+            await client.resume()  # for some steps
+            await client.pause()
+    assert not any(task.done() for task in tasks), "they are too short for this machine"
+    tasks += [asyncio.create_task(client.generate(prompt, max_tokens)) for prompt in prompts[SEQS:]]
+    await client.open_requests(len(prompts))
+    yield tasks
+    await client.resume()
