@@ -38,10 +38,12 @@ from millrace.inference.engine import (
     HeldDigest,
     InflightMode,
     PolicyIdentity,
+    PromptScores,
 )
 from millrace.inference.held import HeldWeights
 from millrace.inference.rows import Running
 from millrace.inference.scheduler import Scheduler
+from millrace.inference.scoring import score_prompt
 from millrace.policies.staged import StagedPolicy
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
@@ -168,6 +170,12 @@ class EmbeddedEngine:
             with contextlib.suppress(UnavailableError):  # a thread that ends ends its requests as well
                 self._post(_Command(lambda: self._abort(request.request_id), lambda _: None))
             raise
+
+    async def score(self, token_ids: tuple[int, ...]) -> PromptScores:
+        """See `Engine.score`; generation stands still meanwhile."""
+        self._held()
+        self._check_prompt(token_ids)
+        return await self._in_thread(lambda: score_prompt(self._held().model, token_ids))
 
     async def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""

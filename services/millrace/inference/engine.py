@@ -113,6 +113,17 @@ class Generation:
     stop_reason: int | str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptScores:
+    """How likely the tokens of a prompt of T tokens are: of each but the first given those before it, [T - 1].
+
+    `logprobs` float32 at temperature 1; `ranks` int32, 1 for the likeliest token of its place.
+    """
+
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
     """What an engine does at the moment. `progress_age_s` is the time since it last did something it had to do.
@@ -221,6 +232,10 @@ class Engine(PolicyEngine, Protocol):
 
         Raises UnavailableError when no model is held, InvalidStateError when the prompt does not fit the context.
         """
+        ...
+
+    async def score(self, token_ids: tuple[int, ...]) -> PromptScores:
+        """Log-probs of given tokens under the held policy, by a plain forward pass. Raises as `generate` does."""
         ...
 
     async def abort(self, request_id: str) -> None:

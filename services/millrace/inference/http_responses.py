@@ -5,7 +5,7 @@ Every choice carries `policy_spans`: which policy generated which tokens, as [st
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,11 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.inference.chat import parse_tool_calls
-from millrace.inference.engine import FinishReason, Generation
+from millrace.inference.engine import FinishReason, Generation, PromptScores
 from millrace.inference.http_schema import ChatBody, CompletionBody, CompletionCommon, GenerateBody, Sampling
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has not; vLLM writes the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +136,18 @@ def generate_body(request_id: str, body: GenerateBody, completed: list[Completed
         "kv_transfer_params": None,
         "usage": _usage(completed, body.sampling_params.n),
     }
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], scores: PromptScores, tokenizer: PreTrainedTokenizerBase | None
+) -> list[dict[str, Any] | None]:
+    """vLLM's shape: per token a table with its id as key, null for the first, which nothing precedes."""
+    rows: list[dict[str, Any] | None] = [None]
+    for token, logprob, rank in zip(prompt[1:], scores.logprobs.tolist(), scores.ranks.tolist(), strict=True):
+        text = None if tokenizer is None else str(tokenizer.decode([token]))
+        shown = max(logprob, MIN_LOGPROB)
+        rows.append({str(token): {"logprob": shown, "rank": rank, "decoded_token": text}})
+    return rows
 
 
 def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes]:

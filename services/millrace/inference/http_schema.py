@@ -36,6 +36,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # The bounds below are those of the engine's columns (rows.py): what passes here must not overflow there.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
+PromptLogprobs = Annotated[int | None, Field(ge=0, le=0)]
+"""0 gives the log-probs of the prompt's own tokens; this engine has no alternatives to them."""
 MAX_STOP_TOKENS = 1024  # the engine holds a column per stop token, for all of its rows
 MIN_TEMPERATURE = 1e-6  # below it, logits divided by it leave float32
 
@@ -144,6 +146,7 @@ class CompletionBody(CompletionCommon):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: int | None = Field(default=None, ge=0, le=1)
+    prompt_logprobs: PromptLogprobs = None
     add_special_tokens: bool = True
 
 
@@ -152,6 +155,7 @@ class GenerateSampling(Sampling):
 
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     logprobs: int | None = Field(default=None, ge=0, le=1)
+    prompt_logprobs: PromptLogprobs = None
 
 
 class GenerateBody(Body):

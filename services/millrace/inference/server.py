@@ -126,17 +126,24 @@ class HttpApi:
         wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
         completed = await self._complete(prompts, body, n=body.n, max_tokens=wanted, status=status)
         whole = responses.text_body(_id("cmpl"), body.model or model.names[0], body, tokenizer, completed)
+        if body.prompt_logprobs is not None:
+            scored = [row for prompt in prompts for row in [await self._score(prompt, tokenizer)] * body.n]
+            for choice, rows in zip(whole["choices"], scored, strict=True):
+                choice["prompt_logprobs"] = rows
         return await _respond(request, whole, is_stream=body.stream, wants_usage=body.wants_usage_chunk)
 
     async def generate(self, request: web.Request) -> web.Response:
         """`POST /inference/v1/generate`."""
         body = await _read(request, GenerateBody)
-        _, status = self._require(body.model)
+        model, status = self._require(body.model)
         sampling = body.sampling_params
         completed = await self._complete(
             [body.token_ids], sampling, n=sampling.n, max_tokens=sampling.max_tokens, status=status
         )
-        return web.json_response(responses.generate_body(body.request_id or _id("gen"), body, completed))
+        whole = responses.generate_body(body.request_id or _id("gen"), body, completed)
+        if sampling.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = await self._score(body.token_ids, model.tokenizer)
+        return web.json_response(whole)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`POST /tokenize`."""
@@ -246,6 +253,10 @@ class HttpApi:
             self._num_open -= 1
             if not self._num_open:
                 self._has_none_open.set()
+
+    async def _score(self, prompt: list[int], tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs` of a prompt."""
+        return responses.prompt_logprobs(prompt, await self._engine.score(tuple(prompt)), tokenizer)
 
     async def _generate_one(self, request: GenerateRequest) -> responses.Completed:
         generation = await self._engine.generate(request)
