@@ -34,6 +34,7 @@ from millrace.telemetry import waits
 log = logging.getLogger(__name__)
 
 PAUSE_HOLDER = "update"
+_UNPROVED = HeldDigest(digest="", proof="")  # of a fixed model: there is no manifest
 _MAX_RUNS = 1024  # runs whose fencing epoch is remembered
 _FETCH_DEADLINE_S = 600.0  # when a fetch counts as overdue in `run why`; the store's own deadlines end it
 
@@ -132,18 +133,18 @@ class PolicyUpdater:
         self._settled: DesiredPolicy | None = None
         self._held_files: tuple[tuple[str, str], ...] | None = None
         self._proved: ProvedPolicy | None = None
-        self._error = ""
+        self._error, self._is_leaving = "", False
         self._pause_s = self._update_s = 0.0
         self._fetched_bytes = self._full_bytes = self._base_bytes = 0
-        self._is_leaving = False
-        self._wake = asyncio.Event()
-        self._change = asyncio.Event()
+        self._wake, self._change = asyncio.Event(), asyncio.Event()
 
     def status(self) -> UpdateStatus:
         """Where the update is."""
         engine = self._engine.status()
         serves = engine.state is EngineState.READY and self._slot.current is not None
         proved = self._proved if serves else None
+        if proved is not None and engine.identity is not None and not engine.identity.run_uid:  # a fixed model
+            proved = ProvedPolicy(identity=engine.identity, held=_UNPROVED)
         state, error = self._state, self._error
         if engine.state is EngineState.FAILED and state is UpdateState.SERVING:
             state, error = UpdateState.BROKEN, engine.error  # it failed by itself, between two updates
@@ -208,7 +209,7 @@ class PolicyUpdater:
         tokenizer = await asyncio.to_thread(model_files.load_tokenizer, model_dir)
         identity = PolicyIdentity(run_uid="", lineage=0, version=0)
         await self._engine.load(model_dir, None, identity=identity)
-        self._proved = ProvedPolicy(identity=identity, held=HeldDigest(digest="", proof=""))  # there is no manifest
+        self._proved = ProvedPolicy(identity=identity, held=_UNPROVED)
         self._slot.current = ServedModel(names=self._names, directory=model_dir, tokenizer=tokenizer)
         self._set(UpdateState.SERVING)
 
@@ -217,8 +218,7 @@ class PolicyUpdater:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            desired = self._desired
-            if desired is not None:
+            if (desired := self._desired) is not None:
                 if not self.serves(desired):
                     await self._attempt(desired)
                 self._settled = desired

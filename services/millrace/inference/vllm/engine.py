@@ -38,9 +38,14 @@ _CONFIG_NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype"
 
 
 class VllmEngine:
-    """Implements `PolicyEngine`. `directory` is where files for the workers are written."""
+    """Implements `PolicyEngine`. `directory` is where files for the workers are written.
 
-    def __init__(self, client: Any, gate: Gate, *, directory: Path) -> None:
+    `is_fixed` is for a model that was chosen where the replica was started: a restart would bring it again, so a policy
+    of another architecture is refused.
+    """
+
+    def __init__(self, client: Any, gate: Gate, *, directory: Path, is_fixed: bool = False) -> None:
+        self._is_fixed = is_fixed
         self._client = client
         self._gate = gate
         self._directory = directory
@@ -96,15 +101,23 @@ class VllmEngine:
             await self.resume("load")
         self._state, self._error, self._identity = EngineState.READY, "", identity
 
-    async def load_directory(self, directory: str) -> None:
-        """Loads safetensors files that the workers can read, as PRIME-RL's HTTP calls want it; nothing proves them."""
+    async def load_directory(self, directory: str | None) -> None:
+        """Loads safetensors files that the workers can read, as PRIME-RL's HTTP calls want it; nothing proves them.
+
+        None is the model that vLLM was started with.
+        """
+        if directory is not None and not await asyncio.to_thread(_has_weights, Path(directory)):
+            raise InvalidStateError(
+                f"{directory} is no directory with safetensors files", reason="WEIGHTS_NOT_FOUND", remedy="name one"
+            )
         identity = PolicyIdentity(run_uid="", lineage=0, version=self._num_applied + 1)
         await self.pause("load")
         try:
             await self._rpc("millrace_reload_directory", directory, deadline_s=_RELOAD_DEADLINE_S)
             await self._set_version(identity)
+            await self._recall()
         except BaseException as error:  # marks the engine as failed, then raises
-            await self.fail(f"loading {directory} failed half-way: {error}")
+            await self.fail(f"loading {directory or 'the first weights'} failed half-way: {error}")
             raise
         finally:
             await self.resume("load")
@@ -312,12 +325,16 @@ class VllmEngine:
         if not differing:
             return
         problem = f"the policy's config.json is not that of vLLM's model (differing: {', '.join(differing[:8])})"
-        is_asked = ask_restart(problem)
+        is_asked = not self._is_fixed and ask_restart(problem)
         raise InvalidStateError(
             problem,
             reason="MODEL_CONFIG_MISMATCH",
             remedy="wait for the restart" if is_asked else "start the replica without MILLRACE_MODEL",
         )
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
 
 
 def chunks(sizes: list[int], limit: int) -> list[tuple[int, int]]:

@@ -50,7 +50,7 @@ class MillracePlugin:
         owner = None if given else tempfile.TemporaryDirectory(prefix="millrace-policy-")
         directory = Path(given or owner.name)  # pyright: ignore[reportOptionalMemberAccess] - one of them is there
         gate = Gate()
-        engine = VllmEngine(engine_client, gate, directory=directory)
+        engine = VllmEngine(engine_client, gate, directory=directory, is_fixed=own.vllm_model is not None)
         _put_before(state, engine_client, GatedClient(engine_client, gate))
         stopping = asyncio.Event()
         slot = ModelSlot()
@@ -65,7 +65,7 @@ class MillracePlugin:
         )
         if own.vllm_model is not None:
             await parts.updater.serve_fixed(Path(args.model))
-        replica = Replica(engine=engine, gate=gate, slot=slot, owner=owner)
+        replica = Replica(engine=engine, gate=gate, slot=slot, updater=parts.updater, owner=owner)
         state.millrace = replica
         url = http_address(args.host or "0.0.0.0", args.port)
         await take_over()

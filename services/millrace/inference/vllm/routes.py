@@ -20,6 +20,7 @@ from typing import Any
 from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, MillraceError, UnavailableError
 from millrace.inference.engine import STALL_S, EngineState
 from millrace.inference.model_files import ModelSlot
+from millrace.inference.updater import PolicyUpdater
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import CALLS, Calls, Gate
 
@@ -44,9 +45,11 @@ class Replica:
     engine: VllmEngine
     gate: Gate
     slot: ModelSlot
+    updater: PolicyUpdater
     owner: tempfile.TemporaryDirectory[str] | None
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     is_draining: bool = False
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def require(self) -> None:
         """UnavailableError while nothing that is proved serves."""
@@ -57,6 +60,19 @@ class Replica:
             raise UnavailableError(
                 status.error or "no policy is loaded yet", reason="NO_POLICY", remedy="retry in a few seconds"
             )
+
+    async def load_directory(self, directory: str | None) -> None:
+        """Serves weights of a directory, or the first ones again. InvalidStateError while it serves a run."""
+        if (desired := self.updater.desired) is not None:
+            raise InvalidStateError(
+                f"this replica serves run {desired.run_uid}, whose policies come through PolicyService and are proved",
+                reason="POLICY_DRIVEN",
+                remedy="use a replica that serves no run",
+            )
+        if self.slot.current is None:
+            raise UnavailableError("no model is loaded yet", reason="NO_POLICY", remedy="retry in a few seconds")
+        async with self.loading:
+            await self.engine.load_directory(directory)
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for the open ones at most `grace_s`, then aborts them."""
@@ -136,15 +152,14 @@ async def update_weights(raw_request: Request) -> Response:
     directory = body.get("weight_dir") if isinstance(body, dict) else None
     if not isinstance(directory, str) or not directory:
         raise InvalidStateError("the body needs weight_dir, a directory", reason="REQUEST_INVALID")
-    await _replica(raw_request).engine.load_directory(directory)
+    await _replica(raw_request).load_directory(directory)
     return JSONResponse({"status": "ok"})
 
 
 @router.post("/reload_weights")
 async def reload_weights(raw_request: Request) -> Response:
     """PRIME-RL's: back to the weights that the server was started with."""
-    engine = _replica(raw_request).engine
-    await engine.load_directory(engine.client.model_config.model)
+    await _replica(raw_request).load_directory(None)
     return JSONResponse({"status": "ok"})
 
 

@@ -61,10 +61,20 @@ class PolicyWorker:
         self._millrace_load(model, files, list(files.places))
         self.millrace_held = self._millrace_survey(model, files)
 
-    def millrace_reload_directory(self, directory: str) -> None:
-        """Loads the safetensors files of a directory through vLLM's own reload; what is known of it is dropped."""
+    def millrace_reload_directory(self, directory: str | None) -> None:
+        """Loads the safetensors files of a directory through vLLM's own reload; what is known of it is dropped.
+
+        None is the model that vLLM was started with.
+        """
         self.millrace_held = None
-        self.reload_weights(weights_path=directory)  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        # The reload makes the directory the model's own, where "the first weights" would be looked for from then on.
+        config = self.model_runner.vllm_config.model_config  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        first = {name: getattr(config, name) for name in ("model", "model_weights", "revision")}
+        try:
+            self.reload_weights(weights_path=directory)  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        finally:
+            for name, value in first.items():
+                setattr(config, name, value)
         self._millrace_repack_shared(self._millrace_model())
 
     def millrace_check(self, places: list[Any]) -> list[str]:
