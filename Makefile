@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-unit test-slow soak lint format types protos bench chart clean
+.PHONY: help setup setup-dev setup-vllm demo test test-unit test-vllm test-compose test-slow soak lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
@@ -21,13 +21,16 @@ demo: setup ## Train a tiny model with RL on this machine; ENGINE=vllm, ARGS="--
 	@ENGINE=$(ENGINE) scripts/demo.sh $(ARGS)
 
 test: setup-dev ## Run the default test suite.
-	$(PY) -m pytest -m "not slow and not gpu and not compose"
+	$(PY) -m pytest -m "not slow and not gpu and not vllm and not compose"
 
 test-unit: setup-dev ## Run the tests that need no services.
 	$(PY) -m pytest tests/unit tests/contract
 
 test-slow: setup-dev ## Run the tests that take minutes.
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m "slow and not vllm"
+
+test-vllm: setup-dev setup-vllm ## Run the tests of real vLLM; `make setup-vllm` installs it (2.5 GB, minutes).
+	$(PY) -m pytest -m "vllm and not slow" -rs
 
 test-compose: setup-dev ## Build the images and test the compose stack; gets a Docker engine on Debian as root.
 	@tests/compose/engine.sh || true

@@ -102,6 +102,14 @@ def s3_store(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.
     return store
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Who asks for vLLM's interpreter is a test of vLLM."""
+    for item in items:
+        if "vllm_python" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.vllm)
+
+
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
     """The interpreter of an environment with real vLLM and Millrace."""
