@@ -2,8 +2,9 @@
 
 from millrace.algorithms.base import Algorithm, Credit
 from millrace.algorithms.grpo import Grpo
+from millrace.algorithms.opd import Opd
 
-ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": Grpo}
+ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": Grpo, "opd": Opd}
 """From `[orchestrator.algo] type` to the class. A new algorithm is one file, one line here, one test."""
 
-__all__ = ["ALGORITHMS", "Algorithm", "Credit", "Grpo"]
+__all__ = ["ALGORITHMS", "Algorithm", "Credit", "Grpo", "Opd"]

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 
+from millrace.config.algo import AlgoConfig
 from millrace.rollouts.types import Rollout, Sample
 
 
@@ -24,6 +25,11 @@ class Credit:
 
 class Algorithm(Protocol):
     """Turns the rollouts of one group into credit for each of their samples."""
+
+    @classmethod
+    def from_config(cls, config: AlgoConfig) -> Self:
+        """As `[orchestrator.algo]` says."""
+        ...
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
         """Return, for each rollout in order, one `Credit` per sample of it."""

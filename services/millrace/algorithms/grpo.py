@@ -5,11 +5,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from millrace.algorithms.base import Credit, broadcast
+from millrace.config.algo import AlgoConfig
 from millrace.rollouts.types import Rollout
 
 
 class Grpo:
     """A_i = r_i - mean(r), the same for every sampled token of rollout i."""
+
+    @classmethod
+    def from_config(cls, config: AlgoConfig) -> "Grpo":
+        """There is nothing to set."""
+        return cls()
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
         """Return one `Credit` per sample; a group of one gets advantage 0."""

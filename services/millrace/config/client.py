@@ -35,20 +35,19 @@ class ClientConfig(Section):
             tree["base_url"] = [url.rstrip("/") if isinstance(url, str) else url for url in found]
         return tree
 
-    def broken_rules(self) -> list[Finding]:
-        """What is wrong with the URLs; paths are those of a config with this section as `[client]`."""
+    def broken_rules(self, *path: str) -> list[Finding]:
+        """What is wrong with the URLs; `path` is where this section stands in the config."""
         findings: list[Finding] = []
         for index, url in enumerate(self.base_url):
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 problem = "must be a URL that begins with http:// or https://, such as https://api.example.com/v1"
             elif parts.username or parts.password or parts.query:
-                problem = (
-                    "must not carry credentials or a query: name the variable with the key in `client.api_key_var`"
-                )
+                variable = ".".join((*path, "api_key_var"))
+                problem = f"must not carry credentials or a query: name the variable with the key in `{variable}`"
             elif url in self.base_url[:index]:
                 problem = f"must not name {url} twice"
             else:
                 continue
-            findings.append(Finding(paths=(("client", "base_url"),), message=problem))
+            findings.append(Finding(paths=((*path, "base_url"),), message=problem))
         return findings

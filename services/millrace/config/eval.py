@@ -61,7 +61,7 @@ class EvalRunConfig(Section):
 
     def broken_rules(self) -> list[Finding]:
         """Rules over several keys that do not hold."""
-        findings = [] if self.client is None else self.client.broken_rules()
+        findings = [] if self.client is None else self.client.broken_rules("client")
         if self.num_examples == 0 or self.num_examples < -1:
             findings.append(Finding(paths=(("num_examples",),), message="must be -1 for all tasks, or at least 1"))
         seen: dict[str, int] = {}

@@ -1,9 +1,10 @@
 """`[orchestrator]`: environments, sampling, batches, staleness, evaluation."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import model_validator
 
+from millrace.config.algo import AlgoConfig
 from millrace.config.section import (
     IDENTIFIER_PATTERN,
     FreeTable,
@@ -104,14 +105,6 @@ class EvalConfig(Section):
     sampling: EvalSamplingConfig = table(EvalSamplingConfig, "How the policy is sampled.")
 
 
-class AlgoConfig(Section):
-    """How rewards become advantages."""
-
-    type: Literal["grpo"] = option(
-        "grpo", "grpo: reward minus the mean reward of the rollouts of the same task, not divided by a deviation."
-    )
-
-
 class OrchestratorModelConfig(Section):
     """The model whose policies are sampled: the trainer publishes them, so there is nothing to choose here."""
 
@@ -128,7 +121,7 @@ class OrchestratorConfig(Section):
     model: OrchestratorModelConfig = table(OrchestratorModelConfig, "The model.")
     env: list[EnvConfig] = required("Training environments, at least one (`[[orchestrator.env]]`).", min_length=1)
     sampling: SamplingConfig = table(SamplingConfig, "How the policy is sampled.")
-    algo: AlgoConfig = table(AlgoConfig, "How rewards become advantages.")
+    algo: AlgoConfig = table(AlgoConfig, "How rollouts become advantages.")
     eval: EvalConfig | None = option(None, "Evaluation during the run; off if left out.")
     batch_size: int = option(
         128, "Rollouts per optimizer step, at least 1, a multiple of `orchestrator.rollouts_per_example`.", ge=1

@@ -27,6 +27,7 @@ def rl_rules(*, trainer: TrainerConfig, orchestrator: OrchestratorConfig, infere
     """Every broken rule of an RL config whose shared keys are filled."""
     return [
         *_batch_rules(orchestrator),
+        *_teacher_rules(orchestrator),
         *_length_rules(trainer, orchestrator, inference),
         *_env_rules(orchestrator),
         *engine_rules(inference),
@@ -69,6 +70,31 @@ def _batch_rules(config: OrchestratorConfig) -> Iterator[Finding]:
             f"ahead makes are dropped as stale; raise it, or lower `async_level`",
             "orchestrator.max_off_policy_steps",
             "orchestrator.async_level",
+        )
+
+
+def _teacher_rules(config: OrchestratorConfig) -> Iterator[Finding]:
+    """A teacher where one is needed, and a policy whose log-probs mean the same as the teacher's."""
+    algo = config.algo
+    if algo.type != "opd":
+        if algo.teacher is not None:
+            yield _finding(
+                f"has no meaning for {algo.type}; leave it out, or use opd",
+                "orchestrator.algo.teacher",
+                "orchestrator.algo.type",
+            )
+        return
+    if algo.teacher is None:
+        message = "is required for opd: name the model and the base_url of the server that scores the policy's tokens"
+        yield _finding(message, "orchestrator.algo.teacher", "orchestrator.algo.type")
+    else:
+        yield from algo.teacher.broken_rules("orchestrator", "algo", "teacher")
+    if config.sampling.temperature != 1.0:
+        yield _finding(
+            "must be 1.0 for opd: the teacher's log-probabilities are those of temperature 1, and the two would be of "
+            "different distributions",
+            "orchestrator.sampling.temperature",
+            "orchestrator.algo.type",
         )
 
 

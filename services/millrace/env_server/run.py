@@ -8,9 +8,10 @@ from millrace import __version__
 from millrace.env_server.main import EnvServerSettings
 from millrace.env_server.pool import PoolLimits
 from millrace.env_server.run_end import has_ended
-from millrace.env_server.service import EnvService
+from millrace.env_server.service import EnvService, api_key_problem
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.spool import Spool
+from millrace.env_server.teacher import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import first_error
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
@@ -41,6 +42,7 @@ async def run(settings: Settings, own: EnvServerSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises MillraceError if it cannot start or is refused for good."""
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
     tokenizers = TokenizerFiles(store)
+    teachers = Teachers(store, tokenizers, prefix=settings.prefix, key_problem=api_key_problem)
     worker_id = new_worker_id("env-server")
     async with _open_sink(settings, own) as sink:
         service = EnvService(
@@ -49,12 +51,14 @@ async def run(settings: Settings, own: EnvServerSettings) -> None:
             worker_id=worker_id,
             capacity=own.capacity,
             limits=PoolLimits(num_workers=own.num_workers),
+            teachers=teachers,
         )
         try:
             await sink.recover(timeout_s=_RECOVER_S)
             await _Registered(settings, service, sink, worker_id).serve()
         finally:
             await service.close()
+            await teachers.close()
             tokenizers.close()
 
 

@@ -16,6 +16,7 @@ from millrace.env_server.pool import EnvPool, PlayAbandonedError, PoolLimits
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.supervisor import worker_environ
 from millrace.env_server.tasks import canonical_json
+from millrace.env_server.teacher import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import (
     CapacityError,
@@ -53,13 +54,16 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         worker_id: str,
         capacity: int = DEFAULT_CAPACITY,
         limits: PoolLimits | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
+        """Without `teachers` no rollout is scored."""
         self.groups = Groups()
         self.capacity = capacity
         self.is_leaving = False
         """No new groups are taken."""
         self._sink = sink
         self._tokenizers = tokenizers
+        self._teachers = teachers
         self._worker_id = worker_id
         self._limits = limits or PoolLimits()
         self._pools: dict[bytes, EnvPool] = {}
@@ -110,6 +114,10 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         self.groups.check_epoch(request.run_uid, request.epoch)
         if self.groups.is_known(group_key(request)):
             return env_service_pb2.PlayGroupResponse(already_playing=True)
+        if self._teachers is not None:
+            await self._teachers.require_ready(request)
+            if self.groups.is_known(group_key(request)):  # asked for a second time meanwhile
+                return env_service_pb2.PlayGroupResponse(already_playing=True)
         self._require_room(len(request.members))
         pool = self._ready_pool(request)
         self._begin(request, pool)
@@ -231,7 +239,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def _rollouts(self, part: env_service_pb2.PlayGroupRequest, pool: EnvPool) -> Iterable[rollout_pb2.Rollout]:
         try:
             tokenizer_dir = await self._tokenizers.directory(part.tokenizer_manifest_key)
-            return await pool.play(part, tokenizer_dir=tokenizer_dir)
+            rollouts = await pool.play(part, tokenizer_dir=tokenizer_dir)
+            return rollouts if self._teachers is None else await self._teachers.score(part, rollouts)
         except PlayAbandonedError:
             raise
         # A rollout that the orchestrator waits for must end; what is not a rollout's own failure is ours.
@@ -287,7 +296,7 @@ def _check_request(request: env_service_pb2.PlayGroupRequest) -> None:
             "only evaluations may be played with an endpoint that is not ours: it cannot say whose tokens it sends"
         )
         wrong.append(("is_external", True, message))
-    if problem := _api_key_problem(request.api_key_var):
+    if problem := api_key_problem(request.api_key_var):
         wrong.append(("api_key_var", request.api_key_var, problem))
     if not _is_json_object(request.sampling.extra_body_json or "{}"):
         wrong.append(("sampling.extra_body_json", request.sampling.extra_body_json[:200], "must be a JSON object"))
@@ -298,7 +307,7 @@ def _check_request(request: env_service_pb2.PlayGroupRequest) -> None:
         raise InvalidSpecError(violations, reason="REQUEST_INVALID")
 
 
-def _api_key_problem(variable: str) -> str:
+def api_key_problem(variable: str) -> str:
     """Why the endpoint's key is not there, or "". What a worker must not see is no key of an endpoint either."""
     if not variable or worker_environ(os.environ).get(variable):
         return ""

@@ -91,7 +91,8 @@ def assemble(
         policies, trainer = PolicyDriver(**following), TrainerWatch(**whose)
         evaluation, seq_len = of_training(config.orchestrator), config.orchestrator.seq_len
         specs = _specs(config)
-    stream, table, router = RolloutStream(run_log), GroupTable(), Router()
+    is_scored = isinstance(config, RLConfig) and config.orchestrator.algo.teacher is not None
+    stream, table, router = RolloutStream(run_log, is_scored=is_scored), GroupTable(), Router()
     identity = RunIdentity(uid=record.uid, epoch=epoch.number, generation=run_log.generation)
     playing = {"run": identity, "envs": envs, "policies": policies, "stream": stream, "router": router}
     evals = Evaluator(settings=evaluation, **playing)
@@ -176,7 +177,7 @@ def make_loop(parts: RunParts, *, is_stopping: Callable[[], bool]) -> RolloutLoo
         policies=parts.policies,
         ledger=parts.ledger,
         events=parts.events,
-        algorithm=ALGORITHMS[settings.algo.type](),
+        algorithm=ALGORITHMS[settings.algo.type].from_config(settings.algo),
         filter_zero_advantages=settings.filter_zero_advantages,
         seq_len=settings.seq_len,
         changed=parts.changed,

@@ -4,14 +4,17 @@ Everybody who sends work out asks it first: `catch_up` reads what the log holds 
 request names as `dispatched_after`. So an audit can tell that nothing was generated again that the log held.
 """
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from millrace.errors import CorruptObjectError
-from millrace.rollouts.types import Rollout
+from millrace.errors import CapacityError, CorruptObjectError, NotFoundError, UnavailableError
+from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.rollouts.wire import decode_rollout
-from millrace.runlog import RunLog
+from millrace.runlog import Entry, RunLog
+from millrace.runlog.scores import load_scores
+from millrace.telemetry import waits
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +23,18 @@ READ_COUNT = 512
 MAX_SEEN = 100_000
 """Hashes of entries that are remembered, some 100 bytes each: more than a Redis that restarts can bring back."""
 FOLLOW_BLOCK_S = 5.0
+STORE_PAUSE_S = 1.0
+"""Between two tries of a store that does not answer."""
 START = "0"
 
 
 class RolloutStream:
     """Reads from the first entry, so that a new orchestrator reuses what its predecessor was sent."""
 
-    def __init__(self, run_log: RunLog) -> None:
+    def __init__(self, run_log: RunLog, *, is_scored: bool = False) -> None:
+        """`is_scored`: a teacher scores the rollouts that are trained on, and they are taken with its scores."""
         self._log = run_log
+        self._is_scored = is_scored
         self._cursor = START
         self._rewinds = 0
         self._seen: dict[bytes, None] = {}
@@ -62,6 +69,7 @@ class RolloutStream:
     async def _poll(self, *, block_s: float) -> bool:
         rewinds = self._rewinds
         entries = await self._log.read("rollouts", after=self._cursor, count=READ_COUNT, block_s=block_s)
+        rollouts = await self._decode(entries)
         if rewinds != self._rewinds:
             return True  # read behind the old position: others of the new copy come first
         for entry in entries:
@@ -72,14 +80,38 @@ class RolloutStream:
             self.newest = max(self.newest, entry.id, key=entry_key)
             if not self._is_new(bytes.fromhex(entry.h)):
                 continue
-            try:
-                rollout = decode_rollout(entry.d)
-            except CorruptObjectError as error:
-                # The entry's hash held, so its writer encoded it wrongly: the member stays missing and is played again.
-                log.error("rollout refused", extra={"entry": entry.id, "error": str(error)})
-                continue
-            self.take(replace(rollout, entry_id=entry.id))
+            if (rollout := rollouts.get(entry.id)) is not None:
+                self.take(replace(rollout, entry_id=entry.id))
         return bool(entries)
+
+    async def _decode(self, entries: Sequence[Entry]) -> dict[str, Rollout]:
+        """The rollouts of entries that were not taken yet, by entry id, without those that are refused."""
+        new = [entry for entry in entries if bytes.fromhex(entry.h) not in self._seen]
+        if self._is_scored:  # side by side: each is a request to the store
+            found = await asyncio.gather(*(self._rollout(entry) for entry in new))
+        else:
+            found = [await self._rollout(entry) for entry in new]
+        return {entry.id: rollout for entry, rollout in zip(new, found, strict=True) if rollout is not None}
+
+    async def _rollout(self, entry: Entry) -> Rollout | None:
+        try:
+            rollout = decode_rollout(entry.d)
+            needs_scores = rollout.purpose is Purpose.TRAIN and rollout.status is RolloutStatus.OK
+            return await self._scored(rollout) if self._is_scored and needs_scores else rollout
+        except (CorruptObjectError, NotFoundError) as error:
+            # The entry's hash held, so its writer encoded it wrongly: the member stays missing and is played again.
+            log.error("rollout refused", extra={"entry": entry.id, "error": str(error)})
+            return None
+
+    async def _scored(self, rollout: Rollout) -> Rollout:
+        """With the teacher's scores, which its env-server kept before it appended; waits while the store is away."""
+        with waits.waiting("the teacher's scores of a rollout", waits_on="object store", quiet_s=STORE_PAUSE_S):
+            while True:
+                try:
+                    return await asyncio.to_thread(load_scores, self._log.store, self._log.names, rollout)
+                except (UnavailableError, CapacityError) as error:
+                    log.warning("scores not read, trying again", extra={"problem": str(error)})
+                    await asyncio.sleep(STORE_PAUSE_S)
 
     def _is_new(self, entry_hash: bytes) -> bool:
         """Whether an entry with that content was not taken before; remembers it."""

@@ -86,6 +86,8 @@ class Sample:
     loss_mask: Uint8Array
     inference_logprobs: Float32Array
     policy_spans: tuple[PolicySpan, ...] = ()
+    teacher_logprobs: Float32Array | None = None
+    """float32 [T] of the teacher of a distillation, 0 where the mask is 0; kept beside the log (`scores.py`)."""
 
     def __eq__(self, other: object) -> bool:
         return _equal_fields(self, other) if isinstance(other, Sample) else NotImplemented

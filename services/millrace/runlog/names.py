@@ -189,6 +189,10 @@ class Names:
         """Prefix of the archive of the rollouts that a step resolves; kept longer than batch data."""
         return f"{self.root}rollouts/{step:08d}/e{epoch:08d}-{nonce}/"
 
+    def scores(self, digest: str) -> str:
+        """A teacher's log-probs of one rollout's tokens, by the digest of those tokens; written before its entry."""
+        return f"{self.root}scores/{digest}.bin"
+
     @property
     def policies(self) -> str:
         """Prefix of the published policies."""

@@ -17,9 +17,10 @@ from aiohttp import web
 
 from millrace.env_server.pool import PoolLimits
 from millrace.env_server.run_end import has_ended
-from millrace.env_server.service import EnvService
+from millrace.env_server.service import EnvService, api_key_problem
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.spool import Spool
+from millrace.env_server.teacher import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
 from millrace.policies.publish import publish_policy
@@ -352,6 +353,7 @@ async def server(engine: FakeEngine, redis_url: str, tmp_path_factory: pytest.Te
         return await asyncio.to_thread(has_ended, store, Names("test", run_uid))
 
     tokenizers = TokenizerFiles(store)
+    teachers = Teachers(store, tokenizers, prefix="test", key_problem=api_key_problem)
     sink = RolloutSink(Spool(None, limit_bytes=1 << 30), open_log, is_over, max_delay_s=0.5)
     service = EnvService(
         sink=sink,
@@ -359,6 +361,7 @@ async def server(engine: FakeEngine, redis_url: str, tmp_path_factory: pytest.Te
         worker_id="env-server-test",
         capacity=64,
         limits=PoolLimits(blocked_grace_s=4.0),
+        teachers=teachers,
     )
 
     def register(grpc_server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:
@@ -383,6 +386,7 @@ async def server(engine: FakeEngine, redis_url: str, tmp_path_factory: pytest.Te
     stopping.set()
     await serving
     await service.close()
+    await teachers.close()
     await sink.close()
     tokenizers.close()
     await redis.aclose()

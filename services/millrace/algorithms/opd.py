@@ -1,0 +1,45 @@
+"""On-policy distillation: the policy samples, a frozen teacher says how likely each of its tokens is.
+
+Source: Thinking Machines Lab, "On-Policy Distillation" (2025); Agarwal et al., arXiv 2306.13649; PRIME-RL's `opd`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from millrace.algorithms.base import Credit
+from millrace.config.algo import AlgoConfig
+from millrace.errors import InternalError
+from millrace.rollouts.types import Rollout
+
+
+class Opd:
+    """A_t = c * (log p_teacher(x_t | x_<t) - log p_policy(x_t | x_<t)) for every sampled token x_t; no baseline.
+
+    The policy's log-prob is the one it was sampled with, so A_t is minus the one-sample estimate of the per-token
+    reverse KL(policy || teacher) under the behaviour policy; the trainer's loss weights it with its importance ratio
+    p_trainer / p_policy. Only the next token is looked at (discount 0). Rewards do not count, groups may be of one.
+    """
+
+    def __init__(self, *, kl_coef: float = 1.0) -> None:
+        self._kl_coef = kl_coef
+
+    @classmethod
+    def from_config(cls, config: AlgoConfig) -> "Opd":
+        """As `[orchestrator.algo]` says."""
+        return cls(kl_coef=config.kl_coef)
+
+    def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
+        """Return one `Credit` per sample; InternalError if a sample comes without its teacher's scores."""
+        return [[self._credit(rollout, index) for index in range(len(rollout.samples))] for rollout in group]
+
+    def _credit(self, rollout: Rollout, index: int) -> Credit:
+        sample = rollout.samples[index]
+        if sample.teacher_logprobs is None:
+            raise InternalError(
+                f"sample {index} of ordinal {rollout.ordinal}, member {rollout.member} has no teacher_logprobs",
+                reason="SCORES_MISSING",
+                remedy="env-servers score rollouts of opd before they append them; update those of an older release",
+            )
+        advantages = np.float32(self._kl_coef) * (sample.teacher_logprobs - sample.inference_logprobs)
+        return Credit(advantages=np.where(sample.loss_mask == 1, advantages, np.float32(0.0)).astype(np.float32))
