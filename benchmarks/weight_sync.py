@@ -11,8 +11,8 @@ Publisher and host copy know the base's digest from the version before; the repo
 
 Latency: a bf16 model of 117 M parameters is published by the trainer's committer and staged by a replica's host copy
 through a local object store, once as deltas (with the skip deltas that are due), once as full copies; then the engine
-is updated. `apply` and `prove` are the time in which it does not generate; `full reload` builds the model anew.
-The full run takes about five minutes on two cores, --quick half a minute.
+is updated. With `--engine vllm` a real vLLM (`scripts/setup_vllm.sh`) is updated while a client streams from it.
+The full run takes about five minutes on two cores, --quick half a minute, vLLM three.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from report import end_like_interrupt, progress, table
 from weight_sync_codecs import FULL, INDEX, OURS, OURS_BARE, XOR, Codec, kinds, measure, speed
 from weight_sync_data import AdamSteps, Versions, synthetic
 from weight_sync_latency import ENGINES, latency_report
+from weight_sync_vllm import vllm_report
 
 from millrace.policies.digest import bits_digest
 
@@ -116,7 +117,9 @@ def main() -> None:
     parser.add_argument(
         "--versions", type=int, default=None, help="published behind the first: default 9, 3 with --quick"
     )
-    parser.add_argument("--engine", choices=sorted(ENGINES), default="embedded", help="what serves, default embedded")
+    parser.add_argument(
+        "--engine", choices=(*sorted(ENGINES), "vllm"), default="embedded", help="what serves, default embedded"
+    )
     parser.add_argument("--only", choices=("codec", "latency"), default=None)
     options = parser.parse_args()
     repeats = options.repeats or (2 if options.quick else 7)
@@ -125,7 +128,10 @@ def main() -> None:
     if options.only != "latency":
         reports.append(codec_report(quick=options.quick, repeats=repeats))
     if options.only != "codec":
-        reports.append(latency_report(quick=options.quick, versions=versions, engine=options.engine))
+        if options.engine == "vllm":
+            reports.append(vllm_report(quick=options.quick, versions=versions))
+        else:
+            reports.append(latency_report(quick=options.quick, versions=versions, engine=options.engine))
     print("\n\n".join(reports))
 
 

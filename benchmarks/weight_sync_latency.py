@@ -1,20 +1,21 @@
 """From publish to serving: the trainer's committer, a local object store, a replica's host copy, and an engine.
 
-Two runs side by side over the same versions of a bf16 model, one with `policy.delta` and one without; the versions
-alternate between the runs, so that both see the same machine. An engine is anything that implements `EngineUnderTest`.
+Two runs side by side over the same versions of a bf16 model, one with `policy.delta` and one without, each with an
+engine of its own; the versions alternate between the runs, so that both see the same machine. Beside them stands what
+systems without deltas do: pause, read a safetensors file, write it into the model, go on, and prove nothing.
 """
 
 import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 from numpy.typing import NDArray
@@ -39,8 +40,12 @@ FULL, DELTA = "full copies", "deltas"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """Seconds in which an engine does not generate: writing the new weights, and proving that it holds them."""
+    """Seconds in which an engine does not generate: writing the new weights, and proving that it holds them.
 
+    `prepare_s` came before, while it generated.
+    """
+
+    prepare_s: float
     apply_s: float
     prove_s: float
 
@@ -49,58 +54,68 @@ class EngineUnderTest(Protocol):
     """An engine that is updated by staged policies; all calls block."""
 
     def load(self, model_dir: Path, staged: StagedPolicy) -> None:
-        """Puts in the model with the weights of `staged`, whatever was held."""
+        """Puts in the model with the weights of `staged`, whatever was held, and proves it."""
         ...
 
     def update(self, staged: StagedPolicy) -> Pause:
         """Brings the held model to `staged` while it is paused, and proves it."""
         ...
 
+    def read_file(self, path: Path) -> float:
+        """Seconds of a pause in which a safetensors file is read and written into the held model; unproved."""
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
+        ...
+
 
 class Embedded:
     """The embedded engine, in this process."""
 
-    def __init__(self, runner: asyncio.Runner) -> None:
-        self._runner = runner
-        self._engine = EmbeddedEngine()
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self._engine = EmbeddedEngine(num_threads=2)
 
     def load(self, model_dir: Path, staged: StagedPolicy) -> None:
-        self._runner.run(self._engine.load(model_dir, staged, identity=_identity(staged)))
+        self._runner.run(self._load(model_dir, staged))
+
+    async def _load(self, model_dir: Path, staged: StagedPolicy) -> None:
+        await self._engine.load(model_dir, staged, identity=_identity(staged))
+        await self._engine.prove(staged)
 
     def update(self, staged: StagedPolicy) -> Pause:
         return self._runner.run(self._update(staged))
 
     async def _update(self, staged: StagedPolicy) -> Pause:
-        await self._engine.check(staged)
         began = time.perf_counter()
+        await self._engine.check(staged)
+        checked = time.perf_counter()
         await self._engine.apply_policy(staged, identity=_identity(staged), inflight_mode=InflightMode.KEEP)
         applied = time.perf_counter()
         await self._engine.prove(staged)
-        return Pause(apply_s=applied - began, prove_s=time.perf_counter() - applied)
+        return Pause(prepare_s=checked - began, apply_s=applied - checked, prove_s=time.perf_counter() - applied)
+
+    def read_file(self, path: Path) -> float:
+        held = self._engine._weights
+        assert held is not None
+        began = time.perf_counter()
+        self._runner.run(self._engine._in_thread(lambda: _read_into(held._model, path)))
+        return time.perf_counter() - began
 
     def close(self) -> None:
         self._runner.run(self._engine.close())
+        self._runner.close()
 
 
-@contextmanager
-def embedded() -> Iterator[EngineUnderTest]:
-    with asyncio.Runner() as runner:
-        engine = Embedded(runner)
-        try:
-            yield engine
-        finally:
-            engine.close()
+@torch.no_grad()
+def _read_into(model: torch.nn.Module, path: Path) -> None:
+    held = model.state_dict()
+    for name, tensor in safetensors.torch.load_file(path).items():
+        held[name].copy_(tensor)
 
 
-@contextmanager
-def no_engine() -> Iterator[None]:
-    yield None
-
-
-ENGINES: dict[str, Callable[[], AbstractContextManager[EngineUnderTest | None]]] = {
-    "none": no_engine,
-    "embedded": embedded,
-}
+ENGINES: dict[str, Callable[[], EngineUnderTest] | None] = {"none": None, "embedded": Embedded}
 
 
 def _identity(staged: StagedPolicy) -> PolicyIdentity:
@@ -114,14 +129,20 @@ class Times:
 
     publish_s: list[float] = field(default_factory=list)
     stage_s: list[float] = field(default_factory=list)
+    prepare_s: list[float] = field(default_factory=list)
     apply_s: list[float] = field(default_factory=list)
     prove_s: list[float] = field(default_factory=list)
-    reload_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    file_s: list[float] = field(default_factory=list)
     fetched_bytes: list[float] = field(default_factory=list)
 
     @property
     def staged_s(self) -> list[float]:
         return [sum(pair) for pair in zip(self.publish_s, self.stage_s, strict=True)]
+
+    @property
+    def pause_s(self) -> list[float]:
+        return [sum(pair) for pair in zip(self.apply_s, self.prove_s, strict=True)]
 
 
 class Model:
@@ -137,13 +158,15 @@ class Model:
             num_attention_heads=width // 64,
             num_key_value_heads=width // 64,
             head_dim=64,
-            max_position_embeddings=512,
+            max_position_embeddings=4096,
             tie_word_embeddings=True,
+            architectures=["Qwen3ForCausalLM"],
+            dtype="bfloat16",
         )
         config.save_pretrained(directory)
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        self.directory = directory
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self.directory, self.config = directory, config
         self._masters = {name: value.detach().numpy() for name, value in model.named_parameters()}
         self._rng = np.random.default_rng(0)
         self._step = step_size(DENSITY)
@@ -184,6 +207,11 @@ class Run:
         self._engine = engine
         self.times = Times()
 
+    def close(self) -> None:
+        """Ends the engine."""
+        if self._engine is not None:
+            self._engine.close()
+
     def update(self, version: int, tensors: Sequence[tuple[str, TensorBytes]], model_dir: Path) -> None:
         """Publishes a version and brings the replica to it; the first one is not counted."""
         began = time.perf_counter()
@@ -204,38 +232,66 @@ class Run:
             pause = self._engine.update(staged)
             self.times.apply_s.append(pause.apply_s)
             self.times.prove_s.append(pause.prove_s)
-            if version <= 3:  # a reload takes long, and is the same every time
+            self.times.prepare_s.append(pause.prepare_s)
+            if staged.changes is None:  # both write every byte, so the two stand side by side
+                assert staged.path is not None
+                self.times.file_s.append(self._engine.read_file(staged.path))
                 began = time.perf_counter()
                 self._engine.load(model_dir, staged)
-                self.times.reload_s.append(time.perf_counter() - began)
+                self.times.load_s.append(time.perf_counter() - began)
 
 
 def latency_report(*, quick: bool, versions: int, engine: str) -> str:
     """The table as Markdown."""
-    with tempfile.TemporaryDirectory(prefix="weight-sync-") as directory, ENGINES[engine]() as under_test:
+    make = ENGINES[engine]
+    runs: dict[str, Run] = {}
+    with tempfile.TemporaryDirectory(prefix="weight-sync-") as directory:
         place = Path(directory)
         model = Model(place / "model", quick=quick)
-        runs = {name: Run(place, name, under_test) for name in (FULL, DELTA)}
-        for version in range(versions + 1):
-            progress(f"publish to serving: version {version} of {versions}")
-            tensors = model.published()
-            for name in sorted(runs, reverse=bool(version % 2)):
-                # Both runs share the engine: their versions have the same bits, and to write them twice is as long.
-                runs[name].update(version, tensors, model.directory)
-            model.train()
-        rows = [_row(name, run.times) for name, run in runs.items()]
-        size = model.num_parameters
-    header = ["", "MB read", "publish", "stage", "publish to staged", "apply", "prove", "full reload"]
-    return (
-        f"## Publish to serving\n\n{size:,} parameters in bf16, {100 * DENSITY:g} % of the weights change per version, "
-        f"local object store, engine: {engine}. Seconds, medians of {versions} versions.\n\n{table(header, rows)}"
-    )
+        try:
+            for name in (FULL, DELTA):
+                runs[name] = Run(place, name, None if make is None else make())
+            for version in range(versions + 1):
+                progress(f"publish to serving: version {version} of {versions}")
+                tensors = model.published()
+                for name in sorted(runs, reverse=bool(version % 2)):
+                    runs[name].update(version, tensors, model.directory)
+                model.train()
+        finally:
+            for run in runs.values():
+                run.close()
+    full, delta = runs[FULL].times, runs[DELTA].times
+    header = ["", "MB read", "publish", "stage", "publish to staged", "prepare", "apply", "prove", "pause"]
+    return "\n\n".join(
+        [
+            f"## Publish to serving, engine: {engine}",
+            f"{model.num_parameters:,} parameters in bf16, {100 * DENSITY:g} % of the weights change per version, "
+            f"local object store. Seconds, medians of {versions} versions (and the slowest pause). The engine does not "
+            "generate during `pause`, which is `apply` and `prove`; `prepare` comes before it.",
+            table(header, [_row(name, run.times) for name, run in runs.items()]),
+            "" if make is None else _reloads(full, delta),
+        ]
+    ).rstrip()
 
 
 def _row(name: str, times: Times) -> list[str]:
-    def median(values: Sequence[float], form: str = ".3f") -> str:
-        return format(statistics.median(values), form) if values else "-"
-
     megabytes = [value / 1e6 for value in times.fetched_bytes]
-    seconds = (times.publish_s, times.stage_s, times.staged_s, times.apply_s, times.prove_s, times.reload_s)
-    return [name, median(megabytes, ".1f"), *map(median, seconds)]
+    seconds = (times.publish_s, times.stage_s, times.staged_s, times.prepare_s, times.apply_s, times.prove_s)
+    pause = f"{median(times.pause_s)} ({max(times.pause_s):.3f})" if times.pause_s else "-"
+    return [name, median(megabytes, ".1f"), *map(median, seconds), pause]
+
+
+def _reloads(full: Times, delta: Times) -> str:
+    pause = statistics.median(delta.pause_s)
+    ways = {
+        "the model built anew and proved": full.load_s,
+        "a full copy, staged, written in place and proved": full.pause_s,
+        "a safetensors file, read and written in place, unproved": full.file_s,
+    }
+    rows = [[name, median(found), f"{100 * pause / statistics.median(found):.1f} %"] for name, found in ways.items()]
+    return table(["full reload", "seconds", f"a delta's pause ({pause:.3f} s) of it"], rows)
+
+
+def median(values: Sequence[float], form: str = ".3f") -> str:
+    """The median as text; a dash if there are no values."""
+    return format(statistics.median(values), form) if values else "-"

@@ -1,0 +1,251 @@
+"""How long the clients of a real vLLM wait for a token when new weights come: deltas, full copies, a file on disk.
+
+One replica, started by the launcher as in production; one client streams a completion all the time. The pause of an
+update is the longest time between two tokens of it, less the usual time between two tokens. What a file on disk costs
+is measured last, through the replica's `POST /update_weights`: pause, have vLLM read and load a safetensors file, resume;
+that is how systems without deltas do it, and it proves nothing.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+from report import REPOSITORY, progress, table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from weight_sync_latency import DENSITY, Model, median
+
+from millrace.config.trainer import PolicyConfig
+from millrace.errors import UnavailableError
+from millrace.inference import loader, weights
+from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.internal.v1 import policy_service_pb2_grpc
+from millrace.internal.v1.policy_pb2 import PolicyEntry
+from millrace.local.redis import free_port
+from millrace.policies.manifest import Probe
+from millrace.policies.parts import whole_parts
+from millrace.policies.publish import upload_files
+from millrace.policies.tensors import TensorBytes, pack_safetensors
+from millrace.rpc.channel import call, open_channel
+from millrace.runlog.names import Names
+from millrace.storage.local import LocalStore
+from millrace.trainer.commit import Committer, VersionInput
+from millrace.trainer.distributed import Gang
+
+PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
+FLAGS = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8, "kv_cache_memory_bytes": 512 << 20}
+START_S, CALL_S = 300.0, 120.0
+PROMPT = [1, 2, 3]
+SETTLED_TOKENS = 20  # tokens on either side of an update, by which the usual time between two is known
+DELTA, FULL, FILE = "delta, proved", "full copy, staged, proved", "file on disk, unproved"
+
+
+class Versions:
+    """The versions of one model, published as deltas or as full copies, with a probe."""
+
+    def __init__(self, place: Path, model: Model) -> None:
+        _tokenizer(model.config.vocab_size).save_pretrained(model.directory)
+        self._files = {path.name: path.read_bytes() for path in model.directory.iterdir() if path.suffix == ".json"}
+        self._store = LocalStore(place / "store")
+        self._model = model
+        self.tensors: list[tuple[str, TensorBytes]] = model.published()
+        self._twin = loader.load_model(model.directory, dict(self.tensors))
+
+    def committer(self, uid: str, *, delta: bool) -> Committer:
+        """Of a new run."""
+        return Committer(
+            store=self._store,
+            names=Names("benchmark", uid),
+            gang=Gang(),
+            config=PolicyConfig(delta=delta),
+            lineage=0,
+            epoch=1,
+            files=upload_files(self._store, prefix="benchmark", uid=uid, epoch=1, files=self._files),
+        )
+
+    def next(self, committer: Committer, version: int) -> PolicyEntry:
+        """Trains a step and publishes it."""
+        self._model.train()
+        self.tensors = self._model.published()
+        weights.copy_tensors(self._twin, dict(self.tensors))
+        token_ids = tuple((7919 * index + 13) % self._model.config.vocab_size for index in range(16))
+        probe = Probe(token_ids=token_ids, logprobs=tuple(weights.prompt_logprobs(self._twin, token_ids)))
+        given = VersionInput(version=version, parts=whole_parts(self.tensors), probe=probe)
+        published = committer.commit(given).published
+        assert published is not None
+        return PolicyEntry(
+            lineage=0,
+            version=version,
+            manifest_key=published.manifest_key,
+            manifest_sha256=published.manifest_sha256,
+            digest=published.manifest.digest,
+        )
+
+
+class Client:
+    """A stream of tokens that never ends, and updates beside it."""
+
+    def __init__(self, session: aiohttp.ClientSession, stub: policy_service_pb2_grpc.PolicyServiceStub) -> None:
+        self._session, self._stub = session, stub
+        self._arrived: list[float] = []
+        self._came = asyncio.Event()
+        self._failures = 0
+
+    async def stream(self) -> None:
+        """Keeps one completion in flight; ends by cancellation."""
+        body = {"model": "policy", "prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        while True:
+            try:
+                async with self._session.post("/v1/completions", json=body) as response:
+                    response.raise_for_status()
+                    async for line in response.content:
+                        if line.startswith(b"data: {"):
+                            self._arrived.append(time.perf_counter())
+                            self._came.set()
+            except aiohttp.ClientError:  # a model that is replaced ends its requests
+                self._failures += 1
+                await asyncio.sleep(0.05)
+
+    async def serve(self, uid: str, entry: PolicyEntry) -> pb.PolicyStatus:
+        """Updates the replica, also one that is still starting."""
+        request = pb.UpdatePolicyRequest(run_uid=uid, policy=entry, epoch=1, wait_seconds=10)
+        ends = time.monotonic() + START_S
+        while time.monotonic() < ends:
+            with contextlib.suppress(UnavailableError):
+                status = (await call(self._stub.UpdatePolicy, request, timeout_s=CALL_S)).status
+                if status.state == pb.POLICY_STATE_SERVING and status.version == entry.version:
+                    return status
+                if status.state in (pb.POLICY_STATE_UPDATE_FAILED, pb.POLICY_STATE_BROKEN):
+                    raise RuntimeError(status.error)
+            await asyncio.sleep(0.1)
+        raise TimeoutError(f"version {entry.version} does not serve after {START_S:.0f} s")
+
+    async def load_file(self, directory: Path) -> None:
+        """PRIME-RL's way."""
+        async with self._session.post("/update_weights", json={"weight_dir": str(directory)}) as response:
+            response.raise_for_status()
+
+    async def tokens(self, count: int) -> None:
+        """Returns when so many more tokens have come."""
+        async with asyncio.timeout(CALL_S):
+            until = len(self._arrived) + count
+            while len(self._arrived) < until:
+                self._came.clear()
+                await self._came.wait()
+
+    async def pause_of(self, update: asyncio.Task[object]) -> float:
+        """Seconds that the update took from the stream of tokens."""
+        first, failures = len(self._arrived) - 1, self._failures
+        await update
+        await self.tokens(SETTLED_TOKENS)
+        if self._failures > failures:
+            raise RuntimeError("the update ended the stream")
+        gaps = [b - a for a, b in zip(self._arrived[first:], self._arrived[first + 1 :], strict=False)]
+        return max(gaps) - statistics.median(gaps)
+
+
+def vllm_report(*, quick: bool, versions: int) -> str:
+    """The table as Markdown."""
+    with tempfile.TemporaryDirectory(prefix="weight-sync-vllm-") as directory:
+        place = Path(directory)
+        model = Model(place / "model", quick=quick)
+        paused, stated = asyncio.run(_measure(place, model, versions))
+    delta = statistics.median(paused[DELTA])
+    rows = [
+        [
+            name,
+            median(seconds),
+            f"{max(seconds):.3f}",
+            median(stated[name]) if name in stated else "-",
+            "-" if name == DELTA else f"{100 * delta / statistics.median(seconds):.1f} %",
+        ]
+        for name, seconds in paused.items()
+    ]
+    return "\n\n".join(
+        [
+            "## Publish to serving, engine: vllm",
+            f"{model.num_parameters:,} parameters in bf16, {100 * DENSITY:g} % of the weights change per version, real "
+            f"vLLM on CPU. Seconds in which a client that streams gets no token, beyond the usual time between two; "
+            f"{versions} updates each.",
+            table(["update", "median", "slowest", "as the replica states it", "a delta's pause of it"], rows),
+        ]
+    )
+
+
+async def _measure(place: Path, model: Model, count: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    paused: dict[str, list[float]] = {DELTA: [], FULL: [], FILE: []}
+    stated: dict[str, list[float]] = {DELTA: [], FULL: []}
+    async with _replica(place, Versions(place, model)) as (client, versions):
+        for name in (DELTA, FULL):
+            uid = "delta" if name == DELTA else "full"
+            committer = versions.committer(uid, delta=name == DELTA)
+            await client.serve(uid, versions.next(committer, 0))
+            for version in range(1, count + 1):
+                progress(f"vLLM: {name}, {version} of {count}")
+                entry = versions.next(committer, version)
+                await client.tokens(SETTLED_TOKENS)
+                updating = asyncio.create_task(client.serve(uid, entry))
+                paused[name].append(await client.pause_of(updating))
+                stated[name].append(updating.result().pause_seconds)
+        for number in range(count):
+            progress(f"vLLM: {FILE}, {number + 1} of {count}")
+            (place / "model" / "model.safetensors").write_bytes(pack_safetensors(versions.tensors)[0])
+            await client.tokens(SETTLED_TOKENS)
+            loading = asyncio.create_task(client.load_file(place / "model"))
+            paused[FILE].append(await client.pause_of(loading))
+    return paused, stated
+
+
+@contextlib.asynccontextmanager
+async def _replica(place: Path, versions: Versions) -> AsyncIterator[tuple[Client, Versions]]:
+    """A replica that takes its model from the first policy, and a client of it that streams."""
+    grpc, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_", "OMP_"))}
+    environ |= {
+        "MILLRACE_ENGINE": "vllm",
+        "MILLRACE_VLLM_PYTHON": str(PYTHON),
+        "MILLRACE_VLLM_FLAGS": json.dumps(FLAGS),
+        "MILLRACE_LISTEN": grpc,
+        "MILLRACE_HTTP_LISTEN": http,
+        "MILLRACE_STORE_URL": f"file://{place}/store",
+        "MILLRACE_DRAIN_S": "0",
+    }
+    with (place / "replica.log").open("wb") as sink:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "millrace.inference.main", env=environ, stdout=sink, stderr=asyncio.subprocess.STDOUT
+        )
+    try:
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=CALL_S)
+        async with aiohttp.ClientSession(f"http://{http}", timeout=timeout) as session, open_channel(grpc) as channel:
+            client = Client(session, policy_service_pb2_grpc.PolicyServiceStub(channel))
+            streaming = asyncio.create_task(client.stream())
+            try:
+                yield client, versions
+            except BaseException:
+                print((place / "replica.log").read_text()[-4000:], file=sys.stderr)
+                raise
+            finally:
+                streaming.cancel()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(CALL_S):
+            await process.wait()
+
+
+def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Bytes, and words that nothing is written in, up to the vocabulary's size."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*alphabet, "<end>", *(f"w{number}" for number in range(vocabulary - len(alphabet) - 1))]
+    core = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
