@@ -1,9 +1,9 @@
 """How long the clients of a real vLLM wait for a token when new weights come: deltas, full copies, a file on disk.
 
 One replica, started by the launcher as in production; one client streams a completion all the time. The pause of an
-update is the longest time between two tokens of it, less the usual time between two tokens. What a file on disk costs
-is measured last, through the replica's `POST /update_weights`: pause, have vLLM read and load a safetensors file, resume;
-that is how systems without deltas do it, and it proves nothing.
+update is the longest time between two tokens of it, less the usual time between two. What a file on disk costs is
+measured first, by the replica's `POST /update_weights`: pause, have vLLM read and load a safetensors file, resume; that
+is how systems without deltas do it, and it proves nothing.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from millrace.trainer.distributed import Gang
 
 PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 FLAGS = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8, "kv_cache_memory_bytes": 512 << 20}
-START_S, CALL_S = 300.0, 120.0
+START_S, CALL_S = 120.0, 120.0
 PROMPT = [1, 2, 3]
 SETTLED_TOKENS = 20  # tokens on either side of an update, by which the usual time between two is known
 DELTA, FULL, FILE = "delta, proved", "full copy, staged, proved", "file on disk, unproved"
@@ -58,6 +58,7 @@ class Versions:
         self._store = LocalStore(place / "store")
         self._model = model
         self.tensors: list[tuple[str, TensorBytes]] = model.published()
+        (model.directory / "model.safetensors").write_bytes(pack_safetensors(self.tensors)[0])
         self._twin = loader.load_model(model.directory, dict(self.tensors))
 
     def committer(self, uid: str, *, delta: bool) -> Committer:
@@ -106,12 +107,12 @@ class Client:
         while True:
             try:
                 async with self._session.post("/v1/completions", json=body) as response:
-                    response.raise_for_status()
+                    response.raise_for_status()  # also a server that is still starting, or replaces its model
                     async for line in response.content:
                         if line.startswith(b"data: {"):
                             self._arrived.append(time.perf_counter())
                             self._came.set()
-            except aiohttp.ClientError:  # a model that is replaced ends its requests
+            except aiohttp.ClientError:  # no server yet, or a model was replaced and its requests ended
                 self._failures += 1
                 await asyncio.sleep(0.05)
 
@@ -150,7 +151,9 @@ class Client:
         if self._failures > failures:
             raise RuntimeError("the update ended the stream")
         gaps = [b - a for a, b in zip(self._arrived[first:], self._arrived[first + 1 :], strict=False)]
-        return max(gaps) - statistics.median(gaps)
+        pause = max(gaps) - statistics.median(gaps)
+        progress(f"vLLM: {pause:.3f} s without a token")
+        return pause
 
 
 def vllm_report(*, quick: bool, versions: int) -> str:
@@ -185,6 +188,11 @@ async def _measure(place: Path, model: Model, count: int) -> tuple[dict[str, lis
     paused: dict[str, list[float]] = {DELTA: [], FULL: [], FILE: []}
     stated: dict[str, list[float]] = {DELTA: [], FULL: []}
     async with _replica(place, Versions(place, model)) as (client, versions):
+        for number in range(count):
+            progress(f"vLLM: {FILE}, {number + 1} of {count}")
+            await client.tokens(SETTLED_TOKENS)
+            loading = asyncio.create_task(client.load_file(place / "model"))
+            paused[FILE].append(await client.pause_of(loading))
         for name in (DELTA, FULL):
             uid = "delta" if name == DELTA else "full"
             committer = versions.committer(uid, delta=name == DELTA)
@@ -196,24 +204,19 @@ async def _measure(place: Path, model: Model, count: int) -> tuple[dict[str, lis
                 updating = asyncio.create_task(client.serve(uid, entry))
                 paused[name].append(await client.pause_of(updating))
                 stated[name].append(updating.result().pause_seconds)
-        for number in range(count):
-            progress(f"vLLM: {FILE}, {number + 1} of {count}")
-            (place / "model" / "model.safetensors").write_bytes(pack_safetensors(versions.tensors)[0])
-            await client.tokens(SETTLED_TOKENS)
-            loading = asyncio.create_task(client.load_file(place / "model"))
-            paused[FILE].append(await client.pause_of(loading))
     return paused, stated
 
 
 @contextlib.asynccontextmanager
 async def _replica(place: Path, versions: Versions) -> AsyncIterator[tuple[Client, Versions]]:
-    """A replica that takes its model from the first policy, and a client of it that streams."""
+    """A replica of the model, and a client of it that streams."""
     grpc, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_", "OMP_"))}
     environ |= {
         "MILLRACE_ENGINE": "vllm",
         "MILLRACE_VLLM_PYTHON": str(PYTHON),
         "MILLRACE_VLLM_FLAGS": json.dumps(FLAGS),
+        "MILLRACE_MODEL": str(place / "model"),
         "MILLRACE_LISTEN": grpc,
         "MILLRACE_HTTP_LISTEN": http,
         "MILLRACE_STORE_URL": f"file://{place}/store",
@@ -236,7 +239,8 @@ async def _replica(place: Path, versions: Versions) -> AsyncIterator[tuple[Clien
             finally:
                 streaming.cancel()
     finally:
-        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(CALL_S):
             await process.wait()
 
