@@ -1,14 +1,18 @@
-"""The files beside a model's weights: written to a directory, read as config and tokenizer. No torch, no network."""
+"""The files beside a model's weights: written to a directory, read as config and tokenizer. No torch, no network.
+
+transformers is imported where it is used: it brings torch, which costs vLLM's launcher seconds at start and end.
+"""
 
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from millrace.errors import InvalidStateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
@@ -26,7 +30,7 @@ class ServedModel:
 
     names: tuple[str, ...]
     directory: Path
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: "PreTrainedTokenizerBase | None"
     owner: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
 
 
@@ -54,20 +58,26 @@ def load_config(model_dir: Path) -> Any:
             reason="MODEL_CONFIG_MISSING",
             remedy="publish the policy with its config.json and tokenizer files",
         )
+    from transformers import AutoConfig
+
     return AutoConfig.from_pretrained(model_dir, local_files_only=True)
 
 
-def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase | None":
     """The tokenizer, or None if the directory has none (tokens in, tokens out still works)."""
     if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
         return None
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
 
 
-def eos_token_ids(model_dir: Path, config: Any, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+def eos_token_ids(model_dir: Path, config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[int, ...]:
     """Tokens that end a completion: those of the model's config, of the generation config and of the tokenizer."""
     sources: list[Any] = [getattr(config, "eos_token_id", None)]
     if (model_dir / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
         sources.append(GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id)
     sources.append(tokenizer.eos_token_id if tokenizer is not None else None)
     found: list[int] = []

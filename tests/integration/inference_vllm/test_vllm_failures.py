@@ -143,7 +143,7 @@ async def test_bad_policies_leave_the_old_version_serving(served: Any, publisher
     for bad, words in (
         (unhashed, ("sha256",)),
         (lost, ("no object", "delta-00000000")),
-        (orphan, ("version 1",)),
+        (orphan, ("0000-00000001",)),
         (codec, ("mystery",)),
         (shape, ("mlp", "[64, 64]")),
         (config, ("config.json", "intermediate_size")),
@@ -171,13 +171,12 @@ async def test_a_failed_update_serves_nothing_until_the_anchor_is_loaded(
     )
     await served.open_requests(1)
     if cause == "the apply":
-        fired = server.arm(Fault(point=Point.INFERENCE_MID_APPLY, action=Action.RAISE))
+        server.arm(Fault(point=Point.INFERENCE_MID_APPLY, action=Action.RAISE))
         bad, word = publisher.delta(model, 1, base=0), "fault injected"
     else:
         bad, word = publisher.delta(model, 1, base=0, probed=published.probe(untied(7))), "probe"
     status = await served.update(bad)
     assert status.state == pb.POLICY_STATE_BROKEN and word in status.error, status
-    assert cause == "the proof" or fired.exists()
     code, _, headers = await caught
     assert (code, headers["Retry-After"]) == (503, "1"), "what was in flight has tokens of nobody knows which version"
     await served.resume()

@@ -1,0 +1,56 @@
+"""A replica on real vLLM without `enforce_eager`: its compiled graphs must not go on with weights of an old version."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.storage.local import LocalStore
+
+PROMPT = [1, 2, 3]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def _load(name: str) -> Any:
+    """Test directories are no packages, so what tests of this one share is loaded by path."""
+    spec = importlib.util.spec_from_file_location(f"{name}_compiled", Path(__file__).parent / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+published, vllm_server = _load("published"), _load("vllm_server")
+
+
+@pytest.fixture(scope="module")
+def server(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = tmp_path_factory.mktemp("compiled")
+    model = published.model(99)
+    published.files(model, directory / "model")
+    model.save_pretrained(directory / "model")
+    flags = {"enforce_eager": False, "max_model_len": 256, "max_num_seqs": 4}
+    yield from vllm_server.serving(vllm_python, directory / "model", directory, **flags)
+
+
+async def test_compiled_graphs_compute_with_the_new_weights(server: Any) -> None:
+    publisher = published.Publisher(LocalStore(server.directory / "store"), server.directory, "compiled")
+    models = [published.model(0)]
+    models += [published.nudged(models[0], 1)]
+    models += [published.nudged(models[1], 2)]
+    models += [published.model(3)]
+    async with server.client() as client:
+        client.uid = publisher.uid
+        for version, model in enumerate(models):
+            is_delta = version in (1, 2)
+            entry = publisher.delta(model, version, base=version - 1) if is_delta else publisher.full(model, version)
+            await client.serve(entry, pb.INFLIGHT_MODE_RECOMPUTE)
+            found = await client.generate(PROMPT, 32)
+            gaps = [np.abs(published.logprobs(m, PROMPT, found.token_ids) - found.logprobs).max() for m in models]
+            assert gaps.pop(version) <= 1e-5
+            assert min(gaps) > 1e-3, "versions that compute the same prove nothing"
+    assert "Warming up model for the compilation" in (server.directory / "replica.log").read_text()
