@@ -6,15 +6,15 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset PYTHONDONTWRITEBYTECODE
 place=outputs/reverse-text
-heads=4
-engine=()
+make=() warm_up=() train=()
 case ${ENGINE:-embedded} in
   embedded) ;;
   vllm)
     scripts/setup_vllm.sh
     place=outputs/reverse-text-vllm
-    heads=2 # vLLM's attention on a CPU begins at heads of 32 numbers
-    engine=(--inference @ examples/reverse_text/infer.toml)
+    make=(--output $place --heads 2) # vLLM's attention on a CPU begins at heads of 32 numbers
+    warm_up=(--output-dir $place --model.name $place/base --data.name $place/sft.jsonl)
+    train=(--model.name $place/sft/model --inference @ examples/reverse_text/infer.toml)
     ;;
   *)
     echo "Error: ENGINE is $ENGINE; it is embedded or vllm" >&2
@@ -23,8 +23,6 @@ case ${ENGINE:-embedded} in
 esac
 # make_model.py writes the pairs last; the model is asked for as well, in case somebody removed it.
 [ -f $place/base/config.json ] && [ -f $place/sft.jsonl ] ||
-  .venv/bin/python examples/reverse_text/make_model.py --output $place --heads $heads
-.venv/bin/millrace sft @ examples/reverse_text/sft.toml \
-  --output-dir $place --model.name $place/base --data.name $place/sft.jsonl
-exec .venv/bin/millrace rl @ examples/reverse_text/rl.toml --model.name $place/sft/model \
-  ${engine[@]+"${engine[@]}"} "$@"
+  .venv/bin/python examples/reverse_text/make_model.py ${make[@]+"${make[@]}"}
+.venv/bin/millrace sft @ examples/reverse_text/sft.toml ${warm_up[@]+"${warm_up[@]}"}
+exec .venv/bin/millrace rl @ examples/reverse_text/rl.toml ${train[@]+"${train[@]}"} "$@"
