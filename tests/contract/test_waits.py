@@ -32,6 +32,7 @@ COMPONENTS |= {"env worker", "redis", "object store", "disk", "operator"}
 SLEEPING_LOOPS = {
     "env_server/client_v0.py:_post": IN_ENV_WORKER,
     "env_server/renderer.py:post": IN_ENV_WORKER,
+    "env_server/teacher_client.py:_try": "`score` around it is the registered wait",
     "local/keeper.py:_check": TICKER,
     "local/keeper.py:_check_life": TICKER,
     "local/reaper.py:end_all": "stands alone, with nothing imported, when everything else is dead",
@@ -49,11 +50,21 @@ SLEEPING_LOOPS = {
     "orchestrator/watchdog.py:run": TICKER,
     "orchestrator/workers.py:keep_pulse": TICKER,
     "runlog/connection.py:_retry": "`call` around it is the registered wait",
+    "inference/launch.py:_say_progress": TICKER,
+    "inference/launch.py:_until_it_serves_alone": "`_until_up` around it is the registered wait",
+    "inference/launch_process.py:end": "after a SIGKILL, for at most KILL_WAIT_S",
+    "inference/vllm/engine.py:_ping": TICKER,
+    "inference/vllm/plugin.py:_run": "until vLLM has made its server object, moments after the plugin's start",
+    "inference/vllm/plugin.py:_take_signal": "until vLLM's server has started; the launcher registers that wait",
+    "storage/prepare.py:_until_it_answers": "a command of its own, which prints what it waits for",
     "client/runs.py:watch": "tells its caller of every lost server (`on_reconnect`), and gives up after `give_up_s`",
 }
 DIRECT_CALLS: dict[str, str] = {}
 REDIS_COMMANDS = {
     "local/preflight.py:check_redis": LOCAL,
+    "env_server/teacher.py:close": "an HTTP session, which closes at once",
+    "env_server/teacher_check.py:check_teacher": "`TeacherClient.score`, which registers its own wait",
+    "inference/vllm/gate.py:abort": "a request of vLLM's engine, with a deadline",
     "runlog/script.py:run": "what runs a script hands it to `connection.call`",
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from millrace.cli.address import explain_unreachable
+from millrace.cli.connection import environ as with_options
 from millrace.errors import InvalidStateError, MillraceError
 from millrace.telemetry.redact import redact
 from millrace.telemetry.settings import Settings
@@ -27,7 +28,7 @@ class Finding:
 
 async def examine(server: str, origin: str, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """API, Redis and object store, in that order; nothing raises but broken settings (InvalidSpecError)."""
-    settings = Settings.from_env(environ)
+    settings = Settings.from_env(with_options(environ))
     findings = [await _asked("API", lambda: _api(server, origin))]
     if settings.redis_url is None:
         findings.append(Finding(what="Redis", is_good=None, text=_NOT_NAMED.format(name="MILLRACE_REDIS_URL")))
@@ -53,10 +54,10 @@ async def _asked(what: str, ask: Callable[[], Awaitable[str]]) -> Finding:
 
 
 async def _api(server: str, origin: str) -> str:
-    from millrace.client import Client
+    from millrace.cli.connection import open_client
 
     with explain_unreachable(origin, server):
-        async with Client(server) as client:
+        async with open_client(server) as client:
             runs = await client.runs.list(limit=1)
     return f"{server} answers, {'with' if runs else 'without'} runs"
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from millrace.cli.connection import open_client
 from millrace.cli.eval_prepare import PreparedEval, free_directory
 from millrace.cli.eval_results import results
 from millrace.cli.follow import follow, require_success
@@ -56,7 +57,7 @@ async def evaluate_here(prepared: PreparedEval, interrupts: Interrupts) -> tuple
         interrupts.on_second(stack.supervisor.hurry.set)
         view.note(f"starting the local stack; process logs: {directory / 'logs'}")
         await stack.start()
-        async with Client(stack.address) as client:
+        async with Client(stack.address, access=stack.access) as client:
             run = await stack.guard(_evaluate(client, config, run_id, progress, view, is_plain=prepared.is_plain))
     require_success(progress, where=f"read the process logs in {directory / 'logs'}")
     return _write(prepared, run, view, directory, seconds=time.monotonic() - begun)
@@ -67,7 +68,7 @@ async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tupl
     begun = time.monotonic()
     progress = Progress(name=f"runs/{prepared.name}")
     view = EvalView(progress)
-    async with Client(prepared.server or "") as client:
+    async with open_client(prepared.server or "") as client:
         try:
             run = await _evaluate(client, prepared.config, prepared.name, progress, view, is_plain=prepared.is_plain)
         except asyncio.CancelledError:
@@ -84,13 +85,14 @@ def _stack(prepared: PreparedEval, directory: Path) -> tuple[StackOptions, dict[
     names = {"orchestrator", "env-server"} | ({"inference"} if config.client is None else set())
     engine: dict[str, str] = {}
     (http_port,) = free_ports(1)
+    scheme = "https" if prepared.settings.tls_cert else "http"
     if config.client is None:
         engine = {
             "MILLRACE_MODEL": str(Path(config.model.name).expanduser().resolve()),
             "MILLRACE_MODEL_NAME": config.model.name,
             "MILLRACE_MAX_NUM_SEQS": str(config.max_concurrent),
         }
-        config = config.model_copy(update={"client": ClientConfig(base_url=[f"http://127.0.0.1:{http_port}/v1"])})
+        config = config.model_copy(update={"client": ClientConfig(base_url=[f"{scheme}://127.0.0.1:{http_port}/v1"])})
     options = StackOptions.with_settings(
         prepared.settings,
         directory=directory,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.cli.address import check_address
-from millrace.cli.connection import environ as with_options
 from millrace.cli.config_file import missing_file, require_file_or_model
+from millrace.cli.connection import environ as with_options
 from millrace.cli.model_path import check_models, is_path
 from millrace.cli.new_name import check_new_name
 from millrace.config.load import Loaded, load
@@ -69,8 +69,11 @@ def prepare(
     is_here = server is None or parse_address(server)[0] in _LOOPBACK
     if is_here and not flags.get("dry-run"):
         names = {"model.name": loaded.config.model.name, "trainer.model.name": loaded.config.trainer.model.name}
-        check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=True)
-        if server is not None:
+        if server is None:
+            check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=True)
+        else:
+            # A server on this machine may live in a container with files of its own: what is here gets a whole path,
+            # and what is not is left to its trainer, whose answer names the directory that it looked in.
             loaded = _with_absolute_model(loaded)
     name = flags.get("name") or loaded.config.run.name
     if name:
@@ -120,9 +123,12 @@ def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
 
 
 def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
-    """Name the model by its absolute path: a stack that runs already was started in another directory."""
+    """Name the model by its absolute path if it is here: a stack that runs already was started in another directory."""
     name = loaded.config.model.name
-    if not is_path(name, output_dir=loaded.config.output_dir) or Path(name).is_absolute():
+    if not is_path(name, output_dir=loaded.config.output_dir):
+        return loaded
+    if not Path(name).expanduser().is_dir():
+        print(f"note: {name} (model.name) is not here; the trainer has to find it where it runs", file=sys.stderr)
         return loaded
     absolute = str(Path(name).expanduser().resolve())
     return replace(loaded, config=loaded.config.with_model(absolute))

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from millrace.config.paths import Path, dotted
-from millrace.config.redact import shown
 from millrace.config.eval import EvalRunConfig
 from millrace.config.inference import ReplicaConfig
+from millrace.config.paths import Path, dotted
+from millrace.config.redact import shown
 from millrace.config.rl import RLConfig
 from millrace.config.rules_base import COLLECT_RULES, Finding
 from millrace.config.sft import SFTConfig

@@ -58,7 +58,7 @@ class V0Adapter:
         self._env = env
         self._renderer = renderer
         self._session: aiohttp.ClientSession | None = None
-        self._clients: dict[tuple[str, str, str], Client] = {}
+        self._clients: dict[tuple[str, bool, str, str], Client] = {}
         self.requires_group = bool(env.requires_group_rollouts)
         num_watched = watch_rubric(env.rubric)
         logger.info("reward functions watched", extra={"count": num_watched})
@@ -114,7 +114,7 @@ class V0Adapter:
 
     def _client(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> Client:
         renderer = "" if request.is_external else self._choose_renderer(tokenizer_dir)
-        key = (request.base_url, request.api_key_var, tokenizer_dir if renderer else "")
+        key = (request.base_url, request.is_external, request.api_key_var, tokenizer_dir if renderer else "")
         if key not in self._clients:
             if self._session is None:
                 raise RuntimeError("the adapter was not started")

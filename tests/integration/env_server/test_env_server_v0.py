@@ -149,9 +149,9 @@ async def test_sampling_reaches_the_engine(server: Any) -> None:
         ("noprompt", RolloutStatus.MISSING_TOKENS, "MissingTokens", "no token ids or log-probs"),
         ("fewlogprobs", RolloutStatus.MISSING_TOKENS, "MissingTokens", "log-probs"),
         ("nospans", RolloutStatus.MISSING_TOKENS, "MissingPolicySpans", "policy_spans"),
-        ("502", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 502: "),
-        ("503", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 503: "),
-        ("504", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 504: "),
+        ("502", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 502"),
+        ("503", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 503"),
+        ("504", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 504"),
         ("reset", RolloutStatus.ENGINE_LOST, "EngineLostError", "broke off: "),
     ],
 )
