@@ -30,7 +30,6 @@ COMPONENTS = {"", "trainer", "orchestrator", "env-server", "inference"}
 COMPONENTS |= {"env worker", "redis", "object store", "disk", "operator"}
 
 SLEEPING_LOOPS = {
-    "env_server/client_v0.py:_post": IN_ENV_WORKER,
     "env_server/renderer.py:post": IN_ENV_WORKER,
     "env_server/teacher_client.py:_try": "`score` around it is the registered wait",
     "local/keeper.py:_check": TICKER,
