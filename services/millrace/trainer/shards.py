@@ -8,6 +8,7 @@ the shards with `weights_only`.
 import pickle
 import warnings
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,20 @@ def load_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone:
         load(dict(state), storage_reader=reader, no_dist=is_alone)
 
 
+def _enum_member(owner: Any, name: Any) -> Enum:
+    """Stands for `getattr`, by which early releases of Python 3.11 pickle members of enumerations; does nothing else."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and isinstance(name, str) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) does not belong in checkpoint metadata")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Loads the library's metadata and refuses every other global."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The named global, if it belongs to the metadata."""
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if module in _ALLOWED_MODULES or (module, name) in _ALLOWED or (module == "torch" and _is_dtype(name)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} does not belong in checkpoint metadata")

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,38 @@ def test_metadata_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CorruptObjectError, match="does not belong in checkpoint metadata"):
         load_shards({"model.a": torch.zeros(2)}, shards, is_alone=True)
     assert not target.exists()
+
+
+class _EarlyPickler(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.2, Debian's, does."""
+
+    def reducer_override(self, obj: object) -> object:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_metadata_that_an_early_python_3_11_wrote_is_read(tmp_path: Path) -> None:
+    state = {"model.a": torch.arange(4.0)}
+    save_shards(state, tmp_path, is_alone=True)
+    path = tmp_path / ".metadata"
+    whole = pickle.loads(path.read_bytes())
+    with path.open("wb") as file:
+        _EarlyPickler(file).dump(whole)
+    assert b"getattr" in path.read_bytes()
+    loaded = {"model.a": torch.zeros(4)}
+    load_shards(loaded, tmp_path, is_alone=True)
+    assert torch.equal(loaded["model.a"], state["model.a"])
+
+
+class _Lookup:
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (Path, "home")
+
+
+def test_metadata_cannot_look_up_anything_but_members_of_enumerations(tmp_path: Path) -> None:
+    save_shards({"model.a": torch.ones(2)}, tmp_path, is_alone=True)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Lookup()))
+    with pytest.raises(CorruptObjectError, match="does not belong in checkpoint metadata"):
+        load_shards({"model.a": torch.zeros(2)}, tmp_path, is_alone=True)
 
 
 def test_a_model_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
