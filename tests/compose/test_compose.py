@@ -75,6 +75,17 @@ def shown(stack: Deployment, name: str) -> dict[str, Any]:
     return json.loads(outside(stack, "show", name, "--format", "json"))
 
 
+def wait_success(stack: Deployment, name: str) -> None:
+    """Returns when the run has succeeded; AssertionError as soon as it has not."""
+
+    def has_succeeded() -> bool:
+        run_now = shown(stack, name)
+        assert not run_now["state"].endswith(("FAILED", "CANCELLED")), run_now
+        return run_now["state"].endswith("SUCCEEDED")
+
+    until(has_succeeded, what=f"{name} to end", timeout_s=FINISH_S)
+
+
 @contextmanager
 def timed(what: str) -> Iterator[None]:
     began = time.monotonic()
@@ -160,7 +171,7 @@ def test_down_and_up_continues_the_run_with_more_replicas(deployment: Deployment
     deployment.compose("down", "--timeout", "45", timeout_s=200)
     deployment.up("--scale", "inference=2", "--scale", "env-server=2")
 
-    until(lambda: "SUCCEEDED" in shown(deployment, name)["state"], what="the run to end", timeout_s=FINISH_S)
+    wait_success(deployment, name)
     outside(deployment, "audit", name)
 
 
@@ -171,7 +182,7 @@ def test_a_client_outside_submits_to_localhost(deployment: Deployment) -> None:
         deployment, "submit", *RUN[1:], "--run.name", name, "--max-steps", "2", "--no-orchestrator.eval"
     )
     assert name in submitted
-    until(lambda: "SUCCEEDED" in shown(deployment, name)["state"], what="the run to end", timeout_s=FINISH_S)
+    wait_success(deployment, name)
 
 
 def test_no_secret_shows_in_inspect_or_logs(deployment: Deployment) -> None:
