@@ -63,7 +63,7 @@ def load_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone:
 
 
 def _enum_member(owner: Any, name: Any) -> Enum:
-    """Stands for `getattr`, by which early releases of Python 3.11 pickle members of enumerations; does nothing else."""
+    """Stands for `getattr`, by which early releases of Python 3.11 pickle enumerations' members; does nothing else."""
     if isinstance(owner, type) and issubclass(owner, Enum) and isinstance(name, str) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) does not belong in checkpoint metadata")
