@@ -15,7 +15,7 @@ from millrace.policies.manifest import CODEC_DELTA, CODEC_FULL, Encoding, Policy
 from millrace.storage.base import ObjectStore
 
 MAX_LINKS = 300  # more than the largest anchor interval has versions
-_MAX_MANIFESTS = 128
+_MAX_HELD_ENTRIES = 200_000  # pieces and tensors of the manifests that are held: some 40 MB
 _MAX_PROBLEMS = 3  # named in an error
 
 
@@ -36,20 +36,25 @@ Chain = tuple[Link, ...]
 
 
 class Manifests:
-    """Manifests that were read, by key; they never change."""
+    """The manifests that were read last, by key; they never change."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._held: OrderedDict[str, PolicyManifest] = OrderedDict()
+        self._num_entries = 0
 
     def read(self, key: str, sha256: bytes | None = None) -> PolicyManifest:
         """Reads a manifest as `read_manifest` does; one whose hash is told is read anew."""
         manifest = None if sha256 else self._held.get(key)
         if manifest is None:
-            manifest = self._held[key] = read_manifest(self._store, key, sha256)
+            manifest = read_manifest(self._store, key, sha256)
+            if key in self._held:
+                self._num_entries -= _num_entries(self._held[key])
+            self._held[key] = manifest
+            self._num_entries += _num_entries(manifest)
         self._held.move_to_end(key)
-        while len(self._held) > _MAX_MANIFESTS:
-            self._held.popitem(last=False)
+        while self._num_entries > _MAX_HELD_ENTRIES and len(self._held) > 1:
+            self._num_entries -= _num_entries(self._held.popitem(last=False)[1])
         return manifest
 
 
@@ -77,6 +82,11 @@ def find_chain(
     if not found:
         raise search.error(target)
     return min(found, key=_cost)
+
+
+def _num_entries(manifest: PolicyManifest) -> int:
+    """What a manifest's memory grows with; a rank adds a piece per tensor and encoding."""
+    return len(manifest.tensors) + sum(len(encoding.pieces) for encoding in manifest.encodings)
 
 
 def _cost(chain: Chain) -> int:

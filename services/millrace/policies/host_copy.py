@@ -41,7 +41,7 @@ _MAX_THREADS = 8
 
 Bits = NDArray[np.unsignedinteger]
 Changes = dict[str, tuple[TensorChange, ...]]
-_Part = tuple[str, int, int]
+Parts = dict[tuple[int, int], int]
 
 
 def decode_threads() -> int:
@@ -81,27 +81,26 @@ class _Buffer:
 class _Held:
     """What the copy holds: all of `manifest`, with the digests of its tensors, and of those parts that came by deltas.
 
-    A part is named by tensor, start and count; one whose digest is known need not be digested whole for its next delta.
+    `parts` are those of each tensor by start and count, disjoint: one whose digest is known need not be digested whole
+    for its next delta.
     """
 
     manifest: PolicyManifest
     buffer: _Buffer
     digests: dict[str, int]
-    parts: dict[_Part, int]
+    parts: dict[str, Parts]
 
 
 class HostCopy:
     """One policy's copy on this host. Not for several threads at once.
 
     `directory`: where the file `policy.safetensors` lies, for engines in other processes; None is memory. What an
-    earlier process left there is not trusted. `keep=False` holds nothing between two versions: every version is read
-    from its anchor on.
+    earlier process left there is not trusted.
     """
 
-    def __init__(self, store: ObjectStore, *, directory: Path | None = None, keep: bool = True) -> None:
+    def __init__(self, store: ObjectStore, *, directory: Path | None = None) -> None:
         self._store = store
         self._path = None if directory is None else directory / FILE_NAME
-        self._keep = keep
         self._manifests = Manifests(store)
         self._held: _Held | None = None
         self._spare: _Buffer | None = None
@@ -121,8 +120,6 @@ class HostCopy:
 
     def stage_manifest(self, manifest: PolicyManifest) -> StagedPolicy:
         """`stage` for a manifest that was read and compared already."""
-        if not self._keep:
-            self.forget()
         if self._held is not None and (
             self._held.manifest.run_uid != manifest.run_uid or self._held.buffer.layout != layout_of(manifest.tensors)
         ):
@@ -163,6 +160,14 @@ class HostCopy:
                     chain = chain[1:]
                 changes = self._advance(manifest, chain, fetched)
             except (CorruptObjectError, NotFoundError, ConflictError) as error:
+                if is_continued and fetched.is_read:  # the objects are what was written: is the copy?
+                    self.forget()
+                    first, is_continued, fetched.link = first or error, False, None
+                    log.warning(
+                        "a policy delta does not fit the held copy, which may be damaged; beginning anew at an anchor",
+                        extra={"lineage": manifest.lineage, "version": manifest.version, "error": str(error)},
+                    )
+                    continue
                 damaged = fetched.link
                 if damaged is None or damaged.name in avoid or len(avoid) == _MAX_WAYS - 1:
                     raise first or error from error
@@ -179,7 +184,7 @@ class HostCopy:
     def _load(self, link: Link, fetched: "_Fetched") -> None:
         """Reads a full encoding. The old version is given up first, so that one copy's memory is enough."""
         self.forget()
-        fetched.link, manifest = link, link.manifest
+        fetched.link, fetched.is_read, manifest = link, False, link.manifest
         buffer, self._spare = self._spare, None
         if buffer is None or buffer.layout != layout_of(manifest.tensors):
             del buffer  # its memory is free before the new one is taken
@@ -198,28 +203,28 @@ class HostCopy:
         held = self._held
         assert held is not None
         frames: dict[str, list[tuple[Link, Piece, memoryview]]] = {}
+        fetched.is_read = False
         for link in chain:
             fetched.link = link
             objects = _read_whole(self._store, link, fetched)
             for piece in sorted(link.encoding.pieces, key=lambda piece: (piece.tensor, piece.start)):
                 view = objects[piece.object][piece.offset : piece.offset + piece.length_bytes]
                 frames.setdefault(piece.tensor, []).append((link, piece, view))
-        entries = {entry.name: entry for entry in target.tensors}
+        fetched.is_read = True
         changes: Changes = {}
         digests, parts = dict(held.digests), dict(held.parts)
         with ThreadPoolExecutor(decode_threads(), thread_name_prefix="policy-decode") as pool:
             rebuilding = {
-                name: pool.submit(_rebuild, held.buffer.bits(name), held.digests[name], held.parts, items, fetched)
+                name: pool.submit(
+                    _rebuild, held.buffer.bits(name), held.digests[name], held.parts.get(name, {}), items, fetched
+                )
                 for name, items in frames.items()
             }
             for name, future in rebuilding.items():
-                changes[name], digests[name], after = future.result()
-                if not after.keys() <= parts.keys():  # other ranks than before: what is known may overlap
-                    parts = {part: known for part, known in parts.items() if part[0] != name}
-                parts |= after
-        for name, entry in entries.items():
-            if digest_hex(digests[name]) != entry.digest:
-                raise _digest_mismatch(entry, digest_hex(digests[name]), source=self._store.uri(target.key))
+                changes[name], digests[name], parts[name] = future.result()
+        for entry in target.tensors:
+            if digest_hex(digests[entry.name]) != entry.digest:
+                raise _digest_mismatch(entry, digest_hex(digests[entry.name]), source=self._store.uri(target.key))
         fetched.link = None
         for name, found in changes.items():
             for change in found:
@@ -229,11 +234,15 @@ class HostCopy:
 
 
 class _Fetched:
-    """What was read, and which link is being worked on: the one to go around if that fails."""
+    """What was read, and which link is being worked on: the one to go around if that fails.
+
+    `is_read`: all objects of the deltas have come and are what was written, so that only their content can be wrong.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.link: Link | None = None
+        self.is_read = False
 
 
 def layout_of(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
@@ -244,19 +253,19 @@ def layout_of(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, str, tuple[i
 def _rebuild(
     bits: Bits,
     digest: int,
-    parts: Mapping[_Part, int],
+    parts: Mapping[tuple[int, int], int],
     items: list[tuple[Link, Piece, memoryview]],
     fetched: _Fetched,
-) -> tuple[tuple[TensorChange, ...], int, dict[_Part, int]]:
+) -> tuple[tuple[TensorChange, ...], int, Parts]:
     """What deltas, one after the other, change in a tensor, and the digests after them; writes nothing."""
     is_chain = len({link.name for link, _, _ in items}) > 1
     now = bits.copy() if is_chain else bits
     changes: list[TensorChange] = []
-    after: dict[_Part, int] = {}
+    after: Parts = dict(parts)
     for link, piece, frame in items:
-        part = (piece.tensor, piece.start, piece.count)
+        part = (piece.start, piece.count)
         is_whole = piece.count == now.size
-        known = digest if is_whole else after.get(part, parts.get(part))
+        known = digest if is_whole else after.get(part)
         current = now[piece.start : piece.start + piece.count]
         try:
             change = decode_piece(frame, current, start=piece.start, current_digest=known)
@@ -265,8 +274,10 @@ def _rebuild(
             fetched.link = link
             raise
         digest = result if is_whole else change_digest(digest, change, change.old_bits(now))
-        if not is_whole:
-            after[part] = result
+        if is_whole:
+            after.clear()
+        else:
+            _note_part(after, part, result)
         changes.append(change)
         if is_chain:
             change.apply(now)
@@ -274,6 +285,15 @@ def _rebuild(
         return tuple(changes), digest, after
     positions = np.flatnonzero(bits != now)
     return (TensorChange(bits=now[positions], positions=positions),), digest, after
+
+
+def _note_part(parts: Parts, part: tuple[int, int], digest: int) -> None:
+    """Takes note of a part's digest; what is known of others that share elements with it holds no more."""
+    if part not in parts:  # it was cut otherwise before: other ranks, or a rank that held all
+        start, end = part[0], part[0] + part[1]
+        for other in [other for other in parts if other[0] < end and start < other[0] + other[1]]:
+            del parts[other]
+    parts[part] = digest
 
 
 def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetched) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millrace.config.trainer import PolicyConfig
-from millrace.errors import InvalidStateError, MillraceError, UnavailableError
+from millrace.errors import InvalidStateError, UnavailableError
 from millrace.policies.history import Delta, Digests, History
 from millrace.policies.host_copy import decode_threads
 from millrace.policies.manifest import AdapterEntry, Encoding, FileEntry, PolicyManifest, Probe, TensorEntry
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _DELTA_BELOW = 0.9  # of a full copy; a full copy that costs hardly more is an anchor as well
 _SKIP_BELOW = 0.5  # of a full copy; who is behind may as well read the anchor then
+_DONE, _FAILED = b"+", b"-"  # begin what a rank tells the others: its share, or why it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,28 +116,39 @@ class Committer:
 
     def _committed(self, version: int) -> "_Found | None":
         """What is committed of a version, at every rank."""
-        message: bytes | None = None
-        if self._gang.is_leader:
+
+        def look() -> bytes:
             key, found = self._names.policy_manifest(self._lineage, version), None
             if self._store.head(key) is not None:
                 found = PolicyManifest.from_bytes(self._store.get(key), source=self._store.uri(key))
-            facts = None if found is None else [found.run_uid, found.digest, found.anchor]
-            message = json.dumps(facts).encode()
-        facts = json.loads(self._gang.broadcast(message))
+            return json.dumps(None if found is None else [found.run_uid, found.digest, found.anchor]).encode()
+
+        facts = json.loads(self._from_leader(version, look))
         return None if facts is None else _Found(run_uid=facts[0], digest=facts[1], anchor=facts[2])
 
     def _prove(self, parts: Sequence[TensorPart], version: int) -> tuple[Digests, tuple[TensorEntry, ...]]:
-        digests = self._history.digests(parts, version)
-        return digests, merge_digests(self._gang.gather(pack_digests(parts, digests)))
+        digests: Digests = {}
+
+        def prove() -> bytes:
+            digests.update(self._history.digests(parts, version))
+            return pack_digests(parts, digests)
+
+        shares = self._gather(version, prove)
+        return digests, merge_digests(shares)
 
     def _publish(self, version: VersionInput) -> CommittedVersion:
-        parts, deltas = version.parts, list[Delta]()
-        if self._history.fits(parts, version.version):
-            delta, digests = self._history.encode(parts)
-            deltas = [delta, *self._history.encode_skips(parts, version.version)]
-        else:
-            digests = self._history.digests(parts, version.version)
-        entries = merge_digests(self._gang.gather(pack_digests(parts, digests)))
+        parts, deltas, digests = version.parts, list[Delta](), Digests()
+
+        def encode() -> bytes:
+            if self._history.fits(parts, version.version):
+                delta, found = self._history.encode(parts)
+                deltas.extend([delta, *self._history.encode_skips(parts, version.version)])
+            else:
+                found = self._history.digests(parts, version.version)
+            digests.update(found)
+            return pack_digests(parts, digests)
+
+        entries = merge_digests(self._gather(version.version, encode))
         num_elements = sum(entry.num_elements for entry in entries)
         changed = self._gang.sum([deltas[0].num_changed])[0] / max(1, num_elements) if deltas else 1.0
         encodings, anchor = self._upload(version, deltas, full_bytes=sum(entry.size_bytes for entry in entries))
@@ -177,37 +189,67 @@ class Committer:
         base = self._gang.broadcast(message).decode()
         if not self._gang.is_alone:
             base += f"r{self._gang.rank:05d}-"
-        mine = [upload_full(self._store, base, version.parts)] if is_anchor else []
-        mine += [
-            upload_delta(self._store, base, delta.frames, against=delta.base, against_digest=delta.base_digest)
-            for delta in worth
-        ]
-        encodings = merge_encodings(self._gang.gather(pack_encodings(mine)))
+
+        def upload() -> bytes:
+            mine = [upload_full(self._store, base, version.parts)] if is_anchor else []
+            mine += [
+                upload_delta(self._store, base, delta.frames, against=delta.base, against_digest=delta.base_digest)
+                for delta in worth
+            ]
+            return pack_encodings(mine)
+
+        encodings = merge_encodings(self._gather(version.version, upload))
         return encodings, version.version if is_anchor else self._anchor
 
     def _write_manifest(self, manifest: PolicyManifest) -> PublishedPolicy | None:
         """Rank 0 commits; the others learn that it did."""
-        published: PublishedPolicy | None = None
+        published: list[PublishedPolicy] = []
+
+        def commit() -> bytes:
+            if self._should_stop():
+                raise InvalidStateError(
+                    f"policy {manifest.lineage}-{manifest.version} is not committed: the trainer lets go",
+                    reason="POLICY_ABANDONED",
+                    remedy="whoever trains the run on publishes it",
+                )
+            published.append(commit_policy(self._store, manifest.key, manifest))
+            return b""
+
+        self._from_leader(manifest.version, commit)
+        return published[0] if published else None
+
+    def _gather(self, version: int, work: Callable[[], bytes]) -> list[bytes]:
+        """What `work` gives at every rank; raises at all of them if it raises at one."""
+        try:
+            mine = _DONE + work()
+        except BaseException as error:  # raised on: the others learn of it, instead of waiting for this rank
+            self._gang.gather(_failure(error))
+            raise
+        rows = self._gang.gather(mine)
+        for rank, row in enumerate(rows):
+            self._require_done(version, rank, row)
+        return [row.removeprefix(_DONE) for row in rows]
+
+    def _from_leader(self, version: int, work: Callable[[], bytes]) -> bytes:
+        """What `work` gives at rank 0, at every rank; raises at all of them if it raises there."""
+        mine: bytes | None = None
         if self._gang.is_leader:
             try:
-                if self._should_stop():
-                    raise InvalidStateError(
-                        f"policy {manifest.lineage}-{manifest.version} is not committed: the trainer lets go",
-                        reason="POLICY_ABANDONED",
-                        remedy="whoever trains the run on publishes it",
-                    )
-                published = commit_policy(self._store, manifest.key, manifest)
-            except MillraceError as error:
-                self._gang.broadcast(str(error).encode())
+                mine = _DONE + work()
+            except BaseException as error:  # as above
+                self._gang.broadcast(_failure(error))
                 raise
-        problem = self._gang.broadcast(b"" if self._gang.is_leader else None)
-        if problem:
+        row = self._gang.broadcast(mine)
+        self._require_done(version, 0, row)
+        return row.removeprefix(_DONE)
+
+    def _require_done(self, version: int, rank: int, row: bytes) -> None:
+        if not row.startswith(_DONE):
             raise UnavailableError(
-                f"rank 0 did not commit policy {manifest.lineage}-{manifest.version}: {problem.decode()}",
+                f"policy {self._lineage}-{version} is not committed: rank {rank} failed with {row[1:].decode()}",
                 reason="POLICY_NOT_COMMITTED",
-                remedy="see rank 0's log",
+                remedy=f"see rank {rank}'s log",
             )
-        return published
 
     def _advance(self, version: VersionInput, found: "_Found", digests: Digests) -> None:
         self._anchor = found.anchor
@@ -222,3 +264,7 @@ class _Found:
     run_uid: str
     digest: str
     anchor: int
+
+
+def _failure(error: BaseException) -> bytes:
+    return _FAILED + f"{type(error).__name__}: {error}".encode()

@@ -3,14 +3,15 @@
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from millrace.config.trainer import PolicyConfig
-from millrace.errors import CorruptObjectError, MillraceError
+from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
+from millrace.policies.chain import Manifests
 from millrace.policies.host_copy import FILE_NAME, HostCopy
 from millrace.policies.manifest import CODEC_DELTA, Encoding, PolicyManifest
 from millrace.policies.parts import TensorPart
@@ -18,6 +19,7 @@ from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes, read_places
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
+from millrace.trainer import commit
 from millrace.trainer.commit import Committer, VersionInput
 from millrace.trainer.distributed import Gang
 
@@ -65,6 +67,7 @@ class Trainer:
         board = Board(world_size)
         self.store = store
         self.lineage = lineage
+        self.config = config
         self.share = share
         self.rng = np.random.default_rng(5)
         self.world_size = world_size
@@ -104,18 +107,44 @@ class Trainer:
             chosen = self.rng.random(array.shape) < self.share
             self.weights[name] = np.where(chosen, array + 1, array).astype(np.uint16)
 
-    def publish(self, version: int) -> PolicyManifest:
+    def commit(self, version: int) -> list:
+        """What the commit gives or raises at every rank."""
+        return self._at_every_rank(
+            lambda rank, parts: self.committers[rank].commit(VersionInput(version=version, parts=parts, probe=None))
+        )
+
+    def restart(self, *, world_size: int) -> "Trainer":
+        """A trainer with other ranks that goes on from the last version of this one."""
+        other = Trainer(self.store, world_size=world_size, lineage=self.lineage, **self.config)
+        other.weights, other.history, other.rng = dict(self.weights), self.history, self.rng
+        assert (
+            other._at_every_rank(lambda rank, parts: other.committers[rank].adopt(len(self.history) - 1, parts))
+            == [None] * world_size
+        )
+        return other
+
+    def _at_every_rank(self, act: Callable[[int, list[TensorPart]], object]) -> list:
         parts = [self.parts(rank) for rank in range(self.world_size)]
         done: list = [None] * self.world_size
 
         def run(rank: int) -> None:
-            done[rank] = self.committers[rank].commit(VersionInput(version=version, parts=parts[rank], probe=None))
+            try:
+                done[rank] = act(rank, parts[rank])
+            except Exception as error:  # noqa: BLE001 - a thread's edge: compared by the test
+                done[rank] = error
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(30)
+        return done
+
+    def publish(self, version: int) -> PolicyManifest:
+        done = self.commit(version)
+        for each in done:
+            if isinstance(each, Exception):
+                raise each
         assert [committed.published is None for committed in done] == [rank > 0 for rank in range(self.world_size)]
         self.history[version] = {name: array.tobytes() for name, array in self.weights.items()}
         return done[0].published.manifest
@@ -363,10 +392,10 @@ def test_weights_that_are_not_those_of_the_committed_version_are_not_adopted(sto
     assert other.publish(4).codecs == "full"
 
 
-def test_without_keeping_every_version_comes_from_its_anchor(store: LocalStore) -> None:
+def test_without_deltas_every_version_comes_from_its_anchor(store: LocalStore) -> None:
     trainer = Trainer(store, delta=False).publish_to(2)
     assert trainer.manifest(2).codecs == "full"
-    copy = HostCopy(store, keep=False)
+    copy = HostCopy(store)
     for version in (1, 2):
         assert trainer.require(copy, version).base is None
 
@@ -376,3 +405,99 @@ def test_tensor_bytes_cannot_be_written_through(store: LocalStore) -> None:
     tensor: TensorBytes = trainer.require(HostCopy(store), 0).tensors["embed"]
     with pytest.raises(TypeError, match="read-only"):
         tensor.data[0] = 1
+
+
+@pytest.mark.parametrize("between", [1, 3])
+def test_the_ranks_of_a_lineage_change_and_change_back(store: LocalStore, between: int) -> None:
+    trainer = Trainer(store, world_size=2, skip_deltas=[], anchor_interval=256).publish_to(1)
+    trainer = trainer.restart(world_size=between).publish_to(2).restart(world_size=2).publish_to(5)
+    assert [trainer.manifest(version).codecs for version in range(6)] == ["full", *["delta"] * 5]
+    follower = HostCopy(store)
+    for version in range(6):
+        assert trainer.require(follower, version).base == ((0, version - 1) if version else None)
+    trainer.require(HostCopy(store), 5)
+    late = HostCopy(store)
+    trainer.require(late, 1)
+    assert trainer.require(late, 4).base == (0, 1)
+    assert trainer.require(late, 5).base == (0, 4)
+
+
+def test_a_damaged_copy_is_not_taken_for_a_damaged_delta(
+    store: LocalStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(store, skip_deltas=[]).publish_to(4)
+    copy = HostCopy(store, directory=tmp_path / "copy")
+    staged = trainer.require(copy, 2)
+    assert staged.path is not None and staged.places is not None
+    second, third = (np.frombuffer(trainer.history[version]["embed"], np.uint16) for version in (2, 3))
+    with staged.path.open("r+b") as file:
+        file.seek(staged.places["embed"].offset + 2 * int(np.flatnonzero(second != third)[0]))
+        low = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([low ^ 4]))
+    anew = trainer.require(copy, 3)
+    assert anew.base is None and anew.changes is None
+    assert [record.message for record in caplog.records] == [
+        "a policy delta does not fit the held copy, which may be damaged; beginning anew at an anchor"
+    ]
+    assert trainer.require(copy, 4).base == (0, 3)
+
+
+@pytest.mark.parametrize(("bound", "num_reads"), [(10, 3), (100, 2)])
+def test_manifests_are_held_up_to_a_number_of_pieces(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, bound: int, num_reads: int
+) -> None:
+    Trainer(store).publish_to(1)
+    monkeypatch.setattr("millrace.policies.chain._MAX_HELD_ENTRIES", bound)
+    manifests, read, get = Manifests(store), list[str](), store.get
+    monkeypatch.setattr(store, "get", lambda key: read.append(key) or get(key))
+    for version in (0, 1, 0):
+        assert manifests.read(NAMES.policy_manifest(0, version)).version == version
+    assert len(read) == num_reads
+
+
+@pytest.mark.parametrize(
+    ("where", "failing"), [("upload_full", 0), ("upload_full", 1), ("pack_digests", 1), ("commit_policy", 0)]
+)
+def test_what_fails_at_one_rank_fails_at_all(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, where: str, failing: int
+) -> None:
+    trainer = Trainer(store, world_size=3)
+    whole = getattr(commit, where)
+    of_thread = threading.local()
+    for rank, committer in enumerate(trainer.committers):
+        publish = committer._publish
+
+        def note(version: VersionInput, rank: int = rank, publish=publish):
+            of_thread.rank = rank
+            return publish(version)
+
+        monkeypatch.setattr(committer, "_publish", note)
+
+    def fail(*args, **kwargs):
+        if of_thread.rank == failing:
+            raise MemoryError
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(commit, where, fail)
+    done = trainer.commit(0)
+    assert isinstance(done[failing], MemoryError)
+    others = [error for rank, error in enumerate(done) if rank != failing]
+    assert [(type(error), error.reason) for error in others] == [(UnavailableError, "POLICY_NOT_COMMITTED")] * 2
+    assert all(f"rank {failing} failed with MemoryError" in str(error) for error in others)
+    monkeypatch.setattr(commit, where, whole)
+    trainer.publish(0)  # they are in step
+    trainer.require(HostCopy(store), 0)
+
+
+def test_a_store_that_fails_rank_0_fails_all(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(store, world_size=2)
+
+    def head(key: str) -> None:
+        raise OSError(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "head", head)
+        done = trainer.commit(0)
+    assert isinstance(done[0], OSError) and isinstance(done[1], UnavailableError)
+    trainer.publish(0)
