@@ -24,6 +24,7 @@ from millrace.env_server.engine_loss import (
     EXTERNAL_RETRIED_STATUSES,
     LOST_STATUSES,
     MAX_ATTEMPTS,
+    REFUSED_STATUSES,
     RETRIED_STATUSES,
     external_pause_s,
     retry_pause_s,
@@ -42,11 +43,11 @@ _TOO_LONG = ("context length", "maximum model length", "prompt_too_long", "excee
 
 
 class EngineAuthError(vf.ModelError):
-    """The engine refused the credentials (401, 403)."""
+    """An endpoint that is not ours refused the credentials (401, 403)."""
 
 
 class EngineLostError(vf.ModelError):
-    """The engine went away: nothing listens, the connection broke off, or it serves nobody (429, 502, 503, 504)."""
+    """The engine went away: nothing listens, the connection broke off, or it does not serve us (see `engine_loss`)."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{ENGINE_LOST_MARK} {message}")
@@ -130,7 +131,7 @@ class LeanClient(OpenAIChatCompletionsClient):
                     if reply.status == 200:
                         return raw
                     if attempt == attempts or not self._is_retried(reply.status):
-                        raise _status_error(url, reply.status, raw, attempts=attempt)
+                        raise _status_error(url, reply.status, raw, attempts=attempt, is_external=self._is_external)
                     asked, problem = reply.headers.get("Retry-After"), f"status {reply.status}"
             except aiohttp.ClientConnectorError as error:
                 if attempt == attempts:
@@ -223,13 +224,13 @@ def make_session() -> aiohttp.ClientSession:
     )
 
 
-def _status_error(url: str, status: int, raw: bytes, *, attempts: int) -> vf.Error:
+def _status_error(url: str, status: int, raw: bytes, *, attempts: int, is_external: bool) -> vf.Error:
     text = raw.decode("utf-8", "replace").lower()
     tries = f" ({attempts} attempts)" if attempts > 1 else ""
     message = f"POST {url} answered {status}{tries}: {_shown(raw)}"
-    if status in LOST_STATUSES:
+    if status in LOST_STATUSES or (status in REFUSED_STATUSES and not is_external):
         return EngineLostError(message)
-    if status in (401, 403):
+    if status in REFUSED_STATUSES:
         return EngineAuthError(message)
     if status == 400 and any(phrase in text for phrase in _TOO_LONG):
         return vf.OverlongPromptError(message)

@@ -1,8 +1,9 @@
 """Which failures of a model call mean that the engine went away, and how often a call is tried before that is said.
 
 A lost engine (connection refused or broken off; a replica that starts, drains, or is being updated for longer than a
-moment) says nothing about the task: its rollout ends as ENGINE_LOST and the orchestrator plays it again, whole, where
-an engine answers. Everything else that an engine answers (400, 500) is the engine's word about this request.
+moment; one that refuses our token while tokens are being changed) says nothing about the task: its rollout ends as
+ENGINE_LOST and the orchestrator plays it again, whole, where an engine answers. Everything else that an engine answers
+(400, 500) is the engine's word about this request.
 """
 
 import random
@@ -17,6 +18,8 @@ RETRIED_STATUSES = frozenset({429, 503})
 """The engine refused before it did any work: it is starting, updating its policy, or full."""
 LOST_STATUSES = frozenset({429, 502, 503, 504})
 """After the last try: nobody serves this request here."""
+REFUSED_STATUSES = frozenset({401, 403})
+"""Of an engine of ours: it or we do not have the new token yet. An endpoint that is not ours means what it says."""
 MAX_ATTEMPTS = 4
 """Tries of one model call, within two seconds: longer outages are the orchestrator's, which knows other replicas."""
 ENGINE_LOST_MARK = "engine lost:"

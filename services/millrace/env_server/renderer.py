@@ -25,6 +25,7 @@ from millrace.env_server.engine_loss import (
     ENGINE_LOST_MARK,
     LOST_STATUSES,
     MAX_ATTEMPTS,
+    REFUSED_STATUSES,
     RETRIED_STATUSES,
     retry_pause_s,
 )
@@ -78,7 +79,7 @@ class _RememberingClient:
             try:
                 reply = await self._client.post(*args, **kwargs)
             except APIStatusError as error:
-                if (is_last and error.status_code in LOST_STATUSES) or _is_gateway_error(error):
+                if (is_last and error.status_code in LOST_STATUSES) or _is_lost_at_once(error):
                     raise EngineLostReplyError(str(error)) from error
                 if error.status_code not in RETRIED_STATUSES:
                     raise
@@ -93,8 +94,8 @@ class _RememberingClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _is_gateway_error(error: APIStatusError) -> bool:
-    return error.status_code in LOST_STATUSES - RETRIED_STATUSES
+def _is_lost_at_once(error: APIStatusError) -> bool:
+    return error.status_code in (LOST_STATUSES - RETRIED_STATUSES) | REFUSED_STATUSES
 
 
 def _is_refused(error: APIConnectionError) -> bool:

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 import grpc
 
-from millrace.errors import CapacityError, InternalError, InvalidStateError, MillraceError, UnavailableError
+from millrace.errors import (
+    CapacityError,
+    InternalError,
+    InvalidStateError,
+    MillraceError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rpc.channel import call, open_channel
@@ -29,6 +36,9 @@ RETURN_PAUSE_S, RETURN_LIMIT_S = 1.0, 5.0
 """After a takeover: so long after the last one came back nobody else is expected, and how long that is waited for."""
 SILENCE_S = 3.0
 """How long an env-server that did not answer gets no new groups, so that it does not hold up those for others."""
+# INTERNAL: it died in the middle of its answer. UNAUTHENTICATED: tokens are being changed, and not every machine has
+# the new ones yet. None of them says anything about the run: others are asked, and this one again.
+_AWAY = (UnavailableError, InternalError, UnauthenticatedError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,7 @@ class EnvPool:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._ready: dict[str, set[str]] = {}
         self._silent_until: dict[str, float] = {}
+        self._problems: dict[str, str] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.envs: dict[str, OpenedEnv] = {}
 
@@ -82,7 +93,7 @@ class EnvPool:
             except TimeoutError as error:
                 raise InvalidStateError(
                     f"environment {spec.name!r} (id {spec.id!r}) was not ready on any env-server within "
-                    f"{OPEN_TIMEOUT_S:.0f} s; env-servers registered: {', '.join(self.alive()) or 'none'}",
+                    f"{OPEN_TIMEOUT_S:.0f} s; env-servers registered: {self._describe_alive()}",
                     reason="ENV_LOAD_TIMEOUT",
                     remedy="start an env-server, or look at its log",
                 ) from error
@@ -100,11 +111,20 @@ class EnvPool:
             except MillraceError as error:
                 log.warning("environment not ready on an env-server", extra={"env": spec.name, "error": str(error)})
 
+    def _describe_alive(self) -> str:
+        """Every env-server, and what was wrong with it when it was last asked."""
+        alive = self.alive()
+        return (
+            ", ".join(f"{each} ({self._problems[each]})" if each in self._problems else each for each in alive)
+            or "none"
+        )
+
     def _forget_dead(self) -> None:
         alive = set(self.alive())
         for ready in self._ready.values():
             ready &= alive
         self._silent_until = {worker_id: until for worker_id, until in self._silent_until.items() if worker_id in alive}
+        self._problems = {worker_id: text for worker_id, text in self._problems.items() if worker_id in alive}
         for worker_id in self._channels.keys() - alive:
             channel = self._channels.pop(worker_id)
             closing = asyncio.get_running_loop().create_task(channel.close())
@@ -120,9 +140,11 @@ class EnvPool:
                 stub = self._stub(worker_id)
                 request = env_service_pb2.OpenEnvRequest(env=spec)
                 answer = await call(stub.OpenEnv, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
-            except (UnavailableError, InternalError) as error:  # INTERNAL: it died in the middle of its answer
+            except _AWAY as error:
                 log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
+                self._problems[worker_id] = str(error)
                 continue
+            self._problems.pop(worker_id, None)
             if answer.state == env_service_pb2.ENV_STATE_FAILED:
                 failure = InvalidStateError(
                     f"environment {spec.name!r} (id {spec.id!r}) could not be loaded on {worker_id}: "
@@ -156,11 +178,13 @@ class EnvPool:
         self._ready.setdefault(spec.name, set()).add(worker_id)
 
     async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
-        """Ask an env-server to play a group; False if it cannot take it now (full, gone, draining, or sick)."""
+        """Ask an env-server to play a group; False if it cannot now (full, gone, draining, sick, of another token)."""
         try:
             await call(self._stub(worker_id).PlayGroup, request, timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id)
-        except (CapacityError, UnavailableError, InternalError) as error:
-            log.info("group not taken", extra={"worker": worker_id, "ordinal": request.ordinal, "error": str(error)})
+        except (CapacityError, *_AWAY) as error:
+            level = logging.WARNING if isinstance(error, UnauthenticatedError) else logging.INFO
+            fields = {"worker": worker_id, "ordinal": request.ordinal, "error": str(error)}
+            log.log(level, "group not taken", extra=fields)
             if not isinstance(error, CapacityError):
                 self._silent_until[worker_id] = time.monotonic() + SILENCE_S
             return False
@@ -198,7 +222,7 @@ class EnvPool:
             try:
                 method = self._stub(worker_id).ListPlaying
                 answer = await call(method, request, timeout_s=LIST_TIMEOUT_S, waits_on=worker_id)
-            except (UnavailableError, InternalError) as error:
+            except _AWAY as error:
                 log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 return None
             return list(answer.groups)

@@ -139,7 +139,6 @@ async def test_sampling_reaches_the_engine(server: Any) -> None:
     ("mode", "status", "error_type", "text"),
     [
         ("500", RolloutStatus.MODEL_ERROR, "ModelError", "answered 500"),
-        ("401", RolloutStatus.MODEL_ERROR, "EngineAuthError", "answered 401"),
         ("badjson", RolloutStatus.MODEL_ERROR, "InvalidModelResponseError", "not JSON"),
         ("twochoices", RolloutStatus.MODEL_ERROR, "InvalidModelResponseError", "2 choices"),
         ("empty", RolloutStatus.MODEL_ERROR, "EmptyModelResponseError", "no tokens"),
@@ -149,6 +148,7 @@ async def test_sampling_reaches_the_engine(server: Any) -> None:
         ("noprompt", RolloutStatus.MISSING_TOKENS, "MissingTokens", "no token ids or log-probs"),
         ("fewlogprobs", RolloutStatus.MISSING_TOKENS, "MissingTokens", "log-probs"),
         ("nospans", RolloutStatus.MISSING_TOKENS, "MissingPolicySpans", "policy_spans"),
+        ("401", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 401"),  # tokens are being changed
         ("502", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 502"),
         ("503", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 503"),
         ("504", RolloutStatus.ENGINE_LOST, "EngineLostError", "answered 504"),

@@ -75,7 +75,7 @@ async def test_v1_eval_tasks_are_their_own_set(server: Any) -> None:
     ("mode", "status", "error_type", "text"),
     [
         ("500", RolloutStatus.MODEL_ERROR, "ProviderError", "boom"),
-        ("401", RolloutStatus.MODEL_ERROR, "ProviderError", "who are you"),
+        ("401", RolloutStatus.ENGINE_LOST, "EngineLostError", "who are you"),
         ("badjson", RolloutStatus.MODEL_ERROR, "ProviderError", "unreadable reply"),
         ("toolong", RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", "context"),
         ("tiny", RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", "context"),
