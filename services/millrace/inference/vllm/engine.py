@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import time
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,25 @@ from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference.engine import EngineState, EngineStatus, HeldDigest, InflightMode, PolicyIdentity
 from millrace.inference.pauses import OPERATOR
 from millrace.inference.probing import probe_problem
+from millrace.inference.updater import PAUSE_HOLDER
 from millrace.inference.vllm import gate as gates
 from millrace.inference.vllm.gate import Gate
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.lora import AdapterSlot
 from millrace.inference.vllm.orders import write_order
+from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.prompts import prompt_logprobs
-from millrace.inference.vllm.proofs import combine
+from millrace.inference.vllm.proofs import Readback, combine
+from millrace.policies.manifest import Probe
 from millrace.policies.staged import StagedPolicy
+from millrace.policies.tensors import element_bytes
 
 log = logging.getLogger(__name__)
 
 _RPC_DEADLINE_S = 120.0
 _RELOAD_DEADLINE_S = 1800.0
 _UNIT_BYTES = 16 << 20  # built between two decode steps: some ten milliseconds
-_PING_PERIOD_S = 2.0
+_DIGESTED_BYTES = 64 << 20  # read back between two decode steps: some tenth of a second
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
@@ -54,14 +59,16 @@ class VllmEngine:
         self._identity: PolicyIdentity | None = None
         self._error = ""
         self._pauses: set[str] = set()
-        self._is_stopped = False
+        self._is_proving = False
+        self._is_stopped: bool | None = False  # None: nobody knows, as a call of vLLM failed
         self._lock = asyncio.Lock()
-        self._paused_at = 0.0
+        self._loading = asyncio.Lock()
+        self._num_loads = 0
+        self._paused_at: float | None = None
         self._pause_s: float | None = None
         self._num_applied = 0
-        self._pinged_at: float | None = None
         self._is_busy = False
-        self._pinging = asyncio.create_task(self._ping(), name="vLLM ping")
+        self._ping = Ping(client)
 
     @property
     def kind(self) -> str:
@@ -83,7 +90,12 @@ class VllmEngine:
         self._require_same_config(model_dir)
         order = await asyncio.to_thread(write_order, staged, self._directory)
         order |= {"changed": None}
+        self._num_loads += 1  # whatever `load_directory` does meanwhile, the gate stays shut from here on
         self._gate.refuse(f"policy {identity} is being loaded")
+        async with self._loading:
+            await self._load(staged, order, identity)
+
+    async def _load(self, staged: StagedPolicy, order: dict[str, Any], identity: PolicyIdentity) -> None:
         await self._doom(f"policy {identity} replaced the model")
         self._gate.hold()
         await self.pause("load")
@@ -106,23 +118,27 @@ class VllmEngine:
 
         None is the model that vLLM was started with.
         """
+        num_loads = self._num_loads
         if directory is not None and not await asyncio.to_thread(_has_weights, Path(directory)):
             raise InvalidStateError(
                 f"{directory} is no directory with safetensors files", reason="WEIGHTS_NOT_FOUND", remedy="name one"
             )
-        identity = PolicyIdentity(run_uid="", lineage=0, version=self._num_applied + 1)
-        await self.pause("load")
-        try:
-            await self._rpc("millrace_reload_directory", directory, deadline_s=_RELOAD_DEADLINE_S)
-            await self._set_version(identity)
-            await self._recall()
-        except BaseException as error:  # marks the engine as failed, then raises
-            await self.fail(f"loading {directory or 'the first weights'} failed half-way: {error}")
-            raise
-        finally:
-            await self.resume("load")
-        self._state, self._error, self._identity = EngineState.READY, "", identity
-        self._gate.open(self._salt(identity))
+        async with self._loading:
+            self._require_no_run(num_loads)
+            identity = PolicyIdentity(run_uid="", lineage=0, version=self._num_applied + 1)
+            await self.pause("directory")
+            try:
+                await self._rpc("millrace_reload_directory", directory, deadline_s=_RELOAD_DEADLINE_S)
+                await self._set_version(identity)
+                await self._recall()
+            except BaseException as error:  # marks the engine as failed, then raises
+                await self.fail(f"loading {directory or 'the first weights'} failed half-way: {error}")
+                raise
+            finally:
+                await self.resume("directory")
+            self._state, self._error, self._identity = EngineState.READY, "", identity
+            self._require_no_run(num_loads)
+            self._gate.open(self._salt(identity))
 
     async def check(self, staged: StagedPolicy) -> None:
         """See `PolicyEngine.check`; ends with the version staged in the workers."""
@@ -170,10 +186,11 @@ class VllmEngine:
     async def prove(self, staged: StagedPolicy) -> HeldDigest:
         """See `PolicyEngine.prove`. Generation goes on meanwhile; answers stay here."""
         self._require_ready()
-        holders, self._pauses = self._pauses, set()
+        self._is_proving = True  # pauses that come meanwhile begin afterwards
         try:
             await self._follow_pauses()  # the probe runs through the scheduler
-            found = combine(await self._rpc("millrace_digests"), staged.manifest)
+            self._count_pause()
+            found = await self._read_back(staged)
             probe = staged.manifest.probe
             if not found.is_whole and probe is None:
                 raise InternalError(
@@ -182,25 +199,38 @@ class VllmEngine:
                     remedy="publish it with the probe's log-probs",
                 )
             if probe is not None:
-                logprobs = await self._bounded(
-                    prompt_logprobs(
-                        self._client,
-                        probe.token_ids,
-                        salt=f"probe-{time.time_ns()}",
-                        lora_request=self._adapters.request,
-                    )
-                )
-                computed = str(self._client.model_config.dtype).removeprefix("torch.")
-                dtypes = [*{tensor.dtype for tensor in staged.tensors.values()}, computed]
-                if (problem := probe_problem(probe.logprobs, logprobs, dtypes=dtypes)) is not None:
-                    raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
+                await self._compute_probe(staged, probe)
         finally:
-            self._pauses |= holders
-            await self._follow_pauses()
+            self._is_proving = False
+            if self._pauses - {PAUSE_HOLDER}:  # an update's own ends now: to stop for that would be of no use
+                await self._follow_pauses()
         assert self._identity is not None
         self._gate.open(self._salt(self._identity))
         proof = "+".join(name for name, is_given in (("readback", found.is_whole), ("probe", probe)) if is_given)
         return HeldDigest(digest=staged.manifest.digest, proof=proof)
+
+    async def _read_back(self, staged: StagedPolicy) -> Readback:
+        """What the workers hold in the checkpoint's bits, some of it between any two decode steps.
+
+        Of an adapter nothing: its tensors have no place in the model, and the base was proved when it was loaded.
+        """
+        if staged.manifest.adapter is not None:
+            return Readback(names=(), is_whole=False)
+        tensors = staged.manifest.tensors
+        sizes = [prod(tensor.shape) * element_bytes(tensor.dtype) for tensor in tensors]
+        found: list[Any] = []
+        for first, last in chunks(sizes, _DIGESTED_BYTES):
+            found += await self._rpc("millrace_digests", [tensor.name for tensor in tensors[first:last]])
+        return combine(found, staged.manifest)
+
+    async def _compute_probe(self, staged: StagedPolicy, probe: Probe) -> None:
+        """InternalError if the engine's log-probs of the probe are not the manifest's."""
+        salt, adapter = f"probe-{time.time_ns()}", self._adapters.request
+        logprobs = await self._bounded(prompt_logprobs(self._client, probe.token_ids, salt=salt, lora_request=adapter))
+        computed = str(self._client.model_config.dtype).removeprefix("torch.")
+        dtypes = [*{tensor.dtype for tensor in staged.tensors.values()}, computed]
+        if (problem := probe_problem(probe.logprobs, logprobs, dtypes=dtypes)) is not None:
+            raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
 
     async def fail(self, error: str) -> None:
         """See `PolicyEngine.fail`."""
@@ -216,23 +246,31 @@ class VllmEngine:
         """See `PolicyEngine.pause`. An update's pause shuts the gate first: what comes meanwhile gets the new salt."""
         if holder != OPERATOR:
             self._gate.wait()
+        if holder == PAUSE_HOLDER:
+            self._paused_at, self._pause_s = time.monotonic(), 0.0
         self._pauses.add(holder)
         try:
             await self._follow_pauses()
         except BaseException as error:  # nobody could tell what generates now, then raises
+            self._pauses.discard(holder)  # who could not pause does not resume
             await self.fail(f"vLLM cannot be paused: {error}")
             raise
 
     async def resume(self, holder: str) -> None:
         """See `PolicyEngine.resume`."""
         self._pauses.discard(holder)
-        await self._follow_pauses()
+        try:
+            await self._follow_pauses()
+        except Exception as error:  # nobody could tell what generates now, then raises
+            await self.fail(f"vLLM cannot go on: {error}")
+            raise
+        if holder == PAUSE_HOLDER:
+            self._count_pause()
 
     def status(self) -> EngineStatus:
         """See `PolicyEngine.status`."""
         config = self._client.vllm_config
         is_dead = bool(self._client.errored)
-        age = 0.0 if self._pinged_at is None or self._is_busy else time.monotonic() - self._pinged_at
         return EngineStatus(
             state=EngineState.FAILED if is_dead else self._state,
             identity=self._identity if self._state is EngineState.READY and not is_dead else None,
@@ -241,17 +279,17 @@ class VllmEngine:
             num_waiting=self._gate.num_waiting,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
-            progress_age_s=age,
+            progress_age_s=0.0 if self._is_busy else self._ping.age_s,
             num_generated_tokens=0,
             num_finished=self._gate.num_finished,
-            error="vLLM's engine is dead" if is_dead else self._error,
+            error="vLLM's engine is dead" if is_dead else self._error or self._ping.error,
             is_dead=is_dead,
             pause_s=self._pause_s,
         )
 
     async def close(self) -> None:
         """See `PolicyEngine.close`; vLLM ends itself."""
-        self._pinging.cancel()
+        self._ping.stop()
         self._gate.refuse("this replica is shutting down")
         await self.abort_all()
 
@@ -265,15 +303,21 @@ class VllmEngine:
     async def _follow_pauses(self) -> None:
         """Has vLLM pause or go on, as the holders want it; `keep` leaves requests and their KV cache alone."""
         async with self._lock:
-            if bool(self._pauses) == self._is_stopped:
+            should_stop = bool(self._pauses) and not self._is_proving
+            if should_stop == self._is_stopped:
                 return
-            if self._pauses:
-                self._paused_at = time.monotonic()
+            self._is_stopped = None
+            if should_stop:
                 await self._bounded(self._client.pause_generation(mode="keep", clear_cache=False))
             else:
                 await self._bounded(self._client.resume_generation())
-                self._pause_s = time.monotonic() - self._paused_at
-            self._is_stopped = bool(self._pauses)
+            self._is_stopped = should_stop
+
+    def _count_pause(self) -> None:
+        """The update's standstill has ended, if it had not before."""
+        if self._paused_at is not None:
+            self._pause_s = (self._pause_s or 0.0) + time.monotonic() - self._paused_at
+            self._paused_at = None
 
     async def _put_adapter(self, staged: StagedPolicy | None) -> None:
         """The adapter of all that begins or goes on from now on; None is a whole policy's, which adds nothing."""
@@ -304,13 +348,14 @@ class VllmEngine:
                 f"vLLM's engine did not answer within {deadline_s:.0f} s", reason="ENGINE_SILENT", remedy="restart it"
             ) from None
 
-    async def _ping(self) -> None:
-        """Asks the engine something small all the time: a step that hangs shows as an answer that does not come."""
-        while True:
-            self._pinged_at = time.monotonic()
-            await self._client.get_weight_version()
-            self._pinged_at = None
-            await asyncio.sleep(_PING_PERIOD_S)
+    def _require_no_run(self, num_loads: int) -> None:
+        """InvalidStateError if the engine holds a run's policy, or one came after that many loads."""
+        if self._num_loads != num_loads or (self._identity is not None and self._identity.run_uid):
+            raise InvalidStateError(
+                "a run's policy has come, which takes the place of the weights of a directory",
+                reason="POLICY_DRIVEN",
+                remedy="use a replica that serves no run",
+            )
 
     def _require_ready(self) -> None:
         if self._state is not EngineState.READY:

@@ -45,10 +45,8 @@ class MillracePlugin:
         settings = Settings.from_env(os.environ, required=["listen"])
         own = InferenceSettings.from_env(os.environ)
         setup("inference", level=settings.log_level, json_lines=settings.log_json)
-        given = os.environ.get(_POLICY_DIR)
-        # It lives as long as the state, which is as long as the process.
-        owner = None if given else tempfile.TemporaryDirectory(prefix="millrace-policy-")
-        directory = Path(given or owner.name)  # pyright: ignore[reportOptionalMemberAccess] - one of them is there
+        owner = _own_directory(os.environ.get(_POLICY_DIR))
+        directory = Path(owner.name)
         gate = Gate()
         engine = VllmEngine(engine_client, gate, directory=directory, is_fixed=own.vllm_model is not None)
         _put_before(state, engine_client, GatedClient(engine_client, gate))
@@ -71,6 +69,13 @@ class MillracePlugin:
         await take_over()
         replica.tasks.append(asyncio.create_task(_run(parts, replica, url, stopping, state), name="millrace replica"))
         replica.tasks.append(asyncio.create_task(_take_signal(state, stopping), name="millrace signals"))
+
+
+def _own_directory(parent: str | None) -> tempfile.TemporaryDirectory[str]:
+    """A new one in the parent, which replicas may share. It lives as long as its object: as long as the process."""
+    if parent:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="millrace-policy-", dir=parent or None)
 
 
 async def _run(parts: ReplicaParts, replica: Replica, url: Any, stopping: asyncio.Event, state: Any) -> None:

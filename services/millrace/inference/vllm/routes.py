@@ -46,7 +46,7 @@ class Replica:
     gate: Gate
     slot: ModelSlot
     updater: PolicyUpdater
-    owner: tempfile.TemporaryDirectory[str] | None
+    owner: tempfile.TemporaryDirectory[str]
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     is_draining: bool = False
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -147,16 +147,16 @@ class PolicyWorker:
             self.millrace_held.staged = None
 
     @on_base
-    def millrace_digests(self) -> list[list[Any]]:
+    def millrace_digests(self, names: list[str]) -> list[list[Any]]:
         """[tensor, key of the box, elements, digest as hex] of every box that holds the checkpoint's bits as they are.
 
-        Ranks that hold the same box give the same key.
+        Only of these tensors, of which this rank may hold none. Ranks that hold the same box give the same key.
         """
         held = self._millrace_required()
         model = self._millrace_model()
         found: list[list[Any]] = []
-        for name, regions in held.layout.regions.items():
-            for region in regions:
+        for name in names:
+            for region in held.layout.regions.get(name, ()):
                 if region.slot in held.plain and region.is_contiguous:
                     digest = self._millrace_digest(model, region)
                     key = f"{region.source_offset}:{region.shape}"

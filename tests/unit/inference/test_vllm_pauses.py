@@ -1,0 +1,264 @@
+"""Pauses, proofs and loads of the vLLM engine that meet each other, or fail, over a client that the test directs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.errors import InvalidStateError, UnavailableError
+from millrace.inference.engine import EngineState, InflightMode, PolicyIdentity
+from millrace.inference.vllm import engine as engines
+from millrace.inference.vllm.engine import VllmEngine
+from millrace.inference.vllm.gate import Gate
+from millrace.inference.vllm.ping import Ping
+from millrace.policies.digest import digest_hex
+from millrace.policies.manifest import Probe, TensorEntry
+
+FIRST = PolicyIdentity(run_uid="r", lineage=0, version=1)
+SECOND = PolicyIdentity(run_uid="r", lineage=0, version=2)
+PROBE = Probe(token_ids=(1, 2), logprobs=(-1.0,))
+
+
+class Client:
+    """An engine that notes what it is told. `block` names calls that wait until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.is_paused = False
+        self.fails = ""
+        self.blocks: dict[str, asyncio.Event] = {}
+        self.reached: dict[str, asyncio.Event] = {}
+        self.errored = False
+        self.output_processor = SimpleNamespace(request_states={})
+        self.model_config = SimpleNamespace(dtype="torch.float32", model="nowhere", max_model_len=8)
+        scheduler = SimpleNamespace(max_num_seqs=1)
+        self.vllm_config = SimpleNamespace(lora_config=None, scheduler_config=scheduler, model_config=self.model_config)
+
+    def block(self, name: str) -> tuple[asyncio.Event, asyncio.Event]:
+        self.blocks[name], self.reached[name] = asyncio.Event(), asyncio.Event()
+        return self.reached[name], self.blocks[name]
+
+    async def reach(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.blocks:
+            self.reached[name].set()
+            await self.blocks.pop(name).wait()
+        if self.fails == name:
+            self.fails = ""
+            raise UnavailableError("too slow", reason="ENGINE_SILENT")
+
+    async def pause_generation(self, **_: Any) -> None:
+        self.is_paused = True  # a call whose answer is lost was done all the same
+        await self.reach("pause")
+
+    async def resume_generation(self) -> None:
+        await self.reach("resume")
+        self.is_paused = False
+
+    async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+        await self.reach(method)
+        return [[]]
+
+    async def reset_prefix_cache(self, **_: Any) -> None: ...
+
+    async def update_weight_version(self, version: str) -> None: ...
+
+    async def get_weight_version(self) -> str:
+        await self.reach("ping")
+        return "0"
+
+    def pauses(self) -> list[str]:
+        return [call for call in self.calls if call in ("pause", "resume")]
+
+
+def policy(**options: Any) -> Any:
+    entry = TensorEntry(name="w", shape=(4,), dtype="float32", digest=digest_hex(0))
+    manifest = SimpleNamespace(adapter=None, probe=PROBE, tensors=(entry,), digest="d")
+    return SimpleNamespace(manifest=SimpleNamespace(**{**vars(manifest), **options}), tensors={})
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+async def engine(
+    client: Client, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[VllmEngine]:
+    async def logprobs(client: Client, *_: Any, **__: Any) -> list[float]:
+        await client.reach("probe")
+        assert not client.is_paused, "a paused scheduler computes no probe"
+        return [-1.0]
+
+    monkeypatch.setattr(engines, "prompt_logprobs", logprobs)
+    monkeypatch.setattr(engines, "write_order", lambda *_: {})
+    engine = VllmEngine(client, gate, directory=tmp_path)
+    await engine.load(tmp_path, policy(), identity=FIRST)
+    await engine.prove(policy())
+    client.calls.clear()
+    yield engine
+    await engine.close()
+
+
+def refusal(gate: Gate) -> str:
+    """Why nothing begins."""
+    return gate._refusal
+
+
+async def update(engine: VllmEngine) -> None:
+    """What the updater does."""
+    await engine.pause("update")
+    try:
+        await engine.apply_policy(policy(), identity=SECOND, inflight_mode=InflightMode.KEEP)
+        await engine.prove(policy())
+    finally:
+        await engine.resume("update")
+
+
+async def test_an_update_pauses_once_and_says_for_how_long(engine: VllmEngine, client: Client) -> None:
+    reached, going_on = client.block("millrace_activate")
+    task = asyncio.create_task(update(engine))
+    async with asyncio.timeout(5):
+        await reached.wait()
+        await asyncio.sleep(0.05)  # the length of the pause that has to be told
+        going_on.set()
+        reached, going_on = client.block("probe")
+        await reached.wait()
+        told = engine.status().pause_s
+        await asyncio.sleep(0.05)  # not a part of it: vLLM generates
+        going_on.set()
+        await task
+    assert client.pauses() == ["pause", "resume"]
+    assert told is not None and told >= 0.05
+    assert engine.status().pause_s == told
+
+
+async def test_an_operators_resume_during_a_proof_counts(engine: VllmEngine, client: Client, gate: Gate) -> None:
+    await engine.pause("operator")
+    reached, going_on = client.block("probe")
+    task = asyncio.create_task(update(engine))
+    async with asyncio.timeout(5):
+        await reached.wait()
+        await engine.resume("operator")
+        going_on.set()
+        await task
+    assert not client.is_paused and not engine.status().is_paused
+    assert client.pauses() == ["pause", "resume"]
+
+
+async def test_an_operators_pause_during_a_proof_begins_after_it(engine: VllmEngine, client: Client) -> None:
+    reached, going_on = client.block("millrace_digests")
+    task = asyncio.create_task(update(engine))
+    async with asyncio.timeout(5):
+        await reached.wait()
+        await engine.pause("operator")
+        assert not client.is_paused, "the probe is still to be computed"
+        going_on.set()
+        await task
+    assert client.is_paused and engine.status().is_paused and engine.status().state is EngineState.READY
+    await engine.resume("operator")
+    assert not client.is_paused
+
+
+async def test_a_pause_of_before_the_update_lasts_after_it(engine: VllmEngine, client: Client) -> None:
+    await engine.pause("operator")
+    await update(engine)
+    assert client.is_paused and client.pauses() == ["pause", "resume", "pause"]
+
+
+async def test_after_a_pause_that_failed_a_reload_generates(engine: VllmEngine, client: Client, tmp_path: Path) -> None:
+    client.fails = "pause"
+    with pytest.raises(UnavailableError, match="too slow"):
+        await engine.pause("update")
+    status = engine.status()
+    assert (status.state, status.is_paused, client.is_paused) == (EngineState.FAILED, False, True)
+    await engine.load(tmp_path, policy(), identity=SECOND)
+    await engine.prove(policy())
+    assert engine.status().state is EngineState.READY and not client.is_paused
+
+
+async def test_a_failed_pause_is_undone_by_the_next_resume(engine: VllmEngine, client: Client) -> None:
+    client.fails = "pause"
+    with pytest.raises(UnavailableError):
+        await engine.pause("update")
+    await engine.resume("update")
+    assert not client.is_paused
+
+
+async def test_a_resume_that_failed_is_tried_again(engine: VllmEngine, client: Client, tmp_path: Path) -> None:
+    client.fails = "resume"
+    await engine.pause("operator")
+    with pytest.raises(UnavailableError, match="too slow"):
+        await engine.resume("operator")
+    assert engine.status().state is EngineState.FAILED and client.is_paused
+    await engine.load(tmp_path, policy(), identity=SECOND)
+    assert not client.is_paused
+
+
+async def test_an_adapter_is_proved_by_its_probe_alone(engine: VllmEngine, client: Client) -> None:
+    held = await engine.prove(policy(adapter=SimpleNamespace()))
+    assert held.proof == "probe" and client.calls == ["probe"]
+
+
+async def test_what_is_held_is_read_back_in_parts(engine: VllmEngine, client: Client) -> None:
+    entries = [
+        TensorEntry(name=name, shape=(16 << 20,), dtype="float32", digest=digest_hex(0)) for name in ("a", "b", "c")
+    ]
+    await engine.prove(policy(tensors=tuple(entries)))
+    assert client.calls == ["millrace_digests"] * 3 + ["probe"]
+
+
+async def test_weights_of_a_directory_do_not_open_the_gate_of_a_run(
+    client: Client, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "write_order", lambda *_: {})
+    engine = VllmEngine(client, gate, directory=tmp_path)
+    fixed = PolicyIdentity(run_uid="", lineage=0, version=0)
+    await engine.load(tmp_path, None, identity=fixed)
+    reached, going_on = client.block("millrace_reload_directory")
+    is_reloading, going_on_with_run = client.block("millrace_reload")
+    directory = asyncio.create_task(engine.load_directory(None))
+    async with asyncio.timeout(5):
+        await reached.wait()
+        run = asyncio.create_task(engine.load(tmp_path, policy(), identity=FIRST))
+        while not refusal(gate):
+            await asyncio.sleep(0)
+        assert "millrace_reload" not in client.calls, "one after the other"
+        going_on.set()
+        with pytest.raises(InvalidStateError, match="run's policy"):
+            await directory
+        assert refusal(gate)
+        await is_reloading.wait()
+        assert client.is_paused
+        late = asyncio.create_task(engine.load_directory(None))
+        going_on_with_run.set()
+        await run
+        with pytest.raises(InvalidStateError, match="run's policy"):
+            await late
+    assert refusal(gate) and engine.status().identity == FIRST and not client.is_paused
+    assert client.calls.count("millrace_reload_directory") == 1
+    await engine.close()
+
+
+async def test_a_ping_that_fails_is_seen_and_goes_on(client: Client) -> None:
+    client.fails = "ping"
+    reached, going_on = client.block("ping")
+    ping = Ping(client, period_s=0.001)
+    async with asyncio.timeout(5):
+        await reached.wait()
+        going_on.set()
+        while not ping.error:
+            await asyncio.sleep(0)
+        assert "too slow" in ping.error and ping.age_s > 0
+        while ping.error:
+            await asyncio.sleep(0.001)
+    ping.stop()
