@@ -24,6 +24,8 @@ class EvalTask:
     num_failed_attempts: int = 0
     num_blameless_attempts: int = 0
     max_blameless_attempts: int | None = None
+    is_scored_whole: bool = False
+    """Its environment compares the members, so all must come from one attempt."""
     env_server: str = ""
     replica: str = ""
     home: str = ""
@@ -44,20 +46,40 @@ class EvalTask:
         return not self.missing or self.num_failed_attempts >= MAX_ATTEMPTS
 
     @property
+    def source(self) -> str:
+        """Env-server whose play of a task that is scored as a whole has come in part; empty if there is none."""
+        return next((rollout.env_server for rollout in self.good.values()), "") if self.is_scored_whole else ""
+
+    @property
     def num_playing(self) -> int:
         """Rollouts that an env-server plays."""
         return len(self.missing) - len(self.failed) if self.env_server and not self.is_done else 0
 
     def again(self, *, is_lost: bool) -> None:
-        """Play the missing members as the next attempt, elsewhere if it was lost."""
-        self.attempt += 1
+        """Play the missing members as the next attempt, all if they are scored together; elsewhere if it was lost."""
         self.home = "" if is_lost else self.replica
         self.env_server = self.replica = ""
-        if self.num_failed_attempts < MAX_ATTEMPTS:
+        self.advance(self.attempt + 1)
+
+    def advance(self, attempt: int) -> None:
+        """Go on to a later attempt, which may be a predecessor's; what a task that is done has got stays."""
+        if attempt <= self.attempt:
+            return
+        self.attempt = attempt
+        if not self.is_done:
             self.failed.clear()
+            if self.is_scored_whole:
+                self.good.clear()
+
+    def wants(self, rollout: Rollout) -> bool:
+        """Whether the rollout may stand beside those that are there, as `Group.wants` has it."""
+        beside = (member.env_server == rollout.env_server for member in self.good.values())
+        return not self.is_scored_whole or (not self.is_done and rollout.attempt == self.attempt and all(beside))
 
     def add(self, rollout: Rollout) -> None:
         """Take one rollout of it; a failed one counts if it is of the current attempt."""
+        if not self.wants(rollout):
+            return
         if rollout.status == RolloutStatus.OK:
             self.good.setdefault(rollout.member, rollout)
             self.failed.pop(rollout.member, None)
@@ -68,9 +90,7 @@ class EvalTask:
 
     def adopt(self, rollout: Rollout) -> None:
         """Take a rollout of a predecessor, whose attempts went on without us."""
-        if rollout.attempt > self.attempt:
-            self.attempt = rollout.attempt
-            self.failed.clear()
+        self.advance(rollout.attempt)
         self.add(rollout)
 
     def _settle(self) -> None:

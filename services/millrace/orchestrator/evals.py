@@ -101,7 +101,10 @@ class Evaluator:
             step=step,
             use_train_tasks=opened.num_eval == 0,
             min_version=min_version,
-            tasks=[EvalTask(index, size, max_blameless_attempts=lost) for index in range(num_tasks)],
+            tasks=[
+                EvalTask(index, size, max_blameless_attempts=lost, is_scored_whole=opened.requires_group)
+                for index in range(num_tasks)
+            ],
         )
         self._open[current.eval_id] = current
         return current
@@ -114,7 +117,7 @@ class Evaluator:
                 if group.purpose != rollout_pb2.PURPOSE_EVAL or current is None or group.ordinal >= len(current.tasks):
                     continue
                 task = current.tasks[group.ordinal]
-                task.attempt = max(task.attempt, group.attempt)
+                task.advance(group.attempt)
                 if group.attempt == task.attempt and set(task.missing) - set(task.failed) <= set(group.members):
                     task.env_server = worker_id
                     task.replica = self._policies.replica_at(group.base_url)
@@ -160,28 +163,47 @@ class Evaluator:
 
     async def _place(self, current: Evaluation) -> None:
         """Place every task that nobody plays; stop at the first one that nobody can take now."""
-        alive, replicas, now = set(self._envs.alive()), self._policies.known(), time.monotonic()
-        for task in current.tasks:
-            is_lost = task.env_server not in alive or (task.replica and task.replica not in replicas)
-            if task.env_server and is_lost and not task.is_done:
-                log.warning("evaluation task lost, playing it again", extra={"env": current.env, "task": task.index})
-                task.again(is_lost=True)
+        self._give_up_lost(current)
+        now = time.monotonic()
         unplaced = [t for t in current.tasks if not t.env_server and not t.is_done and t.not_before <= now]
         if any(task.attempt for task in unplaced):
             await self._stream.catch_up()
         for task in unplaced:
             if task.env_server or task.is_done:
                 continue  # it came meanwhile
-            replica = self._router.pick(self._policies.ready(), min_version=current.min_version, home=task.home)
-            servers = self._envs.servers_with(current.env)
-            if replica is None or not servers or not self._has_room(current, task):
+            if not await self._place_one(current, task):
                 return
-            server = servers[task.index % len(servers)]
-            request = self._request(current, task, replica)
-            if not await self._envs.play(server, request):
-                return
-            if task.attempt == request.attempt:  # else it failed already, before the answer came: play it again
-                task.env_server, task.replica = server, replica.worker_id
+
+    async def _place_one(self, current: Evaluation, task: EvalTask) -> bool:
+        """Ask one env-server after the other to play a task; False if nobody can take it now."""
+        if task.source:
+            # An env-server plays it, whose answer was lost; if that one is gone by now, the task begins anew.
+            task.env_server = task.source
+            if task.source not in self._envs.alive():
+                task.again(is_lost=True)
+            return True
+        replica = self._router.pick(self._policies.ready(), min_version=current.min_version, home=task.home)
+        if replica is None or not self._has_room(current, task):
+            return False
+        request = self._request(current, task, replica)
+        servers = self._envs.servers_with(current.env)
+        begin = task.index % len(servers) if servers else 0
+        for server in [*servers[begin:], *servers[:begin]]:
+            if task.attempt != request.attempt or task.missing != list(request.members):
+                return True  # members came while another env-server was asked: what is missing is asked for anew
+            if await self._envs.play(server, request):
+                if task.attempt == request.attempt:  # else it failed already, before the answer came: play it again
+                    task.env_server, task.replica = task.source or server, replica.worker_id
+                return True
+        return False
+
+    def _give_up_lost(self, current: Evaluation) -> None:
+        alive, replicas = set(self._envs.alive()), self._policies.known()
+        for task in current.tasks:
+            is_lost = task.env_server not in alive or (task.replica and task.replica not in replicas)
+            if task.env_server and is_lost and not task.is_done:
+                log.warning("evaluation task lost, playing it again", extra={"env": current.env, "task": task.index})
+                task.again(is_lost=True)
 
     def _has_room(self, current: Evaluation, task: EvalTask) -> bool:
         """Whether the task may be played beside the others; one that is larger than the bound is played alone."""

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 from orchestrator_builders import make_rollout
 
 from millrace.config.load import validate_document
+from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.dispatcher import Dispatcher, RunIdentity
 from millrace.orchestrator.env_pool import OpenedEnv
@@ -32,6 +35,9 @@ class OneReplica:
 
     def __init__(self) -> None:
         self.suspected: list[str] = []
+
+    def replica_at(self, http_url: str) -> str:
+        return "inference-0"
 
     def known(self) -> set[str]:
         return {"inference-0"}
@@ -115,3 +121,107 @@ async def test_a_group_whose_failures_outrun_the_answer_is_not_taken_for_placed(
     assert (group.attempt, group.env_server) == (1, ""), "attempt 1 is placed by nobody yet"
     assert await dispatcher.dispatch(group, table, min_version=0)
     assert 0 in table.finished
+
+
+class CountedEnvs(HastyEnvs):
+    """Env-servers that say yes until they are full, and play nothing by themselves; they take only whole groups."""
+
+    def __init__(self, *, room: dict[str, int], num_eval: int = 1, requires_group: bool = False) -> None:
+        super().__init__()
+        opened = self.envs["reverse-text"]
+        self.envs = {"reverse-text": replace(opened, num_eval=num_eval, requires_group=requires_group)}
+        self.room, self.requires_group = room, requires_group
+        self.placed: list[tuple[str, int, int]] = []
+        self.loses_answers = False
+
+    def alive(self) -> list[str]:
+        return list(self.room)
+
+    def servers_with(self, env: str) -> list[str]:
+        return list(self.room)
+
+    async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
+        if self.requires_group and len(request.members) != request.group_size:
+            raise InvalidSpecError([], reason="REQUEST_INVALID")
+        if not self.room[worker_id]:
+            return False
+        self.room[worker_id] -= 1
+        self.placed.append((worker_id, request.ordinal, request.attempt))
+        return not self.loses_answers
+
+
+def evaluator_of(envs: HastyEnvs, num_examples: int = 1) -> Evaluator:
+    settings = replace(of_training(CONFIG), num_examples=num_examples)
+    return Evaluator(run=RUN, settings=settings, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router())
+
+
+def play_of(current, member: int, env_server: str, *, attempt: int = 0, reward: float = 0.0) -> Rollout:
+    made = make_rollout(0, member, attempt=attempt, group_size=2, env_server=env_server, reward=reward)
+    return replace(made, purpose=Purpose.EVAL, eval_id=current.eval_id)
+
+
+async def test_a_task_goes_to_an_env_server_that_has_room() -> None:
+    envs = CountedEnvs(room={"full": 0, "free": 9}, num_eval=4)
+    evaluator = evaluator_of(envs, num_examples=4)
+    await evaluator._place(evaluator.begin("reverse-text", step=0, min_version=0))
+    assert envs.placed == [("free", ordinal, 0) for ordinal in range(4)]
+
+
+async def test_tasks_begin_at_env_servers_in_turn_and_stop_when_all_are_full() -> None:
+    envs = CountedEnvs(room={"a": 2, "b": 1}, num_eval=4)
+    evaluator = evaluator_of(envs, num_examples=4)
+    current = evaluator.begin("reverse-text", step=0, min_version=0)
+    await evaluator._place(current)
+    assert envs.placed == [("a", 0, 0), ("b", 1, 0), ("a", 2, 0)]
+    assert [task.env_server for task in current.tasks] == ["a", "b", "a", ""]
+
+
+async def test_a_task_that_is_scored_whole_begins_anew_when_it_was_lost_in_part() -> None:
+    envs = CountedEnvs(room={"a": 9, "b": 9}, requires_group=True)
+    evaluator = evaluator_of(envs)
+    current = evaluator.begin("reverse-text", step=0, min_version=0)
+    await evaluator._place(current)
+    evaluator.add(play_of(current, 0, "a", reward=1.0))
+    del envs.room["a"]
+    await evaluator._place(current)
+    assert envs.placed == [("a", 0, 0), ("b", 0, 1)] and not current.good()
+    evaluator.add(play_of(current, 1, "a", reward=1.0))
+    assert not current.good(), "what the lost play still brings was compared with other members"
+    for member in (0, 1):
+        evaluator.add(play_of(current, member, "b", attempt=1))
+    assert [(rollout.env_server, rollout.attempt) for rollout in current.good()] == [("b", 1)] * 2
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_whole_task_whose_answer_was_lost_is_left_to_who_plays_it(dies: bool) -> None:
+    envs = CountedEnvs(room={"a": 1}, requires_group=True)
+    envs.loses_answers = True
+    evaluator = evaluator_of(envs)
+    current = evaluator.begin("reverse-text", step=0, min_version=0)
+    await evaluator._place(current)
+    evaluator.add(play_of(current, 0, "a"))
+    envs.loses_answers = False
+    envs.room = {"b": 9} if dies else {"a": 9, "b": 9}
+    await evaluator._place(current)
+    await evaluator._place(current)
+    if dies:
+        assert envs.placed == [("a", 0, 0), ("b", 0, 1)] and not current.good()
+    else:
+        assert envs.placed == [("a", 0, 0)] and current.tasks[0].env_server == "a"
+
+
+def test_a_takeover_keeps_a_whole_task_only_if_its_play_goes_on() -> None:
+    envs = CountedEnvs(room={"a": 9}, requires_group=True)
+    evaluator = evaluator_of(envs)
+    current = evaluator.begin("reverse-text", step=0, min_version=0)
+    [task] = current.tasks
+    task.adopt(play_of(current, 0, "a"))
+    playing = env_service_pb2.PlayingGroup(
+        purpose=rollout_pb2.PURPOSE_EVAL, eval_id=current.eval_id, ordinal=0, attempt=1, members=[0, 1]
+    )
+    evaluator.adopt({"a": [playing]})
+    assert (task.attempt, task.missing, task.env_server) == (1, [0, 1], "a")
+    for member in (0, 1):
+        task.adopt(play_of(current, member, "a", attempt=1))
+    task.adopt(play_of(current, 0, "a", attempt=2))
+    assert not task.missing and {rollout.attempt for rollout in task.good.values()} == {1}, "what is whole stays"
