@@ -74,7 +74,7 @@ def test_faults_of_every_kind_strike_during_a_run(stack: ChaosStack, proxy: Faul
     faults = [
         proxy.add(Fault(effect=Effect.LOSE_ANSWER, method="PUT", key="*/batches/*.pb", every=3, times=3)),
         proxy.add(Fault(effect=Effect.LOSE_ANSWER, method="PUT", key="*/manifest.json", every=2, times=3)),
-        proxy.add(Fault(effect=Effect.TORN_WRITE, method="PUT", key="*.safetensors", every=2, times=2)),
+        proxy.add(Fault(effect=Effect.TORN_WRITE, method="PUT", key="*/policies/*.bin", every=2, times=2)),
         proxy.add(Fault(effect=Effect.CUT_REQUEST, method="PUT", every=5, times=4)),
         proxy.add(Fault(effect=Effect.ANSWER, method="PUT", every=4, times=6)),
         proxy.add(Fault(effect=Effect.ANSWER, method="PUT", status=507, code="InsufficientStorage", every=6, times=3)),
