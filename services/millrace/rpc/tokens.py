@@ -62,8 +62,8 @@ def new_token() -> str:
 
 
 def token_digest(token: str) -> bytes:
-    """What servers keep of a token."""
-    return hashlib.sha256(token.encode()).digest()
+    """What servers keep of a token. A caller may show any bytes, which HTTP headers carry as lone surrogates."""
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
 def engine_token(worker_token: str) -> str:

@@ -77,6 +77,16 @@ def test_expiry_is_to_the_second(tmp_path):
     assert accepted.find(token) is None
 
 
+@pytest.mark.parametrize("shown", ["mrt_ü", "\udcff\udc80", "日本", ""])
+def test_a_token_of_any_bytes_is_just_another_token(tmp_path, shown):
+    path, workers = tmp_path / "tokens", tmp_path / "workers"
+    path.write_text(token_line(new_token(), "alice"))
+    workers.write_text(new_token())
+    assert TokensFile(path, field="F").find(shown) is None
+    assert WorkersFile(workers, field="W").find(shown) is None
+    assert WorkersFile(workers, field="W").find_engine(shown) is None
+
+
 def test_every_line_is_compared(tmp_path, monkeypatch):
     """Where a token stands in the file does not show in the time that it takes."""
     path = tmp_path / "tokens"
