@@ -80,22 +80,27 @@ async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tupl
 
 
 def _stack(prepared: PreparedEval, directory: Path) -> tuple[StackOptions, dict[str, str], EvalRunConfig]:
-    """The stack of an evaluation: without a trainer; with an engine, and then with its address in the config."""
+    """The stack of an evaluation: without a trainer; with an engine, and then with its address in the config.
+
+    It lives on loopback as long as this command and has no tokens or certificates, whatever the environment says: its
+    engine is played like an endpoint of others (`[client]`), which is never shown a token of ours.
+    """
     config = prepared.config
     names = {"orchestrator", "env-server"} | ({"inference"} if config.client is None else set())
     engine: dict[str, str] = {}
     (http_port,) = free_ports(1)
-    scheme = "https" if prepared.settings.tls_cert else "http"
     if config.client is None:
         engine = {
             "MILLRACE_MODEL": str(Path(config.model.name).expanduser().resolve()),
             "MILLRACE_MODEL_NAME": config.model.name,
             "MILLRACE_MAX_NUM_SEQS": str(config.max_concurrent),
         }
-        config = config.model_copy(update={"client": ClientConfig(base_url=[f"{scheme}://127.0.0.1:{http_port}/v1"])})
-    options = StackOptions.with_settings(
-        prepared.settings,
+        config = config.model_copy(update={"client": ClientConfig(base_url=[f"http://127.0.0.1:{http_port}/v1"])})
+    options = StackOptions(
         directory=directory,
+        redis_url=prepared.settings.redis_url,
+        store_url=prepared.settings.store_url,
+        prefix=prepared.settings.prefix,
         http_port=http_port,
         engine_environ=engine,
         log_level=config.log.level,

@@ -1,0 +1,37 @@
+"""The stack that `millrace eval` starts."""
+
+import json
+from pathlib import Path
+
+from millrace.cli.eval_prepare import prepare_eval
+from millrace.cli.eval_session import _stack  # pyright: ignore[reportPrivateUsage] - a stack takes seconds to start
+from millrace.telemetry.settings import Settings
+
+EVAL = """
+[model]
+name = "{model}"
+[[env]]
+id = "reverse-text"
+"""
+PROTECTED = {
+    "MILLRACE_TLS_CERT": "cert.pem",
+    "MILLRACE_TLS_KEY": "key.pem",
+    "MILLRACE_TLS_CA": "ca.pem",
+    "MILLRACE_TOKENS_FILE": "tokens",
+    "MILLRACE_WORKER_TOKEN_FILE": "workers",
+    "MILLRACE_TOKEN_FILE": "alice.token",
+    "MILLRACE_PREFIX": "mine",
+}
+
+
+def test_the_stack_of_an_evaluation_demands_no_token_from_its_own_rollouts(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({}))
+    path = tmp_path / "eval.toml"
+    path.write_text(EVAL.format(model=model))
+    options, modules, config = _stack(prepare_eval(["@", str(path)], environ=PROTECTED), tmp_path / "run")
+    assert options.access == Settings() and options.prefix == "mine"
+    assert "inference" in modules and config.client is not None
+    assert config.client.base_url == [f"http://127.0.0.1:{options.http_port}/v1"]
+    assert options.http_host == "127.0.0.1" and options.listen is None
