@@ -46,7 +46,7 @@ batch_size = 64
 type = "opd"
 [orchestrator.algo.teacher]
 name = "good"
-api_key_var = "TEACHER_KEY"
+api_key_var = "MILLRACE_KEY_TEACHER"
 [orchestrator.sampling]
 max_tokens = 12
 [[orchestrator.env]]
@@ -117,7 +117,7 @@ def test_a_student_comes_near_its_teacher_although_its_orchestrator_dies(
     place = student_place(warm, tmp_path / "student")
     (place.path / "opd.toml").write_text(RL)
     argv = ("rl", "@", "opd.toml", "--orchestrator.algo.teacher.base-url", teacher, "--name", "student")
-    with place.following(*argv, env={"TEACHER_KEY": KEY}) as process:
+    with place.following(*argv, env={"MILLRACE_KEY_TEACHER": KEY}) as process:
         place.read_until(process, "step   6/")
         stack = json.loads((place.path / "outputs" / "student" / "stack.json").read_text())
         os.kill(stack["pids"]["orchestrator"], signal.SIGKILL)
@@ -142,7 +142,7 @@ def test_without_the_key_the_run_says_so_at_its_start(warm: Workplace, tmp_path:
     code, said = place.attempt(
         *("-m", "millrace.cli", "rl", "@", "opd.toml", "--orchestrator.algo.teacher.base-url", teacher)
     )
-    assert code != 0 and "TEACHER_KEY is not set in the env-server's environment" in said, said
+    assert code != 0 and "MILLRACE_KEY_TEACHER is not set in the env-server's environment" in said, said
     assert "\nstep " not in said
 
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from millrace.config.client import ClientConfig
+from millrace.config.client import VARIABLE_PATTERN, WITHHELD_KEY_PREFIX, ClientConfig
 from millrace.config.section import Section, option, required
 
 
@@ -12,6 +12,13 @@ class TeacherConfig(ClientConfig):
     name: str = required("Name that the server knows the teacher by.", min_length=1)
     base_url: list[str] = required(
         "URLs of the server's API, each ending in `/v1`; with several the rollouts are spread over them.", min_length=1
+    )
+    api_key_var: str | None = option(
+        None,
+        "Name of the environment variable of the env-server that holds the API key; the key itself is never written "
+        f"anywhere. Let the name begin with `{WITHHELD_KEY_PREFIX}`: only the env-server itself asks the teacher, and "
+        "environments, which are foreign code, inherit every other variable. None is sent if left out.",
+        pattern=VARIABLE_PATTERN,
     )
 
 

@@ -9,6 +9,8 @@ from millrace.config.rules_base import Finding
 from millrace.config.section import Section, as_tree, option, required
 
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
+WITHHELD_KEY_PREFIX = "MILLRACE_KEY_"
+"""Begins the variables of keys that the env-server itself uses: environments do not inherit them."""
 
 
 class ClientConfig(Section):
@@ -21,7 +23,8 @@ class ClientConfig(Section):
     api_key_var: str | None = option(
         None,
         "Name of the environment variable of the env-server that holds the API key; the key itself is never written "
-        "anywhere. None is sent if left out.",
+        "anywhere. None is sent if left out. Environments call the endpoint and can read its key, so it must not begin "
+        f"with `{WITHHELD_KEY_PREFIX}`, which they do not get.",
         pattern=VARIABLE_PATTERN,
     )
 

@@ -8,8 +8,9 @@ ENGINE_LOST and the orchestrator plays it again, whole, where an engine answers.
 
 import random
 
-EXTERNAL_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
-"""An endpoint that is not ours has no other replica that we know of: what may pass by itself is tried again there."""
+EXTERNAL_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504, *range(520, 525)})
+"""An endpoint that is not ours has no other replica that we know of: what may pass by itself is tried again there. A
+content network says 520 to 524 of a server behind it that does not answer."""
 EXTERNAL_MAX_ATTEMPTS = 6
 """Tries of one model call of an external endpoint, within a minute and a half."""
 MAX_RETRY_AFTER_S = 30.0

@@ -8,7 +8,7 @@ from millrace import __version__
 from millrace.env_server.main import EnvServerSettings
 from millrace.env_server.pool import PoolLimits
 from millrace.env_server.run_end import has_ended
-from millrace.env_server.service import EnvService, api_key_problem
+from millrace.env_server.service import EnvService, teacher_key_problem
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.spool import Spool
 from millrace.env_server.teacher import Teachers
@@ -42,7 +42,7 @@ async def run(settings: Settings, own: EnvServerSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises MillraceError if it cannot start or is refused for good."""
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
     tokenizers = TokenizerFiles(store)
-    teachers = Teachers(store, tokenizers, prefix=settings.prefix, key_problem=api_key_problem)
+    teachers = Teachers(store, tokenizers, prefix=settings.prefix, key_problem=teacher_key_problem)
     worker_id = new_worker_id("env-server")
     async with _open_sink(settings, own) as sink:
         service = EnvService(

@@ -14,7 +14,7 @@ from millrace.env_server.groups import Groups, PlayingGroup, group_key
 from millrace.env_server.outcome import failed, make_rollout
 from millrace.env_server.pool import EnvPool, PlayAbandonedError, PoolLimits
 from millrace.env_server.sink import RolloutSink
-from millrace.env_server.supervisor import worker_environ
+from millrace.env_server.supervisor import is_ours, worker_environ
 from millrace.env_server.tasks import canonical_json
 from millrace.env_server.teacher import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
@@ -313,6 +313,17 @@ def api_key_problem(variable: str) -> str:
         return ""
     if os.environ.get(variable):
         return "names a variable that environments do not get; put the endpoint's key into one of its own"
+    return _unset_problem(variable)
+
+
+def teacher_key_problem(variable: str) -> str:
+    """Why the teacher's key is not there, or "". Only this process asks the teacher: workers need not see the key."""
+    if variable and is_ours(variable):  # a run's config names it, and the URL that it would be sent to
+        return "is a variable of the deployment; put the teacher's key into one of its own"
+    return "" if not variable or os.environ.get(variable) else _unset_problem(variable)
+
+
+def _unset_problem(variable: str) -> str:
     return f"is not set in the env-server's environment; start it with {variable}=<the endpoint's API key>"
 
 

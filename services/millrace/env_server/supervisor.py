@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Self
 
+from millrace.config.client import WITHHELD_KEY_PREFIX
 from millrace.env_server.engine_access import engine_token_for_workers
 from millrace.env_server.frames import encode_frame, read_frame
 from millrace.env_server.pulse import Pulse
@@ -310,14 +311,19 @@ class WorkerProcess:
 
 
 def worker_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a worker inherits: everything but our placement (Redis and its password, the store) and the store's keys.
+    """What a worker inherits: everything but what is ours and the keys that only the env-server uses (a teacher's)."""
+    return {
+        key: value for key, value in environ.items() if not is_ours(key) and not key.startswith(WITHHELD_KEY_PREFIX)
+    }
+
+
+def is_ours(variable: str) -> bool:
+    """Whether it is our placement (Redis and its password, the store, the files of tokens) or the store's keys.
 
     Environments are foreign code that runs code of models: neither may write to the log or the store. All `AWS_*` goes,
     because profiles and role files lead to the same keys; an environment that needs AWS of its own gets it by its args.
     """
-    return {
-        key: value for key, value in environ.items() if key not in _WITHHELD and not key.startswith(_STORE_CREDENTIALS)
-    }
+    return variable in _WITHHELD or variable.startswith(_STORE_CREDENTIALS)
 
 
 def describe_exit(returncode: int | None) -> str:

@@ -2,7 +2,8 @@
 
 It happens here and not when a batch is cut, so that what the log holds needs no teacher any more: an orchestrator that
 takes a run over, or reads its log again, finds the scores in the store, bit for bit, while the teacher may be gone.
-The key is read from this process's environment by its name; it goes to the teacher and nowhere else.
+The key is read from this process's environment by its name; it goes to the teacher and nowhere else. Env workers
+inherit every variable that is not withheld: in one that begins with `MILLRACE_KEY_` no environment gets to see it.
 
 A teacher that does not answer is a wait with its name; meanwhile no groups are taken (TEACHER_UNREACHABLE), and
 rollouts that finish end as ENGINE_LOST after the retries, which the orchestrator plays again without blame.
@@ -20,10 +21,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.config.algo import AlgoConfig, TeacherConfig
-from millrace.env_server.teacher_check import TEACHER, check_teacher, refusal
+from millrace.env_server.teacher_check import IS_ANOTHER, TEACHER, check_teacher, refusal
 from millrace.env_server.teacher_client import TeacherClient, TeacherLostError, TeacherRefusedError
 from millrace.env_server.tokenizer_files import TokenizerFiles
-from millrace.errors import CapacityError, NotFoundError, UnavailableError
+from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, UnavailableError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.rollouts.types import MAX_ERROR_MESSAGE_CHARS, Float32Array, Rollout, RolloutError, RolloutStatus, Sample
 from millrace.rollouts.wire import rollout_from_proto, rollout_to_proto
@@ -59,6 +60,8 @@ class _RunTeacher:
     def __init__(self) -> None:
         self.opening: asyncio.Task[None] | None = None
         self.is_ready = False
+        self.was_ready = False
+        """It was checked before: what it refuses now is a hiccup, unless it has become another one."""
         self.scoring: _Scoring | None = None
         self.client: TeacherClient | None = None
         self.asked_at = 0.0
@@ -142,7 +145,7 @@ class Teachers:
                 run.scoring = await asyncio.to_thread(self._read_scoring, request.run_uid)
             if run.scoring is not None:
                 await self._await_teacher(request, run, run.scoring)
-            run.is_ready, run.problem = True, ""
+            run.is_ready, run.was_ready, run.problem = True, True, ""
 
     async def _await_teacher(
         self, request: env_service_pb2.PlayGroupRequest, run: _RunTeacher, scoring: _Scoring
@@ -162,8 +165,12 @@ class Teachers:
                     return
                 except TeacherLostError as error:
                     run.problem = str(error)
-                    wait.update(reason=f"{run.client.describe()} to answer: {error}")
-                    logger.warning("the teacher does not answer", extra={"problem": run.problem})
+                except InvalidSpecError as error:
+                    if not run.was_ready or error.reason in IS_ANOTHER:
+                        raise
+                    run.problem = error.violations[0].message
+                wait.update(reason=f"{run.client.describe()} to answer: {run.problem}")
+                logger.warning("the teacher does not answer", extra={"problem": run.problem})
                 if time.monotonic() - run.asked_at > _NOBODY_ASKS_S:
                     raise UnavailableError(f"the run's teacher did not answer: {run.problem}", reason="TEACHER_LOST")
                 await asyncio.sleep(pause_s)

@@ -12,6 +12,10 @@ logger = logging.getLogger(__name__)
 
 TEACHER = "orchestrator.algo.teacher"
 """Where it stands in the config."""
+_TOKENIZER_DIFFERS, _VOCABULARY_DIFFERS = "TEACHER_TOKENIZER_DIFFERS", "TEACHER_VOCABULARY_DIFFERS"
+IS_ANOTHER = frozenset({_TOKENIZER_DIFFERS, _VOCABULARY_DIFFERS})
+"""Reasons of refusals that say who the teacher is; it may take back every other one (a key, a gateway, a route)."""
+_ABOUT_THE_TOKEN = frozenset({200, 400, 422})
 # Scripts, digits, blanks and marks that vocabularies cut differently. Short: some teachers have little context.
 _PROBE = "The 2,048 naïve cats'  saw\n\tπ≈3.14159, Ünïcode, 日本語, def f(x): return x**2 🙂"
 _MAX_SPECIAL = 16
@@ -35,14 +39,16 @@ async def check_teacher(client: TeacherClient, teacher: TeacherConfig, *, tokeni
         await client.score(token_ids, text=text, attempts=1)
     except TokensDifferError as error:
         problem = f"has another tokenizer than the policy: {error}"
-        raise refusal(f"{TEACHER}.name", teacher, problem, reason="TEACHER_TOKENIZER_DIFFERS") from error
+        raise refusal(f"{TEACHER}.name", teacher, problem, reason=_TOKENIZER_DIFFERS) from error
     except TeacherRefusedError as error:
         raise refusal(f"{TEACHER}.base_url", teacher, f"cannot score: {error}") from error
     try:
         await client.score([*token_ids[:2], highest], attempts=1)
     except TeacherRefusedError as error:
+        if error.status not in _ABOUT_THE_TOKEN:
+            raise refusal(f"{TEACHER}.base_url", teacher, f"cannot score: {error}") from error
         problem = f"does not know token id {highest}, which the policy's tokenizer has: {error}"
-        raise refusal(f"{TEACHER}.name", teacher, problem, reason="TEACHER_VOCABULARY_DIFFERS") from error
+        raise refusal(f"{TEACHER}.name", teacher, problem, reason=_VOCABULARY_DIFFERS) from error
 
 
 def refusal(field: str, teacher: TeacherConfig, problem: str, *, reason: str = "TEACHER_REFUSED") -> InvalidSpecError:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from millrace.env_server.pool import PoolLimits
 from millrace.env_server.run_end import has_ended
-from millrace.env_server.service import EnvService, api_key_problem
+from millrace.env_server.service import EnvService, teacher_key_problem
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.spool import Spool
 from millrace.env_server.teacher import Teachers
@@ -353,7 +353,7 @@ async def server(engine: FakeEngine, redis_url: str, tmp_path_factory: pytest.Te
         return await asyncio.to_thread(has_ended, store, Names("test", run_uid))
 
     tokenizers = TokenizerFiles(store)
-    teachers = Teachers(store, tokenizers, prefix="test", key_problem=api_key_problem)
+    teachers = Teachers(store, tokenizers, prefix="test", key_problem=teacher_key_problem)
     sink = RolloutSink(Spool(None, limit_bytes=1 << 30), open_log, is_over, max_delay_s=0.5)
     service = EnvService(
         sink=sink,

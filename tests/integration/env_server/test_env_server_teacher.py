@@ -79,6 +79,8 @@ class Door:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
             return 401, {"error": {"message": "who are you"}}
         body = await request.json() if request.method == "POST" else None
+        if self.spoil.isdecimal():
+            return int(self.spoil), {"error": {"message": "the gateway hiccups"}}
         if body is not None and self.busy:
             return self.busy.pop(0), {"error": {"message": "not now"}}
         if self.spoil == "text" and body is not None and isinstance(body["prompt"], str):
@@ -111,7 +113,8 @@ async def teacher_url(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def door(teacher_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Door]:
-    monkeypatch.setenv("TEACHER_KEY", KEY)
+    monkeypatch.setenv("MILLRACE_KEY_TEACHER", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "ours")
     monkeypatch.setattr(teacher_client, "external_pause_s", lambda attempt, asked: 0.01)
     door = Door(teacher_url)
     await door.open()
@@ -119,7 +122,7 @@ async def door(teacher_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     await door.close()
 
 
-async def distilling(server: Any, door: Door, *, seq_len: int = 200, variable: str = "TEACHER_KEY") -> Any:
+async def distilling(server: Any, door: Door, *, seq_len: int = 200, variable: str = "MILLRACE_KEY_TEACHER") -> Any:
     """A run of its own with this teacher, on the module's env-server."""
     teacher = {"name": "big", "base_url": door.url, "api_key_var": variable}
     orchestrator = {"env": [{"id": ENV}], "algo": {"type": "opd", "teacher": teacher}, "seq_len": seq_len}
@@ -147,10 +150,10 @@ async def test_sampled_tokens_are_scored_before_the_rollout_is_appended(
     first = run.request(ENV, 0)
     await until_taken(run, first)
     await run.collect(first)
-    door.busy = [429, 503, 500]
+    door.busy = [429, 503, 500, 522]
     [rollout] = await run.play(run.request(ENV, 3))
     assert rollout.status is RolloutStatus.OK, rollout.error
-    assert [door.answers[status] for status in (429, 503, 500)] == [1, 1, 1]
+    assert [door.answers[status] for status in (429, 503, 500, 522)] == [1, 1, 1, 1]
     [sample] = load_scores(run.store, run.log.names, rollout).samples
     is_sampled = sample.loss_mask == 1
     expected = np.asarray([0.0, *weights.prompt_logprobs(tiny.tiny_model(5), sample.token_ids.tolist())])
@@ -187,10 +190,45 @@ async def test_a_dead_teacher_is_a_wait_and_a_failure_without_blame(
     assert load_scores(run.store, run.log.names, found).samples[0].teacher_logprobs is not None
 
 
+@pytest.mark.parametrize("hiccup", ["401", "404", "521"])
+async def test_what_a_checked_teacher_refuses_later_is_a_wait_unless_it_became_another(
+    server: Any, door: Door, tokenizer_manifest_key: str, hiccup: str
+) -> None:
+    run = await distilling(server, door)
+    request = run.request(ENV, 0)
+    await until_taken(run, request)
+    await run.collect(request)
+    door.busy = [503] * 6
+    [lost] = await run.play(run.request(ENV, 1))
+    assert lost.status is RolloutStatus.ENGINE_LOST
+    door.spoil = hiccup
+    again = run.request(ENV, 1, attempt=1)
+    async with asyncio.timeout(30):
+        while door.answers[int(hiccup)] < 3:  # the check went on after it was refused
+            with pytest.raises(CapacityError) as refused:
+                await call(run.stub.PlayGroup, again, timeout_s=5)
+            assert refused.value.reason == "TEACHER_UNREACHABLE"
+            await asyncio.sleep(0.05)
+    with pytest.raises(CapacityError, match="the gateway hiccups"):
+        await call(run.stub.PlayGroup, again, timeout_s=5)
+    door.spoil = ""
+    await until_taken(run, again)
+    [found] = await run.collect(again)
+    assert found.status is RolloutStatus.OK, found.error
+    door.busy = [503] * 6
+    await run.play(run.request(ENV, 2))
+    door.spoil = "text"
+    with pytest.raises(InvalidSpecError) as another:
+        await until_taken(run, run.request(ENV, 2, attempt=1))
+    assert another.value.reason == "TEACHER_TOKENIZER_DIFFERS"
+
+
 @pytest.mark.parametrize(
     ("spoil", "changes", "reason", "text"),
     [
         ("", {"variable": "NO_SUCH_KEY"}, "TEACHER_KEY_MISSING", "NO_SUCH_KEY is not set in the env-server's"),
+        ("", {"variable": "AWS_SECRET_ACCESS_KEY"}, "TEACHER_KEY_MISSING", "is a variable of the deployment"),
+        ("401", {}, "TEACHER_REFUSED", "the gateway hiccups"),
         ("", {"variable": "HOME"}, "TEACHER_REFUSED", "401"),
         ("", {"seq_len": 256}, "TEACHER_REFUSED", "has a context of 256 tokens"),
         ("text", {}, "TEACHER_TOKENIZER_DIFFERS", "has another tokenizer than the policy"),

@@ -19,6 +19,7 @@ OURS = {
     "AWS_SECRET_ACCESS_KEY": "hunter24",
     "AWS_SESSION_TOKEN": "hunter25",
     "AWS_PROFILE": "hunter26",
+    "MILLRACE_KEY_TEACHER": "hunter27",  # only the env-server itself asks the teacher
 }
 # The reaper finds processes by their stack id, the worker reads how to log, and the rest is the environment's.
 THEIRS = {
