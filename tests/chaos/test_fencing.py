@@ -24,7 +24,7 @@ REFUSALS = (
     "was lost to another orchestrator; that one continues the run",  # when it renews its lease
     "another process holds a newer epoch",  # when it commits or appends
     "was committed with other content",  # when it creates the header
-    "generation 1, Redis has 2",  # whatever it does in a Redis that was wiped and rebuilt by the other
+    "generation 1, Redis has ",  # whatever it does in a Redis that was wiped and rebuilt, once or more, by the other
 )
 """What an older orchestrator is told, whichever comes first."""
 KEPT_STREAMS = (Stream.POLICIES, Stream.EVENTS)
