@@ -233,7 +233,7 @@ async def _replica(place: Path, versions: Versions) -> AsyncIterator[tuple[Clien
             streaming = asyncio.create_task(client.stream())
             try:
                 yield client, versions
-            except BaseException:
+            except BaseException:  # shows the log, then raises
                 print((place / "replica.log").read_text()[-4000:], file=sys.stderr)
                 raise
             finally:

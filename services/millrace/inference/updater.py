@@ -367,7 +367,7 @@ class PolicyUpdater:
                     reason="POLICY_READBACK_MISMATCH",
                     remedy="the policy is loaded anew",
                 )
-        except Exception as error:
+        except Exception as error:  # whatever it was, the engine is unproved; raised again
             await self._engine.fail(f"the update to {identity} is not proved: {_describe(error)}")
             raise
         self._proved = ProvedPolicy(identity=identity, held=held)
