@@ -34,14 +34,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("millrace")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_wait_is_left_behind() -> Iterator[None]:
-    """Whoever stops must take its registered waits along, or `millrace run why` shows ghosts and other tests trip."""
+    """Whoever stops must take its registered waits along, or `millrace run why` shows ghosts and other tests trip.
+
+    Looked at behind a module, when its servers have been stopped: while they run they may wait for what they like.
+    """
     before = {wait.reason for wait in waits.snapshot("test")}
     yield
     ends = time.monotonic() + _WAITS_END_S
     while left := [wait.reason for wait in waits.snapshot("test") if wait.reason not in before]:
-        assert time.monotonic() < ends, f"the test is over and somebody still waits for {left}"
+        assert time.monotonic() < ends, f"the module is over and somebody still waits for {left}"
         time.sleep(0.01)
 
 

@@ -54,6 +54,8 @@ async def commit_batch(
     if result is AppendResult.CONFLICT and await log.next_position(Stream.BATCHES) <= header.step:
         await reappend_committed(log, epoch)  # Redis lost its tail; this step comes with the ones before
     else:
+        if result is AppendResult.LOGGONE:
+            await log.check()  # its error says which generation is there instead of ours
         result.require(f"appending step {header.step} of run {log.uid}")
     faults.reach(faults.Point.ORCHESTRATOR_AFTER_COMMIT, step=header.step)
     return header_bytes
