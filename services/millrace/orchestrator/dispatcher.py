@@ -80,8 +80,12 @@ class Dispatcher:
         """Play the missing members of a group; False if no env-server or replica can take it now.
 
         Only replicas at `min_version` or newer are asked. After a lost answer the group stays unplaced although an
-        env-server may play it: asking again is harmless there, and its rollouts count whoever asked.
+        env-server may play it: asking again is harmless there, and its rollouts count whoever asked. A group that is
+        scored as a whole and has come in part is never asked for again: it is left to the env-server that plays it.
         """
+        if group.source:
+            self._placed(group, group.source, replica="")  # if it is gone by now, `lost` says so
+            return True
         replica = self._router.pick(self._policies.ready(), min_version=min_version, home=group.home)
         if replica is None:
             return False
@@ -91,8 +95,7 @@ class Dispatcher:
                 return True  # members came while another env-server was asked: what is still missing is asked for anew
             if await self._envs.play(worker_id, request):
                 if group.attempt == request.attempt:  # else it failed already, before the answer came: place it again
-                    group.env_server, group.replica = worker_id, replica.worker_id
-                    group.deadline = time.monotonic() + self.timeout_s
+                    self._placed(group, group.source or worker_id, replica=replica.worker_id)
                 faults.reach(faults.Point.ORCHESTRATOR_AFTER_DISPATCH, step=group.planned_step)
                 return True
         return False
@@ -130,6 +133,10 @@ class Dispatcher:
         ]
         if playing:
             await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
+
+    def _placed(self, group: Group, worker_id: str, *, replica: str) -> None:
+        group.env_server, group.replica = worker_id, replica
+        group.deadline = time.monotonic() + self.timeout_s
 
     def _servers(self, env: str, table: GroupTable) -> list[str]:
         load = Counter(group.env_server for group in table.open.values())

@@ -81,6 +81,11 @@ class Group:
         return [member for member in range(self.group_size) if member not in self.members]
 
     @property
+    def source(self) -> str:
+        """Env-server whose play of a group that is scored as a whole has come in part; empty if there is none."""
+        return next((rollout.env_server for rollout in self.members.values()), "") if self.is_scored_whole else ""
+
+    @property
     def min_policy_version(self) -> int | None:
         """Oldest version among the tokens of its members so far; None before the first sampled token."""
         versions = [rollout.min_version for rollout in self.members.values() if rollout.min_version is not None]

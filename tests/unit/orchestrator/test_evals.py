@@ -4,7 +4,7 @@ import pytest
 from orchestrator_builders import make_rollout
 
 from millrace.config.load import validate_document
-from millrace.errors import InvalidSpecError
+from millrace.errors import InvalidSpecError, Violation
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.dispatcher import Dispatcher, RunIdentity
 from millrace.orchestrator.env_pool import OpenedEnv
@@ -142,7 +142,7 @@ class CountedEnvs(HastyEnvs):
 
     async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
         if self.requires_group and len(request.members) != request.group_size:
-            raise InvalidSpecError([], reason="REQUEST_INVALID")
+            raise InvalidSpecError([Violation(field="members", message="all must be played")], reason="REQUEST_INVALID")
         if not self.room[worker_id]:
             return False
         self.room[worker_id] -= 1
@@ -208,6 +208,48 @@ async def test_a_whole_task_whose_answer_was_lost_is_left_to_who_plays_it(dies: 
         assert envs.placed == [("a", 0, 0), ("b", 0, 1)] and not current.good()
     else:
         assert envs.placed == [("a", 0, 0)] and current.tasks[0].env_server == "a"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_whole_training_group_whose_answer_was_lost_is_left_to_who_plays_it(dies: bool) -> None:
+    envs, table = CountedEnvs(room={"a": 1}, requires_group=True), GroupTable()
+    envs.loses_answers = True
+    task = TaskRef(ordinal=0, env="reverse-text", task_index=0)
+    group = table.open[0] = Group(task=task, group_size=2, planned_step=0, is_scored_whole=True)
+    dispatcher = Dispatcher(
+        run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
+    )
+    assert not await dispatcher.dispatch(group, table, min_version=0)
+    table.add(make_rollout(0, 0, group_size=2, env_server="a"))
+    envs.loses_answers = False
+    envs.room = {"b": 9} if dies else {"a": 9, "b": 9}
+    assert await dispatcher.dispatch(group, table, min_version=0)
+    assert (group.env_server, group.attempt) == ("a", 0)
+    assert dispatcher.lost(table) == ([group] if dies else []), "the loop plays it anew if nobody plays it any more"
+    assert envs.placed == [("a", 0, 0)]
+    if not dies:
+        table.add(make_rollout(0, 1, group_size=2, env_server="a"))
+        assert 0 in table.finished
+
+
+async def test_a_whole_group_that_two_play_belongs_to_the_one_that_brought_the_first_member() -> None:
+    envs, table = CountedEnvs(room={"a": 1, "b": 1}, requires_group=True), GroupTable()
+    task = TaskRef(ordinal=0, env="reverse-text", task_index=0)
+    group = table.open[0] = Group(task=task, group_size=2, planned_step=0, is_scored_whole=True)
+    dispatcher = Dispatcher(
+        run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
+    )
+    ask = envs.play
+
+    async def play(worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
+        took = await ask(worker_id, request)
+        if worker_id == "b":  # while it is asked, the play whose answer was lost brings a member
+            table.add(make_rollout(0, 0, group_size=2, env_server="a"))
+        return took and worker_id == "b"
+
+    envs.play = play
+    assert await dispatcher.dispatch(group, table, min_version=0)
+    assert [server for server, *_ in envs.placed] == ["a", "b"] and group.env_server == "a"
 
 
 def test_a_takeover_keeps_a_whole_task_only_if_its_play_goes_on() -> None:
