@@ -48,7 +48,7 @@ def measure_run(stack: ChaosStack, mode: str, *, steps: int) -> Figures:
     stack.wait_ready()
     before = client.info()
     run = stack.submit(max_steps=steps, **{"ckpt.interval": steps, "orchestrator.batch_size": 64})
-    run.wait_done(timeout_s=300)
+    run.wait_done()
     after = client.info()
     stack.audit(run)
     done = run.of("step_completed")

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 120.0
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import chaos_loop
+from chaos_run import WAITS_S
 from chaos_stack import PREFIX, ChaosStack
 
 from millrace.errors import MillraceError
@@ -20,7 +21,7 @@ from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
 
-END_S = 20.0
+END_S = 60.0
 _POLL_S = 0.05
 
 
@@ -77,7 +78,7 @@ class ExtraReplica:
         except MillraceError:
             return pb.PolicyStatus()
 
-    def wait_version(self, version: int, *, timeout_s: float = 60.0) -> None:
+    def wait_version(self, version: int, *, timeout_s: float = WAITS_S) -> None:
         """Return when it serves that version or a newer one."""
         ends = time.monotonic() + timeout_s
         while not ((status := self.status()).has_version and status.version >= version):

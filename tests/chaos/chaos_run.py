@@ -18,7 +18,11 @@ from millrace.v1 import event_pb2, run_pb2
 
 PROGRESS = ("step_completed", "batch_committed", "policy_published", "policy_served", "checkpoint_saved")
 """Events that say that the run has moved on."""
-GIVE_UP_S = 150.0
+GIVE_UP_S = 300.0
+WAITS_S = 240.0
+"""How long something that happens within seconds is waited for: a busy machine is many times slower."""
+STALLS_S = 150.0
+"""A run without any progress event for so long goes on no more, however slow the machine is."""
 
 Event = event_pb2.Event
 T = TypeVar("T")
@@ -75,7 +79,7 @@ class ChaosRun:
 
     # What a test waits for.
 
-    def wait_event(self, matches: Callable[[Event], bool], *, timeout_s: float = 60.0, what: str = "") -> Event:
+    def wait_event(self, matches: Callable[[Event], bool], *, timeout_s: float = WAITS_S, what: str = "") -> Event:
         """The first event (also of the past) that matches; AssertionError after `timeout_s`, or if the run ends."""
         ends = time.monotonic() + timeout_s
         seen = 0
@@ -89,7 +93,7 @@ class ChaosRun:
                     why = f"the run ended as {self._state_name()}" if self._over else f"{timeout_s:g} s passed"
                     raise AssertionError(f"no {what or 'such event'}: {why}. {self.describe()}")
 
-    def wait_step(self, step: int, *, timeout_s: float = 90.0) -> Event:
+    def wait_step(self, step: int, *, timeout_s: float = WAITS_S) -> Event:
         """Return when the optimizer step `step` (from 0), or a later one, is completed."""
         return self.wait_event(
             lambda e: e.HasField("step_completed") and e.step_completed.step >= step,
@@ -97,14 +101,20 @@ class ChaosRun:
             what=f"step {step}",
         )
 
-    def wait_done(self, *, timeout_s: float = 80.0) -> None:
-        """The run ends as SUCCEEDED, by itself."""
-        with self._news:
-            self._news.wait_for(lambda: self._over, timeout_s)
-        if self.state != run_pb2.RUN_STATE_SUCCEEDED:
-            raise AssertionError(f"{self.name} is {self._state_name()} after {timeout_s:g} s. {self.describe()}")
+    def wait_done(self, *, stalls_s: float = STALLS_S) -> None:
+        """The run ends as SUCCEEDED, by itself; AssertionError if it ends otherwise, or stands still for `stalls_s`.
 
-    def wait_state(self, state: run_pb2.RunState, *, timeout_s: float = 60.0, times: int = 1) -> Event:
+        How long it takes in all is the machine's affair, and the test's own limit.
+        """
+        with self._news:
+            moved = -1
+            while not self._over and moved != (moved := len(self.progress_times())):
+                self._news.wait_for(lambda before=moved: self._over or len(self.progress_times()) > before, stalls_s)
+        if self.state != run_pb2.RUN_STATE_SUCCEEDED:
+            ended = f"is {self._state_name()}" if self._over else f"made no progress for {stalls_s:g} s"
+            raise AssertionError(f"{self.name} {ended}. {self.describe()}")
+
+    def wait_state(self, state: run_pb2.RunState, *, timeout_s: float = WAITS_S, times: int = 1) -> Event:
         """The event of the `times`-th change to this state."""
         seen = 0
 

@@ -26,7 +26,7 @@ from typing import Any, Self
 import chaos_loop
 import redis
 import redis.asyncio
-from chaos_run import ChaosRun
+from chaos_run import STALLS_S, WAITS_S, ChaosRun
 from workplaces import STOP_TIMEOUT_S, Workplace
 
 from millrace.client import Client
@@ -43,7 +43,7 @@ from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
 
 CONFIG = Path(__file__).with_name("chaos.toml")
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 SERVICES = ("env-server", "inference", "orchestrator", "trainer")
 PREFIX = "millrace"
 _POLL_S = 0.05
@@ -60,7 +60,7 @@ class Armed:
         """Whether it struck."""
         return self.fired.exists() and bool(self.fired.read_text())
 
-    def wait(self, run: ChaosRun | None = None, *, timeout_s: float = 60.0) -> dict[str, Any]:
+    def wait(self, run: ChaosRun | None = None, *, timeout_s: float = WAITS_S) -> dict[str, Any]:
         """Return its record (`pid`, `time`, `where`, `action`) once it struck; `run` tells why it did not."""
         ends = time.monotonic() + timeout_s
         while not self.has_fired():
@@ -135,7 +135,7 @@ class ChaosStack:
         self._process.kill()
         self._process.wait(STOP_TIMEOUT_S)
         self._process = None
-        self.workplace.wait_empty(timeout_s=15)
+        self.workplace.wait_empty(timeout_s=WAITS_S)
 
     def said(self, lines: int = 40) -> str:
         """The end of what `millrace up` printed."""
@@ -181,7 +181,7 @@ class ChaosStack:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
-    def kill_running(self, name: str, *, timeout_s: float = 60.0) -> float:
+    def kill_running(self, name: str, *, timeout_s: float = WAITS_S) -> float:
         """SIGKILL to the current life of a process, which may still be starting; returns when, as `time.time()`."""
         ends = time.monotonic() + timeout_s
         while True:
@@ -196,7 +196,7 @@ class ChaosStack:
         """What the supervisor has noted: deaths, restarts, silence."""
         return (self.directory / "logs" / "stack.log").read_text().splitlines()
 
-    def wait_replaced(self, name: str, old_pid: int, *, timeout_s: float = 30.0) -> float:
+    def wait_replaced(self, name: str, old_pid: int, *, timeout_s: float = WAITS_S) -> float:
         """Return when (as `time.time()`) another process has the name; it need not serve yet."""
         ends = time.monotonic() + timeout_s
         while self.pid(name) == old_pid:
@@ -205,7 +205,7 @@ class ChaosStack:
             time.sleep(_POLL_S)
         return time.time()
 
-    def wait_restarted(self, name: str, old_pid: int, *, timeout_s: float = 60.0) -> int:
+    def wait_restarted(self, name: str, old_pid: int, *, timeout_s: float = WAITS_S) -> int:
         """Return the new pid once the supervisor has started it again and it serves."""
         ends = time.monotonic() + timeout_s
         while (pid := self.pid(name)) == old_pid or not self._serves(name):
@@ -214,7 +214,7 @@ class ChaosStack:
             time.sleep(_POLL_S)
         return pid
 
-    def wait_ready(self, *, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, *, timeout_s: float = WAITS_S) -> None:
         """Return when every process serves: what one test killed must not disturb the next one."""
         ends = time.monotonic() + timeout_s
         while late := [name for name in self.pids() if not self._serves(name)]:
@@ -251,7 +251,7 @@ class ChaosStack:
 
         return ChaosRun(address=self.address, name=f"runs/{run_id}", uid=chaos_loop.call(create()))
 
-    def submit_patiently(self, *, timeout_s: float = 60.0, **overrides: Any) -> ChaosRun:
+    def submit_patiently(self, *, timeout_s: float = WAITS_S, **overrides: Any) -> ChaosRun:
         """Submit although the orchestrator may be dead at the moment."""
         ends = time.monotonic() + timeout_s
         while True:
@@ -262,10 +262,10 @@ class ChaosStack:
                     raise
                 time.sleep(_POLL_S)
 
-    def finish(self, run: ChaosRun, *, timeout_s: float = 80.0) -> Any:
+    def finish(self, run: ChaosRun, *, stalls_s: float = STALLS_S) -> Any:
         """The run ends as SUCCEEDED by itself and its audit is clean; returns the audit's report."""
         try:
-            run.wait_done(timeout_s=timeout_s)
+            run.wait_done(stalls_s=stalls_s)
         except AssertionError as error:
             logs = "\n".join(f"--- {name}:\n{self.log_of(name, 6)}" for name in SERVICES)
             raise AssertionError(f"{error}\nThe stack said:\n{self.said(12)}\n{logs}") from None

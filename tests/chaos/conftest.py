@@ -12,7 +12,7 @@ import chaos_loop
 from chaos_stack import ChaosStack
 from workplaces import Workplace
 
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 
 
 @pytest.fixture(scope="session")

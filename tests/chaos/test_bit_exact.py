@@ -85,7 +85,7 @@ def test_a_run_whose_trainer_dies_everywhere_equals_an_unbroken_one(chaos: Chaos
             "trainer.optim.max_norm": 0.1,
         },
     )
-    chaos.finish(run, timeout_s=280)
+    chaos.finish(run)
     records = [fault.wait() for fault in armed]
     assert len({record["pid"] for record in records}) == len(KILLS)
     for record, point in zip(records, KILLS, strict=True):
@@ -110,7 +110,7 @@ def _killed_and_replaced_by_another(make_chaos, tmp_path: Path, determinism: str
 
 def test_under_strict_a_trainer_that_differs_fails_the_run(make_chaos, tmp_path: Path) -> None:
     stack, run = _killed_and_replaced_by_another(make_chaos, tmp_path, "strict")
-    change = run.wait_state(run_pb2.RUN_STATE_FAILED, timeout_s=120).state_changed
+    change = run.wait_state(run_pb2.RUN_STATE_FAILED).state_changed
     published = _published(stack.store(), Names(PREFIX, run.uid))
     assert "POLICY_DIGEST_MISMATCH" in (change.reason, change.error.reason)
     message = change.error.message
@@ -120,7 +120,7 @@ def test_under_strict_a_trainer_that_differs_fails_the_run(make_chaos, tmp_path:
 
 def test_under_best_effort_a_trainer_that_differs_begins_a_lineage(make_chaos, tmp_path: Path) -> None:
     stack, run = _killed_and_replaced_by_another(make_chaos, tmp_path, "best_effort")
-    stack.finish(run, timeout_s=150)
+    stack.finish(run)
     assert [reason for reason, _ in run.warnings()].count("NEW_LINEAGE") >= 1
     published = [(e.policy_published.lineage, e.policy_published.version) for e in run.of("policy_published")]
     assert published[-1] == (1, 6) and (1, 5) in published and (0, 5) not in published

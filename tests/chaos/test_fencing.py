@@ -19,7 +19,7 @@ from millrace.local.redis import die_with_parent
 from millrace.runlog.names import Names, Stream
 from millrace.telemetry.faults import Action, Point
 
-REFUSED_WITHIN_S = 20.0
+REFUSED_WITHIN_S = 90.0
 REFUSALS = (
     "was lost to another orchestrator; that one continues the run",  # when it renews its lease
     "another process holds a newer epoch",  # when it commits or appends

@@ -21,7 +21,6 @@ from millrace.runlog.connection import OUTAGE_S
 from millrace.v1 import event_pb2, run_service_pb2
 
 NAMED_WITHIN_S = 30.0
-GOES_ON_WITHIN_S = 60.0
 BLAME = ("WORKER_", "ORCHESTRATOR_", "REDIS_")
 """Warnings that accuse somebody begin like this."""
 
@@ -117,7 +116,6 @@ def stack(warm) -> Iterator[ChaosStack]:
         yield started
 
 
-@pytest.mark.timeout(420)
 def test_each_frozen_process_is_named_and_nobody_else(stack: ChaosStack) -> None:
     run = stack.submit(max_steps=120, **{"ckpt.interval": 10})
     run.wait_step(2)
@@ -166,10 +164,10 @@ def test_each_frozen_process_is_named_and_nobody_else(stack: ChaosStack) -> None
     said = told.wait("REDIS_SILENT")
     assert all(text.startswith(("REDIS_SILENT", "WAIT")) and "Redis at 127.0.0.1:" in text for text in said), said
     goes_on(run)
-    stack.finish(run, timeout_s=180)
+    stack.finish(run)
 
 
 def goes_on(run: ChaosRun) -> None:
     """The run makes two more steps than it had made."""
     made = run.steps()[-1]
-    run.wait_step(made + 2, timeout_s=GOES_ON_WITHIN_S)
+    run.wait_step(made + 2)

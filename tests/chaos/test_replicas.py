@@ -3,7 +3,7 @@
 import time
 
 from chaos_replica import ExtraReplica, extra_replica
-from chaos_run import ChaosRun
+from chaos_run import WAITS_S, ChaosRun
 from chaos_stack import ChaosStack
 
 from millrace.client import Client
@@ -47,7 +47,7 @@ def test_replicas_join_fall_behind_hang_die_and_leave_mid_run(chaos: ChaosStack)
 
 def wait_busy(replica: ExtraReplica) -> None:
     """It gets a share of the work."""
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + WAITS_S
     while is_idle(replica):
         assert time.monotonic() < ends, "the second replica got nothing to do"
 
@@ -57,7 +57,7 @@ def falls_behind(run: ChaosRun, second: ExtraReplica) -> None:
     second.set_store(is_there=False)
     held = second.status().version
     run.wait_step(held + BOUND + 2)  # whatever it was given before is finished by then
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + WAITS_S
     while not is_idle(second):
         assert time.monotonic() < ends, "it still works on what it got before"
     stale = second.status().version
@@ -74,7 +74,7 @@ def falls_behind(run: ChaosRun, second: ExtraReplica) -> None:
 def hangs_in_an_update(run: ChaosRun, second: ExtraReplica, worker_id: str) -> None:
     """An update that stands still stops only its own replica, and the wait for it has a name."""
     record = second.hang_next_apply(HANGS_S)
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + WAITS_S
     while not (record.exists() and record.read_text()):
         assert time.monotonic() < ends, "no update reached it"
         time.sleep(0.02)

@@ -16,7 +16,7 @@ MINUTES = float(os.environ.get("MILLRACE_SOAK_MINUTES", "20"))
 SEED = int(os.environ.get("MILLRACE_SOAK_SEED", "0")) or random.SystemRandom().randrange(1, 1_000_000)
 PAUSE_S = (5.0, 15.0)
 STEPS = 120
-END_S = 240.0  # what the last run may still need after the last kill
+END_S = 1800.0  # for the last run after the last kill, on whatever machine: one that stands still fails sooner
 
 Kill = tuple[str, float]
 """Who, and when as `time.time()`."""
@@ -37,7 +37,7 @@ def test_every_service_is_killed_within_seconds_of_the_others(chaos: ChaosStack)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(MINUTES * 60 + END_S + 300)
+@pytest.mark.timeout(MINUTES * 60 + END_S)
 def test_soak(make_chaos) -> None:
     dice = random.Random(SEED)
     print(f"\nsoak of {MINUTES:g} minutes, seed {SEED}: MILLRACE_SOAK_SEED={SEED} repeats the choices", flush=True)
@@ -56,13 +56,13 @@ def test_soak(make_chaos) -> None:
         bag = bag or dice.sample(VICTIMS, len(VICTIMS))  # everybody once per round, in an order of its own
         name = bag.pop()
         kills.append((name, stack.kill_running(name)))
-    stack.finish(runs[-1], timeout_s=END_S)
+    stack.finish(runs[-1])
     print(_figures(stack, runs, kills), flush=True)
 
 
 def _close(stack: ChaosStack, run: ChaosRun) -> None:
     """A run that ended by itself is clean, whoever may be dead at the moment."""
-    stack.wait_ready(timeout_s=120)
+    stack.wait_ready()
     stack.finish(run)
     print(f"{run.name}: {len(set(run.steps()))} steps, audit clean", flush=True)
 
