@@ -1,12 +1,14 @@
 """Pauses that callers of PolicyService ask for: visible while they last, and never without end.
 
 A paused engine has nothing to do, so neither its health nor its progress shows that rollouts stand still. Therefore a
-pause is a wait of this process, which heartbeats carry, and it ends by itself when its caller forgets it.
+pause is a wait of this process, which heartbeats carry, and it ends by itself when its caller forgets it. A caller that
+goes away while the engine answers changes nothing: one that was left half-way could not tell whether it generates.
 """
 
 import asyncio
 import contextlib
 import logging
+from collections.abc import Coroutine
 
 from millrace.errors import UnavailableError
 from millrace.inference.engine import PolicyEngine
@@ -28,6 +30,7 @@ class CallerPause:
         self._engine = engine
         self._run_uid = ""
         self._ending: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[None]] = set()
 
     def is_by(self, run_uid: str) -> bool:
         """Whether the pause that lasts is this run's."""
@@ -35,16 +38,23 @@ class CallerPause:
 
     async def pause(self, run_uid: str) -> None:
         """Stops generation for at most `PAUSE_LIMIT_S` from now; again makes that anew. An empty run is an operator."""
-        # The end comes first: the engine must not be paused without one if this call is cancelled while it waits.
+        # The end comes first: the engine must not be paused without one if its caller goes away meanwhile.
         self._cancel()
         self._run_uid = run_uid
         self._ending = asyncio.create_task(self._end_later(run_uid or "an operator", PAUSE_LIMIT_S))
-        await self._engine.pause(OPERATOR)
+        await self._whole(self._engine.pause(OPERATOR))
 
     async def resume(self) -> None:
         """Goes on with generation."""
         self._cancel()
-        await self._engine.resume(OPERATOR)
+        await self._whole(self._engine.resume(OPERATOR))
+
+    async def _whole(self, call: Coroutine[None, None, None]) -> None:
+        """Waits for a call of the engine, which goes on if this one is cancelled; its own deadlines end it."""
+        task = asyncio.create_task(call, name="operator's pause")
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        await asyncio.shield(task)
 
     def _cancel(self) -> None:
         ending, self._ending = self._ending, None

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidStateError, UnavailableError
+from millrace.inference import pauses
 from millrace.inference.engine import EngineState, InflightMode, PolicyIdentity
+from millrace.inference.pauses import CallerPause
 from millrace.inference.vllm import engine as engines
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import Gate
@@ -262,3 +264,41 @@ async def test_a_ping_that_fails_is_seen_and_goes_on(client: Client) -> None:
         while ping.error:
             await asyncio.sleep(0.001)
     ping.stop()
+
+
+@pytest.mark.parametrize("call", ["pause", "resume"])
+async def test_a_caller_that_goes_away_while_vllm_answers_fails_nothing(
+    engine: VllmEngine, client: Client, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(pauses, "PAUSE_LIMIT_S", 1.0)
+    caller = CallerPause(engine)
+    reached, going_on = client.block(call)
+    if call == "resume":
+        await caller.pause("")
+    task = asyncio.create_task(caller.pause("") if call == "pause" else caller.resume())
+    async with asyncio.timeout(5):
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        going_on.set()
+        if call == "pause":
+            assert engine.status().is_paused and client.is_paused, "it lasts until its limit"
+        while client.pauses() != ["pause", "resume"] or client.is_paused:
+            await asyncio.sleep(0.01)
+    assert engine.status().state is EngineState.READY and not engine.status().is_paused and not refusal(engine._gate)
+
+
+async def test_a_resume_after_a_pause_whose_caller_went_away_goes_on(engine: VllmEngine, client: Client) -> None:
+    caller = CallerPause(engine)
+    reached, going_on = client.block("pause")
+    task = asyncio.create_task(caller.pause("r"))
+    async with asyncio.timeout(5):
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        resuming = asyncio.create_task(caller.resume())
+        going_on.set()
+        await resuming
+    assert engine.status().state is EngineState.READY and not client.is_paused and not caller.is_by("r")
