@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -91,6 +92,8 @@ def _variable(parse: Callable[[str], Any], default: Any = None, *, is_secret: bo
 class Settings:
     """The placement of one process. Field `redis_url` is the variable `MILLRACE_REDIS_URL`, and so on."""
 
+    redis_url_file: str | None = _variable(_text)
+    """File with `redis_url`, for a Redis with a password: a mounted secret, read when the process starts."""
     redis_url: str | None = _variable(_url("redis", "rediss", "unix"), is_secret=True)
     """Where the fast copy of the log is: `redis://host:6379/0`."""
     store_url: str | None = _variable(_url("file", "s3"), is_secret=True)
@@ -154,6 +157,7 @@ class Settings:
             raise ValueError(f"required names no setting: {', '.join(sorted(unknown))}")
         values: dict[str, Any] = {}
         violations = list(_misspelled(environ, known.keys()))
+        environ = _with_redis_url(environ, violations)
         for name, part in known.items():
             text = environ.get(name, "")
             if not text:
@@ -163,7 +167,8 @@ class Settings:
             try:
                 values[part.name] = part.metadata["parse"](text)
             except ValueError as error:
-                shown = None if name == "MILLRACE_TOKEN" else redact(text)
+                is_hidden = name == "MILLRACE_TOKEN" or (name == "MILLRACE_REDIS_URL" and values.get("redis_url_file"))
+                shown = None if is_hidden else redact(text)
                 violations.append(Violation(field=name, value=shown, message=str(error), source="environment"))
         if violations:
             raise InvalidSpecError(
@@ -223,6 +228,21 @@ ACCESS_FIELDS = (
 def variable_name(field_name: str) -> str:
     """The environment variable of a field of Settings."""
     return f"MILLRACE_{field_name.upper()}"
+
+
+def _with_redis_url(environ: Mapping[str, str], violations: list[Violation]) -> Mapping[str, str]:
+    """The variables, with the URL of Redis from the file that one of them may name."""
+    name = variable_name("redis_url_file")
+    path = environ.get(name, "")
+    if not path:
+        return environ
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8"
+        violations.append(Violation(field=name, value=path, message=f"cannot be read: {problem}", source="environment"))
+        return environ
+    return {**environ, variable_name("redis_url"): text}
 
 
 def _misspelled(environ: Mapping[str, str], known: Iterable[str]) -> Iterable[Violation]:

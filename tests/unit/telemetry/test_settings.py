@@ -1,5 +1,7 @@
 """Placement variables: parsing, all violations at once, misspellings, and no secret in a message."""
 
+from pathlib import Path
+
 import pytest
 
 from millrace.errors import InvalidSpecError
@@ -91,6 +93,22 @@ def test_a_violation_does_not_show_a_password() -> None:
 
 def test_the_password_is_not_in_the_repr() -> None:
     assert "hunter2" not in repr(Settings.from_env({"MILLRACE_REDIS_URL": "redis://u:hunter2@h:1"}))
+
+
+def test_the_url_of_redis_comes_from_a_file(tmp_path: Path) -> None:
+    secret = tmp_path / "redis.url"
+    secret.write_text("redis://:hunter2@cache:6379/0\n")
+    settings = Settings.from_env({"MILLRACE_REDIS_URL_FILE": str(secret)}, required=["redis_url"])
+    assert settings.redis_url == "redis://:hunter2@cache:6379/0"
+    assert Settings.from_env(settings.to_environ()) == settings
+
+
+def test_a_file_without_a_url_of_redis_is_named(tmp_path: Path) -> None:
+    missing = violations({"MILLRACE_REDIS_URL_FILE": str(tmp_path / "none")}, ("redis_url",))
+    assert "No such file" in missing["MILLRACE_REDIS_URL_FILE"]
+    (tmp_path / "bad").write_text("redis-password-hunter2")
+    bad = violations({"MILLRACE_REDIS_URL_FILE": str(tmp_path / "bad")})
+    assert "must be a URL" in bad["MILLRACE_REDIS_URL"] and "hunter2" not in bad["MILLRACE_REDIS_URL"]
 
 
 def test_a_near_miss_is_an_error_with_the_right_name() -> None:
