@@ -73,30 +73,37 @@ class Hold:
     async def keep(self) -> None:
         """Renews until the hold is lost to another trainer, or to a defect; `lost` says why."""
         wait = waits.LastingWait()
-        while self.lost is None:
-            pause_s = self._lease.ttl_s / 3
-            try:
-                await self._renew()
-                await self._follow_log()
-                self._present.set()
-                wait.over()
-            except LogGoneError as error:
-                self._present.clear()
-                _wait_for(wait, error)
-                pause_s = _POLL_S
-            except (UnavailableError, CapacityError) as error:
-                log.warning("lease not renewed; trying again", extra={"error": str(error)})
-            except FencedError as error:
-                self.lost = error
-            except Exception as error:  # the edge of a task that nobody awaits: the job must hear of it
-                log.exception("the lease is no longer renewed", extra={"run": self._log.uid})
-                self.lost = _renewal_failure(error, uid=self._log.uid)
-            self._woken.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s if self.lost is None else 0):
-                    await self._woken.wait()
-        wait.over()
+        try:
+            while self.lost is None:
+                self._woken.clear()  # before the work: who wakes it during the work is heard behind it
+                pause_s = await self._keep_once(wait)
+                if self.lost is None:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(pause_s):
+                            await self._woken.wait()
+        finally:
+            wait.over()
         self._present.set()  # whoever waits for the log shall hear that the hold is lost
+
+    async def _keep_once(self, wait: waits.LastingWait) -> float:
+        """Renews once; returns after how many seconds to do it again. Sets `lost` where that has no sense."""
+        try:
+            await self._renew()
+            await self._follow_log()
+            self._present.set()
+            wait.over()
+        except LogGoneError as error:
+            self._present.clear()
+            _wait_for(wait, error)
+            return _POLL_S
+        except (UnavailableError, CapacityError) as error:
+            log.warning("lease not renewed; trying again", extra={"error": str(error)})
+        except FencedError as error:
+            self.lost = error
+        except Exception as error:  # the edge of a task that nobody awaits: the job must hear of it
+            log.exception("the lease is no longer renewed", extra={"run": self._log.uid})
+            self.lost = _renewal_failure(error, uid=self._log.uid)
+        return self._lease.ttl_s / 3
 
     async def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
         """Appends a published version, however long Redis is away; FencedError if the hold is lost meanwhile."""
@@ -115,6 +122,8 @@ class Hold:
         """Repeats what fails because Redis is away or lost the log, visibly, for as long as the hold is not lost."""
 
         async def present() -> None:
+            if self.lost is not None:  # `keep` has ended: nobody would set it again
+                return
             self._present.clear()
             self._woken.set()
             await self._present.wait()  # `keep` reopens the log, and shows the wait

@@ -53,7 +53,6 @@ def _merged_logprobs(recorder: Recorder, version: int, directory: Path) -> np.nd
     return torch.log_softmax(logits, -1).gather(-1, tokens[0, 1:, None]).squeeze(-1).detach().numpy()
 
 
-@pytest.mark.timeout(120)
 def test_adapters_are_published_resumed_and_replayed(recorder: Recorder, config: RLConfig, tmp_path: Path) -> None:
     recorder.record(config, steps=STEPS)
     recorder.train()
@@ -131,5 +130,5 @@ def _torchrun(recorder: Recorder, *, stop_at: str = "") -> None:
     command += [f"--master-port={port}", str(Path(__file__).with_name("gang_rank.py"))]
     command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, stop_at]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr[-4000:]

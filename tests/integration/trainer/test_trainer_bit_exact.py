@@ -80,7 +80,7 @@ def _require_whole(recorder: Recorder) -> None:
     assert torn and len(torn) < len(used) + 1
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 async def test_a_trainer_killed_at_every_point_makes_the_same_policies(
     orchestrator: FakeOrchestrator, trainers: TrainerProcesses, recorder: Recorder, config: RLConfig, tmp_path: Path
 ) -> None:
@@ -118,12 +118,12 @@ def _torchrun(recorder: Recorder, directory: Path, *, num_restarts: int) -> None
     command += [str(Path(__file__).with_name("gang_rank.py"))]
     command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, ""]
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MILLRACE_FAULTS": str(directory)}
-    ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=800)
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1700)
 def test_a_gang_killed_at_every_point_makes_the_same_policies(
     recorder: Recorder, config: RLConfig, tmp_path: Path
 ) -> None:

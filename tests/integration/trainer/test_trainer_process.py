@@ -37,7 +37,7 @@ async def test_a_trainer_process_from_registration_to_sigterm(
 
     async with grpc.aio.insecure_channel(trainers.listen) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
-        answer = await check(health_pb2.HealthCheckRequest(), timeout=10)
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=60)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
     orchestrator.run_uid = ""
@@ -49,7 +49,7 @@ async def test_a_trainer_process_from_registration_to_sigterm(
     assert orchestrator.status.error_reason == "MODEL_NOT_FOUND"
     assert "/nowhere/model" in orchestrator.status.error_message and "model.name" in orchestrator.status.error_message
     process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(process.wait, 30) == 0, trainers.log_path.read_text()
+    assert await asyncio.to_thread(process.wait, 240) == 0, trainers.log_path.read_text()
 
 
 async def test_let_go_and_sigterm_save_a_checkpoint_and_give_the_lease_back(
@@ -76,7 +76,7 @@ async def test_let_go_and_sigterm_save_a_checkpoint_and_give_the_lease_back(
     await trained(1)
     assert orchestrator.status.epoch == 2
     process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(process.wait, 30) == 0, trainers.log_path.read_text()
+    assert await asyncio.to_thread(process.wait, 240) == 0, trainers.log_path.read_text()
     assert recorder.checkpoints() == [1, 2] and holder() is None
     assert orchestrator.is_leaving and orchestrator.status.run_uid == ""
 
@@ -89,6 +89,9 @@ async def test_a_frozen_trainer_that_was_replaced_lets_go(
     frozen = trainers.start(recorder)
     recorder.commit(0, recorder.make_samples(0))
     await orchestrator.until(lambda status: status.step == 1)
+    async with asyncio.timeout(240):  # published beside the training
+        while len(await asyncio.to_thread(recorder.call, recorder.log.read(Stream.POLICIES))) < 2:
+            await asyncio.sleep(0.02)
     os.kill(frozen.pid, signal.SIGSTOP)
     # Its successor in the same place has the lease at once, and a newer epoch.
     slot = orchestrator.worker.slot
@@ -124,7 +127,7 @@ def test_bad_settings_end_the_process_with_one_line(
         **changes,
     }
     ended = subprocess.run(
-        [sys.executable, "-m", "millrace.trainer.main"], env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "millrace.trainer.main"], env=environ, capture_output=True, text=True, timeout=240
     )
     assert ended.returncode == code
     assert all(word in ended.stderr for word in words) and "Traceback" not in ended.stderr
@@ -146,6 +149,6 @@ def test_a_taken_port_ends_the_process_naming_it(tmp_path: Path, redis_url: str)
             "MILLRACE_DRAIN_S": "0",
         }
         ended = subprocess.run(
-            [sys.executable, "-m", "millrace.trainer.main"], env=environ, capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "millrace.trainer.main"], env=environ, capture_output=True, text=True, timeout=240
         )
     assert ended.returncode == 5 and address in ended.stderr

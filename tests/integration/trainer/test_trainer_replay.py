@@ -178,7 +178,7 @@ def test_without_redis_and_without_the_model_directory(
     command = [sys.executable, "-m", "millrace.cli", "run", "replay", recorder.uid, "--step", "1"]
     recorder.store.create(f"{recorder.prefix}/names/gone", recorder.uid.encode())
     environ = {"PATH": "", "MILLRACE_STORE_URL": recorder.store_url, "MILLRACE_PREFIX": recorder.prefix}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert recorder.digests()[2] in ended.stdout
 

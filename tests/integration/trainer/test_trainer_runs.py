@@ -249,14 +249,15 @@ def test_an_older_trainer_is_fenced_out(recorder: Recorder, make_config: MakeCon
     steals = []
 
     def steal() -> bool:
-        # A second trainer takes the next epoch while the first one is between two steps.
-        if set(recorder.digests()) == {0, 1} and not steals:
+        # A second trainer takes the next epoch while the first one is between two steps; which ones is the machine's
+        # affair, because versions are published beside the steps. The first one has something to append behind it.
+        if recorder.digests() and not steals:
             steals.append(recorder.call(recorder.log.acquire_epoch("trainer", "thief")))
         return False
 
     with pytest.raises(FencedError):
         recorder.train(stop=steal)
-    assert steals
+    assert steals and set(recorder.digests()) < {0, 1, 2, 3}
 
 
 def test_only_tokens_of_the_final_version_are_scored(recorder: Recorder, make_config: MakeConfig) -> None:
