@@ -32,9 +32,8 @@ test-slow: setup-dev ## Run the tests that take minutes.
 test-vllm: setup-dev setup-vllm ## Run the tests of real vLLM; `make setup-vllm` installs it (2.5 GB, minutes).
 	$(PY) -m pytest -m "vllm and not slow" -rs
 
-test-compose: setup-dev ## Build the images and test the compose stack; gets a Docker engine on Debian as root.
-	@tests/compose/engine.sh || true
-	$(PY) -m pytest tests/compose -m compose -s -rs
+test-compose: setup-dev ## Build the images and test the compose stacks; gets a Docker engine on Debian as root.
+	@tests/compose/run.sh $(PY)
 
 soak: setup-dev ## Kill processes at random for MILLRACE_SOAK_MINUTES (20), then audit the log.
 	$(PY) -m pytest tests/chaos/test_soak.py -m slow -s

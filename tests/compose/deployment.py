@@ -7,13 +7,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-FILES = ("docker-compose.yml", "tests/compose/docker-compose.ceph.yml")
+CEPH = "tests/compose/docker-compose.ceph.yml"
 OURS = ("orchestrator", "env-server", "inference", "trainer")
 COMMAND_S = 120.0
 POLL_S = 0.5
@@ -43,6 +44,8 @@ class Deployment:
 
     project: str
     port: int
+    files: tuple[str, ...] = ("docker-compose.yml", CEPH)
+    variables: Mapping[str, str] = field(default_factory=dict)
     work: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="millrace-compose-")))
 
     def __post_init__(self) -> None:
@@ -60,16 +63,15 @@ class Deployment:
             "PIP_CONFIG": str(self.work / "pip.conf"),
             "DOCKER_BUILDKIT": "1",
         }
-        return {**os.environ, **own}
+        return {**os.environ, **own, **self.variables}
 
     def compose(self, *argv: str, timeout_s: float = COMMAND_S) -> str:
         """`docker compose …` on this stack."""
-        files = [part for name in FILES for part in ("-f", name)]
+        files = [part for name in self.files for part in ("-f", name)]
         return run(["docker", "compose", *files, *argv], timeout_s=timeout_s, env=self.env)
 
     def build(self) -> None:
-        """Base images, a CPU build of torch if the machine's pip has one, and all images."""
-        run(["bash", "tests/compose/base_images.sh"], timeout_s=900)
+        """All images, with a CPU build of torch if the machine's pip has one."""
         wheels = ROOT / "docker" / "wheels"
         if not list(wheels.glob("torch-*.whl")):
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
@@ -139,4 +141,19 @@ class Deployment:
         try:
             self.compose("--profile", "cli", "down", "--volumes", "--timeout", "10", timeout_s=200)
         finally:
-            shutil.rmtree(self.work, ignore_errors=True)
+            self.forget()
+
+    def forget(self) -> None:
+        """Remove what was written for builds."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+@contextmanager
+def started(stack: Deployment) -> Iterator[Deployment]:
+    """The stack, up and healthy; removed at the end, and before if an aborted test run left one."""
+    try:
+        stack.compose("--profile", "cli", "down", "--volumes", "--timeout", "5")
+        print(f"\n{stack.project}: {stack.up():.1f} s from up to healthy")
+        yield stack
+    finally:
+        stack.close()

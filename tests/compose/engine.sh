@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # A Docker engine with compose for the tests of this folder: what is there is used; on a Debian machine where we are root
 # and nothing is there, Debian's engine is installed and started. Exit code 1, with the reason, where neither goes.
-# usage: tests/compose/engine.sh
+# `stop` ends the daemon that `start` has started, and no other.
+# usage: tests/compose/engine.sh start|stop
 set -euo pipefail
+logs=/var/log/millrace-tests
+pid_file=$logs/dockerd.pid
 
 no_engine() {
   echo "no Docker engine: $1" >&2
@@ -17,13 +20,27 @@ start_engine() {
     apt-get install -y -qq docker.io iptables >/dev/null || no_engine "docker.io does not install"
   }
   [ "$(id -u)" = 0 ] || no_engine "dockerd is not running, and only root can start it"
-  mkdir -p /var/log/millrace-tests
-  setsid dockerd >/var/log/millrace-tests/dockerd.log 2>&1 </dev/null &
+  mkdir -p "$logs"
+  setsid dockerd >"$logs/dockerd.log" 2>&1 </dev/null &
+  echo $! >"$pid_file"
   for _ in $(seq 60); do
     docker info >/dev/null 2>&1 && return
     sleep 0.5
   done
-  no_engine "dockerd did not start: $(tail -n 1 /var/log/millrace-tests/dockerd.log)"
+  no_engine "dockerd did not start: $(tail -n 1 "$logs/dockerd.log")"
+}
+
+stop_engine() {
+  local pid
+  pid=$(cat "$pid_file" 2>/dev/null) || return 0
+  rm -f "$pid_file"
+  [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = dockerd ] || return 0
+  kill "$pid"
+  for _ in $(seq 120); do
+    [ -d "/proc/$pid" ] || return 0
+    sleep 0.5
+  done
+  echo "dockerd ($pid) does not end" >&2
 }
 
 add_compose() { # compose v2 and buildx from Debian trixie, without touching the system's own package lists
@@ -45,6 +62,11 @@ add_compose() { # compose v2 and buildx from Debian trixie, without touching the
   rm -rf "$work"
 }
 
+case "${1:-start}" in
+  stop) stop_engine; exit ;;
+  start) ;;
+  *) echo "usage: tests/compose/engine.sh start|stop" >&2; exit 2 ;;
+esac
 docker info >/dev/null 2>&1 || start_engine
 docker compose version >/dev/null 2>&1 && docker buildx version >/dev/null 2>&1 || add_compose
 docker compose version >/dev/null || no_engine "docker compose does not run"

@@ -175,14 +175,13 @@ def test_down_and_up_continues_the_run_with_more_replicas(deployment: Deployment
     outside(deployment, "audit", name)
 
 
-def test_a_client_outside_submits_to_localhost(deployment: Deployment) -> None:
-    assert "continued" in outside(deployment, "list")
+def test_a_client_outside_submits_to_localhost(deployment: Deployment, thin_client: Path) -> None:
+    millrace, server = str(thin_client / "millrace"), f"localhost:{deployment.port}"
+    assert "continued" in run([millrace, "run", "list", "--server", server])
     name = "from-outside"
-    submitted = outside(
-        deployment, "submit", *RUN[1:], "--run.name", name, "--max-steps", "2", "--no-orchestrator.eval"
-    )
-    assert name in submitted
-    wait_success(deployment, name)
+    options = ["--run.name", name, "--max-steps", "2", "--no-orchestrator.eval", "--follow", "--plain"]
+    run([millrace, "run", "submit", *RUN[1:], *options, "--server", server], timeout_s=FINISH_S)
+    assert shown(deployment, name)["state"].endswith("SUCCEEDED")
 
 
 def test_no_secret_shows_in_inspect_or_logs(deployment: Deployment) -> None:

@@ -53,7 +53,7 @@ if [ ! -e "$data/osd/ready" ]; then
 fi
 ceph-osd --id 0
 credential() {
-  python3 -c "import json; print(json.load(open('/run/millrace/s3.json'))['identities'][0]['credentials'][0]['$1'])"
+  python3 -c "import json; print(json.load(open('${S3_CONFIG:-/run/millrace/s3.json}'))['identities'][0]['credentials'][0]['$1'])"
 }
 radosgw-admin user create --uid=millrace --display-name=millrace \
   --access-key="$(credential accessKey)" --secret-key="$(credential secretKey)" >/dev/null 2>&1 \
