@@ -7,23 +7,10 @@ import torch
 from numpy.typing import NDArray
 
 from millrace.errors import InvalidStateError
+from millrace.inference.torch_dtypes import BITS, DTYPES, tag_of
 from millrace.policies.change import TensorChange
 from millrace.policies.tensors import TensorBytes
 
-_TORCH_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_TAGS = {dtype: tag for tag, dtype in _TORCH_DTYPES.items()}
 _REMEDY = "publish the policy with the tensors of its config.json, all floating-point ones in one dtype"
 
 
@@ -34,7 +21,7 @@ def float_dtype(tensors: Mapping[str, TensorBytes]) -> torch.dtype:
     """
     found: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if _TORCH_DTYPES[tensor.dtype].is_floating_point:
+        if DTYPES[tensor.dtype].is_floating_point:
             found.setdefault(tensor.dtype, name)
     if len(found) != 1:
         examples = ", ".join(f"{tag} ({name})" for tag, name in sorted(found.items())) or "none"
@@ -43,7 +30,7 @@ def float_dtype(tensors: Mapping[str, TensorBytes]) -> torch.dtype:
             reason="POLICY_DTYPE_MIXED",
             remedy=_REMEDY,
         )
-    return _TORCH_DTYPES[next(iter(found))]
+    return DTYPES[next(iter(found))]
 
 
 def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
@@ -55,9 +42,9 @@ def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) ->
         target = held.get(name)
         if target is None:
             continue
-        if tuple(target.shape) != tensor.shape or target.dtype != _TORCH_DTYPES[tensor.dtype]:
+        if tuple(target.shape) != tensor.shape or target.dtype != DTYPES[tensor.dtype]:
             problems.append(
-                f"{name} is {tensor.dtype}{list(tensor.shape)}, the model has {_tag(target)}{list(target.shape)}"
+                f"{name} is {tensor.dtype}{list(tensor.shape)}, the model has {tag_of(target)}{list(target.shape)}"
             )
         first = covered.setdefault(target.data_ptr(), name)
         if first != name and tensors[first].data != tensor.data:
@@ -79,7 +66,7 @@ def copy_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> 
     for name, tensor in tensors.items():
         # A copy: the downloaded bytes are read-only and may lie unaligned, neither of which torch accepts.
         raw = torch.from_numpy(tensor.bits().view(np.uint8).copy())
-        held[name].copy_(raw.view(_TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape))
+        held[name].copy_(raw.view(DTYPES[tensor.dtype]).reshape(tensor.shape))
 
 
 def write_changes(model: torch.nn.Module, changes: Mapping[str, tuple[TensorChange, ...]]) -> None:
@@ -106,13 +93,9 @@ def prompt_logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> list[fl
 def as_tensor_bytes(tensor: torch.Tensor) -> TensorBytes:
     """A CPU tensor's bits, without a copy where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return TensorBytes(dtype=_tag(tensor), shape=tuple(tensor.shape), data=flat.numpy().data)
+    return TensorBytes(dtype=tag_of(tensor), shape=tuple(tensor.shape), data=flat.numpy().data)
 
 
 def _flat_bits(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
     width = tensor.element_size()
-    return tensor.detach().view(-1).view(_BITS[width]).numpy().view(f"u{width}")
-
-
-def _tag(tensor: torch.Tensor) -> str:
-    return _TAGS.get(tensor.dtype, str(tensor.dtype))
+    return tensor.detach().view(-1).view(BITS[width]).numpy().view(f"u{width}")

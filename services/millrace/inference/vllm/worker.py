@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.inference.vllm.layout import BITS, DTYPES, Layout, Region, Slot, trace
+from millrace.inference.torch_dtypes import BITS, DTYPES
+from millrace.inference.vllm.layout import Layout, Region, Slot, trace
 from millrace.inference.vllm.lora import on_base
+from millrace.inference.vllm.node_copy import NodeWorker
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.packing import Packed, build_packed, is_repackable
+from millrace.inference.vllm.ranks import AnsweringWorker
 from millrace.policies.digest import bits_digest
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
@@ -47,7 +50,7 @@ class Held:
     staged: Staged | None = None
 
 
-class PolicyWorker:
+class PolicyWorker(AnsweringWorker, NodeWorker):
     """Mixed into vLLM's worker class by `--worker-extension-cls`."""
 
     millrace_held: Held | None = None
@@ -56,7 +59,7 @@ class PolicyWorker:
     def millrace_reload(self, order: dict[str, Any]) -> None:
         """Loads every tensor through vLLM's layerwise reload, then finds out how the model lies in memory."""
         self.millrace_held = None
-        files = OrderFiles(order)
+        files = OrderFiles(self._millrace_here(order))
         model = self._millrace_model()
         self._millrace_load(model, files, list(files.places))
         self.millrace_held = self._millrace_survey(model, files)
@@ -77,29 +80,33 @@ class PolicyWorker:
                 setattr(config, name, value)
         self._millrace_repack_shared(self._millrace_model())
 
-    def millrace_check(self, places: list[Any]) -> list[str]:
-        """What is wrong with tensors [name, dtype, shape] for this model; nothing is changed."""
+    def millrace_check(self, places: list[Any]) -> list[list[str]]:
+        """What is wrong with tensors [name, dtype, shape] for this model, and those that have no place on this rank.
+
+        Nothing is changed. A rank of a pipeline has only some layers: a tensor is wrong if no rank has a place for it.
+        """
         held = self.millrace_held
         if held is None:
-            return ["no policy was loaded yet"]
+            return [["no policy was loaded yet"], []]
         problems: list[str] = []
+        strangers: list[str] = []
         for name, dtype, shape in places:
             regions = held.layout.regions.get(name)
             if regions is None:
-                problems.append(f"{name} is not a weight that the model takes")
+                strangers.append(name)
                 continue
             known = self.millrace_shapes[name]
             if known != (dtype, tuple(shape)):
                 problems.append(f"{name} is {dtype}{shape}, the model has {known[0]}{list(known[1])}")
         given = {name for name, _, _ in places}
         problems += [f"{name} is missing" for name in held.layout.regions if name not in given]
-        return problems
+        return [problems, strangers]
 
     @on_base
     def millrace_stage(self, order: dict[str, Any]) -> list[int]:
         """Takes an order; returns the bytes of each unit that `millrace_prepare` has to build."""
         held = self._millrace_required()
-        files = OrderFiles(order)
+        files = OrderFiles(self._millrace_here(order))
         touched: set[Slot] = {region.slot for name in files.names() for region in held.layout.regions.get(name, ())}
         units: list[tuple[str, int]] = []
         for module, slot in held.packed.items():
@@ -134,7 +141,9 @@ class PolicyWorker:
                 for region in held.layout.regions.get(name, ()):
                     if region.slot in held.plain:
                         self._millrace_write(model, staged.files, region)
-        faults.reach(Point.INFERENCE_MID_APPLY, version=version)
+        rank: int = self.rank  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        after: int = self.parallel_config.world_size - 1 - rank  # pyright: ignore[reportAttributeAccessIssue]
+        faults.reach(Point.INFERENCE_MID_APPLY, version=version, rank=rank, ranks_after=after)
         for module, packed in staged.packed.items():
             packed.put_into(model.get_submodule(module))
         for module in sorted(staged.reloads):
