@@ -22,10 +22,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from millrace.env_server import play_meters
 from millrace.env_server.outcome import Outcome, failed, make_rollout
 from millrace.env_server.supervisor import (
     DEFAULT_BLOCKED_GRACE_S,
@@ -81,6 +82,8 @@ class EnvPool:
         self.failure: EnvLoadError | None = None
         self.failed_at = 0.0
         self.num_deaths = 0
+        self.num_playing = 0
+        """Rollouts that workers play."""
         self._limits = limits
         self._workers: list[WorkerProcess | None] = [None] * limits.num_workers
         self._changed = asyncio.Condition()
@@ -121,6 +124,11 @@ class EnvPool:
     def quarantined_tasks(self) -> Sequence[str]:
         """Ids of the tasks that are not played any more."""
         return tuple(self._quarantined)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that have loaded the environment and live, the probe worker included."""
+        return sum(1 for worker in (*self._workers, self._probe) if worker is not None and worker.is_ready)
 
     async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
         """Play the request's members together; one rollout per member, whatever happens.
@@ -218,6 +226,7 @@ class EnvPool:
         self, request: env_service_pb2.PlayGroupRequest, task_id: str, error: WorkerDiedError, *, seconds: float
     ) -> list[rollout_pb2.Rollout]:
         self._suspects.discard(task_id)
+        play_meters.worker_died(self.env.name or self.env.id)
         self._quarantined[task_id] = (
             f"task {task_id} of environment {self.env.id} ended two worker processes, the second one alone ({error}); "
             "it is not played again until the env-server restarts: fix the environment or drop the task"
@@ -240,13 +249,17 @@ class EnvPool:
         )
         return [rollout_to_proto(rollout) for rollout in rollouts]
 
-    def _playing(self, request: env_service_pb2.PlayGroupRequest) -> AbstractContextManager[object]:
+    @contextmanager
+    def _playing(self, request: env_service_pb2.PlayGroupRequest) -> Iterator[None]:
         """All that is played with one engine is one wait, for that engine."""
-        return waits.shared(
-            f"{waits.COUNT} rollouts of {request.env.name or self.env.id} with the engine at {request.base_url}",
-            waits_on=request.base_url,
-            deadline_s=request.rollout_timeout_seconds + self._limits.blocked_grace_s,
-        )
+        reason = f"{waits.COUNT} rollouts of {request.env.name or self.env.id} with the engine at {request.base_url}"
+        deadline_s = request.rollout_timeout_seconds + self._limits.blocked_grace_s
+        self.num_playing += len(request.members)
+        try:
+            with waits.shared(reason, waits_on=request.base_url, deadline_s=deadline_s):
+                yield
+        finally:
+            self.num_playing -= len(request.members)
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -295,6 +308,7 @@ class EnvPool:
             await self._notify()
             if self._is_leaving:
                 break
+            play_meters.worker_died(self.env.name or self.env.id)
             pause_s = _FIRST_RESTART_S if time.monotonic() - began > _STABLE_S else min(pause_s * 2, _MAX_RESTART_S)
             with waits.waiting(f"another start of a worker of {self.env.id} ({self.num_deaths} died)"):
                 await asyncio.sleep(pause_s)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 from millrace import __version__
 from millrace.env_server.main import EnvServerSettings
+from millrace.env_server.meters import registry_of
 from millrace.env_server.pool import PoolLimits
 from millrace.env_server.run_end import has_ended
 from millrace.env_server.service import EnvService, teacher_key_problem
@@ -21,6 +22,7 @@ from millrace.internal.v1.worker_service_pb2 import (
     HeartbeatResponse,
     Worker,
 )
+from millrace.rpc.metrics_server import metrics_server
 from millrace.rpc.reach import advertised
 from millrace.rpc.serve import serve
 from millrace.rpc.slot import worker_slot
@@ -55,7 +57,8 @@ async def run(settings: Settings, own: EnvServerSettings) -> None:
         )
         try:
             await sink.recover(timeout_s=_RECOVER_S)
-            await _Registered(settings, service, sink, worker_id).serve()
+            async with metrics_server(settings.metrics_listen, registry_of(service, sink)):
+                await _Registered(settings, service, sink, worker_id).serve()
         finally:
             await service.close()
             await teachers.close()

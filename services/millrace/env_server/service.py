@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import grpc.aio
 
+from millrace.env_server import play_meters
 from millrace.env_server.adapter import parse_args
 from millrace.env_server.groups import Groups, PlayingGroup, group_key
 from millrace.env_server.outcome import failed, make_rollout
@@ -73,6 +74,11 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     def num_rollouts(self) -> int:
         """Rollouts that count against the capacity: played here, or waiting for their append."""
         return self.groups.num_rollouts + self._sink.num_orphans
+
+    @property
+    def pools(self) -> list[EnvPool]:
+        """The environments that were opened."""
+        return list(self._pools.values())
 
     async def leave(self) -> None:
         """Take nothing new; workers that end from now on are no news."""
@@ -231,6 +237,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
 
     async def _append(self, group: PlayingGroup, rollout: rollout_pb2.Rollout) -> None:
         rollout.env_server = self._worker_id
+        play_meters.rollout_ended(rollout)
         try:
             await self._sink.append(rollout)
         finally:

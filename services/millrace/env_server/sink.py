@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 
 from millrace.env_server.appender import MAX_DELAY_S, RunAppender
+from millrace.env_server.play_meters import APPEND_SECONDS
 from millrace.env_server.spool import Spool
 from millrace.errors import MillraceError, UnavailableError
 from millrace.internal.v1 import rollout_pb2
@@ -67,8 +68,12 @@ class RolloutSink:
         """Keep, then append, as long as it takes; False if it was given up because nobody needs it any more."""
         if not rollout.eval_id and rollout.ordinal < self._resolved_below.get(rollout.run_uid, 0):
             return False
+        began = time.monotonic()
         kept = await self.spool.keep(rollout)
-        return await self._appender(kept.run_uid).append(kept)
+        is_appended = await self._appender(kept.run_uid).append(kept)
+        if is_appended:
+            APPEND_SECONDS.observe(time.monotonic() - began)
+        return is_appended
 
     def note_run(self, run_uid: str, resolved_below: int, log_instance: str) -> None:
         """Take what a heartbeat says about a run; files are deleted in the background."""

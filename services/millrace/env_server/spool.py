@@ -88,6 +88,11 @@ class Spool:
         self._scan()
 
     @property
+    def num_rollouts(self) -> int:
+        """Rollouts that are kept."""
+        return sum(map(len, self._runs.values()))
+
+    @property
     def run_uids(self) -> list[str]:
         """Runs of which something is kept."""
         return list(self._runs)
@@ -102,7 +107,7 @@ class Spool:
 
     def require_room(self) -> None:
         """Raise CapacityError while nothing new should be played: the bound is reached, or the disk takes no more."""
-        count = sum(map(len, self._runs.values()))
+        count = self.num_rollouts
         if self._unwritten:
             raise CapacityError(
                 f"{len(self._unwritten)} finished rollouts could not be written to {self.directory}: "

@@ -177,6 +177,7 @@ def make_loop(parts: RunParts, *, is_stopping: Callable[[], bool]) -> RolloutLoo
         policies=parts.policies,
         ledger=parts.ledger,
         events=parts.events,
+        meters=parts.events.meters,
         algorithm=ALGORITHMS[settings.algo.type].from_config(settings.algo),
         filter_zero_advantages=settings.filter_zero_advantages,
         seq_len=settings.seq_len,

@@ -31,6 +31,11 @@ class RunCatalog:
         self._locks: dict[str, asyncio.Lock] = {}
         self._unreadable: dict[str, str] = {}
 
+    @property
+    def views(self) -> list[RunView]:
+        """Every run as it was at the last look."""
+        return list(self._views.values())
+
     async def refresh(self) -> list[RunView]:
         """All readable runs, oldest first, with every event of their logs folded in.
 

@@ -2,16 +2,24 @@
 
 from collections.abc import Mapping
 
+from millrace.orchestrator.run_meters import RunMeters
 from millrace.runlog import EventWriter
 from millrace.v1 import event_pb2, run_pb2
 
 
 class RunEvents:
-    """Typed front of an `EventWriter`."""
+    """Typed front of an `EventWriter`; what it hears is counted for Prometheus, too."""
 
-    def __init__(self, writer: EventWriter) -> None:
+    def __init__(self, writer: EventWriter, *, run: str = "") -> None:
+        """`run` is the run's name."""
         self._writer = writer
+        self.meters = RunMeters(run)
         self.state = run_pb2.RUN_STATE_QUEUED
+
+    @property
+    def num_queued(self) -> int:
+        """Events that are not in the log yet."""
+        return self._writer.num_queued
 
     async def state_changed(
         self, state: run_pb2.RunState, reason: str, *, error: run_pb2.RunError | None = None
@@ -19,12 +27,14 @@ class RunEvents:
         """Record a transition from the state recorded last."""
         body = event_pb2.StateChanged(old_state=self.state, new_state=state, reason=reason, error=error)
         self.state = state
+        self.meters.state_changed(state)
         await self._writer.write(event_pb2.Event(state_changed=body))
 
     async def batch_committed(
         self, *, step: int, num_trained: int, dropped: Mapping[str, int], num_tokens: int
     ) -> None:
         """Record a committed batch."""
+        self.meters.batch_committed(num_trained=num_trained, dropped=dropped, num_tokens=num_tokens)
         body = event_pb2.BatchCommitted(step=step, num_trained=num_trained, dropped=dropped, num_tokens=num_tokens)
         await self._writer.write(event_pb2.Event(batch_committed=body))
 

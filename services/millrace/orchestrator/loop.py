@@ -35,6 +35,7 @@ from millrace.orchestrator.groups import Arrival, Group, GroupTable
 from millrace.orchestrator.ledger import Ledger
 from millrace.orchestrator.policy_driver import PolicyDriver
 from millrace.orchestrator.rollout_stream import RolloutStream
+from millrace.orchestrator.run_meters import RunMeters
 from millrace.orchestrator.tasks import TaskOrder
 from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.telemetry import faults
@@ -71,6 +72,7 @@ class RolloutLoop:
     changed: asyncio.Event
     is_stopping: Callable[[], bool]
     """Whether the run was asked to pause or to end."""
+    meters: RunMeters = field(default_factory=lambda: RunMeters(""))
     wait: LastingWait = field(default_factory=LastingWait)
     num_stale_in_a_row: int = 0
 
@@ -129,6 +131,8 @@ class RolloutLoop:
         if group is not None and rollout.status == RolloutStatus.ENGINE_LOST and rollout.attempt == group.attempt:
             self.policies.suspect(group.replica)
         arrival = self.table.add(rollout)
+        if arrival is not Arrival.DUPLICATE:
+            self.meters.rollout(rollout)
         if group is not None and arrival is Arrival.HOPELESS:
             self.ledger.drop(group, self.table, reason=group.failure_reason())
         elif group is not None and arrival is Arrival.RETRY:
@@ -194,6 +198,8 @@ class RolloutLoop:
             surplus = [group for group in self.table if group not in groups]
             await self.ledger.drop_all(surplus, self.table, reason="surplus")
         await self.ledger.commit(batch, self.table)
+        if self.ledger.step > batch.step:  # else no group had an advantage, and nothing is trained
+            self.meters.trained(groups, step=batch.step)
         self.num_stale_in_a_row = 0
 
     async def wait_for_change(self) -> None:

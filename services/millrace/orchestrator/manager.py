@@ -11,7 +11,8 @@ import redis.asyncio
 
 from millrace.errors import FencedError, LogGoneError, MillraceError, all_errors
 from millrace.internal.v1 import worker_service_pb2
-from millrace.orchestrator.assembly import assemble
+from millrace.orchestrator import run_meters
+from millrace.orchestrator.assembly import RunParts, assemble
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.eval_run import EvalRunDriver
 from millrace.orchestrator.events import RunEvents
@@ -45,6 +46,7 @@ class _Claim:
     """A run that this replica drives or tries to."""
 
     driver: RunDriver | None = None
+    lease: Lease | None = None
     wish: Wish = field(default_factory=Wish)
 
     def heed(self, wish: Wish) -> None:
@@ -93,6 +95,11 @@ class RunManager:
         """How far an evaluation run is that is driven here, which no event says; None of others."""
         claim = self._claims.get(uid)
         return claim.driver.progress() if claim and isinstance(claim.driver, EvalRunDriver) else None
+
+    def driven(self) -> list[tuple[RunParts, bool]]:
+        """The runs that are driven here, and whether their leases are fresh."""
+        claims = list(self._claims.values())
+        return [(c.driver.parts, c.lease.may_write) for c in claims if c.driver is not None and c.lease is not None]
 
     async def heed(self, uid: str) -> None:
         """A wish for the run was acknowledged: tell its driver, if it is here, and look at the run now."""
@@ -190,6 +197,7 @@ class RunManager:
         text = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
         known = all(isinstance(cause, MillraceError) for cause in causes)
         fields = {"run": view.record.name, "again_in_s": pause_s, "error": text}
+        run_meters.drive_failed(view.record.name)
         log.error("run given up by this replica for now", extra=fields, exc_info=None if known else error)
         with waits.of_run(uid):
             self._pauses.setdefault(uid, waits.LastingWait()).on(f"another try to drive the run: {text}", key=text)
@@ -220,8 +228,9 @@ class RunManager:
                     events=events,
                 )
                 kind = EvalRunDriver if view.record.kind == EVAL else RunDriver
-                claim.driver = kind(parts, done_evals=frozenset(view.done_evals))
+                claim.lease, claim.driver = lease, kind(parts, done_evals=frozenset(view.done_evals))
                 claim.heed(await self._wishes.read(uid))
+                run_meters.lease_acquired(view.record.name)
                 log.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
                 await tell_takeover(parts, owner=self._owner, spoke_at=view.spoke_at)
                 await self._keep(claim, claim.driver, lease, run_log, Watchdog.of(parts, owner=self._owner))
@@ -254,7 +263,9 @@ class RunManager:
         if kept is not None:
             return kept
         # With a log of its own: it adopts a rebuilt one in place, which the driver must notice by itself.
-        events = RunEvents(EventWriter(await self._catalog.open_log(view.record.uid), self._owner))
+        events = RunEvents(
+            EventWriter(await self._catalog.open_log(view.record.uid), self._owner), run=view.record.name
+        )
         events.state = view.run.state
         return events
 
@@ -296,6 +307,8 @@ class RunManager:
         """Let workers forget a run that ended a short while ago."""
         if time.time() - view.run.end_time.ToNanoseconds() / 1e9 < LET_GO_S:
             self._tell_once(view, has_ended=True)
+        else:
+            run_meters.forget(view.record.name)
         self._wishes.forget(view.record.uid)
         self._end_pause(view.record.uid)
 

@@ -69,6 +69,11 @@ class RunDriver:
         self.is_paused = False
         """The drive ended with the run paused."""
 
+    @property
+    def parts(self) -> RunParts:
+        """What it drives."""
+        return self._parts
+
     def heed(self, wish: Wish) -> None:
         """Pause or end the run if that is wished; it stops at the next turn of the loop."""
         self._wish = wish

@@ -10,9 +10,11 @@ from millrace.errors import first_error
 from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.meters import registry_of
 from millrace.orchestrator.service import RunServicer
 from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
 from millrace.rpc.health import PROCESS, HealthBoard
+from millrace.rpc.metrics_server import metrics_server
 from millrace.rpc.serve import serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
@@ -79,8 +81,9 @@ async def serve_orchestrator(
         if on_started is not None:
             on_started(port)
 
+    exported = registry_of(manager, catalog, registry)
     try:
-        async with asyncio.TaskGroup() as tasks:
+        async with metrics_server(settings.metrics_listen, exported), asyncio.TaskGroup() as tasks:
             managing = tasks.create_task(_manage(manager, started_once, stopping), name="run manager")
             await serve(
                 listen,

@@ -4,6 +4,7 @@
     millrace.v1.*                    TLS, and a token of MILLRACE_TOKENS_FILE
     millrace.internal.v1.*           TLS, and the workers' token of MILLRACE_WORKER_TOKEN_FILE
     HTTP API of engines              TLS, and a token of either file, or what env workers get instead of the workers'
+    GET /metrics                     TLS, and a token of either file, or of MILLRACE_METRICS_TOKEN_FILE
     reflection, unknown methods      one of the two
     grpc.health.v1, GET /health      nothing: they tell serving or not serving
 
@@ -31,6 +32,7 @@ PUBLIC = "public"
 WORKER = "worker"
 """The kind of token that the services of a deployment have."""
 AUTHORIZATION = "authorization"
+METRICS_PATH = "/metrics"
 
 _PUBLIC_PACKAGE, _INTERNAL_PACKAGE, _HEALTH = "/millrace.v1.", "/millrace.internal.v1.", "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
@@ -43,7 +45,7 @@ _ENGINE_PATHS = frozenset(
         "/inference/v1/generate",
         "/tokenize",
         "/detokenize",
-        "/metrics",
+        METRICS_PATH,
     }
 )
 
@@ -87,6 +89,8 @@ class ServerAccess:
     tls: ServerFiles | None = None
     tokens: TokensFile | None = None
     worker_tokens: WorkersFile | None = None
+    metrics_tokens: WorkersFile | None = None
+    """Opens `GET /metrics` and nothing else."""
     is_insecure: bool = False
     health_listen: str | None = None
 
@@ -101,11 +105,12 @@ class ServerAccess:
         tls = None
         if cert is not None and key is not None:
             tls = ServerFiles(cert=Path(cert), key=Path(key), client_ca=Path(client_ca) if client_ca else None)
-        public, workers = settings.tokens_file, settings.worker_token_file
+        public, workers, metrics = settings.tokens_file, settings.worker_token_file, settings.metrics_token_file
         return cls(
             tls=tls,
             tokens=TokensFile(Path(public), field="MILLRACE_TOKENS_FILE") if public else None,
             worker_tokens=WorkersFile(Path(workers), field="MILLRACE_WORKER_TOKEN_FILE") if workers else None,
+            metrics_tokens=WorkersFile(Path(metrics), field="MILLRACE_METRICS_TOKEN_FILE") if metrics else None,
             is_insecure=settings.insecure,
             health_listen=settings.health_listen,
         )
@@ -156,15 +161,22 @@ class ServerAccess:
     def admit_http(self, path: str, authorization: str | None) -> Grant:
         """Let an HTTP request in, or raise `denied()`."""
         has_mtls = self.tls is not None and self.tls.client_ca is not None
-        if path == "/health" or (self.worker_tokens is None and (has_mtls or self.tokens is None)):
+        for_scrapers = self.metrics_tokens if path == METRICS_PATH else None
+        is_open = self.worker_tokens is None and (has_mtls or self.tokens is None) and for_scrapers is None
+        if path == "/health" or is_open:
             return _free()
-        ways: list[Find] = []
+        ways: list[Find] = [] if for_scrapers is None else [for_scrapers.find]
         if self.worker_tokens is not None:
             ways.append(self.worker_tokens.find)
         if path in _ENGINE_PATHS:
             ways += [] if self.tokens is None else [self.tokens.find]
             ways += [] if self.worker_tokens is None else [self.worker_tokens.find_engine]
         return _granted(ways, [] if authorization is None else [authorization])
+
+    def admit_metrics(self, authorization: str | None) -> Grant:
+        """Let somebody read the metrics of a service that has no HTTP API, or raise `denied()`. Env workers may not."""
+        ways = [file.find for file in (self.metrics_tokens, self.worker_tokens, self.tokens) if file is not None]
+        return _granted(ways, [] if authorization is None else [authorization]) if ways else _free()
 
     def _admit(self, kinds: Sequence[str], authorizations: Sequence[str]) -> Grant:
         """Each kind that has a file of tokens is a way in; without any there is nothing to show."""

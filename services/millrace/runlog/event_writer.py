@@ -46,6 +46,11 @@ class EventWriter:
         self._instance = ""
         self._failure: MillraceError | None = None
 
+    @property
+    def num_queued(self) -> int:
+        """Events that wait to be appended."""
+        return self._queue.qsize()
+
     async def write(self, event: event_pb2.Event) -> None:
         """Queue an event; its `time` is now unless set. Raises what ended the writer (such as `NotFoundError`)."""
         if self._failure is not None:

@@ -108,6 +108,8 @@ class Settings:
     """host:port of this process's own gRPC server; port 0 takes a free one."""
     http_listen: str | None = _variable(_address)
     """Inference: host:port of its HTTP API."""
+    metrics_listen: str | None = _variable(_address)
+    """Orchestrator, env-server, trainer: host:port of `GET /metrics` for Prometheus; off if not set."""
     advertise: str | None = _variable(_address)
     """host:port under which others reach this process's gRPC server, if it is not `listen`."""
     log_level: str = _variable(_level, "INFO")
@@ -134,6 +136,8 @@ class Settings:
     """Servers: bearer tokens that the public API accepts, as hashes, one per line."""
     worker_token_file: str | None = _variable(_text)
     """Services: the token that they show each other; all lines are accepted, the first is sent."""
+    metrics_token_file: str | None = _variable(_text)
+    """Services: tokens that open `GET /metrics` and nothing else, for Prometheus; the workers' token does as well."""
     engine_token_file: str | None = _variable(_text)
     """Env workers: the token for the engines' HTTP API; their env-server sets it."""
     token_file: str | None = _variable(_text)
@@ -221,6 +225,7 @@ ACCESS_FIELDS = (
     "tls_client_ca",
     "tokens_file",
     "worker_token_file",
+    "metrics_token_file",
 )
 """Settings that all services of a deployment share about who may call whom."""
 

@@ -1,0 +1,48 @@
+"""What the env-server counts where it happens: rollouts, appends, deaths of workers."""
+
+from prometheus_client import Counter, Histogram
+
+from millrace.internal.v1 import rollout_pb2
+from millrace.telemetry.metrics import SECONDS, SHORT_SECONDS, BoundedLabel
+
+ROLLOUTS = Counter(
+    "millrace_env_server_rollouts_total",
+    "Rollouts that ended here, by how they ended.",
+    ["env", "status"],
+    registry=None,
+)
+ROLLOUT_SECONDS = Histogram(
+    "millrace_env_server_rollout_duration_seconds",
+    "Seconds of a rollout from start to end, whatever its end.",
+    ["env"],
+    buckets=SECONDS,
+    registry=None,
+)
+APPEND_SECONDS = Histogram(
+    "millrace_env_server_append_duration_seconds",
+    "Seconds from the end of a rollout until it is in the log.",
+    buckets=SHORT_SECONDS,
+    registry=None,
+)
+WORKER_DEATHS = Counter(
+    "millrace_env_server_worker_deaths_total",
+    "Env workers that ended although nobody had asked them to.",
+    ["env"],
+    registry=None,
+)
+COUNTED = (ROLLOUTS, ROLLOUT_SECONDS, APPEND_SECONDS, WORKER_DEATHS)
+
+env_label = BoundedLabel()
+
+
+def rollout_ended(rollout: rollout_pb2.Rollout) -> None:
+    """A rollout is to be appended."""
+    env = env_label(rollout.env)
+    status = rollout_pb2.RolloutStatus.Name(rollout.status).removeprefix("ROLLOUT_STATUS_").lower()
+    ROLLOUTS.labels(env, status).inc()
+    ROLLOUT_SECONDS.labels(env).observe(rollout.seconds)
+
+
+def worker_died(env: str) -> None:
+    """A worker of the environment ended by itself."""
+    WORKER_DEATHS.labels(env_label(env)).inc()

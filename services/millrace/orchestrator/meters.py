@@ -1,0 +1,158 @@
+"""The orchestrator's metrics: `run_meters` counts, and what is looked up when Prometheus asks stands here.
+
+Series of a run that are looked up are there only while this orchestrator drives it, so that an alert on them ends with
+the drive.
+"""
+
+import time
+from collections import Counter as Count
+
+from prometheus_client import CollectorRegistry, Counter
+
+from millrace.orchestrator.assembly import RunParts
+from millrace.orchestrator.catalog import RunCatalog
+from millrace.orchestrator.explain import KIND_NAMES
+from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.run_meters import COUNTED
+from millrace.orchestrator.workers import QUIET_S, WorkerRecord, WorkerRegistry
+from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
+from millrace.v1 import run_pb2
+
+RUNS = Family("millrace_runs", "Runs of the deployment by state.", ("state",))
+LEASE_HELD = Family(
+    "millrace_orchestrator_lease_held",
+    "1 while this orchestrator may write to the run, 0 while it drives it with a lease that it could not renew.",
+    ("run",),
+)
+STEP = Family("millrace_orchestrator_step", "The batch that is cut next.", ("run",))
+SINCE_BATCH = Family(
+    "millrace_orchestrator_seconds_since_batch",
+    "Seconds since the last commit, or since the run became RUNNING here; absent while no batch is due.",
+    ("run",),
+)
+GROUPS = Family(
+    "millrace_orchestrator_groups",
+    "Groups on their way: playing at an env-server, unplaced (nobody plays them), finished (whole).",
+    ("run", "state"),
+)
+WAITED_FOR = Family(
+    "millrace_orchestrator_groups_waited_for", "Finished groups that the next batch still lacks.", ("run",)
+)
+FILL = Family(
+    "millrace_orchestrator_batch_fill_ratio", "Finished groups, of those that a batch needs (0 to 1).", ("run",)
+)
+PUBLISHED = Family("millrace_orchestrator_policy_version_published", "Newest policy version in the log.", ("run",))
+LAG = Family(
+    "millrace_orchestrator_replica_lag_versions",
+    "Published version minus the oldest one that a replica of the run serves.",
+    ("run",),
+)
+REPLICAS = Family(
+    "millrace_orchestrator_replicas",
+    "Replicas of the run: serving the newest version, behind it, or without one.",
+    ("run", "state"),
+)
+EVENT_QUEUE = Family(
+    "millrace_orchestrator_events_queued", "Events that wait for Redis; 1024 hold the run up.", ("run",)
+)
+WORKERS = Family(
+    "millrace_orchestrator_workers",
+    "Registered workers: ready, silent (no heartbeat for 5 s) or leaving.",
+    ("kind", "state"),
+)
+STOOD_STILL = Family(
+    "millrace_orchestrator_stood_still_seconds_total", "Seconds for which this process itself did not run."
+)
+FAMILIES = (
+    RUNS,
+    LEASE_HELD,
+    STEP,
+    SINCE_BATCH,
+    GROUPS,
+    WAITED_FOR,
+    FILL,
+    PUBLISHED,
+    LAG,
+    REPLICAS,
+    EVENT_QUEUE,
+    WORKERS,
+    STOOD_STILL,
+)
+LOST = Counter(
+    "millrace_orchestrator_workers_lost_total",
+    "Workers that fell silent (WORKER_LOST) or that another process replaced (WORKER_REPLACED).",
+    ["kind", "reason"],
+    registry=None,
+)
+
+
+def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistry) -> CollectorRegistry:
+    """What this orchestrator exports."""
+
+    def read(sheet: Sheet) -> None:
+        _read_runs(sheet, catalog)
+        _read_workers(sheet, workers)
+        for parts, may_write in manager.driven():
+            sheet.put(LEASE_HELD, may_write, parts.record.name)
+            if parts.dispatcher is not None:
+                _read_training(sheet, parts)
+
+    workers.on_lost.append(_count_lost)
+    return make_registry("orchestrator", [StateCollector(FAMILIES, read), *COUNTED, LOST])
+
+
+def _read_runs(sheet: Sheet, catalog: RunCatalog) -> None:
+    states = Count(int(view.run.state) for view in catalog.views)
+    for name, state in run_pb2.RunState.items():
+        if state != run_pb2.RUN_STATE_UNSPECIFIED:
+            sheet.put(RUNS, states[state], name.removeprefix("RUN_STATE_").lower())
+
+
+def _read_workers(sheet: Sheet, workers: WorkerRegistry) -> None:
+    now = time.monotonic()
+    found = Count(
+        (
+            KIND_NAMES.get(record.worker.kind, "worker"),
+            "leaving" if record.is_leaving else "silent" if now - record.last_seen > QUIET_S else "ready",
+        )
+        for record in workers.records()
+    )
+    for kind in KIND_NAMES.values():
+        for state in ("ready", "silent", "leaving"):
+            sheet.put(WORKERS, found[kind, state], kind, state)
+    sheet.put(STOOD_STILL, workers.stood_still_s)
+
+
+def _read_training(sheet: Sheet, parts: RunParts) -> None:
+    run, settings = parts.record.name, parts.rl.orchestrator
+    sheet.put(STEP, parts.ledger.step, run)
+    sheet.put(EVENT_QUEUE, parts.events.num_queued, run)
+    since = parts.events.meters.seconds_since_batch
+    if since is not None and parts.ledger.step < parts.max_steps:
+        sheet.put(SINCE_BATCH, since, run)
+    need, have = settings.batch_size // settings.rollouts_per_example, len(parts.table.finished)
+    playing = sum(1 for group in parts.table.open.values() if group.env_server)
+    for state, count in (("playing", playing), ("unplaced", len(parts.table.open) - playing), ("finished", have)):
+        sheet.put(GROUPS, count, run, state)
+    sheet.put(WAITED_FOR, max(0, need - have), run)
+    sheet.put(FILL, min(1.0, have / need), run)
+    _read_replicas(sheet, parts)
+
+
+def _read_replicas(sheet: Sheet, parts: RunParts) -> None:
+    run, desired = parts.record.name, parts.policies.desired
+    versions = [replica.version for replica in parts.policies.ready()]
+    newest = desired.version if desired is not None else max(versions, default=0)
+    num_serving = sum(1 for version in versions if version >= newest)
+    without = max(0, len(parts.policies.known()) - len(versions))
+    states = (("serving", num_serving), ("behind", len(versions) - num_serving), ("without", without))
+    for state, count in states:
+        sheet.put(REPLICAS, count, run, state)
+    if desired is not None:
+        sheet.put(PUBLISHED, desired.version, run)
+    if versions:
+        sheet.put(LAG, max(0, newest - min(versions)), run)
+
+
+def _count_lost(record: WorkerRecord, reason: str) -> None:
+    LOST.labels(KIND_NAMES.get(record.worker.kind, "worker"), reason).inc()

@@ -1,0 +1,116 @@
+"""What the orchestrator counts of a run while it drives it: rollouts, groups, batches, staleness, leases.
+
+Series are forgotten ten minutes after a run has ended (`forget`), so that their number stays bounded and the last
+scrape still finds them.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import Counter, Histogram
+
+from millrace.orchestrator.groups import Group
+from millrace.rollouts.types import Rollout
+from millrace.telemetry.metrics import BoundedLabel
+from millrace.v1 import run_pb2
+
+ROLLOUTS = Counter(
+    "millrace_orchestrator_rollouts_total",
+    "Training rollouts that this orchestrator read from the log, duplicates left out.",
+    ["run", "env", "status"],
+    registry=None,
+)
+GROUPS = Counter(
+    "millrace_orchestrator_groups_total",
+    "Groups that a committed batch resolved: trained, or why they were dropped (stale, surplus, error, ...).",
+    ["run", "outcome"],
+    registry=None,
+)
+BATCHES = Counter(
+    "millrace_orchestrator_batches_committed_total", "Batches committed to the log.", ["run"], registry=None
+)
+TOKENS = Counter("millrace_orchestrator_batch_tokens_total", "Tokens of the committed batches.", ["run"], registry=None)
+STALENESS = Histogram(
+    "millrace_orchestrator_staleness_steps",
+    "Of each trained rollout: the step that trains it minus the oldest policy version among its tokens.",
+    ["run"],
+    buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
+    registry=None,
+)
+LEASES = Counter(
+    "millrace_orchestrator_leases_acquired_total",
+    "Claims of the run by this orchestrator; more than one without a restart is an outage or a rival.",
+    ["run"],
+    registry=None,
+)
+GIVEN_UP = Counter(
+    "millrace_orchestrator_drives_failed_total",
+    "Drives of the run that ended with an error and are tried again: a lost lease, Redis or the store away.",
+    ["run"],
+    registry=None,
+)
+COUNTED = (ROLLOUTS, GROUPS, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP)
+
+_env_label = BoundedLabel()
+_runs: set[str] = set()
+
+
+class RunMeters:
+    """The counters of one run, and when it last got ahead."""
+
+    def __init__(self, run: str) -> None:
+        """`run` is the run's name."""
+        self.run = run
+        self._moved: float | None = None
+        _runs.add(run)
+        BATCHES.labels(run)  # 0 from the beginning: `rate` sees the first one
+
+    @property
+    def seconds_since_batch(self) -> float | None:
+        """Since the last commit, or since this drive began to play; None while it does not."""
+        return None if self._moved is None else max(0.0, time.monotonic() - self._moved)
+
+    def state_changed(self, state: run_pb2.RunState) -> None:
+        """The run's state of now."""
+        self._moved = time.monotonic() if state == run_pb2.RUN_STATE_RUNNING else None
+
+    def rollout(self, rollout: Rollout) -> None:
+        """A rollout found its group."""
+        ROLLOUTS.labels(self.run, _env_label(rollout.env), rollout.status.value).inc()
+
+    def batch_committed(self, *, num_trained: int, dropped: Mapping[str, int], num_tokens: int) -> None:
+        """A batch is in the log."""
+        self._moved = time.monotonic()
+        BATCHES.labels(self.run).inc()
+        TOKENS.labels(self.run).inc(num_tokens)
+        GROUPS.labels(self.run, "trained").inc(num_trained)
+        for reason, count in dropped.items():
+            GROUPS.labels(self.run, reason).inc(count)
+
+    def trained(self, groups: Iterable[Group], *, step: int) -> None:
+        """These groups are in the batch of that step."""
+        ages = STALENESS.labels(self.run)
+        for group in groups:
+            for rollout in group.rollouts():
+                if rollout.min_version is not None:
+                    ages.observe(step - rollout.min_version)
+
+
+def lease_acquired(run: str) -> None:
+    """This orchestrator holds the run now."""
+    _runs.add(run)
+    LEASES.labels(run).inc()
+
+
+def drive_failed(run: str) -> None:
+    """A drive ended by an error, or did not begin."""
+    _runs.add(run)
+    GIVEN_UP.labels(run).inc()
+
+
+def forget(run: str) -> None:
+    """The run has ended long ago: its series end."""
+    if run in _runs:
+        _runs.discard(run)
+        for metric in COUNTED:
+            metric.remove_by_labels({"run": run})

@@ -1,0 +1,163 @@
+"""What a service tells Prometheus: the parts that all services have, and how numbers come out of a running program.
+
+Names begin with `millrace_` and end with their unit; labels are bounded (`BoundedLabel`), and never name a rollout, a
+group or a step. Each service declares its own metrics at the top of one module, `meters.py`. Two kinds:
+
+* what is counted where it happens: `Counter` and `Histogram` of prometheus_client, made with `registry=None`;
+* what is looked up when somebody asks: a `StateCollector` with the `Family` of each number.
+
+`make_registry` puts both together for one server. docs/operations.md lists every metric.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from millrace import __version__
+from millrace.telemetry import waits
+
+MAX_LABEL_VALUES = 64
+"""Values of one label that are told apart; users name environments, and Prometheus keeps every name for ever."""
+OTHER = "other"
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+"""Buckets of what may take milliseconds with a toy model and an hour with a large one."""
+SHORT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Buckets of what takes milliseconds when all is well."""
+
+_COMPONENTS: tuple[str, ...] = (
+    "env worker",
+    "env-server",
+    "inference",
+    "trainer",
+    "orchestrator",
+    "redis",
+    "object store",
+    "disk",
+    "operator",
+)
+
+
+class BoundedLabel:
+    """Lets the first `limit` values through; those after are `other`."""
+
+    def __init__(self, limit: int = MAX_LABEL_VALUES) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, value: str) -> str:
+        """The value, or `other`."""
+        with self._lock:
+            if value not in self._known and len(self._known) >= self._limit:
+                return OTHER
+            self._known.add(value)
+            return value
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric that is looked up: a counter if its name ends in `_total`, else a gauge."""
+
+    name: str
+    text: str
+    labels: tuple[str, ...] = ()
+
+    def empty(self) -> Metric:
+        """The metric without a sample."""
+        if self.name.endswith("_total"):
+            return CounterMetricFamily(self.name, self.text, labels=self.labels)
+        return GaugeMetricFamily(self.name, self.text, labels=self.labels)
+
+
+class Sheet:
+    """Where one look puts its numbers."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._metrics = {family: family.empty() for family in families}
+
+    def put(self, family: Family, value: float, *labels: str) -> None:
+        """One sample; each combination of labels once."""
+        metric = self._metrics[family]
+        assert isinstance(metric, GaugeMetricFamily | CounterMetricFamily)
+        metric.add_metric(labels, value)
+
+    def metrics(self) -> list[Metric]:
+        """Every metric, also those without a sample."""
+        return list(self._metrics.values())
+
+
+class StateCollector(Collector):
+    """Asks `read` for the state of a part whenever the metrics are asked for."""
+
+    def __init__(self, families: Sequence[Family], read: Callable[[Sheet], None]) -> None:
+        self._families = families
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        """The names, without a look."""
+        return [family.empty() for family in self._families]
+
+    def collect(self) -> Iterable[Metric]:
+        """One look."""
+        sheet = Sheet(self._families)
+        self._read(sheet)
+        return sheet.metrics()
+
+
+BUILD = Family("millrace_build_info", "1; the labels say which service and release this is.", ("service", "version"))
+WAITS_OVERDUE = Family(
+    "millrace_waits_overdue",
+    "Waits older than their own deadline: who waits is stuck. `millrace run why` names them.",
+    ("service", "waits_on"),
+)
+WAIT_OLDEST = Family(
+    "millrace_wait_oldest_seconds",
+    "Age of the oldest wait on that component; some, such as an idle trainer's for a run, are ordinary.",
+    ("service", "waits_on"),
+)
+COMMON = (BUILD, WAITS_OVERDUE, WAIT_OLDEST)
+
+
+def make_registry(service: str, collectors: Iterable[Collector], *, has_process: bool = True) -> CollectorRegistry:
+    """What one server exports: the collectors, the waits, the release, and memory, processor and files if wanted."""
+    registry = CollectorRegistry()
+    for collector in (common(service), *collectors):
+        registry.register(collector)
+    if has_process:
+        ProcessCollector(registry=registry)
+    return registry
+
+
+def common(service: str) -> StateCollector:
+    """What every service exports, `service` being `orchestrator`, `env-server`, `inference` or `trainer`."""
+
+    def read(sheet: Sheet) -> None:
+        sheet.put(BUILD, 1, service, __version__)
+        overdue = dict.fromkeys((*_COMPONENTS, OTHER), 0)
+        oldest = dict.fromkeys((*_COMPONENTS, OTHER), 0.0)
+        for wait in waits.snapshot(service):
+            name = component_of(wait.waits_on)
+            overdue[name] += wait.is_overdue
+            oldest[name] = max(oldest[name], wait.age_s)
+        for name in overdue:
+            sheet.put(WAITS_OVERDUE, overdue[name], service, name)
+            sheet.put(WAIT_OLDEST, oldest[name], service, name)
+
+    return StateCollector(COMMON, read)
+
+
+def component_of(waits_on: str) -> str:
+    """The kind of component that a wait names: worker ids and addresses of engines are too many for a label."""
+    if waits_on == "store":
+        return "object store"
+    if waits_on.startswith(("http://", "https://")):
+        return "inference"  # the engine of a play
+    for name in _COMPONENTS:
+        if waits_on == name or waits_on.startswith((f"{name}-", f"{name} ")):
+            return name
+    return OTHER
