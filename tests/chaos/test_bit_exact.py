@@ -27,6 +27,8 @@ KILLS = {
     Point.TRAINER_MID_BACKWARD: {"step": 1},
     Point.TRAINER_AFTER_STEP: {"step": 2},
     Point.TRAINER_AFTER_MANIFEST: {"version": 4},
+    Point.TRAINER_BEFORE_UPLOAD: {"version": 5},
+    Point.TRAINER_BEFORE_MANIFEST: {"version": 7},
     Point.TRAINER_AFTER_PUBLISH: {"step": 5},
     Point.TRAINER_MID_RESUME: {"step": 4},
     Point.TRAINER_MID_CHECKPOINT: {"step": 6},

@@ -32,6 +32,8 @@ from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes, TensorPlace, bits_type, plan_safetensors
 from millrace.storage.base import ObjectStore
 from millrace.storage.disk import io_errors, make_parent
+from millrace.telemetry import faults
+from millrace.telemetry.faults import Point
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +193,7 @@ class HostCopy:
             buffer = _Buffer(manifest.tensors, self._path)
         try:
             _read_full(self._store, link, buffer, fetched)
+            faults.reach(Point.INFERENCE_MID_DOWNLOAD, version=manifest.version)
             digests = _prove(manifest, buffer.bits, source=self._store.uri(manifest.key))
         finally:
             self._spare = buffer
@@ -207,6 +210,7 @@ class HostCopy:
         for link in chain:
             fetched.link = link
             objects = _read_whole(self._store, link, fetched)
+            faults.reach(Point.INFERENCE_MID_DOWNLOAD, version=target.version)
             for piece in sorted(link.encoding.pieces, key=lambda piece: (piece.tensor, piece.start)):
                 view = objects[piece.object][piece.offset : piece.offset + piece.length_bytes]
                 frames.setdefault(piece.tensor, []).append((link, piece, view))

@@ -30,7 +30,8 @@ from millrace.policies.shares import merge_digests, merge_encodings, pack_digest
 from millrace.policies.upload import upload_delta, upload_full
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
-from millrace.telemetry import logging
+from millrace.telemetry import faults, logging
+from millrace.telemetry.faults import Point
 from millrace.trainer.distributed import Gang
 
 log = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class Committer:
         entries = merge_digests(self._gather(version.version, encode))
         num_elements = sum(entry.num_elements for entry in entries)
         changed = self._gang.sum([deltas[0].num_changed])[0] / max(1, num_elements) if deltas else 1.0
+        faults.reach(Point.TRAINER_BEFORE_UPLOAD, version=version.version)
         encodings, anchor = self._upload(version, deltas, full_bytes=sum(entry.size_bytes for entry in entries))
         manifest = new_manifest(
             key=self._names.policy_manifest(self._lineage, version.version),
@@ -212,6 +214,7 @@ class Committer:
                     reason="POLICY_ABANDONED",
                     remedy="whoever trains the run on publishes it",
                 )
+            faults.reach(Point.TRAINER_BEFORE_MANIFEST, version=manifest.version)
             published.append(commit_policy(self._store, manifest.key, manifest))
             return b""
 

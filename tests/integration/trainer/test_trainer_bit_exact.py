@@ -30,6 +30,8 @@ KILLS = (
     Fault(point=Point.TRAINER_MID_BACKWARD, when={"step": 1}),
     Fault(point=Point.TRAINER_AFTER_STEP, when={"step": 2}),
     Fault(point=Point.TRAINER_AFTER_MANIFEST, when={"version": 4}),
+    Fault(point=Point.TRAINER_BEFORE_UPLOAD, when={"version": 5}),
+    Fault(point=Point.TRAINER_BEFORE_MANIFEST, when={"version": 7}),
     Fault(point=Point.TRAINER_AFTER_PUBLISH, when={"step": 5}),
     Fault(point=Point.TRAINER_MID_RESUME, when={"step": 4}),
     Fault(point=Point.TRAINER_MID_CHECKPOINT, when={"step": 6}),
