@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 import millrace
@@ -24,11 +24,13 @@ from millrace.errors import InternalError, InvalidSpecError, MillraceError, Unav
 from millrace.inference import launch_env
 from millrace.inference.http_access import http_scheme, vllm_flags
 from millrace.inference.launch_front import Front, PolicyModel, describe, fetch_model
+from millrace.inference.launch_node import Node
 from millrace.inference.launch_process import VllmProcess
 from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import POLICY_NAME
 from millrace.inference.vllm.handover import WORKER_ID_VARIABLE
 from millrace.inference.vllm.lora import lora_argv
+from millrace.inference.vllm.node_copy import DIRECTORY_VARIABLE
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, Worker
 from millrace.rpc.slot import worker_slot
@@ -52,6 +54,8 @@ class Launcher:
 
     def __init__(self, settings: Settings, own: InferenceSettings, *, stopping: asyncio.Event | None = None) -> None:
         self._own = own
+        self._node = Node.of(own.vllm_flags)
+        self._node.require_model(own.vllm_model, settings.store_url)
         self._stopping = stopping or asyncio.Event()
         self._hurry = asyncio.Event()
         self._settings = replace(
@@ -76,9 +80,17 @@ class Launcher:
 
     async def _life(self) -> None:
         """One vLLM from start to end."""
-        vllm = await VllmProcess.start(self._environ())
+        if self._node.is_head:
+            await self._run_vllm(self._environ(), self._work)
+            return
+        with self._node.directory() as directory:
+            await self._run_vllm({**self._environ(), DIRECTORY_VARIABLE: directory}, self._follow)
+
+    async def _run_vllm(self, environ: Mapping[str, str], job: Callable[[VllmProcess], Awaitable[None]]) -> None:
+        """Starts vLLM and works with it until that ends or raises, or until all shall stop."""
+        vllm = await VllmProcess.start(environ)
         log.info("started vLLM", extra={"pid": vllm.pid})
-        work = asyncio.create_task(self._work(vllm), name="life of vLLM")
+        work = asyncio.create_task(job(vllm), name="life of vLLM")
         stop = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -91,6 +103,19 @@ class Launcher:
                 task.cancel()
             await vllm.end()
             await asyncio.gather(work, stop, return_exceptions=True)
+
+    async def _follow(self, vllm: VllmProcess) -> None:
+        """On a node that does not serve: workers for the head, for as long as it lives."""
+        await vllm.check(self._own.vllm_flags)
+        await vllm.send({"argv": [f"--model={self._own.vllm_model}", *self._own_argv()], "is_headless": True})
+        head = asyncio.create_task(self._node.until_head_ends(), name="head of the replica")
+        try:
+            await asyncio.wait({head, vllm.exited}, return_when=asyncio.FIRST_COMPLETED)
+            if head.done():
+                head.result()
+            raise await vllm.death()
+        finally:
+            head.cancel()
 
     async def _work(self, vllm: VllmProcess) -> None:
         front = Front()
@@ -232,7 +257,7 @@ class Launcher:
         offline = {"HF_HUB_OFFLINE": "1"} if is_offline else {}
         return offline | {
             **environ,
-            **launch_env.vllm_environ(environ),
+            **launch_env.vllm_environ(environ, is_on_one_machine=self._node.is_on_one_machine),
             **self._settings.to_environ(),
             WORKER_ID_VARIABLE: self._worker_id,
         }

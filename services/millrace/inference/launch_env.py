@@ -100,7 +100,7 @@ def engine_python(engine: str, environ: Mapping[str, str]) -> str:
     )
 
 
-def vllm_environ(environ: Mapping[str, str]) -> dict[str, str]:
+def vllm_environ(environ: Mapping[str, str], *, is_on_one_machine: bool = True) -> dict[str, str]:
     """What vLLM's own processes need in their environment; asked in the interpreter that has vLLM."""
     plugins = [name for name in environ.get("VLLM_PLUGINS", "").split(",") if name]
     own = {
@@ -109,7 +109,8 @@ def vllm_environ(environ: Mapping[str, str]) -> dict[str, str]:
     }
     if _is_cpu_build():
         # It looks for the machine's address otherwise; and two threads per process collapse throughput on shared cores.
-        own["VLLM_HOST_IP"] = environ.get("VLLM_HOST_IP", "127.0.0.1")
+        if is_on_one_machine:
+            own["VLLM_HOST_IP"] = environ.get("VLLM_HOST_IP", "127.0.0.1")
         own["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS", "1")
         own["VLLM_CPU_OMP_THREADS_BIND"] = environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return own

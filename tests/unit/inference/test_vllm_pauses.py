@@ -13,9 +13,11 @@ from millrace.inference import pauses
 from millrace.inference.engine import EngineState, InflightMode, PolicyIdentity
 from millrace.inference.pauses import CallerPause
 from millrace.inference.vllm import engine as engines
+from millrace.inference.vllm import ranks
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import Gate
 from millrace.inference.vllm.ping import Ping
+from millrace.inference.vllm.ranks import Ranks
 from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
 
@@ -37,7 +39,12 @@ class Client:
         self.output_processor = SimpleNamespace(request_states={})
         self.model_config = SimpleNamespace(dtype="torch.float32", model="nowhere", max_model_len=8)
         scheduler = SimpleNamespace(max_num_seqs=1)
-        self.vllm_config = SimpleNamespace(lora_config=None, scheduler_config=scheduler, model_config=self.model_config)
+        self.vllm_config = SimpleNamespace(
+            lora_config=None,
+            scheduler_config=scheduler,
+            model_config=self.model_config,
+            parallel_config=SimpleNamespace(nnodes=1, data_parallel_size=1),
+        )
 
     def block(self, name: str) -> tuple[asyncio.Event, asyncio.Event]:
         self.blocks[name], self.reached[name] = asyncio.Event(), asyncio.Event()
@@ -61,8 +68,10 @@ class Client:
         self.is_paused = False
 
     async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
-        await self.reach(method)
-        return [[]]
+        assert method == "millrace_call"
+        number, inner, _ = args
+        await self.reach(inner)
+        return [[number, [[], []] if inner == "millrace_check" else [], ""]]
 
     async def reset_prefix_cache(self, **_: Any) -> None: ...
 
@@ -102,7 +111,7 @@ async def engine(
         return [-1.0]
 
     monkeypatch.setattr(engines, "prompt_logprobs", logprobs)
-    monkeypatch.setattr(engines, "write_order", lambda *_: {})
+    monkeypatch.setattr(ranks, "write_order", lambda *_: {})
     engine = VllmEngine(client, gate, directory=tmp_path)
     await engine.load(tmp_path, policy(), identity=FIRST)
     await engine.prove(policy())
@@ -222,7 +231,7 @@ async def test_what_is_held_is_read_back_in_parts(engine: VllmEngine, client: Cl
 async def test_weights_of_a_directory_do_not_open_the_gate_of_a_run(
     client: Client, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "write_order", lambda *_: {})
+    monkeypatch.setattr(ranks, "write_order", lambda *_: {})
     engine = VllmEngine(client, gate, directory=tmp_path)
     fixed = PolicyIdentity(run_uid="", lineage=0, version=0)
     await engine.load(tmp_path, None, identity=fixed)
@@ -254,7 +263,7 @@ async def test_weights_of_a_directory_do_not_open_the_gate_of_a_run(
 async def test_a_ping_that_fails_is_seen_and_goes_on(client: Client) -> None:
     client.fails = "ping"
     reached, going_on = client.block("ping")
-    ping = Ping(client, period_s=0.001)
+    ping = Ping(client, Ranks(client), period_s=0.001)
     async with asyncio.timeout(5):
         await reached.wait()
         going_on.set()

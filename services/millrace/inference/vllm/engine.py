@@ -25,10 +25,10 @@ from millrace.inference.vllm import gate as gates
 from millrace.inference.vllm.gate import Gate
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.lora import AdapterSlot
-from millrace.inference.vllm.orders import write_order
 from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.prompts import prompt_logprobs
 from millrace.inference.vllm.proofs import Readback, combine
+from millrace.inference.vllm.ranks import Ranks, misfits, units_of
 from millrace.policies.manifest import Probe
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import element_bytes
@@ -54,6 +54,7 @@ class VllmEngine:
         self._client = client
         self._gate = gate
         self._directory = directory
+        self._ranks = Ranks(client)
         self._adapters = AdapterSlot(client, directory=directory)
         self._state = EngineState.EMPTY
         self._identity: PolicyIdentity | None = None
@@ -68,7 +69,7 @@ class VllmEngine:
         self._pause_s: float | None = None
         self._num_applied = 0
         self._is_busy = False
-        self._ping = Ping(client)
+        self._ping = Ping(client, self._ranks)
 
     @property
     def kind(self) -> str:
@@ -88,7 +89,7 @@ class VllmEngine:
             self._gate.open(self._salt(identity))
             return
         self._require_same_config(model_dir)
-        order = await asyncio.to_thread(write_order, staged, self._directory)
+        order = await self._ranks.order(staged, self._directory)
         order |= {"changed": None}
         self._num_loads += 1  # whatever `load_directory` does meanwhile, the gate stays shut from here on
         self._gate.refuse(f"policy {identity} is being loaded")
@@ -119,6 +120,7 @@ class VllmEngine:
         None is the model that vLLM was started with.
         """
         num_loads = self._num_loads
+        self._ranks.require_readable(directory)
         if directory is not None and not await asyncio.to_thread(_has_weights, Path(directory)):
             raise InvalidStateError(
                 f"{directory} is no directory with safetensors files", reason="WEIGHTS_NOT_FOUND", remedy="name one"
@@ -147,7 +149,7 @@ class VllmEngine:
             self._adapters.check(staged)
             return
         places = [[name, tensor.dtype, list(tensor.shape)] for name, tensor in staged.tensors.items()]
-        problems = sorted({problem for found in await self._rpc("millrace_check", places) for problem in found})
+        problems = misfits(await self._rpc("millrace_check", places))
         if problems:
             raise InvalidStateError(
                 f"the policy does not fit the model: {'; '.join(problems[:5])}"
@@ -155,8 +157,8 @@ class VllmEngine:
                 reason="POLICY_MODEL_MISMATCH",
                 remedy="publish the policy with the tensors of its config.json, in the model's dtype",
             )
-        order = await asyncio.to_thread(write_order, staged, self._directory)
-        sizes: list[int] = (await self._rpc("millrace_stage", order))[0]
+        order = await self._ranks.order(staged, self._directory)
+        sizes = units_of(await self._rpc("millrace_stage", order))
         for first, last in chunks(sizes, _UNIT_BYTES):
             await self._rpc("millrace_prepare", first, last)
 
@@ -225,12 +227,15 @@ class VllmEngine:
 
     async def _compute_probe(self, staged: StagedPolicy, probe: Probe) -> None:
         """InternalError if the engine's log-probs of the probe are not the manifest's."""
-        salt, adapter = f"probe-{time.time_ns()}", self._adapters.request
-        logprobs = await self._bounded(prompt_logprobs(self._client, probe.token_ids, salt=salt, lora_request=adapter))
         computed = str(self._client.model_config.dtype).removeprefix("torch.")
         dtypes = [*{tensor.dtype for tensor in staged.tensors.values()}, computed]
-        if (problem := probe_problem(probe.logprobs, logprobs, dtypes=dtypes)) is not None:
-            raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
+        for core in self._ranks.cores:
+            salt = f"probe-{time.time_ns()}"
+            asking = prompt_logprobs(
+                self._client, probe.token_ids, salt=salt, lora_request=self._adapters.request, core=core
+            )
+            if (problem := probe_problem(probe.logprobs, await self._bounded(asking), dtypes=dtypes)) is not None:
+                raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
 
     async def fail(self, error: str) -> None:
         """See `PolicyEngine.fail`."""
@@ -335,7 +340,7 @@ class VllmEngine:
         """One call of every worker."""
         self._is_busy = True
         try:
-            return await self._bounded(self._client.collective_rpc(method, args=args), deadline_s=deadline_s)
+            return await self._bounded(self._ranks.call(method, *args), deadline_s=deadline_s)
         finally:
             self._is_busy = False
 

@@ -27,11 +27,27 @@ def main() -> None:
     if argv is None:
         sys.exit(2)
     _warm_up()
-    sys.argv = ["vllm", *argv, *to_launcher.receive()["argv"]]
+    told = to_launcher.receive()
+    sys.argv = ["vllm", *argv, *told["argv"]]
+    if told.get("is_headless"):
+        _work_for_head()
+        return
     # vllm is in its own environment, which the type checker does not see.
     from vllm.entrypoints.launchers.api_server.entry import main as serve  # pyright: ignore[reportMissingImports]
 
     serve()
+
+
+def _work_for_head() -> None:
+    """This node's workers of a replica whose head is elsewhere, until one of them ends."""
+    from vllm.entrypoints.cli.serve import run_headless  # pyright: ignore[reportMissingImports]
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # pyright: ignore[reportMissingImports]
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*sys.argv[1:], "--headless"])
+    args.api_server_count = 0
+    run_headless(args)
+    sys.exit("a worker of this node has ended")  # vLLM returns when one does
 
 
 def _missing_plugins() -> list[dict[str, str | None]]:

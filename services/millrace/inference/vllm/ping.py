@@ -5,6 +5,8 @@ import logging
 import time
 from typing import Any
 
+from millrace.inference.vllm.ranks import Ranks
+
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
@@ -13,8 +15,9 @@ _PERIOD_S = 2.0
 class Ping:
     """Asks as long as the engine lives. `error` is the answer if it is an error, empty otherwise."""
 
-    def __init__(self, client: Any, *, period_s: float = _PERIOD_S) -> None:
+    def __init__(self, client: Any, ranks: Ranks, *, period_s: float = _PERIOD_S) -> None:
         self._client = client
+        self._ranks = ranks
         self._period_s = period_s
         self._asked_at: float | None = None
         self.error = ""
@@ -29,12 +32,19 @@ class Ping:
         """Asks no more."""
         self._task.cancel()
 
+    async def _ask(self) -> None:
+        """Of an engine on other nodes, or of several, each worker: the engine here would hear of their end too late."""
+        if self._ranks.is_spread or self._ranks.num_cores > 1:
+            await self._ranks.call("millrace_ping")
+        else:
+            await self._client.get_weight_version()
+
     async def _run(self) -> None:
         while True:
             if self._asked_at is None:
                 self._asked_at = time.monotonic()
             try:
-                await self._client.get_weight_version()
+                await self._ask()
             except Exception as error:  # the edge of a task that nobody awaits: whatever it is, it must be seen
                 if self._client.errored:
                     log.error("vLLM's engine is dead", exc_info=True)

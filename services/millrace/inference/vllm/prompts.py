@@ -5,8 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 
-async def prompt_logprobs(client: Any, token_ids: Sequence[int], *, salt: str, lora_request: Any = None) -> list[float]:
-    """Log-prob of each token of the prompt but the first, [T - 1]. Its salt keeps it out of every prefix cache."""
+async def prompt_logprobs(
+    client: Any, token_ids: Sequence[int], *, salt: str, lora_request: Any = None, core: int | None = None
+) -> list[float]:
+    """Log-prob of each token of the prompt but the first, [T - 1]. Its salt keeps it out of every prefix cache.
+
+    `core` is the engine core that computes it, in a replica with several.
+    """
     # vllm is in its own environment, which the type checker does not see.
     from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
@@ -22,6 +27,6 @@ async def prompt_logprobs(client: Any, token_ids: Sequence[int], *, salt: str, l
     prompt = tokens_input(list(token_ids), cache_salt=name)
     found: Any = None
     number = f"probe-{secrets.token_hex(8)}"
-    async for output in client.generate(prompt, params, number, lora_request=lora_request):
+    async for output in client.generate(prompt, params, number, lora_request=lora_request, data_parallel_rank=core):
         found = output.prompt_logprobs
     return [entry[token].logprob for entry, token in zip(found[1:], token_ids[1:], strict=True)]

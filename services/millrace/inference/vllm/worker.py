@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.inference.torch_dtypes import BITS, DTYPES
 from millrace.inference.vllm.layout import Layout, Region, Slot, trace
 from millrace.inference.vllm.lora import on_base
+from millrace.inference.vllm.memory import Write, box_of, source_of, tensor_of, writes_of
 from millrace.inference.vllm.node_copy import NodeWorker
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.packing import Packed, build_packed, is_repackable
+from millrace.inference.vllm.proved import Foreseen, ProvedBoxes
 from millrace.inference.vllm.ranks import AnsweringWorker
-from millrace.policies.digest import bits_digest
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
@@ -32,21 +32,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Staged:
-    """A version between `stage` and `activate`. `units` are module names whose layers are built, with their bytes."""
+    """A version between `stage` and `activate`. `units` are module names whose layers are built, with their bytes.
+
+    `foreseen` are the digests that it will have; None if they cannot be told before it is read back.
+    """
 
     files: OrderFiles
     units: list[tuple[str, int]]
     reloads: set[str]
+    writes: list[Write]
+    foreseen: Foreseen | None
     packed: dict[str, Packed] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Held:
-    """What is known about the model: `plain` slots hold the checkpoint's bits, `packed` layers are built."""
+    """What is known about the model: `plain` slots hold the checkpoint's bits, `packed` layers are built.
+
+    `proved` are the boxes of plain slots that lie in one piece.
+    """
 
     layout: Layout
     plain: set[Slot]
     packed: dict[str, Slot]
+    proved: ProvedBoxes
     staged: Staged | None = None
 
 
@@ -115,8 +124,28 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
                 units.append((module, int(np.prod(shape)) * dtype.itemsize))
         built = set(held.packed.values())
         reloads = {slot.module for slot in touched if slot not in held.plain and slot not in built}
-        held.staged = Staged(files=files, units=units, reloads=reloads)
+        writes = [
+            write
+            for name in files.names()
+            for region in held.layout.regions.get(name, ())
+            if region.slot in held.plain
+            for write in writes_of(files, region, held.layout.specs[region.slot][2].itemsize)
+        ]
+        foreseen = held.proved.foresee(files, writes)
+        held.staged = Staged(files=files, units=units, reloads=reloads, writes=writes, foreseen=foreseen)
         return [size for _, size in units]
+
+    def millrace_foreseen(self) -> dict[str, Any]:
+        """The digests that this rank will have with the staged version, in `rows` as `millrace_digests` gives them.
+
+        `rows` is None while `is_pending`, and for good if they have to be read back after the version is written.
+        """
+        staged = self._millrace_required().staged
+        assert staged is not None
+        if staged.foreseen is None:
+            return {"is_pending": False, "rows": None}
+        rows = self._millrace_required().proved.rows(staged.foreseen)
+        return {"is_pending": rows is None, "rows": rows}
 
     @on_base
     def millrace_prepare(self, first: int, last: int) -> None:
@@ -131,16 +160,15 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
 
     @on_base
     def millrace_activate(self, version: int) -> None:
-        """Puts the staged version into the model; a failure leaves it undefined."""
+        """Puts the staged version into the model, and reads back what it writes; a failure leaves it undefined."""
         held = self._millrace_required()
         staged, held.staged = held.staged, None
         assert staged is not None and len(staged.packed) == len(staged.units)
         model = self._millrace_model()
+        held.proved.begin_writing()
         with torch.no_grad():
-            for name in staged.files.names():
-                for region in held.layout.regions.get(name, ()):
-                    if region.slot in held.plain:
-                        self._millrace_write(model, staged.files, region)
+            for write in staged.writes:
+                write.put(staged.files, _parameter(model, write.region))
         rank: int = self.rank  # pyright: ignore[reportAttributeAccessIssue] - of the worker
         after: int = self.parallel_config.world_size - 1 - rank  # pyright: ignore[reportAttributeAccessIssue]
         faults.reach(Point.INFERENCE_MID_APPLY, version=version, rank=rank, ranks_after=after)
@@ -149,6 +177,8 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         for module in sorted(staged.reloads):
             names = [n for n, found in held.layout.regions.items() if any(r.slot.module == module for r in found)]
             self._millrace_load(model.get_submodule(module), staged.files, names)
+        if staged.foreseen is not None:
+            held.proved.take(staged.foreseen)
 
     def millrace_discard(self) -> None:
         """Forgets a staged version."""
@@ -161,16 +191,14 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
 
         Only of these tensors, of which this rank may hold none. Ranks that hold the same box give the same key.
         """
-        held = self._millrace_required()
-        model = self._millrace_model()
-        found: list[list[Any]] = []
-        for name in names:
-            for region in held.layout.regions.get(name, ()):
-                if region.slot in held.plain and region.is_contiguous:
-                    digest = self._millrace_digest(model, region)
-                    key = f"{region.source_offset}:{region.shape}"
-                    found.append([name, key, region.num_elements, f"{digest:032x}"])
-        return found
+        return self._millrace_required().proved.read(names)
+
+    @on_base
+    def millrace_read_beside(self) -> list[Any]:
+        """[shares that are still to be read back, what is damaged]: a step of the reader beside the serving."""
+        if self.millrace_held is None:
+            return [0, ""]
+        return list(self.millrace_held.proved.read_next())
 
     # ---- what follows is not called from outside ----
 
@@ -218,7 +246,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
 
     def _millrace_tensors(self, files: OrderFiles, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
-            yield name, _tensor(files, name)
+            yield name, tensor_of(files, name)
 
     def _millrace_survey(self, model: torch.nn.Module, files: OrderFiles) -> Held:
         """Traces the loaders, and compares what lies in memory with the file to tell which parameters are plain."""
@@ -239,7 +267,9 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
             if slot is not None and slot not in layout.opaque:
                 packed[name] = slot
         log.info("layout of the model", extra={"plain": len(plain), "packed": len(packed), "slots": len(by_slot)})
-        return Held(layout=layout, plain=plain, packed=packed)
+        boxes = [region for slot in plain for region in by_slot[slot] if region.is_contiguous]
+        proved = ProvedBoxes(boxes, lambda region: _flat_box(self._millrace_model(), region))
+        return Held(layout=layout, plain=plain, packed=packed, proved=proved)
 
     def _millrace_packed_slot(
         self, model: torch.nn.Module, name: str, module: torch.nn.Module, by_slot: Mapping[Slot, Any]
@@ -270,7 +300,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         ):
             return False
         return all(
-            torch.equal(_box(parameter, region), _source(files, region).to(parameter.device)) for region in regions
+            torch.equal(box_of(parameter, region), source_of(files, region).to(parameter.device)) for region in regions
         )
 
     def _millrace_plain(self, held: Held, files: OrderFiles, slot: Slot) -> torch.Tensor:
@@ -280,52 +310,16 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         for regions in held.layout.regions.values():
             for region in regions:
                 if region.slot == slot:
-                    _box(weight, region).copy_(_source(files, region))
+                    box_of(weight, region).copy_(source_of(files, region))
         return weight
 
-    def _millrace_write(self, model: torch.nn.Module, files: OrderFiles, region: Region) -> None:
-        parameter = model.get_submodule(region.slot.module)._parameters[region.slot.name]
-        assert parameter is not None
-        width = parameter.element_size()
-        parts = files.sparse(region.tensor, width)
-        if parts is None:
-            _box(parameter, region).copy_(_source(files, region))
-            return
-        flat = _flat_bits(parameter)
-        for positions, raw in parts:
-            where = torch.from_numpy(np.array(positions)).to(flat.device)
-            bits = torch.from_numpy(np.array(raw)).view(BITS[width]).to(flat.device)
-            inside, index = region.targets(where)
-            flat[index] = bits[inside]
 
-    def _millrace_digest(self, model: torch.nn.Module, region: Region) -> int:
-        parameter = model.get_submodule(region.slot.module)._parameters[region.slot.name]
-        assert parameter is not None
-        bits = _box(parameter, region).reshape(-1).cpu().numpy()
-        return bits_digest(bits.view(f"u{bits.itemsize}"), start=region.source_offset)
+def _parameter(model: torch.nn.Module, region: Region) -> torch.Tensor:
+    parameter = model.get_submodule(region.slot.module)._parameters[region.slot.name]
+    assert parameter is not None
+    return parameter
 
 
-def _tensor(files: OrderFiles, name: str) -> torch.Tensor:
-    """A tensor over the mapped file, which nobody writes to. (torch wants a writable mapping; pages stay shared.)"""
-    place = files.places[name]
-    return torch.from_numpy(files.raw(name)).view(DTYPES[place.dtype]).reshape(place.shape)
-
-
-def _flat_bits(parameter: torch.Tensor) -> torch.Tensor:
-    """The storage of a parameter from its first element on, as integers."""
-    size = 1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    return parameter.data.as_strided((size,), (1,)).view(BITS[parameter.element_size()])
-
-
-def _box(parameter: torch.Tensor, region: Region) -> torch.Tensor:
-    """The region's part of a parameter, as bits."""
-    return _flat_bits(parameter).as_strided(
-        region.shape, region.target_strides, parameter.storage_offset() + region.target_offset
-    )
-
-
-def _source(files: OrderFiles, region: Region) -> torch.Tensor:
-    """The region's part of the tensor in the file, as bits."""
-    tensor = _tensor(files, region.tensor)
-    flat = tensor.reshape(-1).view(BITS[tensor.element_size()])
-    return flat.as_strided(region.shape, region.source_strides, flat.storage_offset() + region.source_offset)
+def _flat_box(model: torch.nn.Module, region: Region) -> torch.Tensor:
+    """A box that lies in one piece, flat, as bits: a view of the memory."""
+    return box_of(_parameter(model, region), region).reshape(-1)

@@ -1,0 +1,137 @@
+"""The policy on a node that cannot read the head's files: pulled by a worker of that node from the object store.
+
+    head            ──▶ order, with the manifest's key and the policy's digest ──▶ a worker of each node (`fetch`)
+    other nodes     host copy as on the head: chain, sha256, digests; a file of the changes; `order.json` for all ranks
+    head            ◀── "there" or what went wrong, of every rank (`fetched`), while the old version serves
+    other nodes     `stage` and all that follows take this node's files in place of the head's
+
+The network carries a node's copy once, however many ranks it has: the first worker that gets the node's lock pulls for
+all. It does so in a thread, so that its rank takes part in every step meanwhile.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import CorruptObjectError, InternalError
+from millrace.inference.vllm.orders import write_order
+from millrace.policies.host_copy import HostCopy
+from millrace.storage.base import open_store
+from millrace.telemetry.settings import Settings
+
+log = logging.getLogger(__name__)
+
+DIRECTORY_VARIABLE = "MILLRACE_NODE_DIR"
+"""Set by the launcher for the processes of its node: what its ranks share."""
+_ORDER = "order.json"
+
+
+class NodeCopy:
+    """One rank's part in the copy of its node."""
+
+    def __init__(self, directory: Path, copy: HostCopy) -> None:
+        self._directory = directory
+        self._copy = copy
+        self._lock = (directory / "puller.lock").open("w")  # held for as long as this process lives
+        self._is_puller = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy-of-node")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "NodeCopy":
+        """In the directory that the launcher made, with the object store and credentials of the environment."""
+        settings = Settings.from_env(environ, required=["store_url"])
+        shared = environ.get(DIRECTORY_VARIABLE)
+        directory = Path(shared or tempfile.mkdtemp(prefix="millrace-node-"))  # without a launcher each rank for itself
+        return cls(directory, HostCopy(open_store(settings.require("store_url")), directory=directory))
+
+    def begin(self, order: Mapping[str, Any]) -> None:
+        """Begins to pull an order's policy, if this is the rank that does so."""
+        if not self._is_puller:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            self._is_puller = True
+        self._thread.submit(self._pull, dict(order))
+
+    def is_there(self, number: str) -> bool:
+        """Whether the node has what the order of this number needs; InternalError if it could not be had."""
+        found = self._read()
+        if found.get("number") != number:
+            return False
+        if "error" in found:
+            raise InternalError(
+                f"the node could not fetch the policy: {found['error']}", reason="NODE_FETCH_FAILED", remedy="try again"
+            )
+        return True
+
+    def here(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The order with this node's files in place of the head's."""
+        found = self._read()
+        if found.get("number") != order["number"]:
+            raise InternalError("the node has not fetched this order", reason="NODE_FETCH_FAILED", remedy="try again")
+        return found if order["changed"] is not None else found | {"changed": None}
+
+    def _pull(self, order: dict[str, Any]) -> None:
+        """In the thread. Leaves what came of it in `order.json`, for all ranks of the node."""
+        try:
+            found = self._stage(order["policy"])
+        except Exception as error:  # the edge of a thread that nobody awaits: the head hears of it
+            log.exception("the node could not fetch the policy")
+            self._copy.forget()
+            found = {"error": f"{type(error).__name__}: {error}"}
+        path = self._directory / _ORDER
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text(json.dumps(found | {"number": order["number"]}))
+        fresh.rename(path)
+
+    def _stage(self, policy: Mapping[str, Any]) -> dict[str, Any]:
+        base = None if policy["base"] is None else tuple(policy["base"])
+        if base is None:
+            self._copy.forget()  # the head begins anew, perhaps because what was held is not trusted
+        staged = self._copy.stage(policy["manifest_key"])
+        if staged.manifest.digest != policy["digest"]:
+            raise CorruptObjectError(
+                f"manifest {policy['manifest_key']} has digest {staged.manifest.digest} here, and {policy['digest']} "
+                "on the head",
+                reason="POLICY_MANIFEST_MISMATCH",
+                remedy="give all nodes the same MILLRACE_STORE_URL",
+            )
+        if staged.base != base:
+            staged = replace(staged, changes=None, base=None)
+        log.info("the node has the policy", extra={"version": staged.manifest.version, "bytes": staged.fetched_bytes})
+        return write_order(staged, self._directory)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return json.loads((self._directory / _ORDER).read_text())
+        except FileNotFoundError:
+            return {}
+
+
+class NodeWorker:
+    """The parts of the worker extension that say where a rank finds what an order names."""
+
+    millrace_node: NodeCopy | None = None
+
+    def millrace_fetch(self, order: dict[str, Any]) -> None:
+        """On other nodes than the head: begins to pull the policy of an order."""
+        if self.parallel_config.node_rank == 0:  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+            return
+        if self.millrace_node is None:
+            self.millrace_node = NodeCopy.from_env(os.environ)
+        self.millrace_node.begin(order)
+
+    def millrace_fetched(self, number: str) -> bool:
+        """Whether what the order of this number names can be read here."""
+        return self.millrace_node is None or self.millrace_node.is_there(number)
+
+    def _millrace_here(self, order: dict[str, Any]) -> dict[str, Any]:
+        return order if self.millrace_node is None else self.millrace_node.here(order)
