@@ -1,0 +1,193 @@
+"""What is proved of the boxes that a worker holds in the checkpoint's bits, so that a pause does not read all of them.
+
+* `read` digests boxes whole, from the memory. So it is after a load.
+* `foresee`, while the old version serves, continues these digests by what a version will write: by the bits that the
+  memory has now where elements change, and by the file for boxes that are copied whole. What results is the manifest's
+  only if the memory still holds there what was proved, and if nothing is to change but what the version changes. In the
+  pause every write is read back and compared with what was written (`memory.Write`), and then these digests hold.
+* What is taken on trust meanwhile is that memory which nobody wrote to did not change. Whether that holds is found out
+  beside the serving: after each version `read_next` reads everything once more, a share between any two steps.
+
+Digests are computed in a thread, on copies or on the file, so that they delay no step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from millrace.inference.vllm.layout import Region
+from millrace.inference.vllm.memory import Bits, Write, copy_of, gather, source_of
+from millrace.inference.vllm.orders import OrderFiles
+from millrace.policies.change import TensorChange
+from millrace.policies.digest import add_digests, bits_digest, change_digest
+
+SHARE_ELEMENTS = 1 << 20
+"""Elements that are digested at a time; copied in some tenth of a millisecond, digested in some six."""
+
+Share = tuple[int, int]
+"""A box, by its number, and its share's first element in the tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """The digests that the boxes will have with a staged version."""
+
+    digests: Future[dict[Share, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Reading:
+    """A share that was copied and is being digested. `age` tells whether a version came meanwhile."""
+
+    share: Share
+    age: int
+    expected: int
+    found: Future[int]
+
+
+class ProvedBoxes:
+    """`regions` are contiguous and hold the checkpoint's bits; `memory` gives a box of them flat, as bits."""
+
+    def __init__(self, regions: Iterable[Region], memory: Callable[[Region], torch.Tensor]) -> None:
+        self._regions = list(regions)
+        self._numbers = {region: number for number, region in enumerate(self._regions)}
+        self._memory = memory
+        self._digests: dict[Share, int] = {}
+        self._age = 0
+        self._unread: dict[Share, None] = {}
+        self._reading: _Reading | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy-digest")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every box's digest is known, so that it can be continued."""
+        return all((number, first) in self._digests for number, first, _ in self._shares(range(len(self._regions))))
+
+    def read(self, names: Iterable[str]) -> list[list[Any]]:
+        """Digests the boxes of these tensors whole; rows as `rows` gives them."""
+        wanted = set(names)
+        numbers = [number for number, region in enumerate(self._regions) if region.tensor in wanted]
+        for number, first, last in self._shares(numbers):
+            region = self._regions[number]
+            flat = self._memory(region)[first - region.source_offset : last - region.source_offset]
+            bits = flat.cpu().numpy()
+            self._digests[number, first] = bits_digest(bits.view(f"u{bits.itemsize}"), start=first)
+        return self._rows(numbers, self._digests)
+
+    def foresee(self, files: OrderFiles, writes: Iterable[Write]) -> Foreseen | None:
+        """Begins to continue the digests by what a version will write. None if they are not known now."""
+        if not self.is_known:
+            return None
+        jobs: list[tuple[Share, Callable[[int], int]]] = []
+        for write in writes:
+            number = self._numbers.get(write.region)
+            if number is None:
+                continue
+            if write.index is None:
+                source = source_of(files, write.region).reshape(-1).numpy()
+                jobs += self._whole(number, source.view(f"u{source.itemsize}"))
+            else:
+                jobs += self._changed(number, write)
+        known = dict(self._digests)
+        return Foreseen(digests=self._thread.submit(_continue, known, jobs))
+
+    def rows(self, foreseen: Foreseen) -> list[list[Any]] | None:
+        """[tensor, key of the box, elements, digest as hex] of every box; None if they are still being computed."""
+        if not foreseen.digests.done():
+            return None
+        return self._rows(range(len(self._regions)), foreseen.digests.result())
+
+    def begin_writing(self) -> None:
+        """What is held is unknown from now on."""
+        self._digests, self._age = {}, self._age + 1
+
+    def take(self, foreseen: Foreseen) -> None:
+        """The version is written, and every write was read back. All is to be read once more from now on."""
+        self._digests = dict(foreseen.digests.result())
+        # What waits to be read already goes first, so that no share starves while versions come faster than the reader.
+        self._unread |= dict.fromkeys(self._digests)
+
+    def read_next(self) -> tuple[int, str]:
+        """Shares that are still to be read back, and what is damaged. Takes a copy, whose digest the next call has."""
+        reading = self._reading
+        if reading is not None:
+            if not reading.found.done():
+                return len(self._unread), ""
+            self._reading = None
+            region = self._regions[reading.share[0]]
+            if reading.found.result() != reading.expected:
+                problem = (
+                    f"{region.tensor} is damaged in the engine's memory: elements from {reading.share[1]} on are not "
+                    f"those that were proved"
+                )
+                return len(self._unread), problem
+            if reading.age == self._age:
+                self._unread.pop(reading.share, None)
+        share = next(iter(self._unread), None)
+        expected = None if share is None else self._digests.get(share)
+        if share is None or expected is None:  # all is read, or nothing is proved
+            self._unread.clear()
+            return 0, ""
+        region = self._regions[share[0]]
+        begin = share[1] - region.source_offset
+        end = self._end_of(region, share[1]) - region.source_offset
+        bits = copy_of(self._memory(region), begin, end)
+        found = self._thread.submit(bits_digest, bits, start=share[1])
+        self._reading = _Reading(share=share, age=self._age, expected=expected, found=found)
+        return len(self._unread), ""
+
+    def _whole(self, number: int, source: Bits) -> list[tuple[Share, Callable[[int], int]]]:
+        region = self._regions[number]
+        return [
+            ((number, first), _digest_of(source[first - region.source_offset : last - region.source_offset], first))
+            for _, first, last in self._shares([number])
+        ]
+
+    def _changed(self, number: int, write: Write) -> list[tuple[Share, Callable[[int], int]]]:
+        region = self._regions[number]
+        assert write.positions is not None and write.bits is not None
+        jobs: list[tuple[Share, Callable[[int], int]]] = []
+        change = TensorChange(bits=write.bits, positions=write.positions)
+        flat = self._memory(region)
+        for first, part in change.shares(SHARE_ELEMENTS):
+            assert part.positions is not None
+            old = gather(flat, part.positions - region.source_offset)
+            jobs.append(((number, max(first, region.source_offset)), _continued(part, old)))
+        return jobs
+
+    def _shares(self, numbers: Iterable[int]) -> Iterable[tuple[int, int, int]]:
+        """(box, first, last) of every share: boxes are cut at multiples of `SHARE_ELEMENTS` of the tensor."""
+        for number in numbers:
+            region, first = self._regions[number], self._regions[number].source_offset
+            while first < region.source_offset + region.num_elements:
+                yield number, first, (first := self._end_of(region, first))
+
+    def _end_of(self, region: Region, first: int) -> int:
+        end = (first // SHARE_ELEMENTS + 1) * SHARE_ELEMENTS
+        return min(end, region.source_offset + region.num_elements)
+
+    def _rows(self, numbers: Iterable[int], digests: Mapping[Share, int]) -> list[list[Any]]:
+        rows: list[list[Any]] = []
+        for number in numbers:
+            region = self._regions[number]
+            whole = add_digests(digests[number, first] for _, first, _ in self._shares([number]))
+            key = f"{region.source_offset}:{region.shape}"
+            rows.append([region.tensor, key, region.num_elements, f"{whole:032x}"])
+        return rows
+
+
+def _continue(digests: dict[Share, int], jobs: list[tuple[Share, Callable[[int], int]]]) -> dict[Share, int]:
+    for share, job in jobs:
+        digests[share] = job(digests[share])
+    return digests
+
+
+def _digest_of(bits: Bits, first: int) -> Callable[[int], int]:
+    return lambda _: bits_digest(bits, start=first)
+
+
+def _continued(change: TensorChange, old: Bits) -> Callable[[int], int]:
+    return lambda digest: change_digest(digest, change, old)
