@@ -6,7 +6,9 @@ The key is read from this process's environment by its name; it goes to the teac
 inherit every variable that is not withheld: in one that begins with `MILLRACE_KEY_` no environment gets to see it.
 
 A teacher that does not answer is a wait with its name; meanwhile no groups are taken (TEACHER_UNREACHABLE), and
-rollouts that finish end as ENGINE_LOST after the retries, which the orchestrator plays again without blame.
+rollouts that finish end as ENGINE_LOST after the retries, which the orchestrator plays again without blame. So it is
+with one that refuses whatever it is asked (a key that it takes no longer, a route that is gone); what it refuses of one
+sample alone is that rollout's failure.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.config.algo import AlgoConfig, TeacherConfig
-from millrace.env_server.teacher_check import IS_ANOTHER, TEACHER, check_teacher, refusal
+from millrace.env_server.teacher_check import ABOUT_THE_TOKENS, IS_ANOTHER, TEACHER, check_teacher, refusal
 from millrace.env_server.teacher_client import TeacherClient, TeacherLostError, TeacherRefusedError
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, UnavailableError
@@ -216,10 +218,24 @@ class _Scorer:
             problem = f"{self._client.describe()} did not score it within {budget_s:g} s"
             return self._lost(rollout, "TeacherLost", problem)
         except TeacherRefusedError as error:
+            if await self._refuses_all(error, rollout):
+                return self._lost(rollout, "TeacherRefused", str(error))
             return _failed(rollout, RolloutStatus.MODEL_ERROR, "TeacherRefused", str(error))
         except (UnavailableError, CapacityError) as error:
             return _failed(rollout, RolloutStatus.ENGINE_LOST, "ScoresNotStored", str(error))
         return rollout_to_proto(replace(rollout, metrics={**rollout.metrics, REVERSE_KL: _reverse_kl(rollout, scores)}))
+
+    async def _refuses_all(self, error: TeacherRefusedError, rollout: Rollout) -> bool:
+        """Whether the teacher takes no request at all any more, not even of two tokens."""
+        if error.status in ABOUT_THE_TOKENS:
+            return False
+        tokens = rollout.samples[0].token_ids[:2].tolist()
+        try:
+            async with asyncio.timeout(_SCORE_S):
+                await self._client.score(tokens, first_url=rollout.ordinal, attempts=1)
+        except (TeacherRefusedError, TeacherLostError, TimeoutError):
+            return True
+        return False
 
     async def _score_sample(self, sample: Sample, rollout: Rollout) -> Float32Array:
         """float32 [T]; behind seq_len, which no batch holds, the policy's own log-probs: no credit."""

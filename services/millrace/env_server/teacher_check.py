@@ -15,7 +15,8 @@ TEACHER = "orchestrator.algo.teacher"
 _TOKENIZER_DIFFERS, _VOCABULARY_DIFFERS = "TEACHER_TOKENIZER_DIFFERS", "TEACHER_VOCABULARY_DIFFERS"
 IS_ANOTHER = frozenset({_TOKENIZER_DIFFERS, _VOCABULARY_DIFFERS})
 """Reasons of refusals that say who the teacher is; it may take back every other one (a key, a gateway, a route)."""
-_ABOUT_THE_TOKEN = frozenset({200, 400, 422})
+ABOUT_THE_TOKENS = frozenset({200, 400, 422})
+"""Statuses of refusals that are about the tokens that were sent, and not about who sends them or where."""
 # Scripts, digits, blanks and marks that vocabularies cut differently. Short: some teachers have little context.
 _PROBE = "The 2,048 naïve cats'  saw\n\tπ≈3.14159, Ünïcode, 日本語, def f(x): return x**2 🙂"
 _MAX_SPECIAL = 16
@@ -45,7 +46,7 @@ async def check_teacher(client: TeacherClient, teacher: TeacherConfig, *, tokeni
     try:
         await client.score([*token_ids[:2], highest], attempts=1)
     except TeacherRefusedError as error:
-        if error.status not in _ABOUT_THE_TOKEN:
+        if error.status not in ABOUT_THE_TOKENS:
             raise refusal(f"{TEACHER}.base_url", teacher, f"cannot score: {error}") from error
         problem = f"does not know token id {highest}, which the policy's tokenizer has: {error}"
         raise refusal(f"{TEACHER}.name", teacher, problem, reason=_VOCABULARY_DIFFERS) from error

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 5.0
 _ATTEMPT_TIMEOUT_S = 120.0  # one forward pass over one sample, behind others
 _MAX_CONCURRENT = 64  # requests of one run to its teacher; a prefill of each is compute-bound on the other side
+_ABOUT_THE_KEY = frozenset({401, 403})
 _SHOWN_CHARS = 300
 _QUIET_S = 2.0
 # vLLM writes minus infinity as -9999: a finite reverse KL has no such token.
@@ -54,6 +55,7 @@ class TeacherClient:
         """Call `close` in the same event loop."""
         self._name = teacher.name
         self._urls = teacher.base_url
+        self._key_source = f"the key in {teacher.api_key_var}" if api_key else "no key, as the config names none"
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -135,7 +137,8 @@ class TeacherClient:
             message = f"{method} {url} answered {reply.status}: {shown}"
             raise _PassingError(message, retry_after=reply.headers.get("Retry-After"))
         if reply.status != 200:
-            raise TeacherRefusedError(f"{method} {url} answered {reply.status}: {shown}", status=reply.status)
+            sent = f" (it was sent {self._key_source})" if reply.status in _ABOUT_THE_KEY else ""
+            raise TeacherRefusedError(f"{method} {url} answered {reply.status}{sent}: {shown}", status=reply.status)
         try:
             parsed = orjson.loads(raw)
         except orjson.JSONDecodeError as error:

@@ -87,8 +87,8 @@ class Door:
             body["prompt"] = body["prompt"].replace("cats", "dogs")
         if self.spoil == "ids" and body is not None and isinstance(body["prompt"], list) and 258 in body["prompt"]:
             return 400, {"error": {"message": "Token id 258 is out of vocabulary"}}
-        if self.spoil == "long" and body is not None and len(body["prompt"]) > 3:
-            return 400, {"error": {"message": "too long"}}
+        if self.spoil in ("long", "filter") and body is not None and len(body["prompt"]) > 3:
+            return (400, {"error": {"message": "too long"}}) if self.spoil == "long" else (403, "improper")
         url = f"{self.behind}/v1/{request.match_info['path']}"
         async with aiohttp.ClientSession() as session, session.request(request.method, url, json=body) as reply:
             answer = await reply.json()
@@ -229,7 +229,7 @@ async def test_what_a_checked_teacher_refuses_later_is_a_wait_unless_it_became_a
         ("", {"variable": "NO_SUCH_KEY"}, "TEACHER_KEY_MISSING", "NO_SUCH_KEY is not set in the env-server's"),
         ("", {"variable": "AWS_SECRET_ACCESS_KEY"}, "TEACHER_KEY_MISSING", "is a variable of the deployment"),
         ("401", {}, "TEACHER_REFUSED", "the gateway hiccups"),
-        ("", {"variable": "HOME"}, "TEACHER_REFUSED", "401"),
+        ("", {"variable": "HOME"}, "TEACHER_REFUSED", "401.*HOME"),
         ("", {"seq_len": 256}, "TEACHER_REFUSED", "has a context of 256 tokens"),
         ("text", {}, "TEACHER_TOKENIZER_DIFFERS", "has another tokenizer than the policy"),
         ("ids", {}, "TEACHER_VOCABULARY_DIFFERS", "does not know token id 258"),
@@ -247,14 +247,39 @@ async def test_a_teacher_that_cannot_score_is_refused_before_anything_is_played(
     assert refused.value.violations[0].field.startswith("orchestrator.algo.teacher.")
 
 
-async def test_a_rollout_that_the_teacher_refuses_is_a_failure_with_its_words(
-    server: Any, door: Door, tokenizer_manifest_key: str
+@pytest.mark.parametrize("status", ["401", "403", "404"])
+async def test_a_teacher_that_refuses_everything_while_it_scores_is_a_wait_that_names_the_key(
+    server: Any, door: Door, tokenizer_manifest_key: str, status: str
 ) -> None:
     run = await distilling(server, door)
     request = run.request(ENV, 0)
     await until_taken(run, request)
     await run.collect(request)
-    door.spoil = "long"
+    door.spoil = status
+    [refused] = await run.play(run.request(ENV, 1))
+    assert (refused.status, refused.error.type) == (RolloutStatus.ENGINE_LOST, "TeacherRefused"), "nobody's fault"
+    named = "MILLRACE_KEY_TEACHER" if status != "404" else door.url
+    assert f"answered {status}" in refused.error.message and named in refused.error.message
+    again = run.request(ENV, 1, attempt=1)
+    with pytest.raises(CapacityError, match=named):
+        await call(run.stub.PlayGroup, again, timeout_s=5)
+    [wait] = [wait for wait in waits.snapshot("t") if wait.run == run.log.uid and "to answer" in wait.reason]
+    assert named in wait.reason and KEY not in wait.reason
+    door.spoil = ""
+    await until_taken(run, again)
+    [found] = await run.collect(again)
+    assert found.status is RolloutStatus.OK, found.error
+
+
+@pytest.mark.parametrize(("spoil", "text"), [("long", "too long"), ("filter", "improper")])
+async def test_a_rollout_that_the_teacher_refuses_is_a_failure_with_its_words(
+    server: Any, door: Door, tokenizer_manifest_key: str, spoil: str, text: str
+) -> None:
+    run = await distilling(server, door)
+    request = run.request(ENV, 0)
+    await until_taken(run, request)
+    await run.collect(request)
+    door.spoil = spoil
     [rollout] = await run.play(run.request(ENV, 1))
     assert (rollout.status, rollout.error.type) == (RolloutStatus.MODEL_ERROR, "TeacherRefused")
-    assert "too long" in rollout.error.message
+    assert text in rollout.error.message
