@@ -16,8 +16,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from typing import Any
 
 import millrace
 from millrace.errors import InternalError, InvalidSpecError, MillraceError, UnavailableError, Violation
@@ -43,6 +44,8 @@ from millrace.telemetry.settings import Settings, parse_address
 log = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "millrace.inference.vllm.worker.PolicyWorker"
+_Job = Callable[[VllmProcess], Coroutine[Any, Any, None]]
+
 _SAY_AFTER_S = 15.0
 _PORT_POLL_S = 2.0
 _LEAVE_S = 5.0
@@ -86,7 +89,7 @@ class Launcher:
         with self._node.directory() as directory:
             await self._run_vllm({**self._environ(), DIRECTORY_VARIABLE: directory}, self._follow)
 
-    async def _run_vllm(self, environ: Mapping[str, str], job: Callable[[VllmProcess], Awaitable[None]]) -> None:
+    async def _run_vllm(self, environ: Mapping[str, str], job: _Job) -> None:
         """Starts vLLM and works with it until that ends or raises, or until all shall stop."""
         vllm = await VllmProcess.start(environ)
         log.info("started vLLM", extra={"pid": vllm.pid})

@@ -136,3 +136,20 @@ def test_the_interpreter_that_has_vllm(tmp_path, monkeypatch):
     python.symlink_to(sys.executable)
     assert launch_env.engine_python("vllm", {}) == str(python), "the link itself: it makes the environment"
     assert launch_env.engine_python("vllm", {"MILLRACE_VLLM_PYTHON": sys.executable}) == sys.executable
+
+
+def test_what_would_leave_workers_without_the_policy_is_refused(parser):
+    for name in ("nnodes", "data-parallel-size", "data-parallel-rank"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--enable-lora", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--distributed-executor-backend")
+    assert to_argv(parser, {"inference.parallel.dp": 2, "enable_lora": True, "nnodes": 1})[1] == []
+    spread = {"nnodes": "2", "inference.parallel.dp": 2, "inference.vllm.enable-lora": True}
+    _, violations = to_argv(parser, spread | {"distributed_executor_backend": "mp"})
+    assert [(one.field, "several nodes" in one.message) for one in violations] == [
+        ("inference.parallel.dp", True),
+        ("inference.vllm.enable-lora", True),
+    ]
+    for alone in ({"distributed_executor_backend": "ray"}, {"data_parallel_rank": 1}):
+        [violation] = to_argv(parser, alone)[1]
+        assert violation.field in alone

@@ -15,6 +15,8 @@ from millrace.inference.launch_env import TYPED_FLAGS
 FREE = "inference.vllm."
 _CUTOFF = 0.6
 
+_ONE_NODE_CORES = "the engine cores of a replica are all on its node; start more replicas instead"
+
 OWNED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "model": ((), "the model is `inference.model.name`, or comes with the run's policy"),
     "model_tag": ((), "the model is `inference.model.name`, or comes with the run's policy"),
@@ -28,7 +30,7 @@ OWNED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "enable_scale_out": ((True,), "rollouts are made token in, token out"),
     "load_format": (("auto",), "weights come from the model's directory or the run's policy"),
     "api_server_count": ((1,), "one process serves one replica; start more replicas instead"),
-    "headless": ((False,), "a replica serves HTTP"),
+    "headless": ((False,), "a node that does not serve is one with a `node_rank` above 0"),
     "grpc": ((False,), "the gRPC server of a replica is Millrace's"),
     "grpc_port": ((), "the gRPC server of a replica is Millrace's, at MILLRACE_LISTEN"),
     "api_key": ((), "environments send none; put a proxy in front of what strangers can reach"),
@@ -37,8 +39,24 @@ OWNED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "ssl_keyfile": ((), "put a proxy in front of the replica"),
     "ssl_certfile": ((), "put a proxy in front of the replica"),
     "root_path": ((), "environments and the orchestrator expect the routes at the root"),
+    "data_parallel_backend": (("mp",), _ONE_NODE_CORES),
+    "data_parallel_address": ((), _ONE_NODE_CORES),
+    "data_parallel_rank": ((), _ONE_NODE_CORES),
+    "data_parallel_start_rank": ((), _ONE_NODE_CORES),
+    "data_parallel_size_local": ((), _ONE_NODE_CORES),
+    "data_parallel_external_lb": ((False,), _ONE_NODE_CORES),
+    "data_parallel_hybrid_lb": ((False,), _ONE_NODE_CORES),
+    "data_parallel_multi_port_external_lb": ((False,), _ONE_NODE_CORES),
+    "enable_elastic_ep": ((False,), "the number of engine cores of a replica is fixed; start more replicas instead"),
 }
 """Flags that Millrace sets itself: the values that are fine, and why others are not."""
+
+_SEVERAL_NODES: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "data_parallel_size": ((1, "1"), "the engine cores of a replica are all on one node; start more replicas instead"),
+    "enable_lora": ((False,), "adapters are not brought to other nodes; train all weights, or serve it on one node"),
+    "distributed_executor_backend": (("mp",), "policies reach only workers that `nnodes` and `node_rank` have started"),
+}
+"""What a replica over several nodes cannot have: the values that are fine, and why others are not."""
 
 
 class _Refused(Exception):
@@ -54,9 +72,10 @@ def to_argv(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> tuple[
     argv: list[str] = []
     violations: list[Violation] = []
     seen: dict[str, str] = {}
+    is_spread = any(_name(key) == "nnodes" and str(value) not in ("None", "1") for key, value in given.items())
     for key, value in given.items():
-        name = TYPED_FLAGS.get(key) or key.removeprefix(FREE).replace("-", "_")
-        problem = _owned(name, value) or _said_twice(seen.get(name))
+        name = _name(key)
+        problem = _owned(name, value) or _said_twice(seen.get(name)) or _out_of_reach(name, value, is_spread=is_spread)
         seen[name] = key
         action = _action(parser, name)
         if problem is None and action is None:
@@ -78,6 +97,19 @@ def _owned(name: str, value: object) -> str | None:
         return None
     allowed = f"; only {' or '.join(json.dumps(one) for one in fine)} is possible" if fine else "; leave it out"
     return f"is set by Millrace: {why}{allowed}"
+
+
+def _name(key: str) -> str:
+    return TYPED_FLAGS.get(key) or key.removeprefix(FREE).replace("-", "_")
+
+
+def _out_of_reach(name: str, value: object, *, is_spread: bool) -> str | None:
+    """What is wrong with a flag for a replica whose policies have to reach every worker."""
+    if value == "ray" and name == "distributed_executor_backend":
+        return _SEVERAL_NODES[name][1]
+    if not is_spread or name not in _SEVERAL_NODES or value is None or value in _SEVERAL_NODES[name][0]:
+        return None
+    return f"is not possible over several nodes: {_SEVERAL_NODES[name][1]}"
 
 
 def _said_twice(other: str | None) -> str | None:

@@ -50,7 +50,7 @@ def misfits(found: Sequence[Sequence[Sequence[str]]]) -> list[str]:
 
 
 def units_of(found: Sequence[Sequence[int]]) -> list[int]:
-    """Bytes of each unit that `millrace_prepare` builds, on the rank where it is largest: those of a pipeline differ."""
+    """Bytes of each unit that `millrace_prepare` builds, where they are most: stages of a pipeline differ."""
     return [max(sizes) for sizes in zip_longest(*found, fillvalue=0)]
 
 
