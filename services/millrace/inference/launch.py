@@ -34,6 +34,7 @@ from millrace.inference.vllm.lora import lora_argv
 from millrace.inference.vllm.node_copy import DIRECTORY_VARIABLE
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, Worker
+from millrace.rpc.reach import advertised, is_wildcard
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog.log import FORMAT_MAJOR
@@ -267,10 +268,10 @@ class Launcher:
 
     def _registration(self) -> Worker:
         """How the replica registers; the server will register in the same way."""
-        listen_host, listen_port = parse_address(self._settings.require("listen"))
+        _, listen_port = parse_address(self._settings.require("listen"))
         http_host, http_port = parse_address(self._settings.require("http_listen"))
-        address = self._settings.advertise or f"{_reachable(listen_host)}:{listen_port}"
-        shown = parse_address(address)[0] if _is_wildcard(http_host) else http_host
+        address = advertised(self._settings, listen_port)
+        shown = parse_address(address)[0] if is_wildcard(http_host) else http_host
         return Worker(
             worker_id=self._worker_id,
             kind=WORKER_KIND_INFERENCE,
@@ -317,12 +318,3 @@ def _with_port(address: str) -> str:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host.strip("[]"), 0))
         return f"{host}:{probe.getsockname()[1]}"
-
-
-def _is_wildcard(host: str) -> bool:
-    return host in ("0.0.0.0", "[::]")
-
-
-def _reachable(host: str) -> str:
-    """The host under which others reach what listens on `host`."""
-    return socket.gethostname() if _is_wildcard(host) else host

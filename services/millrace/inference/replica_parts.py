@@ -5,7 +5,6 @@ engine has work and makes no progress, or is dead.
 """
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, HeartbeatRequest, Worker
 from millrace.policies.host_copy import HostCopy
 from millrace.rpc.health import PROCESS, HealthBoard
+from millrace.rpc.reach import advertised, is_wildcard
 from millrace.rpc.serve import serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import WorkerAgent, new_worker_id
@@ -126,8 +126,7 @@ class ReplicaParts:
         if self._settings.orchestrator is None:
             return
         grpc_port = await self._started
-        listen_host, _ = parse_address(self._settings.require("listen"))
-        address = self._settings.advertise or f"{_reachable(listen_host)}:{grpc_port}"
+        address = advertised(self._settings, grpc_port)
         worker = Worker(
             worker_id=self._worker_id,
             kind=WORKER_KIND_INFERENCE,
@@ -180,16 +179,7 @@ class ReplicaParts:
 
 def http_address(host: str, port: int) -> Callable[[str], str]:
     """Makes the URL of an HTTP API that listens on `host`: of that host, or of the reachable one for a wildcard."""
-    return lambda reachable: f"{http_scheme()}://{reachable if _is_wildcard(host) else host}:{port}/v1"
-
-
-def _is_wildcard(host: str) -> bool:
-    return host in ("", "0.0.0.0", "::", "[::]")
-
-
-def _reachable(host: str) -> str:
-    """The host under which others reach what listens on `host`."""
-    return socket.gethostname() if _is_wildcard(host) else host
+    return lambda reachable: f"{http_scheme()}://{reachable if is_wildcard(host) else host}:{port}/v1"
 
 
 def _cause(errors: BaseExceptionGroup) -> BaseException:

@@ -7,7 +7,7 @@ from millrace.telemetry.settings import Settings, parse_address
 
 def is_wildcard(host: str) -> bool:
     """Whether a server on `host` listens on every interface."""
-    return host in ("0.0.0.0", "[::]")
+    return host in ("", "0.0.0.0", "::", "[::]")
 
 
 def reachable_host(host: str) -> str:
