@@ -6,7 +6,7 @@ from millrace.internal.v1 import rollout_pb2
 from millrace.telemetry.metrics import SECONDS, SHORT_SECONDS, BoundedLabel
 
 ROLLOUTS = Counter(
-    "millrace_env_server_rollouts_total",
+    "millrace_env_server_rollouts_ended_total",
     "Rollouts that ended here, by how they ended.",
     ["env", "status"],
     registry=None,

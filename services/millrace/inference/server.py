@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from aiohttp import web
+from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +33,7 @@ from millrace.errors import (
     Violation,
 )
 from millrace.inference import http_responses as responses
+from millrace.inference import meters
 from millrace.inference.chat import encode_chat
 from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
 from millrace.inference.http_gate import protect
@@ -43,6 +45,7 @@ from millrace.inference.http_schema import (
     TokenizeBody,
 )
 from millrace.inference.model_files import ModelSlot, ServedModel
+from millrace.telemetry.metrics import make_registry
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ class HttpApi:
     def __init__(self, engine: Engine, slot: ModelSlot) -> None:
         self._engine = engine
         self._slot = slot
+        self._metrics = make_registry("inference", meters.collectors(engine.status))
         self.is_draining = False
         """New requests are refused."""
         self._num_open = 0
@@ -174,20 +178,10 @@ class HttpApi:
             raise UnavailableError(f"the engine did nothing for {status.progress_age_s:.0f} s", reason="ENGINE_STALLED")
         return web.json_response({"status": "ok"})
 
-    async def metrics(self, _: web.Request) -> web.Response:
+    async def metrics(self, request: web.Request) -> web.Response:
         """`GET /metrics`."""
-        status = self._engine.status()
-        held = status.identity
-        values = [
-            ("requests_running", "gauge", status.num_running),
-            ("requests_waiting", "gauge", status.num_waiting),
-            ("generated_tokens_total", "counter", status.num_generated_tokens),
-            ("finished_requests_total", "counter", status.num_finished),
-            ("policy_version", "gauge", held.version if held is not None else -1),
-            ("policy_lineage", "gauge", held.lineage if held is not None else -1),
-        ]
-        lines = [f"# TYPE millrace_inference_{n} {kind}\nmillrace_inference_{n} {value}\n" for n, kind, value in values]
-        return web.Response(text="".join(lines), content_type="text/plain")
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(self._metrics), headers={"Content-Type": content_type})
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for the open ones at most `grace_s`, then aborts them."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from millrace.errors import CorruptObjectError, FencedError, InternalError, MillraceError, UnavailableError
-from millrace.inference import model_files
+from millrace.inference import meters, model_files
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyEngine, PolicyIdentity
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
 from millrace.policies.manifest import AdapterEntry
@@ -228,23 +228,24 @@ class PolicyUpdater:
         began = time.monotonic()
         self._set(UpdateState.FETCHING)
         fields = {"run": desired.run_uid, "lineage": desired.lineage, "version": desired.version}
-        downloading = waits.waiting(
-            f"policy {desired.version} to be downloaded", waits_on="object store", deadline_s=_FETCH_DEADLINE_S
-        )
+        what = f"policy {desired.version} to be downloaded"
+        downloading = waits.waiting(what, waits_on="object store", deadline_s=_FETCH_DEADLINE_S)
         try:
             with waits.of_run(desired.run_uid), downloading as wait:
                 await self._update(desired, wait)
         except Exception as error:  # whatever a bad policy causes must leave the replica alive and say why
             is_broken = self._engine.status().state is EngineState.FAILED
             self._set(UpdateState.BROKEN if is_broken else UpdateState.UPDATE_FAILED, error=_describe(error))
+            meters.update_failed()
             fields["error"] = str(error)
             log.error("policy update failed", extra=fields, exc_info=not isinstance(error, MillraceError))
         else:
             self._served = desired
             self._update_s = time.monotonic() - began
             self._set(UpdateState.SERVING)
-            fields |= {"update_s": round(self._update_s, 4), "pause_s": round(self._pause_s, 4)}
-            fields |= {"fetched_bytes": self._fetched_bytes, "full_bytes": self._full_bytes}
+            seconds = {"update_s": round(self._update_s, 4), "pause_s": round(self._pause_s, 4)}
+            fields |= seconds | {"fetched_bytes": self._fetched_bytes, "full_bytes": self._full_bytes}
+            meters.policy_updated(**seconds, fetched_bytes=self._fetched_bytes)
             log.info("policy updated", extra=fields)
 
     async def _update(self, desired: DesiredPolicy, wait: waits.Waiting) -> None:
@@ -391,9 +392,8 @@ class PolicyUpdater:
 
 
 def _no_store() -> InternalError:
-    return InternalError(
-        "this replica has no object store", reason="NO_STORE", remedy="set MILLRACE_STORE_URL and restart"
-    )
+    remedy = "set MILLRACE_STORE_URL and restart"
+    return InternalError("this replica has no object store", reason="NO_STORE", remedy=remedy)
 
 
 def _describe(error: Exception) -> str:

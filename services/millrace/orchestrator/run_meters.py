@@ -21,7 +21,7 @@ ROLLOUTS = Counter(
     registry=None,
 )
 GROUPS = Counter(
-    "millrace_orchestrator_groups_total",
+    "millrace_orchestrator_groups_resolved_total",
     "Groups that a committed batch resolved: trained, or why they were dropped (stale, surplus, error, ...).",
     ["run", "outcome"],
     registry=None,

@@ -28,6 +28,7 @@ from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import faults, logging, waits
 from millrace.telemetry.faults import Point
+from millrace.trainer import meters
 from millrace.trainer.commit import CommittedVersion, Committer, VersionInput
 from millrace.trainer.distributed import Gang
 from millrace.trainer.model import probe
@@ -215,6 +216,8 @@ class Publisher:
             digest=manifest.digest,
         )
         log_client.append_policy(entry, is_replay=published.already_existed)
+        size_bytes = 0 if published.already_existed else published.size_bytes
+        meters.policy_published(manifest.version, size_bytes=size_bytes, seconds=seconds)
         if published.already_existed:
             log.info("policy proven equal to the published one", extra={"version": manifest.version})
             return

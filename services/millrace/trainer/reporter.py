@@ -8,6 +8,7 @@ import torch
 
 from millrace.internal.v1 import batch_pb2
 from millrace.telemetry import logging
+from millrace.trainer import meters
 from millrace.trainer.batches import Batch
 from millrace.trainer.optimizer import OptimizerReport
 from millrace.trainer.publisher import PolicyLog
@@ -56,6 +57,15 @@ class Reporter:
         if self._log_client is None:
             return
         header = batch.header
+        seconds = {
+            "step": step_s,
+            "wait": batch.wait_s,
+            "load": batch.load_s,
+            "forward_backward": phases.forward_backward_s,
+            "publish": phases.publish_s,
+            "checkpoint": phases.checkpoint_s,
+        }
+        meters.step_completed(seconds, num_tokens=header.num_tokens)
         mean, largest = staleness(header)
         throughput = header.num_tokens / step_s if step_s > 0 else 0.0
         metrics |= {

@@ -15,6 +15,7 @@ import millrace
 from millrace.errors import MillraceError
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_TRAINER, Worker
 from millrace.rpc.health import HealthBoard
+from millrace.rpc.metrics_server import metrics_server
 from millrace.rpc.serve import serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import WorkerAgent, new_worker_id
@@ -22,6 +23,7 @@ from millrace.runlog.log import FORMAT_MAJOR
 from millrace.storage import open_store
 from millrace.telemetry import logging, waits
 from millrace.telemetry.settings import Settings
+from millrace.trainer import meters
 from millrace.trainer.background import BackgroundLoop
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.worker import TrainerWorker
@@ -102,7 +104,7 @@ class _Signals:
 
 
 class _Companions:
-    """What runs beside the training at rank 0: the worker agent and, where an address is set, the health server."""
+    """What runs beside the training at rank 0: the worker agent and, where addresses are set, health and metrics."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class _Companions:
         return any(future.done() and (future.cancelled() or future.exception()) for future in self._futures)
 
     def start(self) -> None:
-        """Starts both; the end of either, which only an error causes, stops the worker and is logged at once."""
+        """Starts them; the end of one, which only an error causes, stops the worker and is logged at once."""
         self._stopping = self._background.call(self._new_event(), what="starting", timeout_s=_END_S)
         description = Worker(
             worker_id=self._worker_id,
@@ -152,6 +154,8 @@ class _Companions:
         self._futures.append(self._background.submit(self._agent.run(self._stopping)))
         if self._settings.listen:
             self._futures.append(self._background.submit(self._serve(self._settings.listen, self._stopping)))
+        if self._settings.metrics_listen:
+            self._futures.append(self._background.submit(self._export(self._settings.metrics_listen, self._stopping)))
         for future in self._futures:
             future.add_done_callback(self._ended)
 
@@ -192,6 +196,12 @@ class _Companions:
             health_board=self._board,
             handle_signals=False,
         )
+
+    async def _export(self, address: str, stopping: asyncio.Event) -> None:
+        """Serves the metrics until the end."""
+        exported = meters.registry_of(lambda: self._worker.is_working, lambda: self._worker.has_failed)
+        async with metrics_server(address, exported):
+            await stopping.wait()
 
     async def _new_event(self) -> asyncio.Event:
         return asyncio.Event()

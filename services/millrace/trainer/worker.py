@@ -87,6 +87,17 @@ class TrainerWorker:
         self._slowest_step_s = 0.0
         self._idle = waits.LastingWait()
 
+    @property
+    def is_working(self) -> bool:
+        """Whether it works on a run that needs it."""
+        status = self._status
+        return bool(status.run_uid) and not status.is_over
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it reports an error of its run."""
+        return bool(self._status.error_reason)
+
     # The agent's ends.
 
     def report(self) -> HeartbeatRequest:

@@ -13,7 +13,10 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from millrace.errors import MillraceError
+from millrace.inference import meters
 from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.replica_parts import ReplicaParts, http_address
@@ -21,6 +24,7 @@ from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import Gate, GatedClient
 from millrace.inference.vllm.handover import WORKER_ID_VARIABLE, take_over
 from millrace.inference.vllm.routes import Replica, attach
+from millrace.telemetry import metrics
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 
@@ -63,6 +67,8 @@ class MillracePlugin:
         )
         if own.vllm_model is not None:
             await parts.updater.serve_fixed(Path(args.model))
+        for collector in (metrics.common("inference"), *meters.collectors(engine.status)):
+            REGISTRY.register(collector)  # vLLM's `GET /metrics` shows them beside its own
         replica = Replica(engine=engine, gate=gate, slot=slot, updater=parts.updater, owner=owner)
         state.millrace = replica
         url = http_address(args.host or "0.0.0.0", args.port)

@@ -1,0 +1,60 @@
+"""The trainer's metrics, exported by rank 0. It trains one run at a time, so they bear no run's name."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from millrace.telemetry.metrics import SECONDS, Family, Sheet, StateCollector, make_registry
+
+PHASE_SECONDS = Histogram(
+    "millrace_trainer_step_duration_seconds",
+    "Seconds of each step by phase: wait (for the batch), load, forward_backward (with the optimizer), publish and "
+    "checkpoint (as far as they hold training up), and step (all of it).",
+    ["phase"],
+    buckets=SECONDS,
+    registry=None,
+)
+STEPS = Counter("millrace_trainer_steps_total", "Optimizer steps.", registry=None)
+TOKENS = Counter("millrace_trainer_tokens_total", "Tokens of the batches that were trained.", registry=None)
+THROUGHPUT = Gauge(
+    "millrace_trainer_tokens_per_second", "Tokens of the last step, by its seconds, waiting included.", registry=None
+)
+VERSION = Gauge("millrace_trainer_policy_version", "Newest policy version that was published.", registry=None)
+PUBLISH_SECONDS = Histogram(
+    "millrace_trainer_publish_duration_seconds",
+    "Seconds from the snapshot of a policy until it was announced, beside the next step.",
+    buckets=SECONDS,
+    registry=None,
+)
+PUBLISH_BYTES = Counter("millrace_trainer_publish_bytes_total", "Bytes uploaded for policies.", registry=None)
+COUNTED = (PHASE_SECONDS, STEPS, TOKENS, THROUGHPUT, VERSION, PUBLISH_SECONDS, PUBLISH_BYTES)
+
+WORKING = Family("millrace_trainer_working", "1 while it works on a run, 0 while it is idle.")
+FAILED = Family("millrace_trainer_failed", "1 while it reports an error that its run's owner has to see.")
+FAMILIES = (WORKING, FAILED)
+
+
+def step_completed(seconds: dict[str, float], *, num_tokens: int) -> None:
+    """A step is over; `seconds` by phase, that of `step` being all of it."""
+    for phase, value in seconds.items():
+        PHASE_SECONDS.labels(phase).observe(value)
+    STEPS.inc()
+    TOKENS.inc(num_tokens)
+    THROUGHPUT.set(num_tokens / seconds["step"] if seconds["step"] > 0 else 0.0)
+
+
+def policy_published(version: int, *, size_bytes: int, seconds: float) -> None:
+    """A version is announced."""
+    VERSION.set(version)
+    PUBLISH_BYTES.inc(size_bytes)
+    PUBLISH_SECONDS.observe(seconds)
+
+
+def registry_of(is_working: Callable[[], bool], has_failed: Callable[[], bool]) -> CollectorRegistry:
+    """What this trainer exports."""
+
+    def read(sheet: Sheet) -> None:
+        sheet.put(WORKING, is_working())
+        sheet.put(FAILED, has_failed())
+
+    return make_registry("trainer", [StateCollector(FAMILIES, read), *COUNTED])
