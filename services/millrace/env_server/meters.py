@@ -10,7 +10,7 @@ from millrace.env_server.sink import RolloutSink
 from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
 
 ROLLOUTS = Family(
-    "millrace_env_server_held_rollouts",
+    "millrace_env_server_rollouts",
     "Rollouts that count against the capacity: playing in a worker, queued (for a worker, or behind one), or "
     "unappended (ended, and not in the log yet).",
     ("state",),
