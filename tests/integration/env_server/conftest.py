@@ -36,7 +36,7 @@ from millrace.storage.local import LocalStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"
 IM_START, IM_END = 256, 257
-LOAD_S = 90.0
+LOAD_S = 240.0
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -231,7 +231,7 @@ class Server:
         spec = self.spec(env_id, args)
         async with asyncio.timeout(LOAD_S):
             while True:
-                reply = await call(self.stub.OpenEnv, env_service_pb2.OpenEnvRequest(env=spec), timeout_s=5)
+                reply = await call(self.stub.OpenEnv, env_service_pb2.OpenEnvRequest(env=spec), timeout_s=60)
                 if not wait or reply.state != env_service_pb2.ENV_STATE_LOADING:
                     return reply
                 await asyncio.sleep(0.1)
@@ -258,7 +258,7 @@ class Server:
             "base_url": self.engine.base_url(changes.pop("mode", "ok")),
             "model": "policy",
             "sampling": env_service_pb2.Sampling(temperature=1.0, max_tokens=16),
-            "rollout_timeout_seconds": 20.0,
+            "rollout_timeout_seconds": 60.0,
             "epoch": self.epoch,
             "generation": 1,
             "planned_step": 7,
@@ -267,13 +267,13 @@ class Server:
         self._next_ordinal += 1
         return env_service_pb2.PlayGroupRequest(**{**values, **changes})
 
-    async def play(self, *requests: env_service_pb2.PlayGroupRequest, timeout_s: float = 90.0) -> list[Rollout]:
+    async def play(self, *requests: env_service_pb2.PlayGroupRequest, timeout_s: float = 240.0) -> list[Rollout]:
         """Play the groups and wait for all their rollouts in the stream; in order of ordinal and member."""
         for request in requests:
-            await call(self.stub.PlayGroup, request, timeout_s=5)
+            await call(self.stub.PlayGroup, request, timeout_s=60)
         return await self.collect(*requests, timeout_s=timeout_s)
 
-    async def collect(self, *requests: env_service_pb2.PlayGroupRequest, timeout_s: float = 90.0) -> list[Rollout]:
+    async def collect(self, *requests: env_service_pb2.PlayGroupRequest, timeout_s: float = 240.0) -> list[Rollout]:
         wanted = {(request.ordinal, member) for request in requests for member in request.members}
         found: dict[tuple[int, int], Rollout] = {}
         cursor = "0"

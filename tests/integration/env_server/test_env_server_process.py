@@ -17,7 +17,7 @@ import pytest_asyncio
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2, worker_service_pb2_grpc
 from millrace.rpc.channel import call, open_channel
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
 class Orchestrator(worker_service_pb2_grpc.WorkerServiceServicer):
@@ -66,14 +66,14 @@ def workers_of(pid: int) -> list[int]:
 
 
 async def open_environment(orchestrator: Orchestrator) -> worker_service_pb2.Worker:
-    worker = await asyncio.wait_for(orchestrator.worker, 30)
+    worker = await asyncio.wait_for(orchestrator.worker, 120)
     async with open_channel(worker.address) as channel:
         stub = env_service_pb2_grpc.EnvServiceStub(channel)
         spec = env_service_pb2.EnvSpec(name="r", id="reverse-text")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             state = env_service_pb2.ENV_STATE_LOADING
             while state == env_service_pb2.ENV_STATE_LOADING:
-                state = (await call(stub.OpenEnv, env_service_pb2.OpenEnvRequest(env=spec), timeout_s=5)).state
+                state = (await call(stub.OpenEnv, env_service_pb2.OpenEnvRequest(env=spec), timeout_s=60)).state
                 await asyncio.sleep(0.1)
     assert state == env_service_pb2.ENV_STATE_READY
     return worker
@@ -84,7 +84,7 @@ async def wait_gone(pids: list[int]) -> None:
         stat = Path(f"/proc/{pid}/stat")
         return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while any(is_running(pid) for pid in pids):
             await asyncio.sleep(0.1)
 
@@ -96,7 +96,7 @@ async def test_registers_serves_and_drains(process: tuple[Any, Orchestrator]) ->
     pids = workers_of(running.pid)
     assert len(pids) == 1
     running.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(running.wait(), 30) == 0
+    assert await asyncio.wait_for(running.wait(), 120) == 0
     await wait_gone(pids)
 
 
@@ -119,7 +119,7 @@ async def test_missing_settings_exit_2_and_name_every_variable() -> None:
         env=environ | {"MILLRACE_ENV_CAPACITY": "many"},
         stderr=asyncio.subprocess.PIPE,
     )
-    _, stderr = await asyncio.wait_for(running.communicate(), 30)
+    _, stderr = await asyncio.wait_for(running.communicate(), 120)
     assert running.returncode == 2
     for name in ("MILLRACE_REDIS_URL", "MILLRACE_STORE_URL", "MILLRACE_ORCHESTRATOR", "MILLRACE_LISTEN"):
         assert name in stderr.decode()
@@ -138,6 +138,6 @@ async def test_port_in_use_exits_5_and_names_the_address(redis_url: str, tmp_pat
         running = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "millrace.env_server.main", env=environ, stderr=asyncio.subprocess.PIPE
         )
-        _, stderr = await asyncio.wait_for(running.communicate(), 30)
+        _, stderr = await asyncio.wait_for(running.communicate(), 120)
     assert running.returncode == 5
     assert address in stderr.decode() and "Traceback" not in stderr.decode()

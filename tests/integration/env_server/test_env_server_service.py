@@ -16,21 +16,21 @@ from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
 from millrace.telemetry import waits
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
 async def play_group(server: Any, request: env_service_pb2.PlayGroupRequest) -> Any:
-    return await call(server.stub.PlayGroup, request, timeout_s=5)
+    return await call(server.stub.PlayGroup, request, timeout_s=60)
 
 
 async def playing(server: Any) -> list[env_service_pb2.PlayingGroup]:
     request = env_service_pb2.ListPlayingRequest(run_uid=server.log.uid, epoch=server.epoch)
-    return list((await call(server.stub.ListPlaying, request, timeout_s=5)).groups)
+    return list((await call(server.stub.ListPlaying, request, timeout_s=60)).groups)
 
 
 async def cancel(server: Any, *groups: env_service_pb2.PlayingGroup) -> int:
     request = env_service_pb2.CancelGroupsRequest(run_uid=server.log.uid, epoch=server.epoch, groups=groups)
-    return (await call(server.stub.CancelGroups, request, timeout_s=5)).num_cancelled
+    return (await call(server.stub.CancelGroups, request, timeout_s=60)).num_cancelled
 
 
 async def stream_length(server: Any) -> int:
@@ -154,14 +154,14 @@ async def test_rollouts_survive_a_log_that_is_gone(server: Any) -> None:
     await server.log.redis.delete(names.meta)
     request = server.request("faulty-v0", 0, size=2)
     await play_group(server, request)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not any("append of rollout" in wait.reason for wait in waits.snapshot("test")):
             await asyncio.sleep(0.1)
     assert server.service.groups.num_rollouts == 2
     await server.log.redis.hset(names.meta, mapping=meta)
-    rollouts = await server.collect(request, timeout_s=30)
+    rollouts = await server.collect(request)
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.OK}
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         while server.service.groups.num_rollouts:
             await asyncio.sleep(0.05)
 
@@ -176,7 +176,7 @@ async def test_kept_rollouts_are_given_up_when_their_ordinal_is_resolved(server:
     await asyncio.sleep(1.0)
     assert server.service.groups.num_rollouts == 1
     server.sink.note_run(server.log.uid, request.ordinal + 1, "")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while server.service.groups.num_rollouts:
             await asyncio.sleep(0.05)
     await server.log.redis.hset(names.meta, mapping=meta)
@@ -207,7 +207,7 @@ async def test_tasks_that_differ_between_workers_fail_the_environment(server: An
             for worker in pool._workers:
                 if worker is not None:
                     worker.kill("test")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while (await server.open("faulty-v0", args, wait=False)).state != env_service_pb2.ENV_STATE_FAILED:
             await asyncio.sleep(0.2)
     opened = await server.open("faulty-v0", args)

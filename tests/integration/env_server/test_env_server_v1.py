@@ -9,7 +9,7 @@ from millrace.rollouts.types import PolicySpan, Rollout, RolloutStatus
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(600),
     pytest.mark.usefixtures("tokenizer_manifest_key"),
 ]
 
