@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import InvalidStateError, UnavailableError
+from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference import pauses
 from millrace.inference.engine import EngineState, InflightMode, PolicyIdentity
 from millrace.inference.pauses import CallerPause
-from millrace.inference.vllm import engine as engines
-from millrace.inference.vllm import ranks
+from millrace.inference.vllm import prober, ranks
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import Gate
 from millrace.inference.vllm.ping import Ping
@@ -31,11 +30,15 @@ class Client:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.is_paused = False
+        self.is_generating = asyncio.Event()
+        self.is_generating.set()
         self.fails = ""
         self.blocks: dict[str, asyncio.Event] = {}
         self.reached: dict[str, asyncio.Event] = {}
         self.errored = False
+        self.num_read_beside, self.damage = 0, ""
+        foreseen = {"is_pending": False, "rows": [["w", "0:(4,)", 4, digest_hex(0)]]}
+        self.answers: dict[str, Any] = {"millrace_check": [[], []], "millrace_foreseen": foreseen}
         self.output_processor = SimpleNamespace(request_states={})
         self.model_config = SimpleNamespace(dtype="torch.float32", model="nowhere", max_model_len=8)
         scheduler = SimpleNamespace(max_num_seqs=1)
@@ -59,21 +62,33 @@ class Client:
             self.fails = ""
             raise UnavailableError("too slow", reason="ENGINE_SILENT")
 
-    async def pause_generation(self, **_: Any) -> None:
-        self.is_paused = True  # a call whose answer is lost was done all the same
+    @property
+    def is_paused(self) -> bool:
+        return not self.is_generating.is_set()
+
+    async def sleep(self, *, level: int, mode: str) -> None:
+        assert (level, mode) == (0, "keep")
+        self.is_generating.clear()  # a call whose answer is lost was done all the same
         await self.reach("pause")
 
-    async def resume_generation(self) -> None:
+    async def wake_up(self, tags: list[str]) -> bool:
+        assert tags == ["scheduling"]
         await self.reach("resume")
-        self.is_paused = False
+        self.is_generating.set()
+        return True
 
     async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
         assert method == "millrace_call"
         number, inner, _ = args
+        if inner == "millrace_read_beside":
+            self.num_read_beside += 1
+            return [[number, [0, self.damage], ""]]
         await self.reach(inner)
-        return [[number, [[], []] if inner == "millrace_check" else [], ""]]
+        return [[number, self.answers.get(inner, []), ""]]
 
     async def reset_prefix_cache(self, **_: Any) -> None: ...
+
+    async def abort(self, request_ids: list[str]) -> None: ...
 
     async def update_weight_version(self, version: str) -> None: ...
 
@@ -106,11 +121,12 @@ async def engine(
     client: Client, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[VllmEngine]:
     async def logprobs(client: Client, *_: Any, **__: Any) -> list[float]:
+        client.calls.append("probe handed in")
+        await client.is_generating.wait()
         await client.reach("probe")
-        assert not client.is_paused, "a paused scheduler computes no probe"
         return [-1.0]
 
-    monkeypatch.setattr(engines, "prompt_logprobs", logprobs)
+    monkeypatch.setattr(prober, "prompt_logprobs", logprobs)
     monkeypatch.setattr(ranks, "write_order", lambda *_: {})
     engine = VllmEngine(client, gate, directory=tmp_path)
     await engine.load(tmp_path, policy(), identity=FIRST)
@@ -125,12 +141,13 @@ def refusal(gate: Gate) -> str:
     return gate._refusal
 
 
-async def update(engine: VllmEngine) -> None:
+async def update(engine: VllmEngine, staged: Any = None) -> None:
     """What the updater does."""
+    staged = staged or policy()
     await engine.pause("update")
     try:
-        await engine.apply_policy(policy(), identity=SECOND, inflight_mode=InflightMode.KEEP)
-        await engine.prove(policy())
+        await engine.apply_policy(staged, identity=SECOND, inflight_mode=InflightMode.KEEP)
+        await engine.prove(staged)
     finally:
         await engine.resume("update")
 
@@ -217,7 +234,7 @@ async def test_a_resume_that_failed_is_tried_again(engine: VllmEngine, client: C
 
 async def test_an_adapter_is_proved_by_its_probe_alone(engine: VllmEngine, client: Client) -> None:
     held = await engine.prove(policy(adapter=SimpleNamespace()))
-    assert held.proof == "probe" and client.calls == ["probe"]
+    assert held.proof == "probe" and client.calls == ["probe handed in", "probe"]
 
 
 async def test_what_is_held_is_read_back_in_parts(engine: VllmEngine, client: Client) -> None:
@@ -225,7 +242,54 @@ async def test_what_is_held_is_read_back_in_parts(engine: VllmEngine, client: Cl
         TensorEntry(name=name, shape=(16 << 20,), dtype="float32", digest=digest_hex(0)) for name in ("a", "b", "c")
     ]
     await engine.prove(policy(tensors=tuple(entries)))
-    assert client.calls == ["millrace_digests"] * 3 + ["probe"]
+    assert sorted(client.calls) == ["millrace_digests"] * 3 + ["probe", "probe handed in"]
+
+
+async def test_a_delta_is_proved_by_what_was_foreseen_and_the_probe_of_the_first_step(
+    engine: VllmEngine, client: Client
+) -> None:
+    staged = policy()
+    await engine.check(staged)
+    await update(engine, staged)
+    [*prepared, paused, written, handed_in, resumed, probed] = client.calls
+    assert prepared == ["millrace_check", "millrace_stage", "millrace_foreseen"]
+    assert (paused, written, handed_in) == ("pause", "millrace_activate", "probe handed in")
+    assert (resumed, probed) == ("resume", "probe"), "nothing is read back whole"
+    async with asyncio.timeout(5):
+        while not client.num_read_beside:
+            await asyncio.sleep(0.001)
+    assert engine.status().state is EngineState.READY
+
+
+async def test_memory_that_is_not_what_was_proved_shows_before_the_pause(engine: VllmEngine, client: Client) -> None:
+    client.answers["millrace_foreseen"] = {"is_pending": False, "rows": [["w", "0:(4,)", 4, digest_hex(1)]]}
+    with pytest.raises(InternalError, match="digest"):
+        await engine.check(policy())
+    assert engine.status().state is EngineState.FAILED and "damaged" in engine.status().error
+    assert not client.pauses()
+
+
+async def test_damage_that_is_found_beside_the_serving_ends_it(engine: VllmEngine, client: Client, gate: Gate) -> None:
+    client.damage = "w is damaged"
+    await update(engine)
+    async with asyncio.timeout(5):
+        while engine.status().state is not EngineState.FAILED:
+            await asyncio.sleep(0.001)
+    assert refusal(gate) == engine.status().error == "w is damaged"
+
+
+async def test_a_probe_that_differs_keeps_the_gate_shut(engine: VllmEngine, client: Client, gate: Gate) -> None:
+    entering = asyncio.create_task(gate.enter("early"))
+    await entering
+    staged = policy(probe=Probe(token_ids=(1, 2), logprobs=(-3.0,)))
+    with pytest.raises(InternalError, match="probe"):
+        await update(engine, staged)
+    late = asyncio.create_task(gate.enter("late"))
+    await asyncio.sleep(0)
+    assert not late.done() and not gate._may_leave.is_set(), "what the unproved version made stays here"
+    await engine.fail("unproved")
+    with pytest.raises(UnavailableError, match="unproved"):
+        await late
 
 
 async def test_weights_of_a_directory_do_not_open_the_gate_of_a_run(

@@ -1,45 +1,43 @@
 """vLLM behind the `PolicyEngine` protocol: pause, apply in the workers, resume, prove, and only then let answers out.
 
-    check          while the old version serves: shapes, then the workers build what cannot be written in place
-    apply_policy   paused: write what is new, set vLLM's weight version (its spans come from that), KV cache by mode
-    prove          generation goes on, answers are kept back: read back every tensor that lies in the checkpoint's bits,
-                   compute the probe through the engine; then the gate opens
+    check          while the old version serves: shapes; then the workers build what cannot be written in place, and
+                   tell the digests that they will hold, by the bits that they hold now where something is to change
+    apply_policy   paused: write what is new and read that back, set vLLM's weight version (its spans come from that),
+                   KV cache by mode; the probe is handed in, to be computed in the first step of the new version
+    prove          generation goes on, answers are kept back until the probe is computed; then the gate opens, and the
+                   workers read everything back beside the serving. After a load they read it before the gate opens.
 
 Everything runs in the event loop of vLLM's API server, over its documented `EngineClient`.
 """
 
 import asyncio
-import json
 import logging
 import time
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference.engine import EngineState, EngineStatus, HeldDigest, InflightMode, PolicyIdentity
 from millrace.inference.pauses import OPERATOR
-from millrace.inference.probing import probe_problem
 from millrace.inference.updater import PAUSE_HOLDER
 from millrace.inference.vllm import gate as gates
+from millrace.inference.vllm.beside import BesideReader
 from millrace.inference.vllm.gate import Gate
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.lora import AdapterSlot
+from millrace.inference.vllm.model_config import config_problem, has_weights
 from millrace.inference.vllm.ping import Ping
-from millrace.inference.vllm.prompts import prompt_logprobs
-from millrace.inference.vllm.proofs import Readback, combine
+from millrace.inference.vllm.prober import Prober
+from millrace.inference.vllm.proofs import Readback, chunks, foresee, read_back
 from millrace.inference.vllm.ranks import Ranks, misfits, units_of
-from millrace.policies.manifest import Probe
+from millrace.inference.vllm.times import UpdateTimes
 from millrace.policies.staged import StagedPolicy
-from millrace.policies.tensors import element_bytes
 
 log = logging.getLogger(__name__)
 
 _RPC_DEADLINE_S = 120.0
 _RELOAD_DEADLINE_S = 1800.0
 _UNIT_BYTES = 16 << 20  # built between two decode steps: some ten milliseconds
-_DIGESTED_BYTES = 64 << 20  # read back between two decode steps: some tenth of a second
-_CONFIG_NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
 class VllmEngine:
@@ -65,10 +63,16 @@ class VllmEngine:
         self._lock = asyncio.Lock()
         self._loading = asyncio.Lock()
         self._num_loads = 0
-        self._paused_at: float | None = None
-        self._pause_s: float | None = None
+        self._times = UpdateTimes()
+        self._foreseen: tuple[StagedPolicy, Readback] | None = None
+        self._prober = Prober(client, self._ranks, self._adapters, bounded=self._bounded)
         self._num_applied = 0
         self._is_busy = False
+        self._beside = BesideReader(
+            lambda: self._bounded(self._ranks.call("millrace_read_beside")),
+            is_free=lambda: not self._pauses and not self._is_busy and not self._is_proving,
+            report=self.fail,
+        )
         self._ping = Ping(client, self._ranks)
 
     @property
@@ -121,7 +125,7 @@ class VllmEngine:
         """
         num_loads = self._num_loads
         self._ranks.require_readable(directory)
-        if directory is not None and not await asyncio.to_thread(_has_weights, Path(directory)):
+        if directory is not None and not await asyncio.to_thread(has_weights, Path(directory)):
             raise InvalidStateError(
                 f"{directory} is no directory with safetensors files", reason="WEIGHTS_NOT_FOUND", remedy="name one"
             )
@@ -145,6 +149,7 @@ class VllmEngine:
     async def check(self, staged: StagedPolicy) -> None:
         """See `PolicyEngine.check`; ends with the version staged in the workers."""
         self._require_ready()
+        self._foreseen, began = None, time.monotonic()
         if staged.manifest.adapter is not None:
             self._adapters.check(staged)
             return
@@ -161,6 +166,13 @@ class VllmEngine:
         sizes = units_of(await self._rpc("millrace_stage", order))
         for first, last in chunks(sizes, _UNIT_BYTES):
             await self._rpc("millrace_prepare", first, last)
+        try:
+            found = await foresee(self._rpc, staged.manifest)
+        except InternalError as error:  # what serves is not what was proved, then raises
+            await self.fail(f"the engine's memory is damaged: {error}")
+            raise
+        self._foreseen = None if found is None else (staged, found)
+        self._times.prepare_s = time.monotonic() - began
 
     async def apply_policy(
         self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
@@ -172,12 +184,15 @@ class VllmEngine:
             self._gate.hold()
             if staged.manifest.adapter is None:
                 await self._rpc("millrace_activate", identity.version)
+            self._times.mark("write")
             await self._put_adapter(staged if staged.manifest.adapter is not None else None)
+            self._prober.begin(staged)  # vLLM takes it while it is paused, and computes it in its first step
             await self._set_version(identity)
             if inflight_mode is InflightMode.RECOMPUTE:
                 await self._bounded(self._client.reset_prefix_cache(reset_running_requests=True))
             else:
                 await self._recall()
+            self._times.mark("switch")
         except BaseException as error:  # marks the engine as failed, then raises
             await self.fail(f"applying policy {identity} failed half-way: {error}")
             raise
@@ -190,56 +205,44 @@ class VllmEngine:
         self._require_ready()
         self._is_proving = True  # pauses that come meanwhile begin afterwards
         try:
+            probing = self._prober.begin(staged)
             await self._follow_pauses()  # the probe runs through the scheduler
-            self._count_pause()
-            found = await self._read_back(staged)
-            probe = staged.manifest.probe
-            if not found.is_whole and probe is None:
+            self._times.mark("resume")
+            self._times.go_on()
+            found = await self._held(staged)
+            self._times.mark("readback")
+            if not found.is_whole and probing is None:
                 raise InternalError(
                     "the policy cannot be proved: vLLM holds it in a layout of its own, and its manifest has no probe",
                     reason="POLICY_NOT_PROVABLE",
                     remedy="publish it with the probe's log-probs",
                 )
-            if probe is not None:
-                await self._compute_probe(staged, probe)
+            if probing is not None:
+                await probing
+            self._times.mark("probe")
         finally:
+            self._prober.end()
             self._is_proving = False
             if self._pauses - {PAUSE_HOLDER}:  # an update's own ends now: to stop for that would be of no use
                 await self._follow_pauses()
         assert self._identity is not None
         self._gate.open(self._salt(self._identity))
-        proof = "+".join(name for name, is_given in (("readback", found.is_whole), ("probe", probe)) if is_given)
+        self._times.report(self._identity.version)
+        self._beside.begin()
+        proof = "+".join(name for name, is_given in (("readback", found.is_whole), ("probe", probing)) if is_given)
         return HeldDigest(digest=staged.manifest.digest, proof=proof)
 
-    async def _read_back(self, staged: StagedPolicy) -> Readback:
-        """What the workers hold in the checkpoint's bits, some of it between any two decode steps.
-
-        Of an adapter nothing: its tensors have no place in the model, and the base was proved when it was loaded.
-        """
-        if staged.manifest.adapter is not None:
-            return Readback(names=(), is_whole=False)
-        tensors = staged.manifest.tensors
-        sizes = [prod(tensor.shape) * element_bytes(tensor.dtype) for tensor in tensors]
-        found: list[Any] = []
-        for first, last in chunks(sizes, _DIGESTED_BYTES):
-            found += await self._rpc("millrace_digests", [tensor.name for tensor in tensors[first:last]])
-        return combine(found, staged.manifest)
-
-    async def _compute_probe(self, staged: StagedPolicy, probe: Probe) -> None:
-        """InternalError if the engine's log-probs of the probe are not the manifest's."""
-        computed = str(self._client.model_config.dtype).removeprefix("torch.")
-        dtypes = [*{tensor.dtype for tensor in staged.tensors.values()}, computed]
-        for core in self._ranks.cores:
-            salt = f"probe-{time.time_ns()}"
-            asking = prompt_logprobs(
-                self._client, probe.token_ids, salt=salt, lora_request=self._adapters.request, core=core
-            )
-            if (problem := probe_problem(probe.logprobs, await self._bounded(asking), dtypes=dtypes)) is not None:
-                raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
+    async def _held(self, staged: StagedPolicy) -> Readback:
+        """What the workers hold: as it was foreseen, now that it is written and that was read back, or read whole."""
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and foreseen[0] is staged:
+            return foreseen[1]
+        return await read_back(self._rpc, staged.manifest)
 
     async def fail(self, error: str) -> None:
         """See `PolicyEngine.fail`."""
         self._state, self._error, self._identity = EngineState.FAILED, error, None
+        self._prober.end()
         self._gate.refuse(error)
         await self._doom(error)
 
@@ -252,7 +255,7 @@ class VllmEngine:
         if holder != OPERATOR:
             self._gate.wait()
         if holder == PAUSE_HOLDER:
-            self._paused_at, self._pause_s = time.monotonic(), 0.0
+            self._times.begin()
         self._pauses.add(holder)
         try:
             await self._follow_pauses()
@@ -260,6 +263,8 @@ class VllmEngine:
             self._pauses.discard(holder)  # who could not pause does not resume
             await self.fail(f"vLLM cannot be paused: {error}")
             raise
+        if holder == PAUSE_HOLDER:
+            self._times.mark("pause")
 
     async def resume(self, holder: str) -> None:
         """See `PolicyEngine.resume`."""
@@ -270,7 +275,7 @@ class VllmEngine:
             await self.fail(f"vLLM cannot go on: {error}")
             raise
         if holder == PAUSE_HOLDER:
-            self._count_pause()
+            self._times.end()
 
     def status(self) -> EngineStatus:
         """See `PolicyEngine.status`."""
@@ -289,12 +294,13 @@ class VllmEngine:
             num_finished=self._gate.num_finished,
             error="vLLM's engine is dead" if is_dead else self._error or self._ping.error,
             is_dead=is_dead,
-            pause_s=self._pause_s,
+            pause_s=self._times.standstill_s,
         )
 
     async def close(self) -> None:
         """See `PolicyEngine.close`; vLLM ends itself."""
         self._ping.stop()
+        self._beside.stop()
         self._gate.refuse("this replica is shutting down")
         await self.abort_all()
 
@@ -313,16 +319,12 @@ class VllmEngine:
                 return
             self._is_stopped = None
             if should_stop:
-                await self._bounded(self._client.pause_generation(mode="keep", clear_cache=False))
+                # Of level 0: the scheduler's pause alone, as `pause_generation` has it before it sleeps for 20 ms so
+                # that what was computed has been answered. What still comes is kept back by the gate.
+                await self._bounded(self._client.sleep(level=0, mode="keep"))
             else:
-                await self._bounded(self._client.resume_generation())
+                await self._bounded(self._client.wake_up(tags=["scheduling"]))
             self._is_stopped = should_stop
-
-    def _count_pause(self) -> None:
-        """The update's standstill has ended, if it had not before."""
-        if self._paused_at is not None:
-            self._pause_s = (self._pause_s or 0.0) + time.monotonic() - self._paused_at
-            self._paused_at = None
 
     async def _put_adapter(self, staged: StagedPolicy | None) -> None:
         """The adapter of all that begins or goes on from now on; None is a whole policy's, which adds nothing."""
@@ -370,36 +372,12 @@ class VllmEngine:
 
     def _require_same_config(self, model_dir: Path) -> None:
         """InvalidStateError, and a request for a restart, if the policy is of another architecture than the model."""
-        wanted, held = (_config(directory) for directory in (model_dir, Path(self._client.model_config.model)))
-        differing = sorted(key for key in wanted.keys() | held.keys() if wanted.get(key) != held.get(key))
-        if not differing:
+        problem = config_problem(model_dir, Path(self._client.model_config.model))
+        if not problem:
             return
-        problem = f"the policy's config.json is not that of vLLM's model (differing: {', '.join(differing[:8])})"
         is_asked = not self._is_fixed and ask_restart(problem)
         raise InvalidStateError(
             problem,
             reason="MODEL_CONFIG_MISMATCH",
             remedy="wait for the restart" if is_asked else "start the replica without MILLRACE_MODEL",
         )
-
-
-def _has_weights(directory: Path) -> bool:
-    return any(directory.glob("*.safetensors"))
-
-
-def chunks(sizes: list[int], limit: int) -> list[tuple[int, int]]:
-    """Consecutive [first, last) of items, each of about `limit` and at least one item."""
-    found: list[tuple[int, int]] = []
-    first = total = 0
-    for index, size in enumerate(sizes):
-        if index > first and total + size > limit:
-            found.append((first, index))
-            first, total = index, 0
-        total += size
-    return [*found, (first, len(sizes))] if sizes else []
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    config: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
-    return {key: value for key, value in config.items() if key not in _CONFIG_NOISE}

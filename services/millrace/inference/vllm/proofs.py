@@ -1,13 +1,23 @@
-"""What the workers read back, put together and compared with a manifest."""
+"""What the workers hold, as they read it or foresee it, put together and compared with a manifest."""
 
-from collections.abc import Iterable
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from millrace.errors import InternalError
+from millrace.errors import InternalError, UnavailableError
 from millrace.policies.digest import add_digests, digest_hex
 from millrace.policies.manifest import PolicyManifest
+from millrace.policies.tensors import element_bytes
+
+_DIGESTED_BYTES = 64 << 20  # read back between two decode steps: some tenth of a second
+_FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
+_FORESEE_DEADLINE_S = 1800.0  # the digests of a whole model by one thread of each worker
+
+Call = Callable[..., Awaitable[list[Any]]]
+"""One call of every worker, by the method's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +46,55 @@ def combine(found: Iterable[list[list[Any]]], manifest: PolicyManifest) -> Readb
             raise _mismatch(f"the engine holds digest {held} for {entry.name}, not {entry.digest}")
         names.append(entry.name)
     return Readback(names=tuple(names), is_whole=len(names) == len(manifest.tensors))
+
+
+async def read_back(call: Call, manifest: PolicyManifest) -> Readback:
+    """What the workers hold in the checkpoint's bits, read whole, some of it between any two decode steps.
+
+    Of an adapter nothing: its tensors have no place in the model, and the base was proved when it was loaded.
+    """
+    if manifest.adapter is not None:
+        return Readback(names=(), is_whole=False)
+    sizes = [prod(tensor.shape) * element_bytes(tensor.dtype) for tensor in manifest.tensors]
+    found: list[Any] = []
+    for first, last in chunks(sizes, _DIGESTED_BYTES):
+        found += await call("millrace_digests", [tensor.name for tensor in manifest.tensors[first:last]])
+    return combine(found, manifest)
+
+
+async def foresee(call: Call, manifest: PolicyManifest) -> Readback | None:
+    """What the workers will hold with the staged version; None if that has to be read back after it is written.
+
+    InternalError if that is not the version: then what they hold now is not what was proved.
+    """
+    began, poll_s = time.monotonic(), _FIRST_POLL_S
+    while True:
+        answers = await call("millrace_foreseen")
+        if not any(answer["is_pending"] for answer in answers):
+            break
+        if time.monotonic() - began > _FORESEE_DEADLINE_S:
+            raise UnavailableError(
+                f"vLLM's workers did not digest the policy within {_FORESEE_DEADLINE_S:.0f} s",
+                reason="ENGINE_SILENT",
+                remedy="restart it",
+            )
+        await asyncio.sleep(poll_s)
+        poll_s = min(2 * poll_s, _LAST_POLL_S)
+    if any(answer["rows"] is None for answer in answers):
+        return None
+    return combine([answer["rows"] for answer in answers], manifest)
+
+
+def chunks(sizes: list[int], limit: int) -> list[tuple[int, int]]:
+    """Consecutive [first, last) of items, each of about `limit` and at least one item."""
+    found: list[tuple[int, int]] = []
+    first = total = 0
+    for index, size in enumerate(sizes):
+        if index > first and total + size > limit:
+            found.append((first, index))
+            first, total = index, 0
+        total += size
+    return [*found, (first, len(sizes))] if sizes else []
 
 
 def _mismatch(problem: str) -> InternalError:
