@@ -50,7 +50,12 @@ def _own(component: str) -> set[str]:
 def _environ(container: dict, *, name: str = "demo-0") -> dict[str, str]:
     """What the process would see; a secret is `redis://secret`."""
     environ = {item["name"]: item.get("value", "redis://secret:6379/0") for item in container["env"]}
-    environ |= {"POD_NAME": name, "POD_INDEX": "0"}
+    environ |= {
+        "POD_NAME": name,
+        "POD_INDEX": "0",
+        "LWS_WORKER_INDEX": "0",
+        "LWS_LEADER_ADDRESS": f"{name}.inference.rl",
+    }
     return {key: _USE.sub(lambda use: environ[use[1]], value) for key, value in environ.items()}
 
 
@@ -106,7 +111,9 @@ def test_every_server_may_start_as_it_is_set_up(rendered, tmp_path):
     token = new_token()
     if made := [item for item in rendered.of_kind("Secret") if item["metadata"]["name"].endswith("worker-token")]:
         token = base64.b64decode(made[0]["data"]["token"]).decode()
-    for folder, text in (("worker-token/token", token), ("tokens/tokens", token_line(new_token(), "alice"))):
+    files = {"worker-token/token": token, "tokens/tokens": token_line(new_token(), "alice")}
+    files["metrics-token/token"] = new_token()
+    for folder, text in files.items():
         path = tmp_path / folder
         path.parent.mkdir()
         path.write_text(text + "\n")
@@ -154,5 +161,5 @@ def test_flags_of_vllm(render):
     assert flags == {"gpu_memory_utilization": 0.9}
     environ = _environ(render("multi-node").pod("inference").spec["containers"][0], name="demo-millrace-inference-0")
     flags = json.loads(environ["MILLRACE_VLLM_FLAGS"])
-    assert flags["master_addr"] == "demo-millrace-inference-0.demo-millrace-inference.rl.svc"
-    assert (flags["nnodes"], flags["node_rank"], flags["tensor_parallel_size"]) == (2, 0, 8)
+    assert (flags["master_addr"], flags["node_rank"]) == ("demo-millrace-inference-0.inference.rl", "0")
+    assert (flags["nnodes"], flags["tensor_parallel_size"]) == (2, 8)

@@ -1,11 +1,13 @@
 """Gangs over several nodes: what torchrun is told, checked by torchrun's own parser, and who is rank 0."""
 
+import json
 import re
 import subprocess
 import sys
 
 import pytest
 
+from millrace.inference.launch_node import Node
 from millrace.local.ports import free_ports
 
 CASES = {"multi-node": (4, 8), "external-stores": (2, 2)}
@@ -93,8 +95,18 @@ def test_an_engine_over_several_nodes_is_one_group(render):
     spec = render("multi-node").of_kind("LeaderWorkerSet")[0]["spec"]
     group = spec["leaderWorkerTemplate"]
     assert group["size"] == 2 and group["restartPolicy"] == "RecreateGroupOnPodRestart"
-    words = group["workerTemplate"]["spec"]["containers"][0]["args"]
-    assert {"--headless", "--nnodes=2", "--node-rank=$(LWS_WORKER_INDEX)", "--tensor-parallel-size=8"} <= set(words)
+    (server,), (node,) = (group[name]["spec"]["containers"] for name in ("leaderTemplate", "workerTemplate"))
+    assert "command" not in node and "args" not in node, "the launcher, which knows how policies reach its node"
+    assert node["env"] == server["env"] and node["image"] == server["image"]
+    environ = {one["name"]: one.get("value") for one in node["env"]}
+    flags = json.loads(environ["MILLRACE_VLLM_FLAGS"])
+    wanted = {"node_rank": "$(LWS_WORKER_INDEX)", "master_addr": "$(LWS_LEADER_ADDRESS)", "tensor_parallel_size": 8}
+    assert wanted.items() <= flags.items()
+    assert environ["MILLRACE_STORE_URL"] and environ["MILLRACE_MODEL"], "each node pulls policies from the store"
+    for rank in "01":  # as LWS and Kubernetes fill them in
+        text = environ["MILLRACE_VLLM_FLAGS"].replace("$(LWS_WORKER_INDEX)", rank)
+        node_of = Node.of(json.loads(text.replace("$(LWS_LEADER_ADDRESS)", "inference-0.inference.rl")))
+        assert node_of == Node(rank=int(rank), count=2, master=("inference-0.inference.rl", 29500))
     service = render("multi-node").one("Service", "inference-http")["spec"]["selector"]
     leader, worker = (group[name]["metadata"]["labels"] for name in ("leaderTemplate", "workerTemplate"))
     assert service.items() <= leader.items() and not service.items() <= worker.items()

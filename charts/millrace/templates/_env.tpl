@@ -29,6 +29,7 @@ against the code); the others are for the libraries below it, or are used by a l
 - name: MILLRACE_WORKER_TOKEN_FILE
   value: /etc/millrace/worker-token/{{ $root.Values.auth.workers.existingSecretKey }}
 {{ include "millrace.env.tls" $root }}
+{{- include "millrace.env.metricsToken" $root }}
 {{- if $root.Values.tls.enabled }}
 - name: MILLRACE_HEALTH_LISTEN # Kubernetes' probes speak no TLS; this port tells the health and nothing else
   value: "0.0.0.0:50055"
@@ -114,6 +115,7 @@ against the code); the others are for the libraries below it, or are used by a l
 {{ include "millrace.env.common" (list $root .Values.orchestrator) }}
 - name: MILLRACE_LISTEN
   value: "0.0.0.0:50051"
+{{- include "millrace.env.metrics" . }}
 {{ include "millrace.env.redis" . }}
 {{ include "millrace.env.store" . }}
 {{- include "millrace.env.tokens" . }}
@@ -136,6 +138,7 @@ against the code); the others are for the libraries below it, or are used by a l
 {{ include "millrace.env.common" (list . $values) }}
 - name: MILLRACE_LISTEN
   value: "0.0.0.0:50052"
+{{- include "millrace.env.metrics" . }}
 - name: MILLRACE_ADVERTISE
   value: "$(POD_NAME).{{ include "millrace.component" (list . "env-server") }}.{{ .Release.Namespace }}.svc:50052"
 {{ include "millrace.env.orchestratorAddress" . }}
@@ -183,8 +186,8 @@ against the code); the others are for the libraries below it, or are used by a l
 {{- if eq $values.engine "vllm" }}
 {{- $flags := deepCopy $values.vllmFlags }}
 {{- if gt (int $values.nodes) 1 }}
-{{- $leader := printf "$(POD_NAME).%s.%s.svc" (include "millrace.component" (list . "inference")) .Release.Namespace }}
-{{- $flags = merge (dict "nnodes" (int $values.nodes) "node_rank" 0 "master_addr" $leader "master_port" 29500 "distributed_executor_backend" "mp") $flags }}
+{{- /* LWS puts its variables before those of the template, so that they can be used here; the leader has index 0 */}}
+{{- $flags = merge (dict "nnodes" (int $values.nodes) "node_rank" "$(LWS_WORKER_INDEX)" "master_addr" "$(LWS_LEADER_ADDRESS)" "master_port" 29500 "distributed_executor_backend" "mp") $flags }}
 {{- end }}
 {{- if and (gt (int $values.gpu.count) 1) (not (hasKey $flags "tensor_parallel_size")) (eq (int $values.nodes) 1) }}
 {{- $flags = merge (dict "tensor_parallel_size" (int $values.gpu.count)) $flags }}
@@ -217,6 +220,7 @@ against the code); the others are for the libraries below it, or are used by a l
 {{ include "millrace.env.common" (list . $values) }}
 - name: MILLRACE_LISTEN
   value: "0.0.0.0:50054"
+{{- include "millrace.env.metrics" . }}
 {{ include "millrace.env.orchestratorAddress" . }}
 {{ include "millrace.env.redis" . }}
 {{ include "millrace.env.store" . }}
