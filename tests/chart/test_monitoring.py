@@ -1,51 +1,222 @@
-"""Alerts and scalers look at metrics that exist."""
+"""Alerts and scalers look at metrics that the code exports; Prometheus gets in with a token and nobody else does."""
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
-SERVER = Path(__file__).parents[2] / "services" / "millrace" / "inference"
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+
+from millrace.env_server import meters as env_server
+from millrace.inference import meters as inference
+from millrace.inference.engine import EngineState, EngineStatus
+from millrace.orchestrator import meters as orchestrator
+from millrace.orchestrator.workers import WorkerRegistry
+from millrace.telemetry.metrics import make_registry
+from millrace.trainer import meters as trainer
+
+DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
 # vLLM's own names (vllm/v1/metrics/loggers.py of 0.32).
 VLLM = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:generation_tokens_total"}
+WITH_RULES = ("multi-node", "external-stores")
+SCRAPED = {"orchestrator": "metrics", "env-server": "metrics", "trainer": "metrics", "inference": "http"}
 
 
-def _ours() -> set[str]:
-    """The names that `GET /metrics` of the embedded engine writes."""
-    text = "".join(path.read_text() for path in SERVER.glob("*.py"))
-    return {f"millrace_inference_{name}" for name in re.findall(r'\("(\w+)", "(?:gauge|counter)",', text)}
+def _engine_status() -> EngineStatus:
+    return EngineStatus(
+        state=EngineState.EMPTY,
+        identity=None,
+        is_paused=False,
+        num_running=0,
+        num_waiting=0,
+        max_num_seqs=1,
+        max_model_len=1,
+        progress_age_s=0.0,
+        num_generated_tokens=0,
+        num_finished=0,
+    )
+
+
+def _registries() -> dict[str, CollectorRegistry]:
+    """What each service's own code makes, over parts that hold nothing."""
+    spool = SimpleNamespace(num_rollouts=0, num_bytes=0, limit_bytes=1)
+    service = SimpleNamespace(pools=[], num_rollouts=0, capacity=1)
+    catalog, manager = SimpleNamespace(views=[]), SimpleNamespace(driven=list)
+    return {
+        "orchestrator": orchestrator.registry_of(manager, catalog, WorkerRegistry()),  # type: ignore[arg-type]
+        "env-server": env_server.registry_of(service, SimpleNamespace(num_pending=0, spool=spool)),  # type: ignore[arg-type]
+        "trainer": trainer.registry_of(lambda: False, lambda: False),
+        "inference": make_registry("inference", inference.collectors(_engine_status)),
+    }
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, dict[str, set[str]]]:
+    """By service: its metrics of ours and the labels of each, as Prometheus would store them."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for service, registry in _registries().items():
+        assert generate_latest(registry)
+        found[service] = {}
+        for collector in list(registry._collector_to_names):
+            own = getattr(collector, "_labelnames", None)
+            for metric in collector.describe() if hasattr(collector, "describe") else []:
+                labels = set(own if own is not None else getattr(metric, "_labelnames", ()))
+                endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(metric.type, [""])
+                found[service] |= {f"{metric.name}{ending}": labels for ending in endings}
+    return found
 
 
 def _metrics(expression: str) -> set[str]:
-    return set(re.findall(r"(?:millrace_|vllm:)\w+", expression))
+    return set(re.findall(r"(?:millrace_|vllm:)\w+", re.sub(r'"[^"]*"', '""', expression)))
 
 
-def test_rules_use_metrics_that_exist(render):
-    known = _ours() | VLLM
-    assert len(_ours()) >= 6
-    for case in ("multi-node", "external-stores"):
-        rules = [
-            rule for group in render(case).of_kind("PrometheusRule")[0]["spec"]["groups"] for rule in group["rules"]
-        ]
-        assert len(rules) >= 3
+def _matchers(expression: str) -> list[tuple[str, set[str]]]:
+    """Each of our metrics with the labels that it is selected by, those of the target left out."""
+    found = re.findall(r"(millrace_\w+)\{([^}]*)\}", expression)
+    of_target = {"namespace", "service", "pod"}
+    return [
+        (name, set(re.findall(r"(\w+)(?:=|!)", re.sub(r'"[^"]*"', "", inner))) - of_target) for name, inner in found
+    ]
+
+
+def _rules(made) -> list[dict]:
+    (item,) = made.of_kind("PrometheusRule")
+    return [rule for group in item["spec"]["groups"] for rule in group["rules"]]
+
+
+def _expressions(render) -> list[str]:
+    found = [rule["expr"] for case in WITH_RULES for rule in _rules(render(case))]
+    for item in render("multi-node").of_kind("ScaledObject"):
+        found += [trigger["metadata"]["query"] for trigger in item["spec"]["triggers"]]
+    return found
+
+
+def test_rules_and_queries_use_metrics_that_exist(render, exported):
+    ours = {name: labels for service in exported.values() for name, labels in service.items()}
+    assert len(ours) > 40
+    for expression in _expressions(render):
+        assert _metrics(expression) <= ours.keys() | VLLM, expression
+        for name, labels in _matchers(expression):
+            assert labels <= ours[name], f"{name} has no such label: {expression}"
+
+
+def test_a_misspelt_name_would_be_found(exported):
+    ours = {name for service in exported.values() for name in service}
+    assert not _metrics('rate(millrace_runz{state="running"}[5m]) > 0') <= ours
+    assert _matchers('millrace_runs{stat="x",namespace="y"}') == [("millrace_runs", {"stat"})]
+
+
+def test_alerts_look_where_the_metric_is(render, exported):
+    """A rule that selects another component's pods would never fire."""
+    engines = {name for name in exported["inference"] if name.startswith("millrace_inference")}
+    for expression in _expressions(render):
+        for name in _metrics(expression) & engines:
+            for inner in re.findall(rf"{name}\{{([^}}]*)\}}", expression):
+                assert "inference-http" in inner, expression
+
+
+def test_every_alert_says_what_to_do(render):
+    for case in WITH_RULES:
+        rules = _rules(render(case))
+        assert len({rule["alert"] for rule in rules}) == len(rules) >= 15
         for rule in rules:
-            assert _metrics(rule["expr"]) <= known, rule["alert"]
-            assert {"summary", "description"} <= set(rule["annotations"])
+            assert len(rule["annotations"]["description"]) > 40 and rule["annotations"]["summary"].endswith("."), rule
+            assert rule["labels"]["severity"] in ("info", "warning", "critical")
+            assert rule["for"]
 
 
-def test_scalers_use_metrics_that_exist(render):
-    (trigger,) = render("multi-node").of_kind("ScaledObject")[0]["spec"]["triggers"]
+@pytest.mark.parametrize("case", WITH_RULES)
+def test_prometheus_takes_the_rules(render, case, tmp_path):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    (item,) = render(case).of_kind("PrometheusRule")
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump(item["spec"]))
+    done = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_scalers_use_metrics_that_exist(render, exported):
+    made = render("multi-node")
+    engine, rollouts = made.one("ScaledObject", "inference"), made.one("ScaledObject", "env-server")
+    (trigger,) = engine["spec"]["triggers"]
     assert _metrics(trigger["metadata"]["query"]) == {"vllm:num_requests_waiting"}
-    (metric,) = render("external-stores").one("HorizontalPodAutoscaler", "inference")["spec"]["metrics"]
-    assert metric["pods"]["metric"]["name"] in _ours()
-
-
-def test_prometheus_scrapes_each_engine_once_and_with_a_token(render):
+    targets = {
+        trigger["metadata"]["query"]: trigger["metadata"]["threshold"] for trigger in rollouts["spec"]["triggers"]
+    }
+    assert sorted(targets.values()) == ["32", "384"], "queued for each env-server, and 75 % of its capacity"
+    assert all(_metrics(query) == {"millrace_env_server_rollouts"} for query in targets)
     made = render("external-stores")
-    monitor = made.of_kind("ServiceMonitor")[0]["spec"]
-    wanted = monitor["selector"]["matchLabels"]
-    services = [item for item in made.of_kind("Service") if wanted.items() <= item["metadata"]["labels"].items()]
-    (service,) = services
-    (endpoint,) = monitor["endpoints"]
-    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
-    assert endpoint["scheme"] == "https" and endpoint["authorization"]["credentials"]["name"] == "rl-worker-token"
-    rule = made.of_kind("PrometheusRule")[0]["spec"]["groups"][0]["rules"][0]["expr"]
-    assert f'service="{service["metadata"]["name"]}"' in rule
+    (metric,) = made.one("HorizontalPodAutoscaler", "inference")["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] in exported["inference"]
+    metric, cpu = made.one("HorizontalPodAutoscaler", "env-server")["spec"]["metrics"]
+    assert exported["env-server"][metric["pods"]["metric"]["name"]] == {"state"}
+    assert cpu["type"] == "ContainerResource"
+
+
+@pytest.mark.parametrize("case", WITH_RULES)
+def test_prometheus_scrapes_each_pod_once_and_with_a_token(render, case):
+    made = render(case)
+    scraped = {}
+    for monitor in made.of_kind("ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        (service,) = [s for s in made.of_kind("Service") if wanted.items() <= s["metadata"]["labels"].items()]
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+        assert endpoint["scheme"] == "https" and endpoint["path"] == "/metrics"
+        secret = {"multi-node": "scrape-token", "external-stores": "rl-worker-token"}[case]
+        assert endpoint["authorization"]["credentials"] == {"name": secret, "key": "token"}
+        scraped[wanted["app.kubernetes.io/component"]] = endpoint["port"]
+    assert scraped == SCRAPED
+
+
+def test_the_names_that_prometheus_expects_are_in_the_certificate(render):
+    made = render("multi-node")
+    names = made.of_kind("Certificate")[0]["spec"]["dnsNames"]
+    for monitor in made.of_kind("ServiceMonitor"):
+        host = monitor["spec"]["endpoints"][0]["tlsConfig"]["serverName"]
+        assert host in names or f"*.{host.partition('.')[2]}" in names, host
+
+
+def test_the_scrapers_token_reaches_every_pod_and_the_workers_stays_apart(render):
+    made = render("multi-node")
+    for component in SCRAPED:
+        container = made.pod(component).spec["containers"][0]
+        environ = {item["name"]: item.get("value") for item in container["env"]}
+        assert environ["MILLRACE_METRICS_TOKEN_FILE"] == "/etc/millrace/metrics-token/token"
+        volumes = {item["name"]: item for item in made.pod(component).spec["volumes"]}
+        assert volumes["metrics-token"]["secret"]["secretName"] == "scrape-token"
+
+
+def test_only_the_scraper_reaches_the_metrics_port(render):
+    made = render("multi-node")
+    for component in ("orchestrator", "env-server", "trainer"):
+        rules = made.one("NetworkPolicy", component)["spec"]["ingress"]
+        (rule,) = [rule for rule in rules if 9090 in [port["port"] for port in rule.get("ports", [])]]
+        assert rule["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    for component in ("orchestrator", "env-server", "trainer"):
+        assert "9090" not in json.dumps(render("cpu").one("NetworkPolicy", component)), "nobody is named, nobody comes"
+
+
+def test_metrics_can_be_switched_off(render):
+    made = render("cpu", "monitoring.metrics.enabled=false")
+    assert "9090" not in json.dumps(made.objects) and "METRICS" not in json.dumps(made.objects)
+
+
+def test_the_metrics_are_never_published(render):
+    made = render("cpu", "orchestrator.service.type=LoadBalancer")
+    published = made.one("Service", "orchestrator")
+    assert [port["name"] for port in published["spec"]["ports"]] == ["grpc"]
+    assert made.one("Service", "orchestrator-metrics")["spec"]["clusterIP"] == "None"
+
+
+def test_the_documentation_lists_every_metric_and_no_other(exported):
+    section = DOCS.read_text().partition("## Metrics")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `(millrace_\w+)`", section, re.MULTILINE))
+    ends = re.compile(r"_(bucket|sum|count)$")
+    assert listed == {ends.sub("", name) for service in exported.values() for name in service}

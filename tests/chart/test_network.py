@@ -22,8 +22,8 @@ CALLS = {
     ("inference", "object-store", 8333),
     ("trainer", "object-store", 8333),
 }
-PORTS = {"orchestrator": [50051], "env-server": [50052], "inference": [50053, 8000], "trainer": [50054]}
-PORTS |= {"redis": [6379], "object-store": [8333]}
+PORTS = {"orchestrator": [50051, 9090], "env-server": [50052, 9090], "inference": [50053, 8000]}
+PORTS |= {"trainer": [50054, 9090], "redis": [6379], "object-store": [8333]}
 
 
 def _matches(selector: dict, labels: dict[str, str]) -> bool:

@@ -45,6 +45,14 @@ def _tables(value, path=()):
         ("inference.nodes=2", "inference.nodes above 1 needs inference.engine vllm"),
         ("trainer.nodes=2,trainer.replicas=2", "trainer.replicas has to be 1"),
         ("inference.autoscaling.enabled=true", "needs inference.autoscaling.prometheusUrl"),
+        (
+            "envServer.autoscaling.enabled=true,envServer.autoscaling.kind=keda",
+            "needs envServer.autoscaling.prometheusUrl",
+        ),
+        (
+            "monitoring.metrics.enabled=false,monitoring.prometheusRule.enabled=true",
+            "monitoring.prometheusRule looks at",
+        ),
         ("trainer.exampleModel.enabled=false", "helmTest.run needs trainer.exampleModel.enabled"),
         ("orchestrator.ingress.enabled=true", "orchestrator.ingress.enabled needs a host"),
         ("orchestrator.replicas=2", "orchestrator: Additional property replicas is not allowed"),

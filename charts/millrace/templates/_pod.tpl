@@ -93,6 +93,7 @@ resources:
 - name: worker-token # secrets are folders, not subPaths: only so a changed one reaches the running process
   mountPath: /etc/millrace/worker-token
   readOnly: true
+{{- include "millrace.metricsToken.mount" .root }}
 {{- if and .hasTokens .root.Values.auth.existingSecret }}
 - name: tokens
   mountPath: /etc/millrace/tokens
@@ -128,6 +129,7 @@ resources:
   secret:
     secretName: {{ include "millrace.workerTokenSecret" .root }}
     defaultMode: 0440
+{{- include "millrace.metricsToken.volume" .root }}
 {{- if and .hasTokens .root.Values.auth.existingSecret }}
 - name: tokens
   secret:

@@ -37,6 +37,16 @@
 {{- if and .Values.inference.autoscaling.enabled (eq .Values.inference.autoscaling.kind "keda") (empty .Values.inference.autoscaling.prometheusUrl) -}}
 {{- $wrong = append $wrong "inference.autoscaling.kind keda needs inference.autoscaling.prometheusUrl" -}}
 {{- end -}}
+{{- $byRollouts := and .Values.envServer.autoscaling.enabled (ne .Values.envServer.autoscaling.kind "cpu") -}}
+{{- if and $byRollouts (not .Values.monitoring.metrics.enabled) -}}
+{{- $wrong = append $wrong "envServer.autoscaling.kind keda and hpa follow the env-servers' metrics: monitoring.metrics.enabled has to be true" -}}
+{{- end -}}
+{{- if and $byRollouts (eq .Values.envServer.autoscaling.kind "keda") (empty .Values.envServer.autoscaling.prometheusUrl) -}}
+{{- $wrong = append $wrong "envServer.autoscaling.kind keda needs envServer.autoscaling.prometheusUrl" -}}
+{{- end -}}
+{{- if and .Values.monitoring.prometheusRule.enabled (not .Values.monitoring.metrics.enabled) -}}
+{{- $wrong = append $wrong "monitoring.prometheusRule looks at the metrics of all components: monitoring.metrics.enabled has to be true" -}}
+{{- end -}}
 {{- range $name, $scaling := dict "inference" .Values.inference.autoscaling "envServer" .Values.envServer.autoscaling -}}
 {{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- $wrong = append $wrong (printf "%s.autoscaling.minReplicas is above maxReplicas" $name) -}}

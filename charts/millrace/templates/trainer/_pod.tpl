@@ -75,6 +75,7 @@ containers:
       - name: grpc
         containerPort: 50054
       {{- include "millrace.healthPort" $root | nindent 6 }}
+      {{- include "millrace.metricsPort" $root | nindent 6 }}
       {{- if gt (int $values.nodes) 1 }}
       - name: rendezvous
         containerPort: 29400
