@@ -151,15 +151,20 @@ def prompt_logprobs(
 
 
 def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes]:
-    """A finished body as server-sent events: one chunk per choice with everything, one with its end, usage, [DONE]."""
+    """A finished body as server-sent events: two chunks per choice, then the usage, then [DONE].
+
+    The first chunk has the text, the token ids and the log-probs, the last one how it ended and its policy spans.
+    """
     is_chat = whole["object"] == "chat.completion"
     head = {key: whole[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if is_chat else "text_completion"
     if wants_usage:
         head["usage"] = None
     for choice in whole["choices"]:
-        first = {**choice, "finish_reason": None}
-        last: dict[str, Any] = {"index": choice["index"], "finish_reason": choice["finish_reason"], "logprobs": None}
+        end = {key: choice[key] for key in ("finish_reason", "stop_reason", "policy_spans")}
+        first: dict[str, Any] = {key: value for key, value in choice.items() if key not in end}
+        first["finish_reason"] = None
+        last: dict[str, Any] = {"index": choice["index"], "logprobs": None, **end}
         if is_chat:
             delta = dict(first.pop("message"))
             if calls := delta.pop("tool_calls", None):

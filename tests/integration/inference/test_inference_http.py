@@ -86,6 +86,8 @@ async def test_stream_is_valid_and_ends_with_usage(client):
     assert text == plain.choices[0].message.content
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == plain.choices[0].finish_reason
     assert chunks[-1].choices == [] and chunks[-1].usage == plain.usage
+    assert chunks[-2].choices[0].policy_spans == plain.choices[0].policy_spans
+    assert plain.choices[0].policy_spans[-1]["end"] == plain.usage.completion_tokens
 
 
 async def test_completions_take_text_and_tokens_one_and_many(served, client, reference):

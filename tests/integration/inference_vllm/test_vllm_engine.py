@@ -126,6 +126,76 @@ async def test_each_update_is_computed_with_on_every_route(served: Any, run: Run
         e for event in streamed for c in event["choices"] for e in (c.get("logprobs") or {}).get("content") or []
     ]
     assert len(entries) == 8 and streamed[-1]["choices"][0]["finish_reason"] == "length"
+    plain |= {"ignore_eos": True, "n": 2}
+    for path, request in (("/v1/completions", plain), ("/inference/v1/generate", raw_body(prompt, n=2, max_tokens=8))):
+        events = [event async for event in served.stream(path, request)]
+        for index in range(2):
+            tokens, spans = joined(events, index)
+            assert len(tokens) == 8 and spans == [{"lineage": 0, "version": 3, "start": 0, "end": 8}]
+
+
+async def test_a_stream_says_at_its_end_which_policy_made_which_token(served: Any, run: Run) -> None:
+    chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "seed": 1}
+    asked = {**chat, "logprobs": True, "return_token_ids": True, "ignore_eos": True}
+    events: list[dict[str, Any]] = []
+    async for event in served.stream("/v1/chat/completions", asked):
+        events.append(event)
+        if len(events) == 3:
+            await served.serve(run.delta(1, base=0))
+    tokens, spans = joined(events, 0)
+    assert [(span["version"], span["end"]) for span in spans] == [(0, spans[1]["start"]), (1, 200)]
+    cut = spans[0]["end"]
+    assert len(tokens) == 200 and 0 < cut < 200
+    content = [c["logprobs"]["content"] for event in events for c in event["choices"] if c.get("logprobs")]
+    said = [entry["logprob"] for entries in content for entry in entries]
+    prompt = next(event["prompt_token_ids"] for event in events if event.get("prompt_token_ids"))
+    old = published.logprobs(run.models[0], prompt, tokens)[:cut]
+    new = published.kept_logprobs(run.models[0], run.models[1], prompt, tokens, cut)
+    np.testing.assert_allclose(said, [*old, *new], atol=GAP)
+
+
+def raw_body(prompt: list[int], **sampling: Any) -> dict[str, Any]:
+    return {"token_ids": prompt, "sampling_params": {**sampling, "ignore_eos": True}}
+
+
+def joined(events: list[dict[str, Any]], index: int) -> tuple[list[int], list[dict[str, int]]]:
+    """The token ids of a streamed choice, and its spans, which only its last chunk has."""
+    chunks = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    assert [chunk for chunk in chunks if chunk.get("policy_spans")] == chunks[-1:], "not where it ends"
+    return [token for chunk in chunks for token in chunk.get("token_ids") or []], chunks[-1]["policy_spans"]
+
+
+@pytest.mark.parametrize("mode", [pb.INFLIGHT_MODE_KEEP, pb.INFLIGHT_MODE_RECOMPUTE])
+async def test_scores_of_a_prompt_never_come_from_the_cache_of_another_version(
+    served: Any, run: Run, mode: "pb.InflightMode"
+) -> None:
+    prompt = [(11 * index) % 250 for index in range(100)]
+    assert (await served.generate([*prompt, 1])).num_cached == 0
+    await assert_scored_by(run, 0, served, prompt)
+    assert (await served.generate([*prompt, 2])).num_cached == 96, "the cache works, so that it can be wrong"
+    await served.pause()
+    waiting = [asyncio.create_task(assert_scored_by(run, 1, served, prompt, last)) for last in range(2)]
+    await served.open_requests(len(waiting))
+    await served.serve(run.delta(1, base=0), mode)
+    await served.resume()
+    await asyncio.gather(*waiting)
+    await assert_scored_by(run, 1, served, prompt)
+    after = await served.generate([*prompt, 3])
+    run.assert_computed_by(1, [*prompt, 3], after)
+    assert after.num_cached == 96, "what a scored prompt left in the cache is of the new version"
+
+
+async def assert_scored_by(run: Run, version: int, client: Any, prompt: list[int], last: int = 9) -> None:
+    """A request for prompt log-probs gets those of that version, also if it asks for cached ones."""
+    tokens = [*prompt, last]
+    for options in ({}, {"skip_reading_prefix_cache": False}):
+        body = raw_body(tokens, max_tokens=1, prompt_logprobs=0, **options)
+        code, answer, _ = await client.post("/inference/v1/generate", body)
+        assert code == 200, answer
+        rows = answer["prompt_logprobs"]
+        said = [row[str(token)]["logprob"] for row, token in zip(rows[1:], tokens[1:], strict=True)]
+        expected = published.logprobs(run.models[version], tokens[:1], tokens[1:])
+        np.testing.assert_allclose(said, expected, atol=GAP)
 
 
 async def test_recompute_leaves_nothing_of_the_old_version(served: Any, run: Run) -> None:

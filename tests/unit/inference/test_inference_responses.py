@@ -59,6 +59,8 @@ def test_streams_carry_tool_calls_and_usage(tokenizer):
     assert first["choices"][0]["delta"]["tool_calls"][0]["index"] == 0
     assert first["prompt_token_ids"] == [1, 2] and first["choices"][0]["token_ids"]
     assert (first["choices"][0]["finish_reason"], last["choices"][0]["finish_reason"]) == (None, "tool_calls")
+    assert last["choices"][0]["policy_spans"] == whole["choices"][0]["policy_spans"] != []
+    assert "policy_spans" not in first["choices"][0] and last["choices"][0]["delta"] == {}
     assert usage["choices"] == [] and usage["usage"] == whole["usage"]
 
 

@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import CALLS, Calls, Gate
+from millrace.inference.vllm.spans import add_last_spans, add_spans, name_tokens, rewritten
 
 # vllm and what comes with it are in their own environment, which the type checker does not see.
 from fastapi import APIRouter, Request  # isort: skip # pyright: ignore[reportMissingImports]
@@ -97,7 +98,7 @@ def attach(app: Any) -> None:
 async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
     """OpenAI's chat; vLLM renders, generates and parses."""
     serving = raw_request.app.state.openai_serving_chat
-    return await _serve(raw_request, lambda: serving.create_chat_completion(request, raw_request), _add_spans)
+    return await _serve(raw_request, lambda: serving.create_chat_completion(request, raw_request), _Spans.of(request))
 
 
 @router.post("/v1/completions")
@@ -106,7 +107,7 @@ async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response
 async def completions(request: CompletionRequest, raw_request: Request) -> Response:
     """OpenAI's completions."""
     serving = raw_request.app.state.openai_serving_completion
-    return await _serve(raw_request, lambda: serving.create_completion(request, raw_request), _add_spans)
+    return await _serve(raw_request, lambda: serving.create_completion(request, raw_request), _Spans.of(request))
 
 
 @router.post("/inference/v1/generate")
@@ -114,17 +115,16 @@ async def completions(request: CompletionRequest, raw_request: Request) -> Respo
 @load_aware_call
 async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     """Tokens in, tokens out. Log-probs are always there, named `token_id:N` as clients want them."""
-    if request.sampling_params.logprobs is None:
-        request.sampling_params.logprobs = 0
+    sampling = request.sampling_params
+    if sampling.logprobs is None:
+        sampling.logprobs = 0
+    if sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None:
+        # vLLM computes no log-probs of what it takes from the cache: their rows would be whatever was in that memory,
+        # and it dies of them. By default it does not look there; a caller that asks for it must not end the engine.
+        sampling.skip_reading_prefix_cache = True
     serving = raw_request.app.state.serving_tokens
-
-    def finish(body: dict[str, Any], calls: Calls) -> None:
-        _add_spans(body, calls)
-        for choice in body["choices"]:
-            for entry in (choice.get("logprobs") or {}).get("content") or []:
-                entry["token"] = f"token_id:{entry['token_id']}"
-
-    return await _serve(raw_request, lambda: serving.serve_tokens(request, raw_request), finish)
+    how = _Spans(per_call=sampling.n, is_raw=True)
+    return await _serve(raw_request, lambda: serving.serve_tokens(request, raw_request), how)
 
 
 @router.get("/v1/models")
@@ -167,10 +167,35 @@ def _replica(request: Request) -> Replica:
     return request.app.state.millrace
 
 
-async def _serve(
-    request: Request, call: Callable[[], Awaitable[Any]], finish: Callable[[dict[str, Any], Calls], None]
-) -> Response:
-    """One call of a serving object behind the gate; `finish` adds to the body what the engine said."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spans:
+    """How the spans come into an answer. `is_raw` also names its tokens, as tokens in, tokens out wants it."""
+
+    per_call: int
+    """Choices that one call of the engine makes; 0 for beam search, whose calls are not its choices."""
+    is_raw: bool = False
+
+    @classmethod
+    def of(cls, request: Any) -> "_Spans":
+        """For OpenAI's routes."""
+        return cls(per_call=0 if request.use_beam_search else request.n or 1)
+
+    def whole(self, body: dict[str, Any], calls: Calls) -> None:
+        """Finishes an answer in one piece."""
+        add_spans(body, calls)
+        if self.is_raw:
+            name_tokens(body)
+
+    def chunk(self, body: dict[str, Any], calls: Calls) -> None:
+        """Finishes a chunk of a stream."""
+        if self.per_call:
+            add_last_spans(body, calls, per_call=self.per_call)
+        if self.is_raw:
+            name_tokens(body)
+
+
+async def _serve(request: Request, call: Callable[[], Awaitable[Any]], spans: _Spans) -> Response:
+    """One call of a serving object behind the gate, with the spans that the engine told."""
     calls = Calls()
     token = CALLS.set(calls)
     try:
@@ -183,36 +208,11 @@ async def _serve(
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(), status_code=answer.error.code)
     if not hasattr(answer, "model_dump"):
-        return StreamingResponse(answer, media_type="text/event-stream")
+        events = rewritten(answer, lambda chunk: spans.chunk(chunk, calls))
+        return StreamingResponse(events, media_type="text/event-stream")
     body = answer.model_dump()
-    finish(body, calls)
+    spans.whole(body, calls)
     return Response(json.dumps(body, separators=(",", ":"), ensure_ascii=False), media_type="application/json")
-
-
-def _add_spans(body: dict[str, Any], calls: Calls) -> None:
-    """`policy_spans` of every choice; the choices are those of the calls, in order."""
-    outputs = [found[index] for found in calls.outputs for index in sorted(found)]
-    if len(outputs) != len(body["choices"]):
-        raise UnavailableError("a choice has no end", reason="GENERATION_ABORTED", remedy="retry")
-    for choice, output in zip(body["choices"], outputs, strict=True):
-        choice["policy_spans"] = [_span(span) for span in output.weight_versions or ()]
-        if choice.get("token_ids") is not None and len(choice["token_ids"]) != len(output.token_ids):
-            raise UnavailableError("a choice is not that of its spans", reason="GENERATION_ABORTED", remedy="retry")
-
-
-def _span(span: Any) -> dict[str, int]:
-    fields: Mapping[str, Any] = span if isinstance(span, Mapping) else vars_of(span)
-    lineage, _, version = str(fields["version"]).partition("-")
-    return {"lineage": int(lineage), "version": int(version), "start": fields["start"], "end": fields["end"]}
-
-
-def vars_of(span: Any) -> Mapping[str, Any]:
-    """vLLM's span (version, start, end) as a mapping."""
-    return (
-        dict(zip(("version", "start", "end"), span, strict=True))
-        if isinstance(span, tuple)
-        else {name: getattr(span, name) for name in ("version", "start", "end")}
-    )
 
 
 _STATUS = ((CapacityError, 429), (UnavailableError, 503), (InvalidSpecError, 400), (InvalidStateError, 400))
