@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import chaos_loop
+from chaos_logs import wait_line
 from chaos_run import WAITS_S
 from chaos_stack import PREFIX, ChaosStack
 
@@ -37,7 +38,8 @@ class ExtraReplica:
         port, http_port = free_ports(2)
         self.address = f"127.0.0.1:{port}"
         self.set_store(is_there=True)
-        with (directory / "inference.log").open("a") as output:
+        self.log = directory / "inference.log"
+        with self.log.open("a") as output:
             self.process: subprocess.Popen[str] = chaos.workplace.popen(
                 *("-m", "millrace.inference.main"),
                 stdout=output,
@@ -64,6 +66,14 @@ class ExtraReplica:
     def hang_next_apply(self, seconds: float) -> Path:
         """Its next update stands still in the middle for so long; returns the record of that."""
         return faults.arm(self._faults, Fault(point=Point.INFERENCE_MID_APPLY, action=Action.SLEEP, seconds=seconds))
+
+    def die_in_next_download(self) -> None:
+        """It kills itself as soon as it has read the first objects of its next version."""
+        faults.arm(self._faults, Fault(point=Point.INFERENCE_MID_DOWNLOAD))
+
+    def said(self, words: str, *, timeout_s: float = WAITS_S) -> str:
+        """Wait for a line of its log with these words."""
+        return wait_line(self.log, words, since=0.0, timeout_s=timeout_s, alive=lambda: self.process.poll() is None)
 
     def status(self) -> pb.PolicyStatus:
         """What it says that it serves; an empty status while it does not answer."""

@@ -32,7 +32,7 @@ from workplaces import STOP_TIMEOUT_S, Workplace
 from millrace.client import Client
 from millrace.config.load import load
 from millrace.config.schema import RLConfig
-from millrace.errors import UnavailableError
+from millrace.errors import MillraceError, UnavailableError
 from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.local.supervisor import tail
@@ -86,6 +86,7 @@ class ChaosStack:
         self._env = dict(env or {})
         self._process: subprocess.Popen[str] | None = None
         self._numbers = itertools.count(1)
+        self._runs: list[ChaosRun] = []
 
     # Life of the stack.
 
@@ -249,7 +250,17 @@ class ChaosStack:
             async with Client(self.address) as client:
                 return (await client.runs.create(config.resolved_json(), run_id=run_id)).uid
 
-        return ChaosRun(address=self.address, name=f"runs/{run_id}", uid=chaos_loop.call(create()))
+        run = ChaosRun(address=self.address, name=f"runs/{run_id}", uid=chaos_loop.call(create()))
+        self._runs.append(run)
+        return run
+
+    def cancel_left(self) -> None:
+        """Cancel what a failed test left running: the next test needs the workers."""
+        runs, self._runs = self._runs, []
+        for run in runs:
+            if not run.is_over:
+                with contextlib.suppress(MillraceError, TimeoutError, AssertionError):
+                    run.cancel()
 
     def submit_patiently(self, *, timeout_s: float = WAITS_S, **overrides: Any) -> ChaosRun:
         """Submit although the orchestrator may be dead at the moment."""

@@ -47,6 +47,7 @@ def chaos(chaos_session: ChaosStack) -> Iterator[ChaosStack]:
     chaos_session.wait_ready()
     yield chaos_session
     chaos_session.disarm()
+    chaos_session.cancel_left()
 
 
 @pytest.fixture
