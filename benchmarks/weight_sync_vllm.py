@@ -1,9 +1,16 @@
-"""How long the clients of a real vLLM wait for a token when new weights come: deltas, full copies, a file on disk.
+"""How long a real vLLM stands still, and its clients wait for a token, when new weights come.
 
-One replica, started by the launcher as in production; one client streams a completion all the time. The pause of an
-update is the longest time between two tokens of it, less the usual time between two. What a file on disk costs is
-measured first, by the replica's `POST /update_weights`: pause, have vLLM read and load a safetensors file, resume; that
-is how systems without deltas do it, and it proves nothing.
+One replica, started by the launcher as in production; one client streams a completion all the time. Each round brings,
+one after the other, a new run's first version, which is a full reload (fetch, vLLM's own loader, proof; what is in
+flight ends), a delta, and a full copy. Before the rounds, as a replica that serves a run refuses it: a file on disk by
+`POST /update_weights` (pause, have vLLM read and load a safetensors file, resume), which is how systems without deltas
+do it and proves nothing; and pauses in which nothing is done.
+
+* `standstill`, of the replica's own clock: from the order to pause, which waits for the step that runs, until vLLM goes
+  on. Of a full reload: until it is proved, as nothing is served before.
+* `held`: from the same moment until the version is proved. So long requests wait at the gate and answers are kept back.
+* `without a token`: the longest time between two tokens at the client while the update lasts (fetch and preparation
+  included, which take processors from the engine where these are few), less the usual time between two.
 """
 
 import asyncio
@@ -15,8 +22,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from report import REPOSITORY, progress, table
@@ -46,7 +55,11 @@ FLAGS = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8, "kv_ca
 START_S, CALL_S = 120.0, 120.0
 PROMPT = [1, 2, 3]
 SETTLED_TOKENS = 20  # tokens on either side of an update, by which the usual time between two is known
-DELTA, FULL, FILE = "delta, proved", "full copy, staged, proved", "file on disk, unproved"
+DELTA, FULL = "delta, proved", "full copy in place, proved"
+RELOAD, FILE, EMPTY = "full reload: load and prove", "file on disk, unproved", "empty pause"
+APPLIED, LOADED = "policy applied and proved", "weights of a directory loaded"
+PARTS = {"pause_s": "pause", "write_s": "write", "switch_s": "switch", "resume_s": "resume", "probe_s": "probe"}
+GOAL = 0.1
 
 
 class Versions:
@@ -130,6 +143,13 @@ class Client:
             await asyncio.sleep(0.1)
         raise TimeoutError(f"version {entry.version} does not serve after {START_S:.0f} s")
 
+    async def pause(self) -> float:
+        """Pauses and resumes, with nothing in between; seconds until it goes on."""
+        began = time.perf_counter()
+        await call(self._stub.PauseGeneration, pb.PauseGenerationRequest(), timeout_s=CALL_S)
+        await call(self._stub.ResumeGeneration, pb.ResumeGenerationRequest(), timeout_s=CALL_S)
+        return time.perf_counter() - began
+
     async def load_file(self, directory: Path) -> None:
         """PRIME-RL's way."""
         async with self._session.post("/update_weights", json={"weight_dir": str(directory)}) as response:
@@ -156,55 +176,103 @@ class Client:
         return pause
 
 
+@dataclass(slots=True)
+class Measured:
+    """Seconds, by kind of update; `parts` are those of the deltas, as the replica logs them."""
+
+    standstill: dict[str, list[float]] = field(default_factory=dict)
+    held: dict[str, list[float]] = field(default_factory=dict)
+    silent: dict[str, list[float]] = field(default_factory=dict)
+    update: dict[str, list[float]] = field(default_factory=dict)
+    parts: dict[str, list[float]] = field(default_factory=dict)
+
+    def note(self, name: str, **seconds: float) -> None:
+        """Adds one update's."""
+        for kind, value in seconds.items():
+            getattr(self, kind).setdefault(name, []).append(value)
+
+
 def vllm_report(*, quick: bool, versions: int) -> str:
-    """The table as Markdown."""
+    """The tables as Markdown."""
     with tempfile.TemporaryDirectory(prefix="weight-sync-vllm-") as directory:
         place = Path(directory)
         model = Model(place / "model", quick=quick)
-        paused, stated = asyncio.run(_measure(place, model, versions))
-    delta = statistics.median(paused[DELTA])
-    rows = [
-        [
-            name,
-            median(seconds),
-            f"{max(seconds):.3f}",
-            median(stated[name]) if name in stated else "-",
-            "-" if name == DELTA else f"{100 * delta / statistics.median(seconds):.1f} %",
-        ]
-        for name, seconds in paused.items()
-    ]
+        found = asyncio.run(_measure(place, model, versions))
+    columns = (found.standstill, found.held, found.silent, found.update)
+    rows = [[name, *(_cell(column.get(name, [])) for column in columns)] for name in (DELTA, FULL, RELOAD, FILE, EMPTY)]
+    parts = [PARTS[name] for name in PARTS if name in found.parts]
     return "\n\n".join(
         [
             "## Publish to serving, engine: vllm",
             f"{model.num_parameters:,} parameters in bf16, {100 * DENSITY:g} % of the weights change per version, real "
-            f"vLLM on CPU. Seconds in which a client that streams gets no token, beyond the usual time between two; "
-            f"{versions} updates each.",
-            table(["update", "median", "slowest", "as the replica states it", "a delta's pause of it"], rows),
+            f"vLLM on CPU, load average {os.getloadavg()[0]:.0f}. Seconds, medians of {versions} (and the slowest); "
+            "what each column means stands in `benchmarks/weight_sync_vllm.py`.",
+            table(["update", "standstill", "held", "without a token", "update in all"], rows),
+            "A delta's time in parts:",
+            table(["", *parts, "prepare, before"], [["delta", *map(_cell, found.parts.values())]]),
+            _goal(found),
         ]
     )
 
 
-async def _measure(place: Path, model: Model, count: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    paused: dict[str, list[float]] = {DELTA: [], FULL: [], FILE: []}
-    stated: dict[str, list[float]] = {DELTA: [], FULL: []}
+def _cell(seconds: Sequence[float]) -> str:
+    return f"{median(seconds)} ({max(seconds):.3f})" if seconds else "-"
+
+
+def _goal(found: Measured) -> str:
+    """A delta's pause against each full reload's, in both meanings of the word."""
+    rows = []
+    for name in (RELOAD, FULL, FILE):
+        whole = statistics.median(found.standstill[name])
+        row: list[object] = [name, f"{whole:.3f}"]
+        for times in (found.standstill, found.held):
+            share = statistics.median(times[DELTA]) / whole
+            row.append(f"{100 * share:.1f} % ({'met' if share <= GOAL else 'MISSED'})")
+        rows.append(row)
+    header = ["full reload", "its standstill", "a delta's standstill of it", "a delta's held time of it"]
+    return table(header, rows)
+
+
+async def _measure(place: Path, model: Model, count: int) -> Measured:
+    found = Measured()
     async with _replica(place, Versions(place, model)) as (client, versions):
         for number in range(count):
-            progress(f"vLLM: {FILE}, {number + 1} of {count}")
+            progress(f"vLLM: {FILE} and {EMPTY}, {number + 1} of {count}")
             await client.tokens(SETTLED_TOKENS)
-            loading = asyncio.create_task(client.load_file(place / "model"))
-            paused[FILE].append(await client.pause_of(loading))
-        for name in (DELTA, FULL):
-            uid = "delta" if name == DELTA else "full"
-            committer = versions.committer(uid, delta=name == DELTA)
-            await client.serve(uid, versions.next(committer, 0))
-            for version in range(1, count + 1):
-                progress(f"vLLM: {name}, {version} of {count}")
+            silent = await client.pause_of(asyncio.create_task(client.load_file(place / "model")))
+            found.note(FILE, silent=silent, standstill=_last(place, LOADED)["standstill_s"])
+            found.note(EMPTY, standstill=await client.pause())
+        for number in range(count):
+            uid = f"run{number}"
+            progress(f"vLLM: {RELOAD}, {number + 1} of {count}")
+            committer = versions.committer(uid, delta=True)
+            status = await client.serve(uid, versions.next(committer, 0))
+            found.note(RELOAD, standstill=status.pause_seconds, update=status.update_seconds)
+            for version, name in ((1, DELTA), (2, FULL)):
+                progress(f"vLLM: {name}, {number + 1} of {count}")
+                if name == FULL:
+                    committer = versions.committer(uid, delta=False)
                 entry = versions.next(committer, version)
                 await client.tokens(SETTLED_TOKENS)
                 updating = asyncio.create_task(client.serve(uid, entry))
-                paused[name].append(await client.pause_of(updating))
-                stated[name].append(updating.result().pause_seconds)
-    return paused, stated
+                silent = await client.pause_of(updating)
+                said = _last(place, APPLIED)
+                found.note(name, silent=silent, standstill=said["standstill_s"], held=said["held_s"])
+                found.note(name, update=updating.result().update_seconds)
+                if name == DELTA:
+                    for part in (*PARTS, "prepare_s"):
+                        found.note(part, parts=said[part])
+    return found
+
+
+def _last(place: Path, message: str) -> dict[str, Any]:
+    """The replica's last log line of that kind."""
+    for line in reversed((place / "replica.log").read_text().splitlines()):
+        with contextlib.suppress(json.JSONDecodeError):
+            fields = json.loads(line)
+            if isinstance(fields, dict) and fields.get("msg") == message:
+                return fields
+    raise RuntimeError(f"the replica did not log {message!r}")
 
 
 @contextlib.asynccontextmanager
@@ -221,6 +289,7 @@ async def _replica(place: Path, versions: Versions) -> AsyncIterator[tuple[Clien
         "MILLRACE_HTTP_LISTEN": http,
         "MILLRACE_STORE_URL": f"file://{place}/store",
         "MILLRACE_DRAIN_S": "0",
+        "MILLRACE_LOG_JSON": "1",
     }
     with (place / "replica.log").open("wb") as sink:
         process = await asyncio.create_subprocess_exec(

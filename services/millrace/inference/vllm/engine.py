@@ -132,6 +132,7 @@ class VllmEngine:
         async with self._loading:
             self._require_no_run(num_loads)
             identity = PolicyIdentity(run_uid="", lineage=0, version=self._num_applied + 1)
+            began = time.monotonic()
             await self.pause("directory")
             try:
                 await self._rpc("millrace_reload_directory", directory, deadline_s=_RELOAD_DEADLINE_S)
@@ -142,6 +143,7 @@ class VllmEngine:
                 raise
             finally:
                 await self.resume("directory")
+            log.info("weights of a directory loaded", extra={"standstill_s": round(time.monotonic() - began, 4)})
             self._state, self._error, self._identity = EngineState.READY, "", identity
             self._require_no_run(num_loads)
             self._gate.open(self._salt(identity))
