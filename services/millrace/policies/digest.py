@@ -42,6 +42,15 @@ def bits_digest(bits: NDArray[np.unsignedinteger], *, start: int = 0) -> int:
     return mixer.digest()
 
 
+def placed_digest(bits: NDArray[np.unsignedinteger], positions: NDArray[np.int64]) -> int:
+    """The digest of element bits [N] that lie at the row-major indices `positions` [N] of their tensor."""
+    mixer = _Mixer(min(bits.size, _BLOCK_ELEMENTS))
+    for begin in range(0, bits.size, _BLOCK_ELEMENTS):
+        mixer.place_at(positions[begin : begin + _BLOCK_ELEMENTS])
+        mixer.add(bits[begin : begin + _BLOCK_ELEMENTS])
+    return mixer.digest()
+
+
 def share_digests(tensors: Mapping[str, NDArray[np.unsignedinteger]]) -> dict[tuple[str, int], int]:
     """The digests of whole tensors, from their flat bits, in shares of `SHARE_ELEMENTS`: by name and first element.
 

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,30 @@ _MARK = "TEST_OF_VLLM"
 
 @dataclass(slots=True)
 class Server:
-    """A launcher with its vLLM. `directory` has its log, its faults and its store."""
+    """A launcher with its vLLM. `directory` has its log, its faults and its store; `environ` is the launcher's."""
 
     process: subprocess.Popen[bytes]
     directory: Path
     grpc: str
     http: str
+    environ: dict[str, str]
 
     @classmethod
-    def start(cls, python: str, model: Path, directory: Path, flags: dict[str, Any]) -> "Server":
-        """Starts it on a model directory, and waits until that serves."""
+    def start(
+        cls,
+        python: str,
+        model: Path,
+        directory: Path,
+        flags: dict[str, Any],
+        *,
+        beside: Callable[["Server"], object] | None = None,
+        start_s: float = START_S,
+        **more: str,
+    ) -> "Server":
+        """Starts it on a model directory, and waits until that serves.
+
+        `beside` starts what the replica needs beside this process; `more` goes into its environment.
+        """
         grpc, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_"))}
         environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -58,14 +72,17 @@ class Server:
             "MILLRACE_DRAIN_S": "0",
             "PYTHONUNBUFFERED": "1",
             _MARK: str(directory),
+            **more,
         }
         with (directory / "replica.log").open("wb") as sink:
             process = subprocess.Popen(
                 [sys.executable, "-m", "millrace.inference.main"], env=environ, stdout=sink, stderr=subprocess.STDOUT
             )
-        server = cls(process, directory, grpc, f"http://{http}")
+        server = cls(process, directory, grpc, f"http://{http}", environ)
         try:
-            server._await_health()
+            if beside is not None:
+                beside(server)
+            server._await_health(start_s)
         except BaseException:  # nothing is left behind, then raises
             server.kill()
             raise
@@ -101,8 +118,8 @@ class Server:
                 process.kill()
         self.process.wait(END_S)
 
-    def _await_health(self) -> None:
-        ends = time.monotonic() + START_S
+    def _await_health(self, start_s: float = START_S) -> None:
+        ends = time.monotonic() + start_s
         while True:
             assert time.monotonic() < ends and self.process.poll() is None, self.log()
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):

@@ -12,10 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.inference.torch_dtypes import DTYPES
+from millrace.policies.digest import bits_digest, placed_digest
 from millrace.policies.tensors import TensorPlace
 
 
@@ -54,6 +57,53 @@ class Region:
                 self.shape, self.source_strides, self.target_strides, dense, strict=True
             )
         )
+
+    @property
+    def is_in_runs(self) -> bool:
+        """Whether it is one range of the parameter, in order, made of runs of the tensor at equal distances.
+
+        Such is a shard that was cut across rows, as of the output projections in tensor parallelism.
+        """
+        if self.is_contiguous:
+            return True
+        is_dense = self.target_strides == _dense_strides(self.shape)
+        return is_dense and len(self.shape) == 2 and self.source_strides[1] == 1
+
+    @property
+    def end(self) -> int:
+        """The tensor's element behind the last one of the box. Only of a box in runs, as what follows."""
+        length, distance = self._run
+        return self.source_offset + (self.num_elements // length - 1) * distance + length if length else 0
+
+    def places(self, first: int, last: int) -> tuple[int, int]:
+        """Which of the box's elements [begin, end), in order, are of the tensor's elements [first, last)."""
+        length, distance = self._run
+        found: list[int] = []
+        for position in (first, last):
+            run, rest = divmod(max(0, position - self.source_offset), distance)
+            found.append(min(run * length + min(rest, length), self.num_elements))
+        return found[0], found[1]
+
+    def places_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which of the box's elements, in order, are those of the tensor at `positions` [N]; all are in the box."""
+        length, distance = self._run
+        run, rest = np.divmod(positions - self.source_offset, distance)
+        return run * length + rest
+
+    def digest(self, bits: NDArray[np.unsignedinteger], begin: int) -> int:
+        """The digest of a part of the box, whose first element is the box's element `begin`."""
+        if self.is_contiguous:
+            return bits_digest(bits, start=self.source_offset + begin)
+        length, distance = self._run
+        run, rest = np.divmod(np.arange(begin, begin + bits.size, dtype=np.int64), length)
+        return placed_digest(bits, self.source_offset + run * distance + rest)
+
+    @property
+    def _run(self) -> tuple[int, int]:
+        """(elements of a run, distance between the first elements of two runs in the tensor)."""
+        if self.is_contiguous:
+            return self.num_elements, max(1, self.num_elements)
+        return self.shape[1], self.source_strides[0]
 
     def targets(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(which of the tensor's row-major positions [N] are in the box, their indices in the parameter's storage)."""

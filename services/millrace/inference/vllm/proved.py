@@ -22,7 +22,7 @@ from millrace.inference.vllm.layout import Region
 from millrace.inference.vllm.memory import Bits, Write, copy_of, gather, source_of
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.policies.change import TensorChange
-from millrace.policies.digest import add_digests, bits_digest, change_digest
+from millrace.policies.digest import add_digests, change_digest
 
 SHARE_ELEMENTS = 1 << 20
 """Elements that are digested at a time; copied in some tenth of a millisecond, digested in some six."""
@@ -49,7 +49,7 @@ class _Reading:
 
 
 class ProvedBoxes:
-    """`regions` are contiguous and hold the checkpoint's bits; `memory` gives a box of them flat, as bits."""
+    """`regions` are in runs and hold the checkpoint's bits; `memory` gives a box of them flat, as bits."""
 
     def __init__(self, regions: Iterable[Region], memory: Callable[[Region], torch.Tensor]) -> None:
         self._regions = list(regions)
@@ -72,9 +72,9 @@ class ProvedBoxes:
         numbers = [number for number, region in enumerate(self._regions) if region.tensor in wanted]
         for number, first, last in self._shares(numbers):
             region = self._regions[number]
-            flat = self._memory(region)[first - region.source_offset : last - region.source_offset]
-            bits = flat.cpu().numpy()
-            self._digests[number, first] = bits_digest(bits.view(f"u{bits.itemsize}"), start=first)
+            begin, end = region.places(first, last)
+            bits = self._memory(region)[begin:end].cpu().numpy()
+            self._digests[number, first] = region.digest(bits.view(f"u{bits.itemsize}"), begin)
         return self._rows(numbers, self._digests)
 
     def foresee(self, files: OrderFiles, writes: Iterable[Write]) -> Foreseen | None:
@@ -132,19 +132,16 @@ class ProvedBoxes:
             self._unread.clear()
             return 0, ""
         region = self._regions[share[0]]
-        begin = share[1] - region.source_offset
-        end = self._end_of(region, share[1]) - region.source_offset
+        begin, end = region.places(share[1], self._end_of(region, share[1]))
         bits = copy_of(self._memory(region), begin, end)
-        found = self._thread.submit(bits_digest, bits, start=share[1])
+        found = self._thread.submit(region.digest, bits, begin)
         self._reading = _Reading(share=share, age=self._age, expected=expected, found=found)
         return len(self._unread), ""
 
     def _whole(self, number: int, source: Bits) -> list[tuple[Share, Callable[[int], int]]]:
         region = self._regions[number]
-        return [
-            ((number, first), _digest_of(source[first - region.source_offset : last - region.source_offset], first))
-            for _, first, last in self._shares([number])
-        ]
+        places = [(first, *region.places(first, last)) for _, first, last in self._shares([number])]
+        return [((number, first), _digest_of(region, source[begin:end], begin)) for first, begin, end in places]
 
     def _changed(self, number: int, write: Write) -> list[tuple[Share, Callable[[int], int]]]:
         region = self._regions[number]
@@ -154,7 +151,7 @@ class ProvedBoxes:
         flat = self._memory(region)
         for first, part in change.shares(SHARE_ELEMENTS):
             assert part.positions is not None
-            old = gather(flat, part.positions - region.source_offset)
+            old = gather(flat, region.places_of(part.positions))
             jobs.append(((number, max(first, region.source_offset)), _continued(part, old)))
         return jobs
 
@@ -162,12 +159,12 @@ class ProvedBoxes:
         """(box, first, last) of every share: boxes are cut at multiples of `SHARE_ELEMENTS` of the tensor."""
         for number in numbers:
             region, first = self._regions[number], self._regions[number].source_offset
-            while first < region.source_offset + region.num_elements:
+            while first < region.end:
                 yield number, first, (first := self._end_of(region, first))
 
     def _end_of(self, region: Region, first: int) -> int:
         end = (first // SHARE_ELEMENTS + 1) * SHARE_ELEMENTS
-        return min(end, region.source_offset + region.num_elements)
+        return min(end, region.end)
 
     def _rows(self, numbers: Iterable[int], digests: Mapping[Share, int]) -> list[list[Any]]:
         rows: list[list[Any]] = []
@@ -185,8 +182,8 @@ def _continue(digests: dict[Share, int], jobs: list[tuple[Share, Callable[[int],
     return digests
 
 
-def _digest_of(bits: Bits, first: int) -> Callable[[int], int]:
-    return lambda _: bits_digest(bits, start=first)
+def _digest_of(region: Region, bits: Bits, begin: int) -> Callable[[int], int]:
+    return lambda _: region.digest(bits, begin)
 
 
 def _continued(change: TensorChange, old: Bits) -> Callable[[int], int]:

@@ -49,7 +49,7 @@ class Staged:
 class Held:
     """What is known about the model: `plain` slots hold the checkpoint's bits, `packed` layers are built.
 
-    `proved` are the boxes of plain slots that lie in one piece.
+    `proved` are the boxes of plain slots, as far as each is one range of memory.
     """
 
     layout: Layout
@@ -267,7 +267,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
             if slot is not None and slot not in layout.opaque:
                 packed[name] = slot
         log.info("layout of the model", extra={"plain": len(plain), "packed": len(packed), "slots": len(by_slot)})
-        boxes = [region for slot in plain for region in by_slot[slot] if region.is_contiguous]
+        boxes = [region for slot in plain for region in by_slot[slot] if region.is_in_runs]
         proved = ProvedBoxes(boxes, lambda region: _flat_box(self._millrace_model(), region))
         return Held(layout=layout, plain=plain, packed=packed, proved=proved)
 
