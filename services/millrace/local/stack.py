@@ -173,16 +173,19 @@ class LocalStack:
         else:
             (self.directory / "store").mkdir(exist_ok=True)
         addresses = {name: f"{HOST}:{ports[name]}" for name in self._modules}
+        exported = {name: f"{HOST}:{ports[f'metrics of {name}']}" for name in self._modules if name != "inference"}
         self.address = addresses["orchestrator"] = self.options.listen or addresses["orchestrator"]
         http = f"{self.options.http_host}:{ports['http']}"
         for name in self._modules:
             path = self.logs / f"{name}.log"
             self._log_sizes[name] = path.stat().st_size if path.exists() else 0
-            await self.supervisor.start(self._service(name, addresses, http, redis_url, store_url))
+            await self.supervisor.start(self._service(name, addresses, http, exported, redis_url, store_url))
         await self.guard(self._wait_ready(addresses))
+        scheme = "https" if self.options.access.tls_cert else "http"
         self._where = {
             "address": self.address,
-            "http": f"{'https' if self.options.access.tls_cert else 'http'}://{http}/v1",
+            "http": f"{scheme}://{http}/v1",
+            "metrics": {name: f"{scheme}://{at}/metrics" for name, at in {**exported, "inference": http}.items()},
             "logs": str(self.logs),
             "pid": os.getpid(),
             "addresses": addresses,
@@ -256,7 +259,7 @@ class LocalStack:
                 purpose="the inference engine's HTTP API",
                 option="--inference.server.port (millrace rl) or --http-port (millrace up)",
             )
-        names = ["redis", "http", *self._modules]
+        names = ["redis", "http", *self._modules, *(f"metrics of {name}" for name in self._modules)]
         ports = dict(zip(names, free_ports(len(names)), strict=True))
         if self.options.http_port:
             ports["http"] = self.options.http_port
@@ -284,7 +287,13 @@ class LocalStack:
         return redis
 
     def _service(
-        self, name: str, addresses: Mapping[str, str], http: str, redis_url: str, store_url: str
+        self,
+        name: str,
+        addresses: Mapping[str, str],
+        http: str,
+        exported: Mapping[str, str],
+        redis_url: str,
+        store_url: str,
     ) -> ProcessSpec:
         settings = replace(
             self.options.access,
@@ -296,6 +305,7 @@ class LocalStack:
             listen=addresses[name],
             orchestrator=None if name == "orchestrator" else addresses["orchestrator"],
             http_listen=http if name == "inference" else None,
+            metrics_listen=exported.get(name),
             log_level=self.options.log_level.upper(),
             log_json=self.options.log_json,
             drain_s=0.0,  # nobody balances load in front of these
