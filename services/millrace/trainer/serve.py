@@ -23,6 +23,7 @@ from millrace.runlog.log import FORMAT_MAJOR
 from millrace.storage import open_store
 from millrace.telemetry import logging, waits
 from millrace.telemetry.settings import Settings
+from millrace.telemetry.startup import without_gc
 from millrace.trainer import meters
 from millrace.trainer.background import BackgroundLoop
 from millrace.trainer.silence import SilenceTeller
@@ -31,7 +32,7 @@ from millrace.trainer.worker import TrainerWorker
 log = logging.getLogger(__name__)
 
 _END_S = 15.0
-_TELL_S = 2.0
+_TELL_S = 1.0  # where everything is stopped at once the orchestrator answers no more
 _QUIET_S = 5.0
 
 
@@ -52,7 +53,9 @@ def run(settings: Settings) -> int:
             companions.start()
         try:
             # Seconds of imports, in which the orchestrator already hears of this trainer and assigns it a run.
-            with waits.waiting("torch and transformers to be loaded", quiet_s=_QUIET_S):
+            # Unless they are frozen, the interpreter's end walks through all that they made: 2 s of CPU, which where
+            # everything stops at once is longer than a supervisor's patience.
+            with waits.waiting("torch and transformers to be loaded", quiet_s=_QUIET_S), without_gc():
                 from millrace.trainer.distributed import Gang
                 from millrace.trainer.job import JobContext, run_job
                 from millrace.trainer.model import load_code
