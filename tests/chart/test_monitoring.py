@@ -141,6 +141,44 @@ def test_prometheus_takes_the_rules(render, case, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# Series of a bad hour at the multi-node release's services, and the alert that each must raise.
+_BAD = {
+    "MillraceRunStalled": ("orchestrator", "millrace_orchestrator_seconds_since_batch", "run='r'", "0+60x120"),
+    "MillraceLeaseFlaps": ("orchestrator", "millrace_orchestrator_leases_acquired_total", "run='r'", "0+1x120"),
+    "MillraceReplicaBehind": ("orchestrator", "millrace_orchestrator_replica_lag_versions", "run='r'", "9x120"),
+    "MillraceWaitOverdue": ("trainer", "millrace_waits_overdue", "waits_on='redis'", "1x120"),
+    "MillraceRedisAway": ("env-server", "millrace_wait_oldest_seconds", "waits_on='redis'", "0+60x120"),
+    "MillraceSpoolGrows": ("env-server", "millrace_env_server_rollouts", "state='unappended'", "1+5x120"),
+    "MillraceTrainerFailed": ("trainer", "millrace_trainer_failed", "", "1x120"),
+    "MillraceServiceDown": ("orchestrator", "up", "", "0x120"),
+}
+
+
+@pytest.mark.parametrize("alert", _BAD)
+def test_alerts_are_raised(render, alert, tmp_path):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    (item,) = render("multi-node").of_kind("PrometheusRule")
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(item["spec"]))
+    component, name, labels, values = _BAD[alert]
+    target = f"namespace='rl',service='demo-millrace-{component}-metrics',pod='p'"
+    series = [{"series": f"{name}{{{target},{labels}}}".replace("'", '"'), "values": values}]
+    expected = f"count(ALERTS{{alertname='{alert}',alertstate='firing'}})".replace("'", '"')
+    sample = [{"expr": expected, "eval_time": "90m", "exp_samples": [{"labels": "{}", "value": 1}]}]
+    other = f'count(ALERTS{{alertname!="{alert}"}}) or vector(0)'
+    if alert not in ("MillraceRedisAway", "MillraceWaitOverdue"):
+        sample.append({"expr": other, "eval_time": "90m", "exp_samples": [{"labels": "{}", "value": 0}]})
+    test = {
+        "rule_files": ["rules.yaml"],
+        "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": sample}],
+    }
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
+    command = [promtool, "test", "rules", tmp_path / "test.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_scalers_use_metrics_that_exist(render, exported):
     made = render("multi-node")
     engine, rollouts = made.one("ScaledObject", "inference"), made.one("ScaledObject", "env-server")
