@@ -2,12 +2,19 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import grpc.aio
 import pytest
 
 from millrace.rpc.serve import serve
+
+# Test directories are no packages, so what tests of this one share is found by path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from protected_servers import Place
 
 
 class Running:
@@ -54,3 +61,8 @@ async def run_server(register: Callable, *, address: str = "127.0.0.1:0", **opti
 @pytest.fixture
 def running_server():
     return run_server
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)

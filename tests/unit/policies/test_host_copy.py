@@ -1,173 +1,17 @@
 """Versions of several ranks, as deltas, skip deltas and anchors: a host copy follows them and never holds a mixture."""
 
-import dataclasses
-import json
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from committed_versions import NAMES, SHAPES, Trainer
 
-from millrace.config.trainer import PolicyConfig
-from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
 from millrace.policies.chain import Manifests
 from millrace.policies.host_copy import FILE_NAME, HostCopy
-from millrace.policies.manifest import CODEC_DELTA, Encoding, PolicyManifest
-from millrace.policies.parts import TensorPart
-from millrace.policies.pull import download_hf, pull_tensors, read_manifest
+from millrace.policies.manifest import CODEC_DELTA, Encoding
+from millrace.policies.pull import download_hf, pull_tensors
 from millrace.policies.tensors import TensorBytes, read_places
-from millrace.runlog import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer import commit
-from millrace.trainer.commit import Committer, VersionInput
-from millrace.trainer.distributed import Gang
-
-SHAPES = {"embed": (1000, 8), "empty": (0, 4), "norm": (7,), "odd": (5, 3), "scalar": ()}
-NAMES = Names("p", "u")
-
-
-class ThreadGang(Gang):
-    """Ranks that are threads of one process."""
-
-    def __init__(self, rank: int, world_size: int, board: "Board") -> None:
-        super().__init__(rank=rank, world_size=world_size)
-        self._board = board
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return self._board.exchange(self.rank, data)
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        return self.gather(data or b"")[0]
-
-    def sum(self, values) -> list[float]:
-        rows = [json.loads(row) for row in self.gather(json.dumps(list(values)).encode())]
-        return [float(sum(column)) for column in zip(*rows, strict=True)]
-
-
-class Board:
-    def __init__(self, size: int) -> None:
-        self._rows: list[bytes] = [b""] * size
-        self._barrier = threading.Barrier(size)
-
-    def exchange(self, rank: int, data: bytes) -> list[bytes]:
-        self._rows[rank] = data
-        self._barrier.wait(20)
-        rows = list(self._rows)
-        self._barrier.wait(20)
-        return rows
-
-
-class Trainer:
-    """Publishes versions whose weights move a little at each step, with `world_size` ranks."""
-
-    def __init__(
-        self, store: LocalStore, *, world_size: int = 1, share: float = 0.01, lineage: int = 0, **config
-    ) -> None:
-        board = Board(world_size)
-        self.store = store
-        self.lineage = lineage
-        self.config = config
-        self.share = share
-        self.rng = np.random.default_rng(5)
-        self.world_size = world_size
-        self.weights = {n: self.rng.integers(0, 2**16, s).astype(np.uint16) for n, s in SHAPES.items()}
-        self.history: dict[int, dict[str, bytes]] = {}
-        self.committers = [
-            Committer(
-                store=store,
-                names=NAMES,
-                gang=ThreadGang(rank, world_size, board),
-                config=PolicyConfig.model_validate(config),
-                lineage=lineage,
-                epoch=1,
-                files=(),
-            )
-            for rank in range(world_size)
-        ]
-
-    def parts(self, rank: int) -> list[TensorPart]:
-        found = []
-        for name, array in self.weights.items():
-            if array.ndim == 0:
-                if rank == 0:
-                    found.append(self._part(name, array, 0, array.reshape(-1)))
-                continue
-            chunk = -(-array.shape[0] // self.world_size)
-            rows = array[rank * chunk : (rank + 1) * chunk]
-            start = min(rank * chunk, array.shape[0]) * int(np.prod(array.shape[1:]))
-            found.append(self._part(name, array, start, rows.reshape(-1)))
-        return found
-
-    def _part(self, name: str, array: np.ndarray, start: int, bits: np.ndarray) -> TensorPart:
-        return TensorPart(name=name, dtype="bfloat16", shape=array.shape, start=start, bits=bits.copy())
-
-    def move(self) -> None:
-        for name, array in self.weights.items():
-            chosen = self.rng.random(array.shape) < self.share
-            self.weights[name] = np.where(chosen, array + 1, array).astype(np.uint16)
-
-    def commit(self, version: int) -> list:
-        """What the commit gives or raises at every rank."""
-        return self._at_every_rank(
-            lambda rank, parts: self.committers[rank].commit(VersionInput(version=version, parts=parts, probe=None))
-        )
-
-    def restart(self, *, world_size: int) -> "Trainer":
-        """A trainer with other ranks that goes on from the last version of this one."""
-        other = Trainer(self.store, world_size=world_size, lineage=self.lineage, **self.config)
-        other.weights, other.history, other.rng = dict(self.weights), self.history, self.rng
-        assert (
-            other._at_every_rank(lambda rank, parts: other.committers[rank].adopt(len(self.history) - 1, parts))
-            == [None] * world_size
-        )
-        return other
-
-    def _at_every_rank(self, act: Callable[[int, list[TensorPart]], object]) -> list:
-        parts = [self.parts(rank) for rank in range(self.world_size)]
-        done: list = [None] * self.world_size
-
-        def run(rank: int) -> None:
-            try:
-                done[rank] = act(rank, parts[rank])
-            except Exception as error:  # noqa: BLE001 - a thread's edge: compared by the test
-                done[rank] = error
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return done
-
-    def publish(self, version: int) -> PolicyManifest:
-        done = self.commit(version)
-        for each in done:
-            if isinstance(each, Exception):
-                raise each
-        assert [committed.published is None for committed in done] == [rank > 0 for rank in range(self.world_size)]
-        self.history[version] = {name: array.tobytes() for name, array in self.weights.items()}
-        return done[0].published.manifest
-
-    def publish_to(self, last: int) -> "Trainer":
-        for version in range(len(self.history), last + 1):
-            if version:
-                self.move()
-            self.publish(version)
-        return self
-
-    def manifest(self, version: int) -> PolicyManifest:
-        return read_manifest(self.store, NAMES.policy_manifest(self.lineage, version))
-
-    def require(self, copy: HostCopy, version: int):
-        staged = copy.stage(NAMES.policy_manifest(self.lineage, version))
-        assert {name: bytes(tensor.data) for name, tensor in staged.tensors.items()} == self.history[version]
-        return staged
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -268,92 +112,6 @@ def test_a_file_that_other_processes_map(store: LocalStore, tmp_path: Path) -> N
             assert data[place.offset : place.offset + place.length_bytes] == trainer.history[version][name]
 
 
-def _damage(trainer: Trainer, version: int, base: int | None) -> str:
-    manifest = trainer.manifest(version)
-    (encoding,) = [e for e in manifest.encodings if e.base == base]
-    key = encoding.objects[0].key
-    data = bytearray(trainer.store.get(key))
-    data[len(data) // 2] ^= 1
-    trainer.store.put(key, bytes(data))
-    return key
-
-
-def test_damage_is_gone_around_where_there_is_another_way(store: LocalStore, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Trainer(store, anchor_interval=4).publish_to(4)
-    copy = HostCopy(store)
-    trainer.require(copy, 3)
-    _damage(trainer, 4, 3)
-    staged = trainer.require(copy, 4)
-    assert staged.base is None and staged.fetched_bytes > staged.full_bytes
-    assert [record.message for record in caplog.records] == [
-        "part of a policy is damaged; looking for another way to it"
-    ]
-    _damage(trainer, 4, None)
-    copy.forget()
-    trainer.require(copy, 4)  # by the skip delta from version 0
-
-
-def test_damage_without_another_way_names_the_object_and_leaves_the_copy(store: LocalStore) -> None:
-    trainer = Trainer(store, skip_deltas=[]).publish_to(4)
-    copy = HostCopy(store)
-    trainer.require(copy, 2)
-    key = _damage(trainer, 3, 2)
-    for version in (3, 4):
-        with pytest.raises(CorruptObjectError, match="has sha256") as caught:
-            copy.stage(NAMES.policy_manifest(0, version))
-        assert key in str(caught.value) and caught.value.reason == "POLICY_OBJECT_HASH_MISMATCH"
-    trainer.require(copy, 2)
-    store.delete(key)
-    with pytest.raises(MillraceError, match=key.rpartition("/")[2]):
-        copy.stage(NAMES.policy_manifest(0, 3))
-    trainer.require(copy, 2)
-
-
-def _replace(trainer: Trainer, version: int, **fields) -> None:
-    key = NAMES.policy_manifest(0, version)
-    data = dataclasses.replace(trainer.manifest(version), **fields).to_bytes()
-    trainer.store.delete(key)
-    trainer.store.create(key, data)
-
-
-@pytest.fixture
-def three(store: LocalStore) -> Iterator[tuple[Trainer, HostCopy]]:
-    trainer = Trainer(store, skip_deltas=[]).publish_to(3)
-    copy = HostCopy(store)
-    trainer.require(copy, 2)
-    yield trainer, copy
-    assert copy.held is not None
-    trainer.require(copy, 2)
-
-
-def test_an_unknown_codec(three: tuple[Trainer, HostCopy]) -> None:
-    trainer, copy = three
-    _replace(trainer, 3, encodings=(dataclasses.replace(trainer.manifest(3).encodings[0], codec="delta9"),))
-    with pytest.raises(CorruptObjectError, match=r"policy 0-3 has only encodings of unknown codecs: delta9") as caught:
-        copy.stage(NAMES.policy_manifest(0, 3))
-    assert caught.value.reason == "POLICY_CODEC_UNKNOWN"
-
-
-def test_a_delta_against_other_weights(three: tuple[Trainer, HostCopy]) -> None:
-    trainer, copy = three
-    _replace(trainer, 3, encodings=(dataclasses.replace(trainer.manifest(3).encodings[0], base_digest="0" * 64),))
-    with pytest.raises(
-        CorruptObjectError, match=r"against version 2 of 0-3 is against digest 0000.*, held is"
-    ) as caught:
-        copy.stage(NAMES.policy_manifest(0, 3))
-    assert caught.value.reason == "POLICY_CHAIN_BROKEN"
-
-
-def test_a_delta_that_says_it_is_against_the_held_weights_and_is_not(three: tuple[Trainer, HostCopy]) -> None:
-    trainer, copy = three
-    second = trainer.manifest(2)
-    wrong = dataclasses.replace(second.encodings[0], base=2, base_digest=second.digest)  # was 1 → 2
-    third = trainer.manifest(3)
-    _replace(trainer, 3, encodings=(dataclasses.replace(wrong, pieces=wrong.pieces),), digest=third.digest)
-    with pytest.raises(MillraceError):
-        copy.stage(NAMES.policy_manifest(0, 3))
-
-
 def test_tensors_of_another_shape_are_read_from_their_anchor(store: LocalStore) -> None:
     trainer = Trainer(store).publish_to(1)
     copy = HostCopy(store)
@@ -422,27 +180,6 @@ def test_the_ranks_of_a_lineage_change_and_change_back(store: LocalStore, betwee
     assert trainer.require(late, 5).base == (0, 4)
 
 
-def test_a_damaged_copy_is_not_taken_for_a_damaged_delta(
-    store: LocalStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = Trainer(store, skip_deltas=[]).publish_to(4)
-    copy = HostCopy(store, directory=tmp_path / "copy")
-    staged = trainer.require(copy, 2)
-    assert staged.path is not None and staged.places is not None
-    second, third = (np.frombuffer(trainer.history[version]["embed"], np.uint16) for version in (2, 3))
-    with staged.path.open("r+b") as file:
-        file.seek(staged.places["embed"].offset + 2 * int(np.flatnonzero(second != third)[0]))
-        low = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([low ^ 4]))
-    anew = trainer.require(copy, 3)
-    assert anew.base is None and anew.changes is None
-    assert [record.message for record in caplog.records] == [
-        "a policy delta does not fit the held copy, which may be damaged; beginning anew at an anchor"
-    ]
-    assert trainer.require(copy, 4).base == (0, 3)
-
-
 @pytest.mark.parametrize(("bound", "num_reads"), [(10, 3), (100, 2)])
 def test_manifests_are_held_up_to_a_number_of_pieces(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, bound: int, num_reads: int
@@ -454,50 +191,3 @@ def test_manifests_are_held_up_to_a_number_of_pieces(
     for version in (0, 1, 0):
         assert manifests.read(NAMES.policy_manifest(0, version)).version == version
     assert len(read) == num_reads
-
-
-@pytest.mark.parametrize(
-    ("where", "failing"), [("upload_full", 0), ("upload_full", 1), ("pack_digests", 1), ("commit_policy", 0)]
-)
-def test_what_fails_at_one_rank_fails_at_all(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, where: str, failing: int
-) -> None:
-    trainer = Trainer(store, world_size=3)
-    whole = getattr(commit, where)
-    of_thread = threading.local()
-    for rank, committer in enumerate(trainer.committers):
-        publish = committer._publish
-
-        def note(version: VersionInput, rank: int = rank, publish=publish):
-            of_thread.rank = rank
-            return publish(version)
-
-        monkeypatch.setattr(committer, "_publish", note)
-
-    def fail(*args, **kwargs):
-        if of_thread.rank == failing:
-            raise MemoryError
-        return whole(*args, **kwargs)
-
-    monkeypatch.setattr(commit, where, fail)
-    done = trainer.commit(0)
-    assert isinstance(done[failing], MemoryError)
-    others = [error for rank, error in enumerate(done) if rank != failing]
-    assert [(type(error), error.reason) for error in others] == [(UnavailableError, "POLICY_NOT_COMMITTED")] * 2
-    assert all(f"rank {failing} failed with MemoryError" in str(error) for error in others)
-    monkeypatch.setattr(commit, where, whole)
-    trainer.publish(0)  # they are in step
-    trainer.require(HostCopy(store), 0)
-
-
-def test_a_store_that_fails_rank_0_fails_all(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(store, world_size=2)
-
-    def head(key: str) -> None:
-        raise OSError(key)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "head", head)
-        done = trainer.commit(0)
-    assert isinstance(done[0], OSError) and isinstance(done[1], UnavailableError)
-    trainer.publish(0)

@@ -1,0 +1,158 @@
+"""Versions of several ranks, committed as a trainer's ranks do: deltas, skip deltas and anchors."""
+
+import json
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from millrace.config.trainer import PolicyConfig
+from millrace.policies.host_copy import HostCopy
+from millrace.policies.manifest import PolicyManifest
+from millrace.policies.parts import TensorPart
+from millrace.policies.pull import read_manifest
+from millrace.runlog import Names
+from millrace.storage.local import LocalStore
+from millrace.trainer.commit import Committer, VersionInput
+from millrace.trainer.distributed import Gang
+
+SHAPES = {"embed": (1000, 8), "empty": (0, 4), "norm": (7,), "odd": (5, 3), "scalar": ()}
+NAMES = Names("p", "u")
+
+
+class ThreadGang(Gang):
+    """Ranks that are threads of one process."""
+
+    def __init__(self, rank: int, world_size: int, board: "Board") -> None:
+        super().__init__(rank=rank, world_size=world_size)
+        self._board = board
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self._board.exchange(self.rank, data)
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        return self.gather(data or b"")[0]
+
+    def sum(self, values) -> list[float]:
+        rows = [json.loads(row) for row in self.gather(json.dumps(list(values)).encode())]
+        return [float(sum(column)) for column in zip(*rows, strict=True)]
+
+
+class Board:
+    def __init__(self, size: int) -> None:
+        self._rows: list[bytes] = [b""] * size
+        self._barrier = threading.Barrier(size)
+
+    def exchange(self, rank: int, data: bytes) -> list[bytes]:
+        self._rows[rank] = data
+        self._barrier.wait(20)
+        rows = list(self._rows)
+        self._barrier.wait(20)
+        return rows
+
+
+class Trainer:
+    """Publishes versions whose weights move a little at each step, with `world_size` ranks."""
+
+    def __init__(
+        self, store: LocalStore, *, world_size: int = 1, share: float = 0.01, lineage: int = 0, **config
+    ) -> None:
+        board = Board(world_size)
+        self.store = store
+        self.lineage = lineage
+        self.config = config
+        self.share = share
+        self.rng = np.random.default_rng(5)
+        self.world_size = world_size
+        self.weights = {n: self.rng.integers(0, 2**16, s).astype(np.uint16) for n, s in SHAPES.items()}
+        self.history: dict[int, dict[str, bytes]] = {}
+        self.committers = [
+            Committer(
+                store=store,
+                names=NAMES,
+                gang=ThreadGang(rank, world_size, board),
+                config=PolicyConfig.model_validate(config),
+                lineage=lineage,
+                epoch=1,
+                files=(),
+            )
+            for rank in range(world_size)
+        ]
+
+    def parts(self, rank: int) -> list[TensorPart]:
+        found = []
+        for name, array in self.weights.items():
+            if array.ndim == 0:
+                if rank == 0:
+                    found.append(self._part(name, array, 0, array.reshape(-1)))
+                continue
+            chunk = -(-array.shape[0] // self.world_size)
+            rows = array[rank * chunk : (rank + 1) * chunk]
+            start = min(rank * chunk, array.shape[0]) * int(np.prod(array.shape[1:]))
+            found.append(self._part(name, array, start, rows.reshape(-1)))
+        return found
+
+    def _part(self, name: str, array: np.ndarray, start: int, bits: np.ndarray) -> TensorPart:
+        return TensorPart(name=name, dtype="bfloat16", shape=array.shape, start=start, bits=bits.copy())
+
+    def move(self) -> None:
+        for name, array in self.weights.items():
+            chosen = self.rng.random(array.shape) < self.share
+            self.weights[name] = np.where(chosen, array + 1, array).astype(np.uint16)
+
+    def commit(self, version: int) -> list:
+        """What the commit gives or raises at every rank."""
+        return self._at_every_rank(
+            lambda rank, parts: self.committers[rank].commit(VersionInput(version=version, parts=parts, probe=None))
+        )
+
+    def restart(self, *, world_size: int) -> "Trainer":
+        """A trainer with other ranks that goes on from the last version of this one."""
+        other = Trainer(self.store, world_size=world_size, lineage=self.lineage, **self.config)
+        other.weights, other.history, other.rng = dict(self.weights), self.history, self.rng
+        assert (
+            other._at_every_rank(lambda rank, parts: other.committers[rank].adopt(len(self.history) - 1, parts))
+            == [None] * world_size
+        )
+        return other
+
+    def _at_every_rank(self, act: Callable[[int, list[TensorPart]], object]) -> list:
+        parts = [self.parts(rank) for rank in range(self.world_size)]
+        done: list = [None] * self.world_size
+
+        def run(rank: int) -> None:
+            try:
+                done[rank] = act(rank, parts[rank])
+            except Exception as error:  # noqa: BLE001 - a thread's edge: compared by the test
+                done[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return done
+
+    def publish(self, version: int) -> PolicyManifest:
+        done = self.commit(version)
+        for each in done:
+            if isinstance(each, Exception):
+                raise each
+        assert [committed.published is None for committed in done] == [rank > 0 for rank in range(self.world_size)]
+        self.history[version] = {name: array.tobytes() for name, array in self.weights.items()}
+        return done[0].published.manifest
+
+    def publish_to(self, last: int) -> "Trainer":
+        for version in range(len(self.history), last + 1):
+            if version:
+                self.move()
+            self.publish(version)
+        return self
+
+    def manifest(self, version: int) -> PolicyManifest:
+        return read_manifest(self.store, NAMES.policy_manifest(self.lineage, version))
+
+    def require(self, copy: HostCopy, version: int):
+        staged = copy.stage(NAMES.policy_manifest(self.lineage, version))
+        assert {name: bytes(tensor.data) for name, tensor in staged.tensors.items()} == self.history[version]
+        return staged

@@ -1,0 +1,170 @@
+"""What a host copy and the ranks that commit do when something is damaged, is not what it says, or fails."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from committed_versions import NAMES, Trainer
+
+from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
+from millrace.policies.host_copy import HostCopy
+from millrace.storage.local import LocalStore
+from millrace.trainer import commit
+from millrace.trainer.commit import VersionInput
+
+
+def _damage(trainer: Trainer, version: int, base: int | None) -> str:
+    manifest = trainer.manifest(version)
+    (encoding,) = [e for e in manifest.encodings if e.base == base]
+    key = encoding.objects[0].key
+    data = bytearray(trainer.store.get(key))
+    data[len(data) // 2] ^= 1
+    trainer.store.put(key, bytes(data))
+    return key
+
+
+def test_damage_is_gone_around_where_there_is_another_way(store: LocalStore, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(store, anchor_interval=4).publish_to(4)
+    copy = HostCopy(store)
+    trainer.require(copy, 3)
+    _damage(trainer, 4, 3)
+    staged = trainer.require(copy, 4)
+    assert staged.base is None and staged.fetched_bytes > staged.full_bytes
+    assert [record.message for record in caplog.records] == [
+        "part of a policy is damaged; looking for another way to it"
+    ]
+    _damage(trainer, 4, None)
+    copy.forget()
+    trainer.require(copy, 4)  # by the skip delta from version 0
+
+
+def test_damage_without_another_way_names_the_object_and_leaves_the_copy(store: LocalStore) -> None:
+    trainer = Trainer(store, skip_deltas=[]).publish_to(4)
+    copy = HostCopy(store)
+    trainer.require(copy, 2)
+    key = _damage(trainer, 3, 2)
+    for version in (3, 4):
+        with pytest.raises(CorruptObjectError, match="has sha256") as caught:
+            copy.stage(NAMES.policy_manifest(0, version))
+        assert key in str(caught.value) and caught.value.reason == "POLICY_OBJECT_HASH_MISMATCH"
+    trainer.require(copy, 2)
+    store.delete(key)
+    with pytest.raises(MillraceError, match=key.rpartition("/")[2]):
+        copy.stage(NAMES.policy_manifest(0, 3))
+    trainer.require(copy, 2)
+
+
+def _replace(trainer: Trainer, version: int, **fields) -> None:
+    key = NAMES.policy_manifest(0, version)
+    data = dataclasses.replace(trainer.manifest(version), **fields).to_bytes()
+    trainer.store.delete(key)
+    trainer.store.create(key, data)
+
+
+@pytest.fixture
+def three(store: LocalStore) -> Iterator[tuple[Trainer, HostCopy]]:
+    trainer = Trainer(store, skip_deltas=[]).publish_to(3)
+    copy = HostCopy(store)
+    trainer.require(copy, 2)
+    yield trainer, copy
+    assert copy.held is not None
+    trainer.require(copy, 2)
+
+
+def test_an_unknown_codec(three: tuple[Trainer, HostCopy]) -> None:
+    trainer, copy = three
+    _replace(trainer, 3, encodings=(dataclasses.replace(trainer.manifest(3).encodings[0], codec="delta9"),))
+    with pytest.raises(CorruptObjectError, match=r"policy 0-3 has only encodings of unknown codecs: delta9") as caught:
+        copy.stage(NAMES.policy_manifest(0, 3))
+    assert caught.value.reason == "POLICY_CODEC_UNKNOWN"
+
+
+def test_a_delta_against_other_weights(three: tuple[Trainer, HostCopy]) -> None:
+    trainer, copy = three
+    _replace(trainer, 3, encodings=(dataclasses.replace(trainer.manifest(3).encodings[0], base_digest="0" * 64),))
+    with pytest.raises(
+        CorruptObjectError, match=r"against version 2 of 0-3 is against digest 0000.*, held is"
+    ) as caught:
+        copy.stage(NAMES.policy_manifest(0, 3))
+    assert caught.value.reason == "POLICY_CHAIN_BROKEN"
+
+
+def test_a_delta_that_says_it_is_against_the_held_weights_and_is_not(three: tuple[Trainer, HostCopy]) -> None:
+    trainer, copy = three
+    second = trainer.manifest(2)
+    wrong = dataclasses.replace(second.encodings[0], base=2, base_digest=second.digest)  # was 1 → 2
+    third = trainer.manifest(3)
+    _replace(trainer, 3, encodings=(dataclasses.replace(wrong, pieces=wrong.pieces),), digest=third.digest)
+    with pytest.raises(MillraceError):
+        copy.stage(NAMES.policy_manifest(0, 3))
+
+
+def test_a_damaged_copy_is_not_taken_for_a_damaged_delta(
+    store: LocalStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(store, skip_deltas=[]).publish_to(4)
+    copy = HostCopy(store, directory=tmp_path / "copy")
+    staged = trainer.require(copy, 2)
+    assert staged.path is not None and staged.places is not None
+    second, third = (np.frombuffer(trainer.history[version]["embed"], np.uint16) for version in (2, 3))
+    with staged.path.open("r+b") as file:
+        file.seek(staged.places["embed"].offset + 2 * int(np.flatnonzero(second != third)[0]))
+        low = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([low ^ 4]))
+    anew = trainer.require(copy, 3)
+    assert anew.base is None and anew.changes is None
+    assert [record.message for record in caplog.records] == [
+        "a policy delta does not fit the held copy, which may be damaged; beginning anew at an anchor"
+    ]
+    assert trainer.require(copy, 4).base == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("where", "failing"), [("upload_full", 0), ("upload_full", 1), ("pack_digests", 1), ("commit_policy", 0)]
+)
+def test_what_fails_at_one_rank_fails_at_all(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, where: str, failing: int
+) -> None:
+    trainer = Trainer(store, world_size=3)
+    whole = getattr(commit, where)
+    of_thread = threading.local()
+    for rank, committer in enumerate(trainer.committers):
+        publish = committer._publish
+
+        def note(version: VersionInput, rank: int = rank, publish=publish):
+            of_thread.rank = rank
+            return publish(version)
+
+        monkeypatch.setattr(committer, "_publish", note)
+
+    def fail(*args, **kwargs):
+        if of_thread.rank == failing:
+            raise MemoryError
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(commit, where, fail)
+    done = trainer.commit(0)
+    assert isinstance(done[failing], MemoryError)
+    others = [error for rank, error in enumerate(done) if rank != failing]
+    assert [(type(error), error.reason) for error in others] == [(UnavailableError, "POLICY_NOT_COMMITTED")] * 2
+    assert all(f"rank {failing} failed with MemoryError" in str(error) for error in others)
+    monkeypatch.setattr(commit, where, whole)
+    trainer.publish(0)  # they are in step
+    trainer.require(HostCopy(store), 0)
+
+
+def test_a_store_that_fails_rank_0_fails_all(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(store, world_size=2)
+
+    def head(key: str) -> None:
+        raise OSError(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "head", head)
+        done = trainer.commit(0)
+    assert isinstance(done[0], OSError) and isinstance(done[1], UnavailableError)
+    trainer.publish(0)
