@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from scraper import Scrapes, scraping
 
 KEYS = (
     "reward_before",
@@ -37,13 +38,41 @@ def test_held_out_reward_rises(seed: int, make_workplace) -> None:
 
 @pytest.mark.timeout(600)
 def test_without_learning_rate_nothing_changes(warm) -> None:
-    summary, _ = warm.train("--trainer.optim.lr", "0")
+    with scraping(warm.path) as scrapes:
+        summary, _ = warm.train("--trainer.optim.lr", "0")
     # 256 rollouts of the same 64 tasks before and after: the difference of the means has a deviation of about 0.02.
     assert abs(summary["reward_after"] - summary["reward_before"]) < 0.06
     policies = sorted((warm.path / summary["checkpoint_path"]).parents[1].glob("policies/*/manifest.json"))
     assert len(policies) == 81
     digests = {json.loads(manifest.read_text())["digest"] for manifest in policies}
     assert len(digests) == 1, "with learning rate 0 every version has the same weights, bit for bit"
+    _check_metrics(scrapes)
+
+
+def _check_metrics(scrapes: Scrapes) -> None:
+    """What every service told Prometheus in the middle of the run moved, and was what the run did."""
+    series = {
+        ("orchestrator", "millrace_orchestrator_batches_committed_total"): 80,
+        ("trainer", "millrace_trainer_steps_total"): 80,
+        ("trainer", "millrace_trainer_publish_duration_seconds_count"): 81,
+        ("inference", "millrace_inference_policy_version"): 80,
+        ("inference", "millrace_inference_pause_duration_seconds_count"): 81,
+        ("env-server", "millrace_env_server_append_duration_seconds_count"): 80 * 256 + 512,
+    }
+    (run,) = {labels for _, labels in _keys(scrapes, "orchestrator", "millrace_orchestrator_batches_committed_total")}
+    for (service, name), most in series.items():
+        values = scrapes.values(service, name, run if service == "orchestrator" else "")
+        assert values == sorted(values), f"{name} fell"
+        assert len(set(values)) > 5 and most / 2 < values[-1] <= 1.5 * most, f"{name}: {values[-1]} of {most}"
+    assert 1 in scrapes.values("orchestrator", "millrace_runs", "state=running")
+    assert max(scrapes.values("env-server", "millrace_env_server_rollouts", "state=playing")) > 0
+    assert max(scrapes.values("inference", "millrace_inference_requests_running")) > 0
+    for service in ("orchestrator", "env-server", "trainer", "inference"):
+        assert {"millrace_waits_overdue", "millrace_build_info", "process_open_fds"} <= scrapes.names(service)
+
+
+def _keys(scrapes: Scrapes, service: str, name: str) -> set[tuple[str, str]]:
+    return {key for one in scrapes.by_service[service] for key in one if key[0] == name}
 
 
 def _check_policy(path) -> None:

@@ -106,6 +106,9 @@ async def test_each_update_is_computed_with_on_every_route(served: Any, run: Run
         assert 0 < status.fetched_bytes < status.full_bytes / 5
         assert 0 < status.pause_seconds <= status.update_seconds
         run.assert_computed_by(version, prompt, await served.generate(prompt))
+    assert await served.metric("millrace_inference_policy_version") == 3, "ours stand beside vLLM's own metrics"
+    assert await served.metric("millrace_inference_policy_update_duration_seconds_count") >= 4
+    assert await served.metric("vllm:generation_tokens_total") > 0
     chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "logprobs": True}
     code, body, _ = await served.post("/v1/chat/completions", {**chat, "return_token_ids": True, "ignore_eos": True})
     [choice] = body["choices"]
