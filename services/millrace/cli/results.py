@@ -10,8 +10,6 @@ from urllib.parse import unquote, urlsplit
 from millrace.cli.plot import write_plot
 from millrace.cli.progress import Moved, Progress, state_name
 from millrace.cli.text import duration, size
-from millrace.policies.pull import download_hf, read_manifest
-from millrace.storage import open_store
 from millrace.v1 import run_pb2
 
 
@@ -48,12 +46,18 @@ def download_policy(progress: Progress, directory: Path, *, store_url: str | Non
     """Download the newest policy in Hugging Face format into `directory`; returns its path.
 
     `store_url` is the store as this machine reaches it (with endpoint and region); None takes what the URI says, which
-    suffices for a directory of this machine. Where the store is out of reach the manifest's URI is returned instead.
+    suffices for a directory of this machine. Where the store is out of reach, or this is the client alone
+    (`millrace[client]` has no numpy and no boto3), the manifest's URI is returned instead.
     """
     if progress.policy is None or not progress.policy.uri:
         return None
     url, key = split_uri(progress.policy.uri, progress.uid)
     if store_url is None and local_path(progress.policy.uri) is None:
+        return progress.policy.uri
+    try:
+        from millrace.policies.pull import download_hf, read_manifest
+        from millrace.storage import open_store
+    except ImportError:
         return progress.policy.uri
     store = open_store(store_url or url)
     return str(download_hf(store, read_manifest(store, key), directory).resolve())

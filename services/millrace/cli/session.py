@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from millrace.cli.connection import open_client
 from millrace.cli.follow import MetricsFile, follow, require_success, telling_queued, ticking
@@ -16,10 +16,11 @@ from millrace.cli.results import collect, phases_of, summary, write_summary
 from millrace.cli.view import View, make_view
 from millrace.client import Client
 from millrace.errors import UnavailableError
-from millrace.inference.launch_env import engine_environ
-from millrace.local.stack import LocalStack, StackOptions
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2
+
+if TYPE_CHECKING:
+    from millrace.local.stack import StackOptions
 
 SUMMARY_NAME = "summary.json"
 SUBMIT_DEADLINE_S = 60.0
@@ -31,6 +32,8 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
 
     However it ends, no process is left. Raises CliError when the run fails, ProcessDiedError for a crash loop.
     """
+    from millrace.local.stack import LocalStack  # not part of millrace[client]
+
     begun = time.monotonic()
     config = prepared.config
     root = Path(config.output_dir)
@@ -158,8 +161,11 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
     progress.name, progress.uid = run.name, run.uid
 
 
-def stack_options(prepared: Prepared, directory: Path) -> StackOptions:
+def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
     """The stack of a run: its place from the environment, its engine and its logs from the config."""
+    from millrace.inference.launch_env import engine_environ
+    from millrace.local.stack import StackOptions
+
     config = prepared.config
     return StackOptions.with_settings(
         prepared.settings,
