@@ -1,5 +1,6 @@
 """Every service is restarted in the middle of one run; a run is paused, its workers are free, and it goes on."""
 
+import os
 import re
 import signal
 import time
@@ -12,6 +13,12 @@ from millrace.v1 import run_pb2
 STOPPED_WITHIN_S = 2 * TERM_GRACE_S + 5.0  # the services, Redis behind them, and a sweep
 
 
+def patient(seconds: float) -> float:
+    """`seconds` on a machine of one's own; where others want the processors as well, as much longer as they have to
+    be waited for."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def test_a_rolling_restart_of_every_service_loses_nothing(chaos: ChaosStack) -> None:
     run = chaos.submit(max_steps=60)
     run.wait_step(2)
@@ -20,7 +27,7 @@ def test_a_rolling_restart_of_every_service_loses_nothing(chaos: ChaosStack) -> 
         at = chaos.kill(name, signal.SIGTERM)
         assert not run.is_over, f"the run was over before {name} was restarted"
         ended_s = chaos.wait_replaced(name, old) - at
-        assert ended_s < TERM_GRACE_S, f"{name} took {ended_s:.1f} s to end"
+        assert ended_s < patient(TERM_GRACE_S), f"{name} took {ended_s:.1f} s to end"
         chaos.wait_restarted(name, old)
         ended = [line for line in chaos.notes() if f" {name} ended: " in line or f" {name} died: " in line]
         assert "ended: exit code 0; started again" in ended[-1]
@@ -57,7 +64,7 @@ def test_ctrl_c_of_the_whole_stack_mid_run_and_a_new_start(chaos: ChaosStack) ->
     run.wait_step(5)
     began = time.monotonic()
     chaos.stop()
-    assert time.monotonic() - began < STOPPED_WITHIN_S
+    assert time.monotonic() - began < patient(STOPPED_WITHIN_S)
     assert chaos.workplace.processes_of(chaos.directory) == []
     chaos.start()
     chaos.finish(run)
