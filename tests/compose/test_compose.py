@@ -179,11 +179,12 @@ def test_down_and_up_continues_the_run_with_more_replicas(deployment: Deployment
     outside(deployment, "audit", name)
 
 
-def test_a_client_outside_submits_to_localhost(deployment: Deployment, thin_client: Path) -> None:
+def test_a_client_outside_submits_to_localhost(deployment: Deployment, thin_client: Path, tmp_path: Path) -> None:
     millrace, server = str(thin_client / "millrace"), f"localhost:{deployment.port}"
     assert "continued" in run([millrace, "run", "list", "--server", server])
     name = "from-outside"
     options = ["--run.name", name, "--max-steps", "2", "--no-orchestrator.eval", "--follow", "--plain"]
+    options += ["--output-dir", str(tmp_path)]
     run([millrace, "run", "submit", *RUN[1:], *options, "--server", server], timeout_s=FINISH_S)
     assert shown(deployment, name).state == run_pb2.RUN_STATE_SUCCEEDED
 

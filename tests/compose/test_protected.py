@@ -87,13 +87,13 @@ class Caller:
 
 
 def test_whoever_shows_everything_trains_and_others_learn_nothing(
-    protected: Deployment, secrets: Path, thin_client: Path
+    protected: Deployment, secrets: Path, thin_client: Path, tmp_path: Path
 ) -> None:
     protected.compose("--profile", "cli", "run", "--rm", "-T", "example-model", timeout_s=600)
     caller = Caller(thin_client, protected, secrets)
     steps = ("--max-steps", "2", "--no-orchestrator.eval")
     submit = ("submit", "@", "examples/reverse_text/rl.toml", "--run.name", "guarded", *steps, "--follow", "--plain")
-    code, output = caller.attempt(*submit)
+    code, output = caller.attempt(*submit, "--output-dir", str(tmp_path))
     assert code == 0, output[-3000:]
     code, output = caller.attempt("show", "guarded", "--format", "json")
     assert code == 0 and json.loads(output)["state"].endswith("SUCCEEDED"), output
