@@ -1,0 +1,23 @@
+"""`millrace[client]` has the base dependencies alone: what submits and follows a run imports nothing else."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"numpy", "redis", "boto3", "botocore", "zstandard", "aiohttp", "torch", "psutil"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import millrace.cli.commands.rl, millrace.cli.commands.run
+import millrace.cli.connection, millrace.cli.follow, millrace.cli.prepare, millrace.cli.results, millrace.cli.session
+print("imported")
+"""
+
+
+def test_submitting_and_following_need_no_package_of_the_services() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "imported" in done.stdout, done.stderr
