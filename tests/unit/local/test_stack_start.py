@@ -117,7 +117,7 @@ def test_engine_limits_reach_the_inference_process_and_no_other(tmp_path):
     def environment(name: str, **more: str) -> dict[str, str]:
         stack = LocalStack(options(tmp_path, engine_environ=more), environ={"MILLRACE_MAX_NUM_SEQS": "7"})
         addresses = {"orchestrator": "127.0.0.1:1", name: "127.0.0.1:2"}
-        return dict(stack._service(name, addresses, "127.0.0.1:3", "redis://r", "file:///s").env)
+        return dict(stack._service(name, addresses, "127.0.0.1:3", {}, "redis://r", "file:///s").env)
 
     given = InferenceSettings.from_env(environment("inference", MILLRACE_MAX_NUM_SEQS="3", MILLRACE_MAX_MODEL_LEN="64"))
     assert (given.max_num_seqs, given.max_model_len) == (3, 64)
@@ -135,14 +135,15 @@ def test_environment_of_a_service_names_its_own_place_only(tmp_path):
     }
     stack = LocalStack(options(tmp_path, log_level="debug"), environ=environ)
     addresses = {"orchestrator": "127.0.0.1:1", "inference": "127.0.0.1:2"}
-    spec = stack._service("inference", addresses, "127.0.0.1:3", "redis://127.0.0.1:4/0", "file:///s")
+    spec = stack._service(
+        "inference", addresses, "127.0.0.1:3", {"inference": "127.0.0.1:5"}, "redis://127.0.0.1:4/0", "file:///s"
+    )
     assert spec.argv == [sys.executable, "-m", "millrace.inference.main"]
     settings = Settings.from_env(spec.env)
     assert settings.listen == "127.0.0.1:2" and settings.http_listen == "127.0.0.1:3"
     assert settings.orchestrator == "127.0.0.1:1" and settings.server is None
+    assert settings.metrics_listen == "127.0.0.1:5"
     assert settings.log_level == "DEBUG" and settings.drain_s == 0
     assert spec.env["AWS_REGION"] == "x" and spec.env["OMP_NUM_THREADS"] == "4"
-    assert (
-        stack._service("orchestrator", addresses, "h:3", "redis://r", "file:///s").env.get("MILLRACE_HTTP_LISTEN")
-        is None
-    )
+    other = stack._service("orchestrator", addresses, "h:3", {"inference": "h:5"}, "redis://r", "file:///s").env
+    assert "MILLRACE_HTTP_LISTEN" not in other and "MILLRACE_METRICS_LISTEN" not in other

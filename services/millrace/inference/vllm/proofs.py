@@ -11,6 +11,7 @@ from millrace.errors import InternalError, UnavailableError
 from millrace.policies.digest import add_digests, digest_hex
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.tensors import element_bytes
+from millrace.telemetry import waits
 
 _DIGESTED_BYTES = 64 << 20  # read back between two decode steps: some tenth of a second
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
@@ -68,18 +69,19 @@ async def foresee(call: Call, manifest: PolicyManifest) -> Readback | None:
     InternalError if that is not the version: then what they hold now is not what was proved.
     """
     began, poll_s = time.monotonic(), _FIRST_POLL_S
-    while True:
-        answers = await call("millrace_foreseen")
-        if not any(answer["is_pending"] for answer in answers):
-            break
-        if time.monotonic() - began > _FORESEE_DEADLINE_S:
-            raise UnavailableError(
-                f"vLLM's workers did not digest the policy within {_FORESEE_DEADLINE_S:.0f} s",
-                reason="ENGINE_SILENT",
-                remedy="restart it",
-            )
-        await asyncio.sleep(poll_s)
-        poll_s = min(2 * poll_s, _LAST_POLL_S)
+    with waits.waiting("vLLM's workers to digest the policy", waits_on="inference", deadline_s=_FORESEE_DEADLINE_S):
+        while True:
+            answers = await call("millrace_foreseen")
+            if not any(answer["is_pending"] for answer in answers):
+                break
+            if time.monotonic() - began > _FORESEE_DEADLINE_S:
+                raise UnavailableError(
+                    f"vLLM's workers did not digest the policy within {_FORESEE_DEADLINE_S:.0f} s",
+                    reason="ENGINE_SILENT",
+                    remedy="restart it",
+                )
+            await asyncio.sleep(poll_s)
+            poll_s = min(2 * poll_s, _LAST_POLL_S)
     if any(answer["rows"] is None for answer in answers):
         return None
     return combine([answer["rows"] for answer in answers], manifest)
