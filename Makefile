@@ -3,6 +3,7 @@
 
 PY := .venv/bin/python
 ENGINE ?= embedded
+TEST_JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 help: ## List the targets.
@@ -20,8 +21,8 @@ setup-vllm: ## Make .venv-vllm with real vLLM for CPUs (2.5 GB, minutes).
 demo: setup ## Train a tiny model with RL on this machine; ENGINE=vllm, ARGS="--trainer.optim.lr 0".
 	@ENGINE=$(ENGINE) scripts/demo.sh $(ARGS)
 
-test: setup-dev ## Run the default test suite.
-	$(PY) -m pytest -m "not slow and not gpu and not vllm and not compose"
+test: setup-dev ## Run the default test suite, two files at a time (TEST_JOBS).
+	$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile -m "not slow and not gpu and not vllm and not compose"
 
 test-unit: setup-dev ## Run the tests that need no services.
 	$(PY) -m pytest tests/unit tests/contract
