@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import chaos_loop
+from patience import patient
 
 from millrace.client import Client
 from millrace.client.runs import is_terminal
@@ -21,6 +22,8 @@ PROGRESS = ("step_completed", "batch_committed", "policy_published", "policy_ser
 GIVE_UP_S = 300.0
 WAITS_S = 240.0
 """How long something that happens within seconds is waited for: a busy machine is many times slower."""
+RECOVERS_WITHIN_S = 15.0
+"""From a kill, or the end of an outage, to progress."""
 STALLS_S = 150.0
 """A run without any progress event for so long goes on no more, however slow the machine is."""
 
@@ -155,6 +158,12 @@ class ChaosRun:
         if not later:
             raise AssertionError(f"no progress after the kill. {self.describe()}")
         return later[0] - killed_at
+
+    def require_recovery(self, broken_at: float) -> str:
+        """That the run stood still for no longer than promised from then on; how long it did, in words."""
+        next_s, most_s = self.recovery_s(broken_at), self.standstill_s(broken_at)
+        assert most_s <= patient(RECOVERS_WITHIN_S), f"{most_s:.1f} s without progress. {self.describe()}"
+        return f"next progress after {next_s:.1f} s, {most_s:.1f} s standstill"
 
     def standstill_s(self, killed_at: float) -> float:
         """Longest time without progress from a kill on: what is committed already may hide the loss for a while."""

@@ -15,5 +15,4 @@ def test_a_kill_loses_and_repeats_nothing(chaos: ChaosStack, row: str) -> None:
     assert record["pid"] == before, f"{victim} was to be killed"
     chaos.finish(run)
     assert chaos.pid(victim) != before
-    at = record["time"]
-    print(f"{row}: next progress after {run.recovery_s(at):.1f} s, {run.standstill_s(at):.1f} s standstill")
+    print(f"{row}: {run.require_recovery(record['time'])}")

@@ -69,7 +69,7 @@ def test_kill_9_with_an_append_only_file(stack: ChaosStack, redis_server: Embedd
     redis_server.kill()
     redis_server.start()
     stack.finish(run)
-    print(f"{run.recovery_s(killed_at):.1f} s to progress")
+    print(run.require_recovery(killed_at))
     assert _generation(stack, run) == 1, "nothing had to be rebuilt"
 
 
@@ -87,7 +87,7 @@ def test_the_unsynced_tail_is_lost(stack: ChaosStack, redis_server: EmbeddedRedi
     redis_server.start()
     stack.finish(run)
     assert lost > 1000
-    print(f"{lost} bytes lost, {run.recovery_s(killed_at):.1f} s to progress")
+    print(f"{lost} bytes lost, {run.require_recovery(killed_at)}")
 
 
 @pytest.mark.parametrize("moment", ["generation", "commit", "publish"])
@@ -104,7 +104,7 @@ def test_flushall_during_a_run(stack: ChaosStack, moment: str) -> None:
     stack.redis().flushall()
     stack.finish(run)
     _require_noticed(stack, flushed_at)
-    print(f"{run.recovery_s(flushed_at):.1f} s to progress")
+    print(run.require_recovery(flushed_at))
     assert _generation(stack, run) >= 2
     assert [reason for reason, _ in run.warnings()].count("LOG_REBUILT") >= 1
     assert all(stack.restarts(name) == 0 for name in SERVICES), "no process dies of it"

@@ -1,22 +1,16 @@
 """Every service is restarted in the middle of one run; a run is paused, its workers are free, and it goes on."""
 
-import os
 import re
 import signal
 import time
 
 from chaos_stack import SERVICES, ChaosStack
+from patience import patient
 
 from millrace.local.supervisor import TERM_GRACE_S
 from millrace.v1 import run_pb2
 
 STOPPED_WITHIN_S = 2 * TERM_GRACE_S + 5.0  # the services, Redis behind them, and a sweep
-
-
-def patient(seconds: float) -> float:
-    """`seconds` on a machine of one's own; where others want the processors as well, as much longer as they have to
-    be waited for."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def test_a_rolling_restart_of_every_service_loses_nothing(chaos: ChaosStack) -> None:

@@ -116,7 +116,7 @@ def test_an_outage_longer_than_the_retries_is_named_and_outlived(
     proxy.remove(outage)
     ended = time.time()
     stack.finish(run)
-    print(f"{outage.struck} requests failed; {run.recovery_s(ended):.1f} s from the outage's end to progress")
+    print(f"{outage.struck} requests failed; behind its end: {run.require_recovery(ended)}")
     assert all(stack.restarts(name) == 0 for name in stack.pids()), "no process dies of it"
 
 
@@ -128,7 +128,7 @@ def test_a_store_that_hangs_and_then_answers(stack: ChaosStack, proxy: FaultProx
     proxy.remove(hanging)
     ended = time.time()
     stack.finish(run)
-    print(f"{run.recovery_s(ended):.1f} s to progress")
+    print(run.require_recovery(ended))
 
 
 def test_a_full_store_is_named_and_the_run_goes_on_with_room(stack: ChaosStack, proxy: FaultProxy) -> None:

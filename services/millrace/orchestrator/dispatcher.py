@@ -84,7 +84,8 @@ class Dispatcher:
         scored as a whole and has come in part is never asked for again: it is left to the env-server that plays it.
         """
         if group.source:
-            self._placed(group, group.source, replica="")  # if it is gone by now, `lost` says so
+            # The members of such a group end together: the others are on their way, unless `lost` says otherwise.
+            self._placed(group, group.source, replica="", timeout_s=PLAY_SLACK_S)
             return True
         replica = self._router.pick(self._policies.ready(), min_version=min_version, home=group.home)
         if replica is None:
@@ -95,7 +96,7 @@ class Dispatcher:
                 return True  # members came while another env-server was asked: what is still missing is asked for anew
             if await self._envs.play(worker_id, request):
                 if group.attempt == request.attempt:  # else it failed already, before the answer came: place it again
-                    self._placed(group, group.source or worker_id, replica=replica.worker_id)
+                    self._placed(group, group.source or worker_id, replica=replica.worker_id, timeout_s=self.timeout_s)
                 faults.reach(faults.Point.ORCHESTRATOR_AFTER_DISPATCH, step=group.planned_step)
                 return True
         return False
@@ -110,7 +111,7 @@ class Dispatcher:
         for group in table.open.values():
             if not group.env_server:
                 continue
-            if group.env_server not in env_servers:
+            if (group.source or group.env_server) not in env_servers:
                 why = "its env-server is gone"
             elif now - self._orphaned.get(group.replica, now) > REPLICA_GRACE_S:
                 why = "its replica is gone"
@@ -134,9 +135,9 @@ class Dispatcher:
         if playing:
             await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
 
-    def _placed(self, group: Group, worker_id: str, *, replica: str) -> None:
+    def _placed(self, group: Group, worker_id: str, *, replica: str, timeout_s: float) -> None:
         group.env_server, group.replica = worker_id, replica
-        group.deadline = time.monotonic() + self.timeout_s
+        group.deadline = time.monotonic() + timeout_s
 
     def _servers(self, env: str, table: GroupTable) -> list[str]:
         load = Counter(group.env_server for group in table.open.values())

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from patience import patient
 
 from millrace.env_server.pool import PoolLimits
 from millrace.env_server.run_end import has_ended
@@ -23,6 +24,7 @@ from millrace.env_server.spool import Spool
 from millrace.env_server.teacher import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
+from millrace.orchestrator.env_pool import PLAY_TIMEOUT_S
 from millrace.policies.publish import publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.types import Rollout
@@ -270,7 +272,7 @@ class Server:
     async def play(self, *requests: env_service_pb2.PlayGroupRequest, timeout_s: float = 240.0) -> list[Rollout]:
         """Play the groups and wait for all their rollouts in the stream; in order of ordinal and member."""
         for request in requests:
-            await call(self.stub.PlayGroup, request, timeout_s=60)
+            await call(self.stub.PlayGroup, request, timeout_s=patient(PLAY_TIMEOUT_S))
         return await self.collect(*requests, timeout_s=timeout_s)
 
     async def collect(self, *requests: env_service_pb2.PlayGroupRequest, timeout_s: float = 240.0) -> list[Rollout]:

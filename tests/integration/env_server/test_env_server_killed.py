@@ -17,6 +17,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
+from patience import patient
 
 from millrace.errors import CapacityError, UnavailableError
 from millrace.internal.v1 import (
@@ -27,6 +28,7 @@ from millrace.internal.v1 import (
     worker_service_pb2_grpc,
 )
 from millrace.local.redis import EmbeddedRedis
+from millrace.orchestrator.env_pool import PLAY_TIMEOUT_S
 from millrace.rpc.channel import call, open_channel
 from millrace.runlog.connection import open_redis
 from millrace.runlog.log import RunLog
@@ -118,7 +120,7 @@ class Place:
             epoch=1,
             planned_step=step,
         )
-        return (await call(self.stub.PlayGroup, request, timeout_s=60)).already_playing
+        return (await call(self.stub.PlayGroup, request, timeout_s=patient(PLAY_TIMEOUT_S))).already_playing
 
     async def resync(self, log_instance: str) -> list[env_service_pb2.PlayingGroup]:
         request = env_service_pb2.ListPlayingRequest(run_uid=self.log.uid, epoch=1, log_instance=log_instance)
@@ -297,7 +299,7 @@ async def test_sigterm_finishes_what_is_played_and_takes_nothing_new(place: Plac
         await place.play(1)
     assert caught.value.reason == "DRAINING"
     assert [group.ordinal for group in await place.resync("")] == [0]
-    async with asyncio.timeout(120):  # 2 s of play; its grace period is 5 s
+    async with asyncio.timeout(patient(10)):  # 2 s of play; its grace period is 5 s
         assert await place.process.wait() == 0
     assert await place.in_log() == {(0, member): 1 for member in range(4)}
     assert not any(map(is_running, place.workers))

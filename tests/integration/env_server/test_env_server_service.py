@@ -6,10 +6,12 @@ import signal
 from typing import Any
 
 import pytest
+from patience import patient
 
 from millrace.env_server.pool import EnvPool
 from millrace.errors import CapacityError, FencedError, InvalidSpecError, InvalidStateError, MillraceError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.orchestrator.env_pool import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.log import RunLog
@@ -20,7 +22,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600
 
 
 async def play_group(server: Any, request: env_service_pb2.PlayGroupRequest) -> Any:
-    return await call(server.stub.PlayGroup, request, timeout_s=60)
+    return await call(server.stub.PlayGroup, request, timeout_s=patient(PLAY_TIMEOUT_S))
 
 
 async def playing(server: Any) -> list[env_service_pb2.PlayingGroup]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from patience import patient
 
 from millrace.config.load import validate_document
 from millrace.env_server import teacher_client
@@ -25,6 +26,7 @@ from millrace.inference.model_files import ModelSlot
 from millrace.inference.server import HttpApi, start_http
 from millrace.inference.updater import PolicyUpdater
 from millrace.local.ports import free_ports
+from millrace.orchestrator.env_pool import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.log import RunLog
@@ -137,7 +139,7 @@ async def until_taken(run: Any, request: Any) -> None:
     async with asyncio.timeout(120):
         while True:
             try:
-                await call(run.stub.PlayGroup, request, timeout_s=60)
+                await call(run.stub.PlayGroup, request, timeout_s=patient(PLAY_TIMEOUT_S))
                 return
             except CapacityError:
                 await asyncio.sleep(0.05)
@@ -179,7 +181,7 @@ async def test_a_dead_teacher_is_a_wait_and_a_failure_without_blame(
     assert "6 attempts" in lost.error.message and door.url in lost.error.message
     again = run.request(ENV, 1, attempt=1)
     with pytest.raises(CapacityError) as refused:
-        await call(run.stub.PlayGroup, again, timeout_s=60)
+        await call(run.stub.PlayGroup, again, timeout_s=patient(PLAY_TIMEOUT_S))
     assert refused.value.reason == "TEACHER_UNREACHABLE"
     [wait] = [wait for wait in waits.snapshot("t") if wait.run == run.log.uid and "to answer" in wait.reason]
     assert f"teacher big at {door.url}" in wait.reason
@@ -206,11 +208,11 @@ async def test_what_a_checked_teacher_refuses_later_is_a_wait_unless_it_became_a
     async with asyncio.timeout(120):
         while door.answers[int(hiccup)] < 3:  # the check went on after it was refused
             with pytest.raises(CapacityError) as refused:
-                await call(run.stub.PlayGroup, again, timeout_s=60)
+                await call(run.stub.PlayGroup, again, timeout_s=patient(PLAY_TIMEOUT_S))
             assert refused.value.reason == "TEACHER_UNREACHABLE"
             await asyncio.sleep(0.05)
     with pytest.raises(CapacityError, match="the gateway hiccups"):
-        await call(run.stub.PlayGroup, again, timeout_s=60)
+        await call(run.stub.PlayGroup, again, timeout_s=patient(PLAY_TIMEOUT_S))
     door.spoil = ""
     await until_taken(run, again)
     [found] = await run.collect(again)
@@ -262,7 +264,7 @@ async def test_a_teacher_that_refuses_everything_while_it_scores_is_a_wait_that_
     assert f"answered {status}" in refused.error.message and named in refused.error.message
     again = run.request(ENV, 1, attempt=1)
     with pytest.raises(CapacityError, match=named):
-        await call(run.stub.PlayGroup, again, timeout_s=60)
+        await call(run.stub.PlayGroup, again, timeout_s=patient(PLAY_TIMEOUT_S))
     [wait] = [wait for wait in waits.snapshot("t") if wait.run == run.log.uid and "to answer" in wait.reason]
     assert named in wait.reason and KEY not in wait.reason
     door.spoil = ""

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import patient
 
 from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.orchestrator.env_pool import PLAY_TIMEOUT_S
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus
 from millrace.rpc.channel import call
 
@@ -170,7 +172,7 @@ async def test_engine_that_never_answers_ends_at_the_deadline_and_is_let_go(serv
     await server.open("reverse-text")
     rollout = await server.play_one("reverse-text", 0, mode="hang", rollout_timeout_seconds=1.0)
     assert_failed(rollout, RolloutStatus.TIMEOUT, "RolloutTimeout", "within 1 s")
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(patient(5)):
         while server.engine.num_open:
             await asyncio.sleep(0.05)
 
@@ -217,7 +219,9 @@ async def test_a_play_that_an_endpoint_is_not_for_is_refused(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-store")
     await server.open("reverse-text")
     with pytest.raises(InvalidSpecError, match=re.escape(text)) as caught:
-        await call(server.stub.PlayGroup, server.request("reverse-text", 0, **changes), timeout_s=60)
+        await call(
+            server.stub.PlayGroup, server.request("reverse-text", 0, **changes), timeout_s=patient(PLAY_TIMEOUT_S)
+        )
     assert "of-the-store" not in str(caught.value)
 
 

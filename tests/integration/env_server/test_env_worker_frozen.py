@@ -5,9 +5,11 @@ import os
 import signal
 
 import pytest
+from patience import patient
 
 from millrace.env_server.supervisor import WorkerProcess
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.orchestrator.env_pool import PLAY_TIMEOUT_S
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream
 from millrace.telemetry import waits
@@ -116,7 +118,7 @@ async def test_rollouts_that_an_engine_keeps_waiting_are_one_wait_for_it(server,
     await server.open("reverse-text", args)
     groups = [server.request("reverse-text", n, mode="hang", args=args, size=2) for n in range(2)]
     for group in groups:
-        await call(server.stub.PlayGroup, group, timeout_s=60)
+        await call(server.stub.PlayGroup, group, timeout_s=patient(PLAY_TIMEOUT_S))
     wait = await until_there("4 rollouts of reverse-text with the engine at")
     assert (wait.waits_on, wait.run) == (engine.base_url("hang"), server.log.uid)
     assert wait.deadline_s > groups[0].rollout_timeout_seconds
@@ -165,7 +167,11 @@ async def test_a_leaving_env_server_leaves_rollouts_without_a_worker_to_others(s
     [worker] = pool._workers
     before = len(await server.log.read(Stream.ROLLOUTS, count=10_000))
     for task_index in range(2):
-        await call(server.stub.PlayGroup, server.request("faulty-v0", task_index, args=args, size=2), timeout_s=60)
+        await call(
+            server.stub.PlayGroup,
+            server.request("faulty-v0", task_index, args=args, size=2),
+            timeout_s=patient(PLAY_TIMEOUT_S),
+        )
     async with asyncio.timeout(120):
         while worker.num_playing < 4:
             await asyncio.sleep(0.01)

@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 
 import pytest
@@ -6,7 +7,7 @@ from orchestrator_builders import make_rollout
 from millrace.config.load import validate_document
 from millrace.errors import InvalidSpecError, Violation
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
-from millrace.orchestrator.dispatcher import Dispatcher, RunIdentity
+from millrace.orchestrator.dispatcher import PLAY_SLACK_S, Dispatcher, RunIdentity
 from millrace.orchestrator.env_pool import OpenedEnv
 from millrace.orchestrator.eval_settings import of_training
 from millrace.orchestrator.evals import Evaluator
@@ -225,6 +226,7 @@ async def test_a_whole_training_group_whose_answer_was_lost_is_left_to_who_plays
     envs.room = {"b": 9} if dies else {"a": 9, "b": 9}
     assert await dispatcher.dispatch(group, table, min_version=0)
     assert (group.env_server, group.attempt) == ("a", 0)
+    assert group.deadline < time.monotonic() + PLAY_SLACK_S + 1 < time.monotonic() + dispatcher.timeout_s
     assert dispatcher.lost(table) == ([group] if dies else []), "the loop plays it anew if nobody plays it any more"
     assert envs.placed == [("a", 0, 0)]
     if not dies:
@@ -250,6 +252,19 @@ async def test_a_whole_group_that_two_play_belongs_to_the_one_that_brought_the_f
     envs.play = play
     assert await dispatcher.dispatch(group, table, min_version=0)
     assert [server for server, *_ in envs.placed] == ["a", "b"] and group.env_server == "a"
+
+
+async def test_a_whole_group_is_lost_with_the_one_that_brought_its_first_member() -> None:
+    envs, table = CountedEnvs(room={"b": 9}, requires_group=True), GroupTable()
+    task = TaskRef(ordinal=0, env="reverse-text", task_index=0)
+    group = table.open[0] = Group(task=task, group_size=2, planned_step=0, is_scored_whole=True)
+    dispatcher = Dispatcher(
+        run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
+    )
+    assert await dispatcher.dispatch(group, table, min_version=0)
+    assert group.env_server == "b" and not dispatcher.lost(table)
+    table.add(make_rollout(0, 0, group_size=2, env_server="a"))  # of an earlier play, which counted as lost
+    assert dispatcher.lost(table) == [group], "what b brings is of another play"
 
 
 def test_a_takeover_keeps_a_whole_task_only_if_its_play_goes_on() -> None:
