@@ -197,6 +197,30 @@ def test_scalers_use_metrics_that_exist(render, exported):
     assert cpu["type"] == "ContainerResource"
 
 
+def test_a_scaler_without_numbers_leaves_everything_as_it_is(render):
+    """KEDA takes an empty answer for 0 by default: a Prometheus that lost its targets would end the env-servers."""
+    triggers = [t for item in render("multi-node").of_kind("ScaledObject") for t in item["spec"]["triggers"]]
+    assert len(triggers) == 3
+    for trigger in triggers:
+        assert trigger["metadata"]["ignoreNullValues"] == "false", "a text: KEDA's metadata holds nothing else"
+
+
+@pytest.mark.parametrize("case", WITH_RULES)
+def test_who_scrapes_gets_in(render, case):
+    """Every port that a ServiceMonitor names is open to the clients that the values name."""
+    made = render(case)
+    for monitor in made.of_kind("ServiceMonitor"):
+        component = monitor["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]
+        port = {"metrics": 9090, "http": 8000}[monitor["spec"]["endpoints"][0]["port"]]
+        rules = made.one("NetworkPolicy", component)["spec"]["ingress"]
+        peers = [p for r in rules if port in [at["port"] for at in r.get("ports", [])] for p in r["from"]]
+        assert any("namespaceSelector" in peer for peer in peers), f"{component}: {peers}"
+
+
+def test_without_policies_nobody_has_to_be_named(render):
+    assert render("minimal", "monitoring.serviceMonitor.enabled=true").of_kind("ServiceMonitor")
+
+
 @pytest.mark.parametrize("case", WITH_RULES)
 def test_prometheus_scrapes_each_pod_once_and_with_a_token(render, case):
     made = render(case)

@@ -53,6 +53,7 @@ def _tables(value, path=()):
             "monitoring.metrics.enabled=false,monitoring.prometheusRule.enabled=true",
             "monitoring.prometheusRule looks at",
         ),
+        ("monitoring.serviceMonitor.enabled=true", "serviceMonitor.enabled needs networkPolicy.metricsClients"),
         ("trainer.exampleModel.enabled=false", "helmTest.run needs trainer.exampleModel.enabled"),
         ("orchestrator.ingress.enabled=true", "orchestrator.ingress.enabled needs a host"),
         ("orchestrator.replicas=2", "orchestrator: Additional property replicas is not allowed"),

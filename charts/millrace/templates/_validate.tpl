@@ -47,6 +47,9 @@
 {{- if and .Values.monitoring.prometheusRule.enabled (not .Values.monitoring.metrics.enabled) -}}
 {{- $wrong = append $wrong "monitoring.prometheusRule looks at the metrics of all components: monitoring.metrics.enabled has to be true" -}}
 {{- end -}}
+{{- if and .Values.monitoring.serviceMonitor.enabled .Values.networkPolicy.enabled (empty .Values.networkPolicy.metricsClients) -}}
+{{- $wrong = append $wrong "monitoring.serviceMonitor.enabled needs networkPolicy.metricsClients: the policies let nobody else scrape, and every pod would count as down; name Prometheus' namespace or pods, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" -}}
+{{- end -}}
 {{- range $name, $scaling := dict "inference" .Values.inference.autoscaling "envServer" .Values.envServer.autoscaling -}}
 {{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- $wrong = append $wrong (printf "%s.autoscaling.minReplicas is above maxReplicas" $name) -}}
