@@ -49,7 +49,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     return {
         "orchestrator": orchestrator.registry_of(manager, catalog, WorkerRegistry()),  # type: ignore[arg-type]
         "env-server": env_server.registry_of(service, SimpleNamespace(num_pending=0, spool=spool)),  # type: ignore[arg-type]
-        "trainer": trainer.registry_of(lambda: False, lambda: False),
+        "trainer": trainer.registry_of(lambda: False),
         "inference": make_registry("inference", inference.collectors(_engine_status)),
     }
 
@@ -149,7 +149,7 @@ _BAD = {
     "MillraceWaitOverdue": ("trainer", "millrace_waits_overdue", "waits_on='redis'", "1x120"),
     "MillraceRedisAway": ("env-server", "millrace_wait_oldest_seconds", "waits_on='redis'", "0+60x120"),
     "MillraceSpoolGrows": ("env-server", "millrace_env_server_rollouts", "state='unappended'", "1+5x120"),
-    "MillraceTrainerFailed": ("trainer", "millrace_trainer_failed", "", "1x120"),
+    "MillraceTrainerFailed": ("trainer", "millrace_trainer_runs_failed_total", "", "0x80 1x39"),
     "MillraceServiceDown": ("orchestrator", "up", "", "0x120"),
 }
 

@@ -27,11 +27,15 @@ PUBLISH_SECONDS = Histogram(
     registry=None,
 )
 PUBLISH_BYTES = Counter("millrace_trainer_publish_bytes_total", "Bytes uploaded for policies.", registry=None)
-COUNTED = (PHASE_SECONDS, STEPS, TOKENS, THROUGHPUT, VERSION, PUBLISH_SECONDS, PUBLISH_BYTES)
+FAILED = Counter(
+    "millrace_trainer_runs_failed_total",
+    "Runs that it gave up with an error that their owner has to see.",
+    registry=None,
+)
+COUNTED = (PHASE_SECONDS, STEPS, TOKENS, THROUGHPUT, VERSION, PUBLISH_SECONDS, PUBLISH_BYTES, FAILED)
 
 WORKING = Family("millrace_trainer_working", "1 while it works on a run, 0 while it is idle.")
-FAILED = Family("millrace_trainer_failed", "1 while it reports an error that its run's owner has to see.")
-FAMILIES = (WORKING, FAILED)
+FAMILIES = (WORKING,)
 
 
 def step_completed(seconds: dict[str, float], *, num_tokens: int) -> None:
@@ -50,11 +54,15 @@ def policy_published(version: int, *, size_bytes: int, seconds: float) -> None:
     PUBLISH_SECONDS.observe(seconds)
 
 
-def registry_of(is_working: Callable[[], bool], has_failed: Callable[[], bool]) -> CollectorRegistry:
+def run_failed() -> None:
+    """A run is given up: it is reported for seconds only, so that a scrape would miss anything but a count."""
+    FAILED.inc()
+
+
+def registry_of(is_working: Callable[[], bool]) -> CollectorRegistry:
     """What this trainer exports."""
 
     def read(sheet: Sheet) -> None:
         sheet.put(WORKING, is_working())
-        sheet.put(FAILED, has_failed())
 
     return make_registry("trainer", [StateCollector(FAMILIES, read), *COUNTED])

@@ -202,7 +202,7 @@ class _Companions:
 
     async def _export(self, address: str, stopping: asyncio.Event) -> None:
         """Serves the metrics until the end."""
-        exported = meters.registry_of(lambda: self._worker.is_working, lambda: self._worker.has_failed)
+        exported = meters.registry_of(lambda: self._worker.is_working)
         async with metrics_server(address, exported):
             await stopping.wait()
 

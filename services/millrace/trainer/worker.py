@@ -19,6 +19,7 @@ from millrace.errors import CapacityError, FencedError, MillraceError, Unavailab
 from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.telemetry import logging, waits
+from millrace.trainer import meters
 from millrace.trainer.stop import StopRequested
 
 log = logging.getLogger(__name__)
@@ -92,11 +93,6 @@ class TrainerWorker:
         """Whether it works on a run that needs it."""
         status = self._status
         return bool(status.run_uid) and not status.is_over
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it reports an error of its run."""
-        return bool(self._status.error_reason)
 
     # The agent's ends.
 
@@ -223,6 +219,7 @@ class TrainerWorker:
     def _fail(self, reason: str, message: str) -> None:
         """Reports the error with every heartbeat until the assignment ends."""
         log.error("run given up", extra={"reason": reason, "error": message})
+        meters.run_failed()
         self._status = replace(self._status, error_reason=reason, error_message=message)
 
     def _fail_gang(self, error: MillraceError) -> None:

@@ -9,6 +9,7 @@ import pytest
 from millrace.errors import FencedError, NotFoundError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
+from millrace.trainer import meters
 from millrace.trainer.distributed import Gang
 from millrace.trainer.publish_plan import PublishPlan, plan_publishing
 from millrace.trainer.stop import StopRequested
@@ -101,6 +102,9 @@ def test_an_error_for_the_owner_is_reported_and_not_repeated(
     worker: TrainerWorker, start: Callable[..., None], error: Exception, reason: str, message: str
 ) -> None:
     calls: list[str] = []
+    exported = meters.registry_of(lambda: worker.is_working)
+    before = exported.get_sample_value("millrace_trainer_runs_failed_total")
+    assert before is not None, "it stands at 0 before the first failure, else an alert on its increase misses that one"
 
     def job(uid: str) -> None:
         calls.append(uid)
@@ -114,6 +118,7 @@ def test_an_error_for_the_owner_is_reported_and_not_repeated(
     assert calls == ["run-a"]
     _assign(worker)
     assert _until(worker, lambda status: status.run_uid == "").error_reason == ""
+    assert exported.get_sample_value("millrace_trainer_runs_failed_total") == before + 1
 
 
 def test_a_fenced_job_is_let_go_and_tried_again_while_assigned(
