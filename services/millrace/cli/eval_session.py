@@ -99,6 +99,7 @@ def _stack(prepared: PreparedEval, directory: Path) -> tuple[StackOptions, dict[
     options = StackOptions(
         directory=directory,
         redis_url=prepared.settings.redis_url,
+        redis_url_file=prepared.settings.redis_url_file,
         store_url=prepared.settings.store_url,
         prefix=prepared.settings.prefix,
         http_port=http_port,

@@ -69,6 +69,8 @@ class StackOptions:
     engine_environ: Mapping[str, str] = field(default_factory=dict)
     """What only the engine's process reads, such as its limits; the environment says the rest."""
     redis_url: str | None = None
+    redis_url_file: str | None = None
+    """The file that `redis_url` was read from, if it was: then the services get its path, and not the URL."""
     store_url: str | None = None
     prefix: str = "millrace"
     log_level: str = "INFO"
@@ -85,7 +87,8 @@ class StackOptions:
     @classmethod
     def with_settings(cls, settings: Settings, *, directory: Path, **options: object) -> Self:
         """Options that take Redis, store, prefix and access from the `MILLRACE_*` environment where those are set."""
-        given = {"redis_url": settings.redis_url, "store_url": settings.store_url, "prefix": settings.prefix}
+        names = ("redis_url", "redis_url_file", "store_url", "prefix")
+        given: dict[str, object] = {name: getattr(settings, name) for name in names}
         given["access"] = settings.of_stack()
         return cls(directory=directory, **{**given, **options})  # type: ignore[arg-type]
 
@@ -300,6 +303,7 @@ class LocalStack:
             token=None,  # the clients' own
             token_file=None,
             redis_url=redis_url,
+            redis_url_file=self.options.redis_url_file,
             store_url=store_url,
             prefix=self.options.prefix,
             listen=addresses[name],

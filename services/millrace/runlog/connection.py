@@ -89,11 +89,14 @@ def open_redis(url: str) -> redis_asyncio.Redis:
             max_connections=_MAX_CONNECTIONS,
             retry=Retry(NoBackoff(), 0),
         )
-    except ValueError as error:
+    except ValueError:  # its text repeats parts of the URL, which may be those of the password
         violation = Violation(
-            field="MILLRACE_REDIS_URL", message=f"must be redis://host:port/db: {error}", source="environment"
+            field="MILLRACE_REDIS_URL",
+            message="must be redis://[user:password@]host:port/db (or rediss://, unix://) with options that redis-py "
+            "knows; other characters of user and password are written as %XX",
+            source="environment",
         )
-        raise InvalidSpecError([violation]) from error
+        raise InvalidSpecError([violation]) from None
 
 
 def describe(client: redis_asyncio.Redis) -> str:

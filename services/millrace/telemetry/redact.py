@@ -21,6 +21,18 @@ _PAIR = re.compile(
 _SECRET_NAME = re.compile(r"(SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?|(^|_)TOKEN)$")
 
 
+_known: tuple[str, ...] = ()
+"""What `keep_secret` was told, as `secrets_of` gives it."""
+
+
+def keep_secret(value: str) -> None:
+    """From now on `redact` masks this value of a file: of a URL the password, of another text all of it."""
+    global _known
+    name = "URL" if "://" in value else "SECRET"
+    # One tuple for another: log lines of other threads are being masked meanwhile.
+    _known = _longest_first({*_known, *secrets_of({name: value})})
+
+
 def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Values that must not be shown: those of variables with secret names, and passwords inside URLs; longest first.
 
@@ -34,14 +46,22 @@ def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
             found.update((match["secret"], unquote(match["secret"])))
     secret = {value for value in found if len(value) >= _MIN_SECRET_CHARS}
     quoted = {form[1:-1] for value in secret for form in (json.dumps(value), repr(value))}
-    return tuple(sorted(secret | quoted, key=lambda value: (-len(value), value)))
+    return _longest_first(secret | quoted)
 
 
 def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
-    """The text with every secret masked; `secrets` are known values, by default those of this process's environment."""
-    for secret in secrets_of(os.environ) if secrets is None else secrets:
+    """The text with every secret masked.
+
+    `secrets` are known values, by default those of this process's environment; those of `keep_secret` come on top.
+    """
+    given = secrets_of(os.environ) if secrets is None else secrets
+    for secret in _longest_first({*given, *_known}) if _known else given:
         text = text.replace(secret, MASK)
     text = _URL_PASSWORD.sub(rf"\g<head>{MASK}@", text)
     text = _BEARER.sub(rf"\g<head>{MASK}", text)
     text = _TOKEN.sub(MASK, text)
     return _PAIR.sub(rf"\g<head>{MASK}", text)
+
+
+def _longest_first(values: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(values, key=lambda value: (-len(value), value)))

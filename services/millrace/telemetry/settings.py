@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from millrace.errors import InvalidSpecError, Violation
 from millrace.telemetry.logging import LEVELS
-from millrace.telemetry.redact import redact
+from millrace.telemetry.redact import keep_secret, redact
 
 # Kubernetes adds MILLRACE_ORCHESTRATOR_SERVICE_HOST, MILLRACE_REDIS_PORT_6379_TCP, ... for services named millrace-*.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)$")
@@ -38,7 +38,10 @@ def _address(text: str) -> str:
 
 def _url(*schemes: str) -> Callable[[str], str]:
     def check(text: str) -> str:
-        parts = urlsplit(text)
+        try:
+            parts = urlsplit(text)
+        except ValueError:  # its text repeats parts of the URL, passwords included
+            parts = urlsplit("")
         if parts.scheme not in schemes or not (parts.netloc or parts.path):
             raise ValueError(f"must be a URL that starts with {' or '.join(f'{scheme}://' for scheme in schemes)}")
         return text
@@ -93,7 +96,8 @@ class Settings:
     """The placement of one process. Field `redis_url` is the variable `MILLRACE_REDIS_URL`, and so on."""
 
     redis_url_file: str | None = _variable(_text)
-    """File with `redis_url`, for a Redis with a password: a mounted secret, read when the process starts."""
+    """File with `redis_url`, for a Redis with a password: a mounted secret, read when the process starts. Instead of
+    `redis_url`: both together are refused."""
     redis_url: str | None = _variable(_url("redis", "rediss", "unix"), is_secret=True)
     """Where the fast copy of the log is: `redis://host:6379/0`."""
     store_url: str | None = _variable(_url("file", "s3"), is_secret=True)
@@ -208,10 +212,12 @@ class Settings:
         return {name: text for name, text in self.to_environ().items() if name in names and text != "0"}
 
     def to_environ(self) -> dict[str, str]:
-        """The variables that give these settings to a child process."""
+        """The variables that give these settings to a child process; the URL of Redis as the file that it came from."""
         environ: dict[str, str] = {}
         for part in fields(self):
             value = getattr(self, part.name)
+            if part.name == "redis_url" and self.redis_url_file is not None:
+                continue
             if value is not None:
                 environ[variable_name(part.name)] = str(int(value)) if isinstance(value, bool) else str(value)
         return environ
@@ -237,9 +243,13 @@ def variable_name(field_name: str) -> str:
 
 def _with_redis_url(environ: Mapping[str, str], violations: list[Violation]) -> Mapping[str, str]:
     """The variables, with the URL of Redis from the file that one of them may name."""
-    name = variable_name("redis_url_file")
+    name, url_name = variable_name("redis_url_file"), variable_name("redis_url")
     path = environ.get(name, "")
     if not path:
+        return environ
+    if environ.get(url_name):
+        message = f"is set, and {name} as well: write the URL into that file, and leave this one out"
+        violations.append(Violation(field=url_name, message=message, source="environment"))
         return environ
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
@@ -247,7 +257,8 @@ def _with_redis_url(environ: Mapping[str, str], violations: list[Violation]) -> 
         problem = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8"
         violations.append(Violation(field=name, value=path, message=f"cannot be read: {problem}", source="environment"))
         return environ
-    return {**environ, variable_name("redis_url"): text}
+    keep_secret(text)
+    return {**environ, url_name: text}
 
 
 def _misspelled(environ: Mapping[str, str], known: Iterable[str]) -> Iterable[Violation]:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+import traceback
 
 import pytest
 
@@ -27,6 +28,13 @@ async def test_unreachable_names_address_and_remedy(local_store):
 def test_a_bad_url_is_refused(url):
     with pytest.raises(InvalidSpecError, match="MILLRACE_REDIS_URL"):
         open_redis(url)
+
+
+@pytest.mark.parametrize("url", ["redis://u:hunter/2@h:1/0", "redis://h:1/0?socket_timeout=hunter", "hunter://h:1"])
+def test_a_bad_url_is_not_repeated(url):
+    with pytest.raises(InvalidSpecError, match="MILLRACE_REDIS_URL") as caught:
+        open_redis(url)
+    assert "hunter" not in "".join(traceback.format_exception(caught.value))
 
 
 async def test_an_append_waits_visibly_for_redis_to_come_back(tmp_path, local_store, run_json):

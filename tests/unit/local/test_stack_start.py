@@ -42,6 +42,18 @@ async def test_service_that_is_never_ready_is_told_with_its_last_lines(tmp_path,
     assert not any(child.is_alive for child in stack.supervisor.children.values())
 
 
+def test_services_read_the_url_of_redis_from_the_file_that_it_came_from(tmp_path):
+    (tmp_path / "redis.url").write_text("redis://:hunter2@cache:6379/0")
+    environ = {"MILLRACE_REDIS_URL_FILE": f"{tmp_path}/redis.url"}
+    chosen = StackOptions.with_settings(Settings.from_env(environ), directory=tmp_path)
+    assert chosen.redis_url == "redis://:hunter2@cache:6379/0"
+    stack = LocalStack(chosen, environ=environ)
+    addresses = {"orchestrator": "127.0.0.1:1"}
+    env = stack._service("orchestrator", addresses, "127.0.0.1:2", {}, chosen.redis_url, "file:///store").env
+    assert "hunter2" not in str(env)
+    assert Settings.from_env(env).redis_url == chosen.redis_url
+
+
 async def test_lines_of_an_earlier_life_are_not_shown(tmp_path, deaf, monkeypatch):
     (tmp_path / "deaf_service.py").write_text("import time\ntime.sleep(600)\n")
     log = tmp_path / "out" / "logs" / "orchestrator.log"

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import InvalidSpecError
+from millrace.telemetry import redact as redaction
+from millrace.telemetry.redact import redact
 from millrace.telemetry.settings import Settings, parse_address
 
 
@@ -100,7 +102,30 @@ def test_the_url_of_redis_comes_from_a_file(tmp_path: Path) -> None:
     secret.write_text("redis://:hunter2@cache:6379/0\n")
     settings = Settings.from_env({"MILLRACE_REDIS_URL_FILE": str(secret)}, required=["redis_url"])
     assert settings.redis_url == "redis://:hunter2@cache:6379/0"
+    assert "hunter2" not in str(settings.to_environ()), "a child reads the file itself"
     assert Settings.from_env(settings.to_environ()) == settings
+
+
+def test_what_a_file_says_is_kept_out_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_known", ())
+    secret = tmp_path / "redis.url"
+    secret.write_text("redis://user:a%2Flong%2Fpassword@cache:6379/0\n")
+    Settings.from_env({"MILLRACE_REDIS_URL_FILE": str(secret)})
+    said = "AUTH a/long/password failed at redis://cache:6379/0, not a%2Flong%2Fpassword"
+    assert redact(said) == redact(said, secrets=()) == "AUTH *** failed at redis://cache:6379/0, not ***"
+
+
+def test_a_url_of_redis_and_a_file_are_refused_together(tmp_path: Path) -> None:
+    (tmp_path / "redis.url").write_text("redis://cache:6379/0")
+    environ = {"MILLRACE_REDIS_URL": "redis://:hunter2@own:6379/0", "MILLRACE_REDIS_URL_FILE": f"{tmp_path}/redis.url"}
+    found = violations(environ)
+    assert "MILLRACE_REDIS_URL_FILE as well" in found["MILLRACE_REDIS_URL"] and "hunter2" not in str(found)
+
+
+@pytest.mark.parametrize("url", ["redis://u:hunter2@[cache:6379", "redis://u:hunter2\u2100@cache:6379"])
+def test_a_url_that_does_not_parse_shows_nothing_of_itself(tmp_path: Path, url: str) -> None:
+    (tmp_path / "bad").write_text(url)
+    assert "hunter2" not in str(violations({"MILLRACE_REDIS_URL_FILE": f"{tmp_path}/bad"}))
 
 
 def test_a_file_without_a_url_of_redis_is_named(tmp_path: Path) -> None:
