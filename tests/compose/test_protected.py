@@ -1,5 +1,6 @@
 """The stack of docker-compose.tls.yml: mutual TLS and tokens on every server, and every secret from a file."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,13 +14,14 @@ from millrace.local.ports import free_ports
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
-# Of every server: its answer to a stranger without a token, and to one who speaks no TLS. Run inside the stack.
+# Of every server: its answer to strangers without a token, without a certificate, without TLS. Run inside the stack.
 ASK_ALL = """
-import grpc, json, pathlib, ssl, sys, urllib.error, urllib.request
+import grpc, http.client, json, pathlib, ssl, sys, urllib.error, urllib.request
 files = [pathlib.Path("/run/secrets", name).read_bytes() for name in ("ca.crt", "tls.key", "tls.crt")]
 options = [("grpc.ssl_target_name_override", "millrace.internal")]
 found = {}
-for address, method in json.loads(sys.argv[1]).items():
+methods, pages = json.loads(sys.argv[1])
+for address, method in methods.items():
     for how, channel in {
         "no token": grpc.secure_channel(address, grpc.ssl_channel_credentials(*files), options),
         "no certificate": grpc.secure_channel(address, grpc.ssl_channel_credentials(files[0]), options),
@@ -30,14 +32,27 @@ for address, method in json.loads(sys.argv[1]).items():
             found[f"{address} {how}"] = "answered"
         except grpc.RpcError as error:
             found[f"{address} {how}"] = error.code().name
-context = ssl.create_default_context(cadata=files[0].decode())
-context.check_hostname = False
-context.load_cert_chain("/run/secrets/tls.crt", "/run/secrets/tls.key")
-try:
-    urllib.request.urlopen("https://inference:8000/v1/models", context=context, timeout=20)
-    found["http"] = "answered"
-except urllib.error.HTTPError as error:
-    found["http"] = error.code
+def context(has_certificate):
+    made = ssl.create_default_context(cadata=files[0].decode())
+    made.check_hostname = False
+    if has_certificate:
+        made.load_cert_chain("/run/secrets/tls.crt", "/run/secrets/tls.key")
+    return made
+def ask(url, headers={}, has_certificate=True):
+    try:
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, context=context(has_certificate), timeout=20) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, http.client.HTTPException):
+        return "refused"
+workers = {"Authorization": "Bearer " + pathlib.Path("/run/secrets/workers.token").read_text().strip()}
+for page in pages:
+    found[f"{page} workers"] = ask("https://" + page, workers)
+    found[f"{page} no token"] = ask("https://" + page)
+    found[f"{page} no certificate"] = ask("https://" + page, workers, has_certificate=False)
+    found[f"{page} plain text"] = ask("http://" + page, workers)
 print(json.dumps(found))
 """
 
@@ -120,14 +135,26 @@ def test_every_server_asks_for_a_certificate_and_a_token(protected: Deployment) 
         "inference:50053": worker,
         "trainer:50054": worker,
     }
+    metrics = [f"{service}:9090/metrics" for service in ("orchestrator", "env-server", "trainer")]
+    pages = [*metrics, "inference:8000/metrics", "inference:8000/v1/models"]
     (orchestrator,) = protected.containers("orchestrator")
-    found = json.loads(run(["docker", "exec", orchestrator, "python", "-c", ASK_ALL, json.dumps(methods)]))
-    assert found.pop("http") == 401
-    expected = {"no token": "UNAUTHENTICATED", "no certificate": "UNAVAILABLE", "plain text": "UNAVAILABLE"}
-    assert found == {f"{address} {how}": code for address in methods for how, code in expected.items()}
+    found = json.loads(run(["docker", "exec", orchestrator, "python", "-c", ASK_ALL, json.dumps([methods, pages])]))
+    called = {"no token": "UNAUTHENTICATED", "no certificate": "UNAVAILABLE", "plain text": "UNAVAILABLE"}
+    read = {"workers": 200, "no token": 401, "no certificate": "refused", "plain text": "refused"}
+    assert found == {
+        **{f"{address} {how}": code for address in methods for how, code in called.items()},
+        **{f"{page} {how}": code for page in pages for how, code in read.items()},
+    }
     (redis,) = protected.containers("redis")
     ping = ["redis-cli", "--tls", "--cacert", "/run/secrets/ca.crt", "ping"]
     assert "NOAUTH" in run(["docker", "exec", redis, *ping])
+
+
+def test_a_redis_of_ones_own_in_a_variable_is_refused(protected: Deployment) -> None:
+    own = {**protected.variables, "MILLRACE_REDIS_URL": "redis://:hunter22@cache:6379/0"}
+    with pytest.raises(AssertionError, match="MILLRACE_REDIS_URL_FILE as well") as caught:
+        dataclasses.replace(protected, variables=own).compose("run", "--rm", "-T", "--no-deps", "orchestrator")
+    assert "hunter22" not in str(caught.value)
 
 
 def test_no_secret_of_the_files_shows(protected: Deployment, secrets: Path) -> None:
