@@ -22,6 +22,7 @@ from millrace.trainer import meters as trainer
 DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
 # vLLM's own names (vllm/v1/metrics/loggers.py of 0.32).
 VLLM = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:generation_tokens_total"}
+PROCESS = {"process_start_time_seconds"}
 WITH_RULES = ("multi-node", "external-stores")
 SCRAPED = {"orchestrator": "metrics", "env-server": "metrics", "trainer": "metrics", "inference": "http"}
 
@@ -71,7 +72,7 @@ def exported() -> dict[str, dict[str, set[str]]]:
 
 
 def _metrics(expression: str) -> set[str]:
-    return set(re.findall(r"(?:millrace_|vllm:)\w+", re.sub(r'"[^"]*"', '""', expression)))
+    return set(re.findall(r"(?:millrace_|vllm:|process_)\w+", re.sub(r'"[^"]*"', '""', expression)))
 
 
 def _matchers(expression: str) -> list[tuple[str, set[str]]]:
@@ -99,9 +100,14 @@ def test_rules_and_queries_use_metrics_that_exist(render, exported):
     ours = {name: labels for service in exported.values() for name, labels in service.items()}
     assert len(ours) > 40
     for expression in _expressions(render):
-        assert _metrics(expression) <= ours.keys() | VLLM, expression
+        assert _metrics(expression) <= ours.keys() | VLLM | PROCESS, expression
         for name, labels in _matchers(expression):
             assert labels <= ours[name], f"{name} has no such label: {expression}"
+
+
+def test_every_service_says_when_it_started():
+    for service, registry in _registries().items():
+        assert all(registry.get_sample_value(name) for name in PROCESS), service
 
 
 def test_a_misspelt_name_would_be_found(exported):
@@ -141,16 +147,32 @@ def test_prometheus_takes_the_rules(render, case, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# Series of a bad hour at the multi-node release's services, and the alert that each must raise.
+# Series of a bad hour at the multi-node release's services, and the alert that each must raise. Counters begin where
+# the code lets them begin, and then rise once, by a burst. Each text is one more pod.
 _BAD = {
-    "MillraceRunStalled": ("orchestrator", "millrace_orchestrator_seconds_since_batch", "run='r'", "0+60x120"),
-    "MillraceLeaseFlaps": ("orchestrator", "millrace_orchestrator_leases_acquired_total", "run='r'", "0+1x120"),
-    "MillraceReplicaBehind": ("orchestrator", "millrace_orchestrator_replica_lag_versions", "run='r'", "9x120"),
-    "MillraceWaitOverdue": ("trainer", "millrace_waits_overdue", "waits_on='redis'", "1x120"),
-    "MillraceRedisAway": ("env-server", "millrace_wait_oldest_seconds", "waits_on='redis'", "0+60x120"),
-    "MillraceSpoolGrows": ("env-server", "millrace_env_server_rollouts", "state='unappended'", "1+5x120"),
-    "MillraceTrainerFailed": ("trainer", "millrace_trainer_runs_failed_total", "", "0x80 1x39"),
-    "MillraceServiceDown": ("orchestrator", "up", "", "0x120"),
+    "MillraceRunStalled": ("orchestrator", "millrace_orchestrator_seconds_since_batch", "run='r'", ["0+60x120"]),
+    "MillraceLeaseFlaps": (
+        "orchestrator",
+        "millrace_orchestrator_leases_acquired_total",
+        "run='r'",
+        ["0x80 2x39", "0x80 2x39"],  # they take it from each other
+    ),
+    "MillraceDrivesFail": ("orchestrator", "millrace_orchestrator_drives_failed_total", "run='r'", ["0x80 4x39"]),
+    "MillraceRunFailed": ("orchestrator", "millrace_orchestrator_runs_failed_total", "component='x'", ["0x80 1x39"]),
+    "MillraceWorkersLost": (
+        "orchestrator",
+        "millrace_orchestrator_workers_lost_total",
+        "kind='env-server',reason='WORKER_LOST'",
+        ["0x80 4x39"],
+    ),
+    "MillraceEnvWorkersDie": ("env-server", "millrace_env_server_worker_deaths_total", "env='e'", ["0x80 6x39"]),
+    "MillraceRestarts": ("orchestrator", "process_start_time_seconds", "", ["10x70 4300 4301 4302 4900 4901x40"]),
+    "MillraceReplicaBehind": ("orchestrator", "millrace_orchestrator_replica_lag_versions", "run='r'", ["9x120"]),
+    "MillraceWaitOverdue": ("trainer", "millrace_waits_overdue", "waits_on='redis'", ["1x120"]),
+    "MillraceRedisAway": ("env-server", "millrace_wait_oldest_seconds", "waits_on='redis'", ["0+60x120"]),
+    "MillraceSpoolGrows": ("env-server", "millrace_env_server_rollouts", "state='unappended'", ["1+5x120"]),
+    "MillraceTrainerFailed": ("trainer", "millrace_trainer_runs_failed_total", "", ["0x80 1x39"]),
+    "MillraceServiceDown": ("orchestrator", "up", "", ["0x120"]),
 }
 
 
@@ -161,9 +183,12 @@ def test_alerts_are_raised(render, alert, tmp_path):
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
     (item,) = render("multi-node").of_kind("PrometheusRule")
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(item["spec"]))
-    component, name, labels, values = _BAD[alert]
-    target = f"namespace='rl',service='demo-millrace-{component}-metrics',pod='p'"
-    series = [{"series": f"{name}{{{target},{labels}}}".replace("'", '"'), "values": values}]
+    component, name, labels, pods = _BAD[alert]
+    target = f"namespace='rl',service='demo-millrace-{component}-metrics'"
+    series = [
+        {"series": f"{name}{{{target},pod='p{number}',{labels}}}".replace("'", '"'), "values": values}
+        for number, values in enumerate(pods)
+    ]
     expected = f"count(ALERTS{{alertname='{alert}',alertstate='firing'}})".replace("'", '"')
     sample = [{"expr": expected, "eval_time": "90m", "exp_samples": [{"labels": "{}", "value": 1}]}]
     other = f'count(ALERTS{{alertname!="{alert}"}}) or vector(0)'

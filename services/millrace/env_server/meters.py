@@ -4,7 +4,7 @@ from collections import Counter as Count
 
 from prometheus_client import CollectorRegistry
 
-from millrace.env_server.play_meters import COUNTED, env_label
+from millrace.env_server.play_meters import COUNTED, env_label, env_opened
 from millrace.env_server.service import EnvService
 from millrace.env_server.sink import RolloutSink
 from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
@@ -40,6 +40,7 @@ def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
         quarantined, workers = Count[str](), Count[str]()
         for pool in service.pools:
             env = env_label(pool.env.name or pool.env.id)
+            env_opened(env)  # before `COUNTED` is asked, which comes later
             quarantined[env] += len(pool.quarantined_tasks)
             workers[env] += pool.num_workers
         for env in quarantined:

@@ -43,6 +43,11 @@ def rollout_ended(rollout: rollout_pb2.Rollout) -> None:
     ROLLOUT_SECONDS.labels(env).observe(rollout.seconds)
 
 
+def env_opened(env: str) -> None:
+    """The environment is there: what alerts count of it stands at 0 before anything happens."""
+    WORKER_DEATHS.labels(env_label(env))
+
+
 def worker_died(env: str) -> None:
     """A worker of the environment ended by itself."""
     WORKER_DEATHS.labels(env_label(env)).inc()

@@ -27,7 +27,7 @@ class RunEvents:
         """Record a transition from the state recorded last."""
         body = event_pb2.StateChanged(old_state=self.state, new_state=state, reason=reason, error=error)
         self.state = state
-        self.meters.state_changed(state)
+        self.meters.state_changed(state, failed_in=error.component if error is not None else "")
         await self._writer.write(event_pb2.Event(state_changed=body))
 
     async def batch_committed(

@@ -267,6 +267,7 @@ class RunManager:
             EventWriter(await self._catalog.open_log(view.record.uid), self._owner), run=view.record.name
         )
         events.state = view.run.state
+        events.meters.resume(view.batches.moved)
         return events
 
     async def _queue_again(self, view: RunView) -> None:

@@ -1,11 +1,12 @@
 """The orchestrator's metrics: `run_meters` counts, and what is looked up when Prometheus asks stands here.
 
 Series of a run that are looked up are there only while this orchestrator drives it, so that an alert on them ends with
-the drive.
+the drive; how long it commits nothing is said between two drives, too.
 """
 
 import time
 from collections import Counter as Count
+from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -13,7 +14,8 @@ from millrace.orchestrator.assembly import RunParts
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.explain import KIND_NAMES
 from millrace.orchestrator.manager import RunManager
-from millrace.orchestrator.run_meters import COUNTED
+from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
+from millrace.orchestrator.run_view import EVAL
 from millrace.orchestrator.workers import QUIET_S, WorkerRecord, WorkerRegistry
 from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
 from millrace.v1 import run_pb2
@@ -27,7 +29,7 @@ LEASE_HELD = Family(
 STEP = Family("millrace_orchestrator_step", "The batch that is cut next.", ("run",))
 SINCE_BATCH = Family(
     "millrace_orchestrator_seconds_since_batch",
-    "Seconds since the last commit, or since the run became RUNNING here; absent while no batch is due.",
+    "Seconds since the last commit, or since the run became RUNNING, whoever drove it; absent while no batch is due.",
     ("run",),
 )
 GROUPS = Family(
@@ -84,6 +86,9 @@ LOST = Counter(
     ["kind", "reason"],
     registry=None,
 )
+for _kind in KIND_NAMES.values():
+    for _reason in ("WORKER_LOST", "WORKER_REPLACED"):
+        LOST.labels(_kind, _reason)  # 0 from the beginning: `increase` sees the first one
 
 
 def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistry) -> CollectorRegistry:
@@ -92,7 +97,9 @@ def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistr
     def read(sheet: Sheet) -> None:
         _read_runs(sheet, catalog)
         _read_workers(sheet, workers)
-        for parts, may_write in manager.driven():
+        driven = manager.driven()
+        _read_open(sheet, catalog, driven={parts.record.name for parts, _ in driven})
+        for parts, may_write in driven:
             sheet.put(LEASE_HELD, may_write, parts.record.name)
             if parts.dispatcher is not None:
                 _read_training(sheet, parts)
@@ -106,6 +113,16 @@ def _read_runs(sheet: Sheet, catalog: RunCatalog) -> None:
     for name, state in run_pb2.RunState.items():
         if state != run_pb2.RUN_STATE_UNSPECIFIED:
             sheet.put(RUNS, states[state], name.removeprefix("RUN_STATE_").lower())
+
+
+def _read_open(sheet: Sheet, catalog: RunCatalog, *, driven: Collection[str]) -> None:
+    """What is said of runs that have not ended, also of those that nobody drives at the moment."""
+    for view in catalog.views:
+        run, moved = view.record.name, view.batches.moved
+        if not view.is_terminal:
+            seen(run)  # before `COUNTED` is asked, which comes later
+            if moved is not None and run not in driven and view.record.kind != EVAL:
+                sheet.put(SINCE_BATCH, seconds_since(moved), run)
 
 
 def _read_workers(sheet: Sheet, workers: WorkerRegistry) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import Counter, Histogram
 
 from millrace.orchestrator.groups import Group
+from millrace.orchestrator.run_view import BatchClock
 from millrace.rollouts.types import Rollout
 from millrace.telemetry.metrics import BoundedLabel
 from millrace.v1 import run_pb2
@@ -49,7 +50,18 @@ GIVEN_UP = Counter(
     ["run"],
     registry=None,
 )
-COUNTED = (ROLLOUTS, GROUPS, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP)
+RUNS_FAILED = Counter(
+    "millrace_orchestrator_runs_failed_total",
+    "Runs that ended as FAILED here, by the component that says why: orchestrator, env-server or trainer.",
+    ["component"],
+    registry=None,
+)
+_OF_RUN = (ROLLOUTS, GROUPS, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP)
+COUNTED = (*_OF_RUN, RUNS_FAILED)
+
+_COMPONENTS = ("orchestrator", "env-server", "trainer")
+for _component in _COMPONENTS:
+    RUNS_FAILED.labels(_component)  # 0 from the beginning: `increase` sees the first one
 
 _env_label = BoundedLabel()
 _runs: set[str] = set()
@@ -61,18 +73,24 @@ class RunMeters:
     def __init__(self, run: str) -> None:
         """`run` is the run's name."""
         self.run = run
-        self._moved: float | None = None
-        _runs.add(run)
-        BATCHES.labels(run)  # 0 from the beginning: `rate` sees the first one
+        self._batches = BatchClock()
+        seen(run)
 
     @property
     def seconds_since_batch(self) -> float | None:
-        """Since the last commit, or since this drive began to play; None while it does not."""
-        return None if self._moved is None else max(0.0, time.monotonic() - self._moved)
+        """Since the last commit, or since the run began to play; None while no batch is due."""
+        return None if self._batches.moved is None else max(0.0, time.monotonic() - self._batches.moved)
 
-    def state_changed(self, state: run_pb2.RunState) -> None:
-        """The run's state of now."""
-        self._moved = time.monotonic() if state == run_pb2.RUN_STATE_RUNNING else None
+    def resume(self, moved: float | None) -> None:
+        """Go on with what the log says: when the run last got ahead, in seconds since the epoch."""
+        if moved is not None:
+            self._batches.committed(time.monotonic() - seconds_since(moved))
+
+    def state_changed(self, state: run_pb2.RunState, *, failed_in: str = "") -> None:
+        """The run's state of now; `failed_in`: the component whose error it fails with."""
+        self._batches.state_changed(state, time.monotonic())
+        if state == run_pb2.RUN_STATE_FAILED:
+            RUNS_FAILED.labels(failed_in if failed_in in _COMPONENTS else "orchestrator").inc()
 
     def rollout(self, rollout: Rollout) -> None:
         """A rollout found its group."""
@@ -80,7 +98,7 @@ class RunMeters:
 
     def batch_committed(self, *, num_trained: int, dropped: Mapping[str, int], num_tokens: int) -> None:
         """A batch is in the log."""
-        self._moved = time.monotonic()
+        self._batches.committed(time.monotonic())
         BATCHES.labels(self.run).inc()
         TOKENS.labels(self.run).inc(num_tokens)
         GROUPS.labels(self.run, "trained").inc(num_trained)
@@ -96,15 +114,30 @@ class RunMeters:
                     ages.observe(step - rollout.min_version)
 
 
+def seconds_since(moment: float) -> float:
+    """Seconds since a moment in seconds since the epoch, which another machine's clock may have told."""
+    return max(0.0, time.time() - moment)
+
+
+def seen(run: str) -> None:
+    """The run exists: what alerts count of it stands at 0 before anything happens: `increase` misses nothing."""
+    if run in _runs:
+        return
+    _runs.add(run)
+    for metric in (BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP):
+        metric.labels(run)
+    GROUPS.labels(run, "trained")
+
+
 def lease_acquired(run: str) -> None:
     """This orchestrator holds the run now."""
-    _runs.add(run)
+    seen(run)
     LEASES.labels(run).inc()
 
 
 def drive_failed(run: str) -> None:
     """A drive ended by an error, or did not begin."""
-    _runs.add(run)
+    seen(run)
     GIVEN_UP.labels(run).inc()
 
 
@@ -112,5 +145,5 @@ def forget(run: str) -> None:
     """The run has ended long ago: its series end."""
     if run in _runs:
         _runs.discard(run)
-        for metric in COUNTED:
+        for metric in _OF_RUN:
             metric.remove_by_labels({"run": run})

@@ -54,6 +54,32 @@ class RunRecord:
         return json.dumps(self.config, sort_keys=True)
 
 
+class BatchClock:
+    """When a run last got ahead: its last batch, or the time from which it could make one; on any clock, in seconds.
+
+    A run that is driven anew (STARTING) stands still meanwhile: who drives it next goes on with the old time, else an
+    orchestrator that ends again and again would hide that nothing is committed.
+    """
+
+    def __init__(self) -> None:
+        self.moved: float | None = None
+        """None while no batch is due."""
+        self._is_due = True
+
+    def state_changed(self, state: run_pb2.RunState, at: float) -> None:
+        """The run's state since `at`."""
+        if state == run_pb2.RUN_STATE_RUNNING:
+            if self.moved is None and self._is_due:
+                self.moved = at
+        elif state != run_pb2.RUN_STATE_STARTING:
+            self.moved = None  # paused, queued or at its end
+
+    def committed(self, at: float, *, is_last: bool = False) -> None:
+        """A batch is in the log."""
+        self._is_due = not is_last
+        self.moved = None if is_last else at
+
+
 class RunView:
     """A `Run` resource that events are folded into."""
 
@@ -67,6 +93,8 @@ class RunView:
         self.done_evals: set[tuple[str, int]] = set()
         """Environment and step of every evaluation that is finished."""
         self._served: dict[str, int] = {}
+        self.batches = BatchClock()
+        """On the clocks of those who wrote the events (seconds since the epoch)."""
         self.spoke_at: dict[str, float] = {}
         """When each writer wrote its newest event, on its own clock (seconds since the epoch)."""
         self.run = run_pb2.Run(
@@ -96,11 +124,14 @@ class RunView:
     def apply(self, event: event_pb2.Event) -> None:
         """Fold one event in; events come in the order of their cursors."""
         self.cursor = event.cursor
-        self.spoke_at[event.writer] = event.time.ToNanoseconds() / 1e9
+        at = self.spoke_at[event.writer] = event.time.ToNanoseconds() / 1e9
         progress = self.run.progress
         match event.WhichOneof("body"):
             case "state_changed":
                 self._apply_state(event)
+                self.batches.state_changed(event.state_changed.new_state, at)
+            case "batch_committed":
+                self.batches.committed(at, is_last=0 < progress.max_steps <= event.batch_committed.step + 1)
             case "step_completed":
                 step = event.step_completed
                 # A trainer that resumed reports steps again; progress never goes back.

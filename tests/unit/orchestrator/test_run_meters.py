@@ -1,0 +1,158 @@
+"""What Prometheus hears of a run: how long it commits nothing, whoever drives it, and counts that begin at 0."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from millrace.orchestrator import manager as manager_module
+from millrace.orchestrator import meters, run_meters
+from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.run_meters import RunMeters
+from millrace.orchestrator.run_view import RunRecord, RunView
+from millrace.orchestrator.workers import WorkerRegistry
+from millrace.v1 import event_pb2, run_pb2
+
+STARTING, RUNNING, PAUSED = run_pb2.RUN_STATE_STARTING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED
+SINCE = "millrace_orchestrator_seconds_since_batch"
+
+
+def _view(name: str, *, kind: str = "RL") -> RunView:
+    record = RunRecord(
+        uid=f"uid-{name}",
+        name=name,
+        kind=kind,
+        config={"max_steps": 3},
+        run_hash="",
+        request_id="",
+        create_time="2026-01-01T00:00:00Z",
+        code_version="1",
+        labels={},
+    )
+    return RunView(record)
+
+
+def _event(at: float, **body: object) -> event_pb2.Event:
+    event = event_pb2.Event(writer="orchestrator-0", **body)  # type: ignore[arg-type]
+    event.time.FromNanoseconds(int(at * 1e9))
+    return event
+
+
+def _state(view: RunView, at: float, state: run_pb2.RunState) -> None:
+    view.apply(_event(at, state_changed=event_pb2.StateChanged(new_state=state)))
+
+
+def _batch(view: RunView, at: float, step: int) -> None:
+    view.apply(_event(at, batch_committed=event_pb2.BatchCommitted(step=step)))
+
+
+def _exported(*views: RunView) -> CollectorRegistry:
+    catalog, manager = SimpleNamespace(views=list(views)), SimpleNamespace(driven=list)
+    return meters.registry_of(manager, catalog, WorkerRegistry())  # type: ignore[arg-type]
+
+
+def test_a_new_drive_does_not_make_a_stall_young() -> None:
+    view = _view("again-and-again")
+    _state(view, 90.0, STARTING)
+    assert view.batches.moved is None, "a large model may load for long"
+    _state(view, 100.0, RUNNING)
+    assert view.batches.moved == 100.0
+    _batch(view, 200.0, 0)
+    for crash in range(5):
+        _state(view, 300.0 + crash, STARTING)
+        assert view.batches.moved == 200.0
+        _state(view, 300.5 + crash, RUNNING)
+        assert view.batches.moved == 200.0
+    _batch(view, 400.0, 1)
+    assert view.batches.moved == 400.0
+
+
+def test_a_pause_and_the_last_batch_are_no_stall() -> None:
+    view = _view("paused")
+    _state(view, 100.0, RUNNING)
+    _batch(view, 200.0, 0)
+    _state(view, 300.0, PAUSED)
+    assert view.batches.moved is None
+    _state(view, 90000.0, STARTING)
+    assert view.batches.moved is None
+    _state(view, 90001.0, RUNNING)
+    assert view.batches.moved == 90001.0
+    _batch(view, 90002.0, 2)
+    assert view.batches.moved is None, "batch 2 is the last of three"
+    _state(view, 90003.0, STARTING)
+    _state(view, 90004.0, RUNNING)
+    assert view.batches.moved is None
+
+
+async def test_an_orchestrator_that_claims_a_run_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def open_log(uid: str) -> None:
+        return None
+
+    view = _view("claimed")
+    _state(view, time.time() - 4000, RUNNING)
+    _batch(view, time.time() - 3000, 0)
+    monkeypatch.setattr(manager_module, "EventWriter", lambda log, owner: SimpleNamespace())
+    made = RunManager(
+        owner="orchestrator-1",
+        redis=None,  # type: ignore[arg-type]
+        store=None,  # type: ignore[arg-type]
+        prefix="",
+        catalog=SimpleNamespace(open_log=open_log),  # type: ignore[arg-type]
+        registry=WorkerRegistry(),
+        on_scan=lambda: None,
+    )
+    counted = (await made._events(view)).meters
+    for state in (STARTING, RUNNING):
+        counted.state_changed(state)
+        assert counted.seconds_since_batch == pytest.approx(3000, abs=60)
+    counted.batch_committed(num_trained=1, dropped={}, num_tokens=1)
+    assert counted.seconds_since_batch == pytest.approx(0, abs=60)
+
+
+def test_a_run_that_nobody_drives_still_stalls() -> None:
+    view, evaluation, fresh = _view("between"), _view("evaluation", kind="EVAL"), _view("queued")
+    for each in (view, evaluation):
+        _state(each, time.time() - 2000, RUNNING)
+    exported = _exported(view, evaluation, fresh)
+    assert exported.get_sample_value(SINCE, {"run": "between"}) == pytest.approx(2000, abs=60)
+    assert exported.get_sample_value(SINCE, {"run": "evaluation"}) is None
+    assert exported.get_sample_value(SINCE, {"run": "queued"}) is None
+    _state(view, time.time(), run_pb2.RUN_STATE_CANCELLED)
+    assert exported.get_sample_value(SINCE, {"run": "between"}) is None
+
+
+def test_counts_of_a_run_begin_at_0_in_the_first_look_at_it() -> None:
+    view = _view("from-0")
+    names = ("leases_acquired", "drives_failed", "batches_committed", "batch_tokens")
+    exported = _exported(view)
+    first = {metric.name: metric for metric in exported.collect()}  # one look: what a scrape gets
+    for name in names:
+        samples = first[f"millrace_orchestrator_{name}"].samples
+        assert [s.value for s in samples if s.labels == {"run": "from-0"} and s.name.endswith("_total")] == [0.0], name
+    run_meters.drive_failed("from-0")
+    assert exported.get_sample_value("millrace_orchestrator_drives_failed_total", {"run": "from-0"}) == 1
+    run_meters.forget("from-0")
+    _state(view, time.time(), run_pb2.RUN_STATE_FAILED)
+    assert exported.get_sample_value("millrace_orchestrator_drives_failed_total", {"run": "from-0"}) is None
+
+
+@pytest.mark.parametrize("kind", ["env-server", "inference", "trainer"])
+@pytest.mark.parametrize("reason", ["WORKER_LOST", "WORKER_REPLACED"])
+def test_lost_workers_are_counted_from_0(kind: str, reason: str) -> None:
+    labels = {"kind": kind, "reason": reason}
+    assert _exported().get_sample_value("millrace_orchestrator_workers_lost_total", labels) is not None
+
+
+@pytest.mark.parametrize(
+    ("failed_in", "counted"), [("trainer", "trainer"), ("env-server", "env-server"), ("", "orchestrator")]
+)
+def test_failed_runs_are_counted_by_who_says_why(failed_in: str, counted: str) -> None:
+    def value() -> float:
+        found = _exported().get_sample_value("millrace_orchestrator_runs_failed_total", {"component": counted})
+        assert found is not None
+        return found
+
+    before = value()
+    RunMeters("fails").state_changed(run_pb2.RUN_STATE_FAILED, failed_in=failed_in)
+    assert value() == before + 1
