@@ -252,6 +252,11 @@ class Launcher:
             "--enable-scale-out",
             "--logprobs-mode=processed_logprobs",
             f"--worker-extension-cls={WORKER_EXTENSION}",
+            *(
+                []
+                if launch_env.is_given("scheduling_policy", self._own.vllm_flags)
+                else ["--scheduling-policy=priority"]
+            ),
         ]
 
     def _environ(self) -> Mapping[str, str]:

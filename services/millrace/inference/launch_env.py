@@ -32,6 +32,12 @@ TYPED_FLAGS: Mapping[str, str] = {
 """Keys of the config that are flags of vLLM under another name."""
 
 
+def is_given(flag: str, flags: Mapping[str, Any]) -> bool:
+    """Whether keys of the config say something about a flag of vLLM (`max_num_seqs`), with dashes or underscores."""
+    names = (TYPED_FLAGS.get(key) or key.rpartition(".")[2].replace("-", "_") for key, value in flags.items() if value)
+    return flag in names
+
+
 def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> dict[str, Any]:
     """What the config says to vLLM, by key of the config. A key that has its default is left out: vLLM's counts.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc.aio
 
 import millrace
-from millrace.errors import MillraceError
+from millrace.errors import InternalError, MillraceError
 from millrace.inference.engine import STALL_S, PolicyEngine
 from millrace.inference.http_access import http_scheme
 from millrace.inference.model_files import ModelSlot
@@ -90,7 +90,7 @@ class ReplicaParts:
 
         try:
             async with asyncio.TaskGroup() as group:
-                background = [group.create_task(self.updater.run()), group.create_task(self._watch_health())]
+                background = [group.create_task(self._update()), group.create_task(self._watch_health())]
                 if warm_up is not None:
                     group.create_task(self._warm_up(warm_up))
                 agent = group.create_task(self._register(http_url))
@@ -111,6 +111,21 @@ class ReplicaParts:
                     task.cancel()
         except BaseExceptionGroup as errors:
             raise _cause(errors) from errors
+
+    async def _update(self) -> None:
+        """Runs the updater; its end is the replica's, which would serve an old version for ever, and say nothing."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await self.updater.run()
+        except asyncio.CancelledError:
+            if task.cancelling():  # by those who end the replica
+                raise
+        raise InternalError(
+            "the replica's updater has ended, though nobody ended it",
+            reason="UPDATER_ENDED",
+            remedy="the replica is started again; report this with its log",
+        )
 
     async def _warm_up(self, function: Callable[[], object]) -> None:
         """Imports meanwhile what the first policy will need: the orchestrator hears of this replica first."""

@@ -1,7 +1,7 @@
 """Pauses, proofs and loads of the vLLM engine that meet each other, or fail, over a client that the test directs."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +10,9 @@ import pytest
 
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference import pauses
-from millrace.inference.engine import EngineState, InflightMode, PolicyIdentity
+from millrace.inference.engine import EngineState, PolicyIdentity
 from millrace.inference.pauses import CallerPause
-from millrace.inference.vllm import prober, ranks
+from millrace.inference.vllm import ranks
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import Gate
 from millrace.inference.vllm.ping import Ping
@@ -20,121 +20,19 @@ from millrace.inference.vllm.ranks import Ranks
 from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
 
-FIRST = PolicyIdentity(run_uid="r", lineage=0, version=1)
-SECOND = PolicyIdentity(run_uid="r", lineage=0, version=2)
-PROBE = Probe(token_ids=(1, 2), logprobs=(-1.0,))
+
+def _load(name: str) -> Any:
+    """Test directories are no packages, so what tests of this one share is loaded by path."""
+    spec = importlib.util.spec_from_file_location(f"{name}_pauses", Path(__file__).parent / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-class Client:
-    """An engine that notes what it is told. `block` names calls that wait until the test lets them go on."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.is_generating = asyncio.Event()
-        self.is_generating.set()
-        self.fails = ""
-        self.blocks: dict[str, asyncio.Event] = {}
-        self.reached: dict[str, asyncio.Event] = {}
-        self.errored = False
-        self.num_read_beside, self.damage = 0, ""
-        foreseen = {"is_pending": False, "rows": [["w", "0:(4,)", 4, digest_hex(0)]]}
-        self.answers: dict[str, Any] = {"millrace_check": [[], []], "millrace_foreseen": foreseen}
-        self.output_processor = SimpleNamespace(request_states={})
-        self.model_config = SimpleNamespace(dtype="torch.float32", model="nowhere", max_model_len=8)
-        scheduler = SimpleNamespace(max_num_seqs=1)
-        self.vllm_config = SimpleNamespace(
-            lora_config=None,
-            scheduler_config=scheduler,
-            model_config=self.model_config,
-            parallel_config=SimpleNamespace(nnodes=1, data_parallel_size=1),
-        )
-
-    def block(self, name: str) -> tuple[asyncio.Event, asyncio.Event]:
-        self.blocks[name], self.reached[name] = asyncio.Event(), asyncio.Event()
-        return self.reached[name], self.blocks[name]
-
-    async def reach(self, name: str) -> None:
-        self.calls.append(name)
-        if name in self.blocks:
-            self.reached[name].set()
-            await self.blocks.pop(name).wait()
-        if self.fails == name:
-            self.fails = ""
-            raise UnavailableError("too slow", reason="ENGINE_SILENT")
-
-    @property
-    def is_paused(self) -> bool:
-        return not self.is_generating.is_set()
-
-    async def sleep(self, *, level: int, mode: str) -> None:
-        assert (level, mode) == (0, "keep")
-        self.is_generating.clear()  # a call whose answer is lost was done all the same
-        await self.reach("pause")
-
-    async def wake_up(self, tags: list[str]) -> bool:
-        assert tags == ["scheduling"]
-        await self.reach("resume")
-        self.is_generating.set()
-        return True
-
-    async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
-        assert method == "millrace_call"
-        number, inner, _ = args
-        if inner == "millrace_read_beside":
-            self.num_read_beside += 1
-            return [[number, [0, self.damage], ""]]
-        await self.reach(inner)
-        return [[number, self.answers.get(inner, []), ""]]
-
-    async def reset_prefix_cache(self, **_: Any) -> None: ...
-
-    async def abort(self, request_ids: list[str]) -> None: ...
-
-    async def update_weight_version(self, version: str) -> None:
-        await asyncio.sleep(0)  # the way to the engine and back
-
-    async def get_weight_version(self) -> str:
-        await self.reach("ping")
-        return "0"
-
-    def pauses(self) -> list[str]:
-        return [call for call in self.calls if call in ("pause", "resume")]
-
-
-def policy(**options: Any) -> Any:
-    entry = TensorEntry(name="w", shape=(4,), dtype="float32", digest=digest_hex(0))
-    manifest = SimpleNamespace(adapter=None, probe=PROBE, tensors=(entry,), digest="d")
-    return SimpleNamespace(manifest=SimpleNamespace(**{**vars(manifest), **options}), tensors={})
-
-
-@pytest.fixture
-def client() -> Client:
-    return Client()
-
-
-@pytest.fixture
-def gate() -> Gate:
-    return Gate()
-
-
-@pytest.fixture
-async def engine(
-    client: Client, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[VllmEngine]:
-    async def logprobs(client: Client, *_: Any, **__: Any) -> list[float]:
-        client.calls.append("probe handed in")
-        await client.is_generating.wait()
-        await client.reach("probe")
-        return [-1.0]
-
-    monkeypatch.setattr(prober, "prompt_logprobs", logprobs)
-    monkeypatch.setattr(ranks, "write_order", lambda *_: {})
-    engine = VllmEngine(client, gate, directory=tmp_path)
-    await engine.load(tmp_path, policy(), identity=FIRST)
-    await engine.prove(policy())
-    client.calls.clear()
-    yield engine
-    await engine.close()
+fakes = _load("vllm_fakes")
+client, gate, engine = fakes.client, fakes.gate, fakes.engine
+FIRST, SECOND, policy, update = fakes.FIRST, fakes.SECOND, fakes.policy, fakes.update
 
 
 def refusal(gate: Gate) -> str:
@@ -142,18 +40,7 @@ def refusal(gate: Gate) -> str:
     return gate._refusal
 
 
-async def update(engine: VllmEngine, staged: Any = None) -> None:
-    """What the updater does."""
-    staged = staged or policy()
-    await engine.pause("update")
-    try:
-        await engine.apply_policy(staged, identity=SECOND, inflight_mode=InflightMode.KEEP)
-        await engine.prove(staged)
-    finally:
-        await engine.resume("update")
-
-
-async def test_an_update_pauses_once_and_says_for_how_long(engine: VllmEngine, client: Client) -> None:
+async def test_an_update_pauses_once_and_says_for_how_long(engine: VllmEngine, client: Any) -> None:
     reached, going_on = client.block("millrace_activate")
     task = asyncio.create_task(update(engine))
     async with asyncio.timeout(5):
@@ -171,7 +58,7 @@ async def test_an_update_pauses_once_and_says_for_how_long(engine: VllmEngine, c
     assert engine.status().pause_s == told
 
 
-async def test_an_operators_resume_during_a_proof_counts(engine: VllmEngine, client: Client, gate: Gate) -> None:
+async def test_an_operators_resume_during_a_proof_counts(engine: VllmEngine, client: Any, gate: Gate) -> None:
     await engine.pause("operator")
     reached, going_on = client.block("probe")
     task = asyncio.create_task(update(engine))
@@ -184,7 +71,7 @@ async def test_an_operators_resume_during_a_proof_counts(engine: VllmEngine, cli
     assert client.pauses() == ["pause", "resume"]
 
 
-async def test_an_operators_pause_during_a_proof_begins_after_it(engine: VllmEngine, client: Client) -> None:
+async def test_an_operators_pause_during_a_proof_begins_after_it(engine: VllmEngine, client: Any) -> None:
     reached, going_on = client.block("millrace_digests")
     task = asyncio.create_task(update(engine))
     async with asyncio.timeout(5):
@@ -198,13 +85,13 @@ async def test_an_operators_pause_during_a_proof_begins_after_it(engine: VllmEng
     assert not client.is_paused
 
 
-async def test_a_pause_of_before_the_update_lasts_after_it(engine: VllmEngine, client: Client) -> None:
+async def test_a_pause_of_before_the_update_lasts_after_it(engine: VllmEngine, client: Any) -> None:
     await engine.pause("operator")
     await update(engine)
     assert client.is_paused and client.pauses() == ["pause", "resume", "pause"]
 
 
-async def test_after_a_pause_that_failed_a_reload_generates(engine: VllmEngine, client: Client, tmp_path: Path) -> None:
+async def test_after_a_pause_that_failed_a_reload_generates(engine: VllmEngine, client: Any, tmp_path: Path) -> None:
     client.fails = "pause"
     with pytest.raises(UnavailableError, match="too slow"):
         await engine.pause("update")
@@ -215,7 +102,7 @@ async def test_after_a_pause_that_failed_a_reload_generates(engine: VllmEngine, 
     assert engine.status().state is EngineState.READY and not client.is_paused
 
 
-async def test_a_failed_pause_is_undone_by_the_next_resume(engine: VllmEngine, client: Client) -> None:
+async def test_a_failed_pause_is_undone_by_the_next_resume(engine: VllmEngine, client: Any) -> None:
     client.fails = "pause"
     with pytest.raises(UnavailableError):
         await engine.pause("update")
@@ -223,7 +110,7 @@ async def test_a_failed_pause_is_undone_by_the_next_resume(engine: VllmEngine, c
     assert not client.is_paused
 
 
-async def test_a_resume_that_failed_is_tried_again(engine: VllmEngine, client: Client, tmp_path: Path) -> None:
+async def test_a_resume_that_failed_is_tried_again(engine: VllmEngine, client: Any, tmp_path: Path) -> None:
     client.fails = "resume"
     await engine.pause("operator")
     with pytest.raises(UnavailableError, match="too slow"):
@@ -233,12 +120,12 @@ async def test_a_resume_that_failed_is_tried_again(engine: VllmEngine, client: C
     assert not client.is_paused
 
 
-async def test_an_adapter_is_proved_by_its_probe_alone(engine: VllmEngine, client: Client) -> None:
+async def test_an_adapter_is_proved_by_its_probe_alone(engine: VllmEngine, client: Any) -> None:
     held = await engine.prove(policy(adapter=SimpleNamespace()))
     assert held.proof == "probe" and client.calls == ["probe handed in", "probe"]
 
 
-async def test_what_is_held_is_read_back_in_parts(engine: VllmEngine, client: Client) -> None:
+async def test_what_is_held_is_read_back_in_parts(engine: VllmEngine, client: Any) -> None:
     entries = [
         TensorEntry(name=name, shape=(16 << 20,), dtype="float32", digest=digest_hex(0)) for name in ("a", "b", "c")
     ]
@@ -247,7 +134,7 @@ async def test_what_is_held_is_read_back_in_parts(engine: VllmEngine, client: Cl
 
 
 async def test_a_delta_is_proved_by_what_was_foreseen_and_the_probe_of_the_first_step(
-    engine: VllmEngine, client: Client
+    engine: VllmEngine, client: Any
 ) -> None:
     staged = policy()
     await engine.check(staged)
@@ -262,15 +149,7 @@ async def test_a_delta_is_proved_by_what_was_foreseen_and_the_probe_of_the_first
     assert engine.status().state is EngineState.READY
 
 
-async def test_memory_that_is_not_what_was_proved_shows_before_the_pause(engine: VllmEngine, client: Client) -> None:
-    client.answers["millrace_foreseen"] = {"is_pending": False, "rows": [["w", "0:(4,)", 4, digest_hex(1)]]}
-    with pytest.raises(InternalError, match="digest"):
-        await engine.check(policy())
-    assert engine.status().state is EngineState.FAILED and "damaged" in engine.status().error
-    assert not client.pauses()
-
-
-async def test_damage_that_is_found_beside_the_serving_ends_it(engine: VllmEngine, client: Client, gate: Gate) -> None:
+async def test_damage_that_is_found_beside_the_serving_ends_it(engine: VllmEngine, client: Any, gate: Gate) -> None:
     client.damage = "w is damaged"
     await update(engine)
     async with asyncio.timeout(5):
@@ -279,7 +158,7 @@ async def test_damage_that_is_found_beside_the_serving_ends_it(engine: VllmEngin
     assert refusal(gate) == engine.status().error == "w is damaged"
 
 
-async def test_a_probe_that_differs_keeps_the_gate_shut(engine: VllmEngine, client: Client, gate: Gate) -> None:
+async def test_a_probe_that_differs_keeps_the_gate_shut(engine: VllmEngine, client: Any, gate: Gate) -> None:
     entering = asyncio.create_task(gate.enter("early"))
     await entering
     staged = policy(probe=Probe(token_ids=(1, 2), logprobs=(-3.0,)))
@@ -294,7 +173,7 @@ async def test_a_probe_that_differs_keeps_the_gate_shut(engine: VllmEngine, clie
 
 
 async def test_weights_of_a_directory_do_not_open_the_gate_of_a_run(
-    client: Client, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Any, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "write_order", lambda *_: {})
     engine = VllmEngine(client, gate, directory=tmp_path)
@@ -325,7 +204,7 @@ async def test_weights_of_a_directory_do_not_open_the_gate_of_a_run(
     await engine.close()
 
 
-async def test_a_ping_that_fails_is_seen_and_goes_on(client: Client) -> None:
+async def test_a_ping_that_fails_is_seen_and_goes_on(client: Any) -> None:
     client.fails = "ping"
     reached, going_on = client.block("ping")
     ping = Ping(client, Ranks(client), period_s=0.001)
@@ -342,7 +221,7 @@ async def test_a_ping_that_fails_is_seen_and_goes_on(client: Client) -> None:
 
 @pytest.mark.parametrize("call", ["pause", "resume"])
 async def test_a_caller_that_goes_away_while_vllm_answers_fails_nothing(
-    engine: VllmEngine, client: Client, monkeypatch: pytest.MonkeyPatch, call: str
+    engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr(pauses, "PAUSE_LIMIT_S", 1.0)
     caller = CallerPause(engine)
@@ -363,7 +242,7 @@ async def test_a_caller_that_goes_away_while_vllm_answers_fails_nothing(
     assert engine.status().state is EngineState.READY and not engine.status().is_paused and not refusal(engine._gate)
 
 
-async def test_a_resume_after_a_pause_whose_caller_went_away_goes_on(engine: VllmEngine, client: Client) -> None:
+async def test_a_resume_after_a_pause_whose_caller_went_away_goes_on(engine: VllmEngine, client: Any) -> None:
     caller = CallerPause(engine)
     reached, going_on = client.block("pause")
     task = asyncio.create_task(caller.pause("r"))

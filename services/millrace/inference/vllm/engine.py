@@ -3,7 +3,7 @@
     check          while the old version serves: shapes; then the workers build what cannot be written in place, and
                    tell the digests that they will hold, by the bits that they hold now where something is to change
     apply_policy   paused: write what is new and read that back, set vLLM's weight version (its spans come from that),
-                   KV cache by mode; the probe is handed in, to be computed in the first step of the new version
+                   KV cache by mode; the probe is handed in, to be computed before all that waits
     prove          generation goes on, answers are kept back until the probe is computed; then the gate opens, and the
                    workers read everything back beside the serving. After a load they read it before the gate opens.
 
@@ -27,8 +27,8 @@ from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.lora import AdapterSlot
 from millrace.inference.vllm.model_config import config_problem, has_weights
 from millrace.inference.vllm.ping import Ping
-from millrace.inference.vllm.prober import Prober
-from millrace.inference.vllm.proofs import Readback, chunks, foresee, read_back
+from millrace.inference.vllm.prober import Prober, settled
+from millrace.inference.vllm.proofs import MISMATCH, Readback, chunks, foresee, read_back
 from millrace.inference.vllm.ranks import Ranks, misfits, units_of
 from millrace.inference.vllm.times import UpdateTimes
 from millrace.policies.staged import StagedPolicy
@@ -65,7 +65,8 @@ class VllmEngine:
         self._num_loads = 0
         self._times = UpdateTimes()
         self._foreseen: tuple[StagedPolicy, Readback] | None = None
-        self._prober = Prober(client, self._ranks, self._adapters, bounded=self._bounded)
+        self._ping = Ping(client, self._ranks)
+        self._prober = Prober(client, self._ranks, self._adapters, ping=self._ping)
         self._num_applied = 0
         self._is_busy = False
         self._beside = BesideReader(
@@ -73,7 +74,6 @@ class VllmEngine:
             is_free=lambda: not self._pauses and not self._is_busy and not self._is_proving,
             report=self.fail,
         )
-        self._ping = Ping(client, self._ranks)
 
     @property
     def kind(self) -> str:
@@ -170,8 +170,9 @@ class VllmEngine:
             await self._rpc("millrace_prepare", first, last)
         try:
             found = await foresee(self._rpc, staged.manifest)
-        except InternalError as error:  # what serves is not what was proved, then raises
-            await self.fail(f"the engine's memory is damaged: {error}")
+        except InternalError as error:  # then raises: the new version is refused
+            if error.reason == MISMATCH:  # what serves is not what was proved
+                await self.fail(f"the engine's memory is damaged: {error}")
             raise
         self._foreseen = None if found is None else (staged, found)
         self._times.prepare_s = time.monotonic() - began
@@ -188,7 +189,7 @@ class VllmEngine:
                 await self._rpc("millrace_activate", identity.version)
             self._times.mark("write")
             await self._put_adapter(staged if staged.manifest.adapter is not None else None)
-            self._prober.begin(staged)  # vLLM takes it while it is paused, and computes it in its first step
+            self._prober.begin(staged)  # vLLM takes it while it is paused: it is the first of all that waits
             await self._set_version(identity)
             if inflight_mode is InflightMode.RECOMPUTE:
                 await self._bounded(self._client.reset_prefix_cache(reset_running_requests=True))
@@ -220,7 +221,8 @@ class VllmEngine:
                     remedy="publish it with the probe's log-probs",
                 )
             if probing is not None:
-                await probing
+                await settled(probing)
+                self._require_ready()  # what cancels a probe may have failed the engine
             self._times.mark("probe")
         finally:
             self._prober.end()

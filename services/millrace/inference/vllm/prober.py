@@ -1,29 +1,43 @@
-"""The probe of a policy on vLLM: handed in while the engine is paused, computed in the new version's first step."""
+"""The probe of a policy on vLLM: handed in while the engine is paused, computed by the new version.
+
+It is a request like others, which goes before all that waits (`prompts.py`). Where fewer requests run than
+`max_num_seqs`, it is computed in the first step of the new version; else when the first of them ends. Answers are kept
+back so long, therefore the wait shows itself, and ends with the engine: when that answers nothing, when nothing that
+runs gets on, or after `_LIMIT_S`.
+"""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
-from millrace.errors import InternalError
+from millrace.errors import InternalError, UnavailableError
 from millrace.inference.probing import probe_problem
 from millrace.inference.vllm.lora import AdapterSlot
+from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.prompts import prompt_logprobs
 from millrace.inference.vllm.ranks import Ranks
 from millrace.policies.manifest import Probe
 from millrace.policies.staged import StagedPolicy
+from millrace.telemetry import waits
+
+_SILENT_S = 120.0
+"""No engine owes the answer to a ping for so long."""
+_STALL_S = 300.0
+"""Nor does one that works give no token for so long, whatever prompt it computes."""
+_LIMIT_S = 1800.0
+_LOOK_S = 1.0
+_SHOWN_S = 2.0  # a probe that gets a slot at once takes less
 
 
 class Prober:
-    """One probe at a time. `bounded` gives a call of vLLM its deadline."""
+    """One probe at a time. `ping` tells whether the engine answers."""
 
-    def __init__(
-        self, client: Any, ranks: Ranks, adapters: AdapterSlot, *, bounded: Callable[[Any], Awaitable[Any]]
-    ) -> None:
+    def __init__(self, client: Any, ranks: Ranks, adapters: AdapterSlot, *, ping: Ping) -> None:
         self._client = client
         self._ranks = ranks
         self._adapters = adapters
-        self._bounded = bounded
+        self._ping = ping
         self._running: tuple[StagedPolicy, asyncio.Task[None]] | None = None
 
     def begin(self, staged: StagedPolicy) -> asyncio.Task[None] | None:
@@ -49,9 +63,69 @@ class Prober:
         computed = str(self._client.model_config.dtype).removeprefix("torch.")
         dtypes = [*{tensor.dtype for tensor in staged.tensors.values()}, computed]
         for core in self._ranks.cores:
-            salt = f"probe-{time.time_ns()}"
-            asking = prompt_logprobs(
-                self._client, probe.token_ids, salt=salt, lora_request=self._adapters.request, core=core
-            )
-            if (problem := probe_problem(probe.logprobs, await self._bounded(asking), dtypes=dtypes)) is not None:
+            asking = prompt_logprobs(self._client, probe.token_ids, lora_request=self._adapters.request, core=core)
+            if (problem := probe_problem(probe.logprobs, await self._in_turn(asking), dtypes=dtypes)) is not None:
                 raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
+
+    async def _in_turn(self, asking: Awaitable[list[float]]) -> list[float]:
+        """Waits for the probe for as long as vLLM gets on; UnavailableError says how it does not."""
+        waiting = waits.waiting("the probe to get a slot", waits_on="inference", deadline_s=_LIMIT_S, quiet_s=_SHOWN_S)
+        patience = _Patience(self._client, self._ping)
+        try:
+            with waiting:
+                async with asyncio.timeout(None) as bound:
+                    watching = asyncio.create_task(patience.watch(bound), name="patience with the probe")
+                    try:
+                        return await asking
+                    finally:
+                        watching.cancel()
+        except TimeoutError:
+            raise UnavailableError(patience.why, reason="PROBE_NOT_COMPUTED", remedy="see vLLM's log") from None
+
+
+async def settled(probing: asyncio.Task[None]) -> None:
+    """Waits for a probe and raises what it raises; UnavailableError if it was cancelled, which is not our end."""
+    await asyncio.wait({probing})
+    if probing.cancelled():
+        raise UnavailableError(
+            "the probe of the policy was taken back, as the engine failed meanwhile",
+            reason="PROBE_NOT_COMPUTED",
+            remedy="the policy is loaded anew",
+        )
+    probing.result()
+
+
+class _Patience:
+    """Ends a wait when there is no hope left for it; `why` says that then."""
+
+    def __init__(self, client: Any, ping: Ping) -> None:
+        self._client = client
+        self._ping = ping
+        self.why = ""
+
+    async def watch(self, bound: asyncio.Timeout) -> None:
+        """Looks until what it finds ends the bounded block."""
+        began = moved = time.monotonic()
+        seen = self._given()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            if (given := self._given()) != seen:
+                seen, moved = given, now
+            if self._ping.age_s > _SILENT_S:
+                self.why = f"vLLM's engine answers nothing for {_SILENT_S:.0f} s, while the probe of a policy waits"
+            elif now - moved > _STALL_S:
+                self.why = f"vLLM answers, but gives no token for {_STALL_S:.0f} s, and the probe of a policy waits"
+            elif now - began > _LIMIT_S:
+                self.why = (
+                    f"the probe of a policy got no slot in vLLM within {_LIMIT_S:.0f} s: requests that ran before it "
+                    "have not ended"
+                )
+            if self.why:
+                bound.reschedule(asyncio.get_running_loop().time())
+                return
+
+    def _given(self) -> tuple[int, int]:
+        """(requests in vLLM, tokens that they got): it stays the same only if nothing gets on."""
+        states = self._client.output_processor.request_states.values()
+        return len(states), sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer)

@@ -4,11 +4,15 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+_FIRST = -(1 << 31)  # vLLM's smallest number goes first; requests have 0 unless their callers ask for less
+
 
 async def prompt_logprobs(
-    client: Any, token_ids: Sequence[int], *, salt: str, lora_request: Any = None, core: int | None = None
+    client: Any, token_ids: Sequence[int], *, lora_request: Any = None, core: int | None = None
 ) -> list[float]:
-    """Log-prob of each token of the prompt but the first, [T - 1]. Its salt keeps it out of every prefix cache.
+    """Log-prob of each token of the prompt but the first, [T - 1]. A salt keeps it out of every prefix cache.
+
+    It goes before all that waits in vLLM, if that schedules by priority; what runs keeps its slot.
 
     `core` is the engine core that computes it, in a replica with several.
     """
@@ -27,6 +31,7 @@ async def prompt_logprobs(
     prompt = tokens_input(list(token_ids), cache_salt=name)
     found: Any = None
     number = f"probe-{secrets.token_hex(8)}"
-    async for output in client.generate(prompt, params, number, lora_request=lora_request, data_parallel_rank=core):
+    options = {"lora_request": lora_request, "data_parallel_rank": core, "priority": _FIRST}
+    async for output in client.generate(prompt, params, number, **options):
         found = output.prompt_logprobs
     return [entry[token].logprob for entry, token in zip(found[1:], token_ids[1:], strict=True)]

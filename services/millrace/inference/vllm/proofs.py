@@ -13,6 +13,9 @@ from millrace.policies.manifest import PolicyManifest
 from millrace.policies.tensors import element_bytes
 from millrace.telemetry import waits
 
+MISMATCH = "POLICY_READBACK_MISMATCH"
+"""Reason of an error that says that the engine holds other bits than it should."""
+
 _DIGESTED_BYTES = 64 << 20  # read back between two decode steps: some tenth of a second
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
 _FORESEE_DEADLINE_S = 1800.0  # the digests of a whole model by one thread of each worker
@@ -100,4 +103,4 @@ def chunks(sizes: list[int], limit: int) -> list[tuple[int, int]]:
 
 
 def _mismatch(problem: str) -> InternalError:
-    return InternalError(problem, reason="POLICY_READBACK_MISMATCH", remedy="the policy is loaded anew")
+    return InternalError(problem, reason=MISMATCH, remedy="the policy is loaded anew")

@@ -1,0 +1,129 @@
+"""Probes and foreseen digests of the vLLM engine: what fails the engine, what only the version, and what is waited for."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.errors import InternalError, UnavailableError
+from millrace.inference.engine import EngineState
+from millrace.inference.model_files import ModelSlot
+from millrace.inference.replica_parts import ReplicaParts
+from millrace.inference.vllm import prober
+from millrace.telemetry import waits
+from millrace.telemetry.settings import Settings
+
+
+def _load(name: str) -> Any:
+    """Test directories are no packages, so what tests of this one share is loaded by path."""
+    spec = importlib.util.spec_from_file_location(f"{name}_probes", Path(__file__).parent / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fakes = _load("vllm_fakes")
+client, gate, engine = fakes.client, fakes.gate, fakes.engine
+policy, update = fakes.policy, fakes.update
+
+
+@pytest.mark.parametrize("failed", ["millrace_stage", "millrace_foreseen"])
+async def test_an_error_of_a_worker_before_the_pause_refuses_the_version_alone(
+    engine: Any, client: Any, gate: Any, failed: str
+) -> None:
+    client.fails = failed
+    client.error = InternalError("no space left on device", reason="WORKER_FAILED")
+    with pytest.raises(InternalError, match="no space left"):
+        await engine.check(policy())
+    assert engine.status().state is EngineState.READY and not gate._refusal
+    staged = policy()
+    await engine.check(staged)
+    await update(engine, staged)
+    assert engine.status().identity == fakes.SECOND
+
+
+async def test_memory_that_is_not_what_was_proved_shows_before_the_pause(engine: Any, client: Any) -> None:
+    client.answers["millrace_foreseen"] = {"is_pending": False, "rows": [["w", "0:(4,)", 4, fakes.digest_hex(1)]]}
+    with pytest.raises(InternalError, match="digest"):
+        await engine.check(policy())
+    assert engine.status().state is EngineState.FAILED and "damaged" in engine.status().error
+    assert not client.pauses()
+
+
+async def test_an_engine_that_fails_while_a_probe_is_computed_is_told_as_an_error(engine: Any, client: Any) -> None:
+    reached, _ = client.block("probe")
+    task = asyncio.create_task(update(engine))
+    async with asyncio.timeout(5):
+        await reached.wait()
+        await engine.fail("damaged")
+        with pytest.raises(UnavailableError, match="taken back"):
+            await task
+    assert engine.status().state is EngineState.FAILED and engine._gate._refusal == "damaged"
+
+
+def busy(client: Any) -> Any:
+    """A request that runs, and whose tokens the test counts up."""
+    state = SimpleNamespace(num=0, is_prefilling=False)
+    state.detokenizer = SimpleNamespace(num_output_tokens=lambda: state.num)
+    client.output_processor.request_states["a"] = state
+    return state
+
+
+async def test_a_probe_waits_for_a_slot_as_long_as_tokens_come(
+    engine: Any, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_LOOK_S", 0.01), ("_SHOWN_S", 0.0), ("_STALL_S", 2.0)):
+        monkeypatch.setattr(prober, name, value)
+    state = busy(client)
+    reached, going_on = client.block("probe")
+    task = asyncio.create_task(update(engine))
+    async with asyncio.timeout(60):
+        await reached.wait()
+        for _ in range(300):  # longer than it would wait for one that stands still
+            state.num += 1
+            await asyncio.sleep(0.01)
+        assert [one.reason for one in waits.snapshot("me") if "probe" in one.reason] == ["the probe to get a slot"]
+        going_on.set()
+        await task
+    assert engine.status().state is EngineState.READY and engine.status().identity == fakes.SECOND
+
+
+@pytest.mark.parametrize(
+    ("limit", "word"), [("_STALL_S", "gives no token"), ("_LIMIT_S", "got no slot"), ("_SILENT_S", "answers nothing")]
+)
+async def test_a_probe_that_nothing_speaks_for_ends_with_the_reason(
+    engine: Any, client: Any, monkeypatch: pytest.MonkeyPatch, limit: str, word: str
+) -> None:
+    monkeypatch.setattr(prober, "_LOOK_S", 0.01)
+    monkeypatch.setattr(prober, limit, 0.05)
+    busy(client)
+    if limit == "_SILENT_S":
+        engine._ping.stop()
+        engine._ping._asked_at = 0.0
+    client.block("probe")
+    async with asyncio.timeout(20):
+        with pytest.raises(UnavailableError, match=word):
+            await update(engine)
+
+
+async def test_an_updater_that_ends_by_itself_ends_the_replica(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings.from_env({"MILLRACE_LISTEN": "127.0.0.1:0"}, required=["listen"])
+    for end in (asyncio.CancelledError(), None):
+        stopping = asyncio.Event()
+        parts = ReplicaParts(settings, engine, ModelSlot(), stopping=stopping)
+
+        async def run(end: BaseException | None = end) -> None:
+            if end is not None:
+                raise end
+
+        monkeypatch.setattr(parts.updater, "run", run)
+
+        async def drain(_: float) -> None: ...
+
+        async with asyncio.timeout(30):
+            with pytest.raises(InternalError, match="updater has ended"):
+                await parts.run(lambda host: host, drain=drain, handle_signals=False)
