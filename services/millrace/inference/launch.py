@@ -241,6 +241,7 @@ class Launcher:
     def _own_argv(self) -> list[str]:
         host, port = parse_address(self._settings.require("http_listen"))
         name = self._own.model_name
+        is_scheduled = launch_env.is_given("scheduling_policy", self._own.vllm_flags)
         others = [name] if name and name != POLICY_NAME else []
         return [
             f"--host={host.strip('[]')}",
@@ -252,11 +253,7 @@ class Launcher:
             "--enable-scale-out",
             "--logprobs-mode=processed_logprobs",
             f"--worker-extension-cls={WORKER_EXTENSION}",
-            *(
-                []
-                if launch_env.is_given("scheduling_policy", self._own.vllm_flags)
-                else ["--scheduling-policy=priority"]
-            ),
+            *([] if is_scheduled else ["--scheduling-policy=priority"]),  # a policy's probe goes before all that waits
         ]
 
     def _environ(self) -> Mapping[str, str]:

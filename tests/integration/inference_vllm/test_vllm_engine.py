@@ -205,6 +205,7 @@ async def test_recompute_leaves_nothing_of_the_old_version(served: Any, run: Run
     prompts = [[10 + index, 20, 30] for index in range(2 * SEQS)]
     async with in_flight(served, prompts, max_tokens=200) as tasks:
         await served.serve(run.delta(1, base=0), pb.INFLIGHT_MODE_RECOMPUTE)
+        assert not any(task.done() for task in tasks), "the probe went before all that waited, and before what had run"
     found = await asyncio.gather(*tasks)
     for prompt, one in zip(prompts, found, strict=True):
         versions = np.array(one.version_of())
@@ -236,6 +237,33 @@ async def test_keep_goes_on_with_the_kv_cache_and_begins_the_others_anew(served:
         after = await served.generate([*shared, last])
         run.assert_computed_by(1, [*shared, last], after)
         assert after.num_cached == 96
+
+
+async def test_an_update_of_a_full_replica_is_served_when_a_slot_is_free(served: Any, run: Run) -> None:
+    """As many streams as `max_num_seqs` run, and others wait: the probe gets the first slot, and no stream dies."""
+    body = raw_body([5, 6, 7], max_tokens=250)
+    begun: asyncio.Queue[int] = asyncio.Queue()
+
+    async def read(index: int) -> list[dict[str, Any]]:
+        events = []
+        async for event in served.stream("/inference/v1/generate", body):
+            if not events:
+                begun.put_nowait(index)
+            events.append(event)
+        return events
+
+    streams = [asyncio.create_task(read(index)) for index in range(2 * SEQS)]
+    async with asyncio.timeout(120):
+        for _ in range(SEQS):
+            await begun.get()
+        await served.serve(run.delta(1, base=0))
+        found = await asyncio.gather(*streams)
+    seen = []
+    for events in found:
+        tokens, spans = joined(events, 0)
+        assert len(tokens) == 250 and spans[-1]["version"] == 1
+        seen.append([span["version"] for span in spans])
+    assert seen.count([0, 1]) == SEQS and seen.count([1]) == SEQS, seen
 
 
 @contextlib.asynccontextmanager

@@ -101,6 +101,13 @@ def test_defaults_of_the_config_leave_vllm_its_own():
     }
 
 
+def test_what_the_config_says_of_a_flag_is_found_under_every_name():
+    for key in ("inference.vllm.scheduling-policy", "scheduling_policy", "inference.vllm.scheduling_policy"):
+        assert launch_env.is_given("scheduling_policy", {key: "fcfs"})
+    assert launch_env.is_given("tensor_parallel_size", {"inference.parallel.tp": 2})
+    assert not launch_env.is_given("scheduling_policy", {"inference.vllm.scheduling_policy": None, "max_num_seqs": 2})
+
+
 def test_a_tool_parser_switches_tool_choice_on():
     config = InferenceConfig.model_validate({"engine": "vllm", "model": {"tool_call_parser": "hermes"}})
     flags = launch_env.vllm_flags(config)

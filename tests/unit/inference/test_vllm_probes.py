@@ -1,4 +1,4 @@
-"""Probes and foreseen digests of the vLLM engine: what fails the engine, what only the version, and what is waited for."""
+"""Probes and foreseen digests of the vLLM engine: what fails the engine or only the version, and what is waited for."""
 
 import asyncio
 import importlib.util
