@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A Docker engine with compose for the tests of this folder: what is there is used; on a Debian machine where we are root
-# and nothing is there, Debian's engine is installed and started. Exit code 1, with the reason, where neither goes.
+# and nothing is there, Debian's engine is installed and started. Exit code 3, with the reason, where this machine can have
+# none: no root, no such package, a kernel that does not let it run. Every other failure is one: exit code 1.
 # `stop` ends the daemon that `start` has started, and no other.
 # usage: tests/compose/engine.sh start|stop
 set -euo pipefail
@@ -9,25 +10,45 @@ pid_file=$logs/dockerd.pid
 
 no_engine() {
   echo "no Docker engine: $1" >&2
+  exit 3
+}
+
+fail() {
+  echo "tests/compose/engine.sh: $1" >&2
   exit 1
+}
+
+offered() { # PACKAGE [OPTION...]: whether the mirrors have it
+  apt-cache "${@:2}" show "$1" >/dev/null 2>&1
 }
 
 start_engine() {
   command -v dockerd >/dev/null || {
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || no_engine "docker info fails, and this is no Debian machine with root"
     echo "installing Debian's docker.io"
-    apt-get update -qq
-    apt-get install -y -qq docker.io iptables >/dev/null || no_engine "docker.io does not install"
+    apt-get update -qq || echo "apt-get update failed" >&2
+    offered docker.io || no_engine "the package mirrors have no docker.io"
+    apt-get install -y -qq docker.io iptables >/dev/null || fail "docker.io does not install"
   }
   [ "$(id -u)" = 0 ] || no_engine "dockerd is not running, and only root can start it"
   mkdir -p "$logs"
   setsid dockerd >"$logs/dockerd.log" 2>&1 </dev/null &
-  echo $! >"$pid_file"
-  for _ in $(seq 60); do
+  local pid=$!
+  echo "$pid" >"$pid_file"
+  for _ in $(seq 120); do
     docker info >/dev/null 2>&1 && return
+    kill -0 "$pid" 2>/dev/null || break
     sleep 0.5
   done
-  no_engine "dockerd did not start: $(tail -n 1 "$logs/dockerd.log")"
+  tail -n 20 "$logs/dockerd.log" >&2
+  kill -0 "$pid" 2>/dev/null && fail "dockerd runs, and does not answer within a minute"
+  rm -f "$pid_file"
+  # What a container or a hardened machine says, which has root and not its rights.
+  local refused='not permitted|permission denied|not supported|read-only file system|cgroup mountpoint|need to insmod'
+  if tail -n 1 "$logs/dockerd.log" | grep -qiE "$refused"; then
+    no_engine "the kernel does not let dockerd run"
+  fi
+  fail "dockerd died"
 }
 
 stop_engine() {
@@ -45,7 +66,8 @@ stop_engine() {
 
 add_compose() { # compose v2 and buildx from Debian trixie, without touching the system's own package lists
   local work mirror options
-  [ "$(id -u)" = 0 ] && [ -r /etc/apt/sources.list.d/debian.sources ] || no_engine "docker compose is missing"
+  [ "$(id -u)" = 0 ] && [ -r /etc/apt/sources.list.d/debian.sources ] ||
+    no_engine "docker compose is missing, and this is no Debian machine with root"
   echo "adding docker compose from Debian trixie"
   work=$(mktemp -d)
   mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources)
@@ -55,8 +77,13 @@ add_compose() { # compose v2 and buildx from Debian trixie, without touching the
     -o Dir::Etc::preferencesparts=/dev/null -o Dir::State::lists=$work/lists -o Dir::Cache=$work/cache
     -o APT::Sandbox::User=root"
   # shellcheck disable=SC2086 # the options are words
-  (cd "$work" && apt-get $options update && apt-get $options download docker-compose docker-buildx &&
-    for package in *.deb; do dpkg -x "$package" x; done)
+  {
+    apt-get $options update || echo "apt-get update failed" >&2
+    offered docker-compose ${options#-qq} && offered docker-buildx ${options#-qq} ||
+      no_engine "docker compose is missing, and the mirror $mirror has none of Debian trixie"
+    (cd "$work" && apt-get $options download docker-compose docker-buildx &&
+      for package in *.deb; do dpkg -x "$package" x || exit; done) || fail "docker compose does not download"
+  }
   mkdir -p "$HOME/.docker/cli-plugins"
   cp "$work"/x/usr/libexec/docker/cli-plugins/* "$HOME/.docker/cli-plugins/"
   rm -rf "$work"
@@ -69,8 +96,11 @@ case "${1:-start}" in
 esac
 docker info >/dev/null 2>&1 || start_engine
 docker compose version >/dev/null 2>&1 && docker buildx version >/dev/null 2>&1 || add_compose
-docker compose version >/dev/null || no_engine "docker compose does not run"
+docker compose version >/dev/null || fail "docker compose does not run"
 if ! docker image inspect debian:bookworm-slim >/dev/null 2>&1 && ! timeout 20 docker pull --quiet debian:bookworm-slim >/dev/null 2>&1; then
-  command -v mmdebstrap >/dev/null || { [ "$(id -u)" = 0 ] && apt-get install -y -qq mmdebstrap >/dev/null; } ||
-    no_engine "base images can neither be pulled nor made (mmdebstrap is missing)"
+  if ! command -v mmdebstrap >/dev/null; then
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && offered mmdebstrap ||
+      no_engine "base images can neither be pulled nor made: mmdebstrap is missing and cannot be had"
+    apt-get install -y -qq mmdebstrap >/dev/null || fail "mmdebstrap does not install"
+  fi
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The compose tests with an engine of their own where none runs, which ends with them; skipped, with the reason, where none
-# can be had. When MILLRACE_COMPOSE_LIMIT is over they are interrupted, which is a failure.
+# The compose tests with an engine of their own where none runs, which ends with them; skipped, with the reason, only where
+# this machine can have none. When MILLRACE_COMPOSE_LIMIT is over they are interrupted, which is a failure.
 # usage: tests/compose/run.sh PYTHON [PYTEST-ARGUMENT...]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -23,6 +23,18 @@ clean() { # what tests that were killed have left would start again with the eng
 }
 
 trap clean EXIT
-tests/compose/engine.sh start || true # the tests say what is missing, and are skipped
-timeout --signal=INT --kill-after=120 "${MILLRACE_COMPOSE_LIMIT:-60m}" \
+said=$(mktemp)
+engine=0
+tests/compose/engine.sh start 2>"$said" || engine=$?
+cat "$said" >&2
+MILLRACE_NO_ENGINE=$(cat "$said")
+rm "$said"
+case $engine in
+  0) MILLRACE_NO_ENGINE= ;; # from now on a test that has no engine fails
+  3) ;;                     # the reason with which the tests are skipped
+  *) exit "$engine" ;;
+esac
+export MILLRACE_NO_ENGINE
+# In the foreground Ctrl-C reaches pytest, which ends its own commands as it does when the time is over.
+timeout --foreground --signal=INT --kill-after=120 "${MILLRACE_COMPOSE_LIMIT:-60m}" \
   "$python" -m pytest tests/compose -m compose -s -rs --durations=12 "$@"
