@@ -3,10 +3,10 @@
 import asyncio
 from urllib.parse import parse_qsl, urlsplit
 
-import redis.asyncio
 import redis.exceptions
 
 from millrace.errors import UnavailableError
+from millrace.runlog.connection import open_redis
 from millrace.storage import open_store
 from millrace.telemetry import waits
 from millrace.telemetry.redact import redact
@@ -17,9 +17,9 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 async def check_redis(url: str) -> None:
-    """UnavailableError naming the Redis (without its password) if it does not answer PING."""
+    """UnavailableError naming the Redis (not its password) if it answers no PING; InvalidSpecError if it is no URL."""
     with waits.waiting("redis to answer", waits_on="redis", deadline_s=REDIS_TIMEOUT_S):
-        client = redis.asyncio.from_url(url, socket_connect_timeout=REDIS_TIMEOUT_S, socket_timeout=REDIS_TIMEOUT_S)
+        client = open_redis(url)  # as the services do; a malformed URL is not repeated
         try:
             async with asyncio.timeout(REDIS_TIMEOUT_S):
                 await client.ping()

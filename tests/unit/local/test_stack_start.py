@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import InvalidStateError, UnavailableError
+from millrace.errors import InvalidSpecError, InvalidStateError, UnavailableError
 from millrace.inference.main import InferenceSettings
 from millrace.local import stack as stack_module
+from millrace.local.preflight import check_redis
 from millrace.local.stack import LocalStack, StackOptions
 from millrace.telemetry.settings import Settings
 
@@ -40,6 +41,12 @@ async def test_service_that_is_never_ready_is_told_with_its_last_lines(tmp_path,
     assert "  | loading the model" in caught.value.message and "orchestrator.log" in (caught.value.remedy or "")
     assert any("waiting for orchestrator to be ready" in note and "loading the model" in note for note in notes)
     assert not any(child.is_alive for child in stack.supervisor.children.values())
+
+
+async def test_a_malformed_url_of_redis_is_not_repeated():
+    with pytest.raises(InvalidSpecError) as caught:
+        await check_redis("redis://user:hunter/2@cache:6379/0")
+    assert "hunter" not in str(caught.value) and caught.value.__cause__ is None
 
 
 def test_services_read_the_url_of_redis_from_the_file_that_it_came_from(tmp_path):
