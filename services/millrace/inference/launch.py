@@ -24,12 +24,13 @@ import millrace
 from millrace.errors import InternalError, InvalidSpecError, MillraceError, UnavailableError, Violation
 from millrace.inference import launch_env
 from millrace.inference.http_access import http_scheme, vllm_flags
+from millrace.inference.launch_directory import NODE, POLICY, owned_directory
 from millrace.inference.launch_front import Front, PolicyModel, describe, fetch_model
 from millrace.inference.launch_node import Node
 from millrace.inference.launch_process import VllmProcess
 from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import POLICY_NAME
-from millrace.inference.vllm.handover import WORKER_ID_VARIABLE
+from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE
 from millrace.inference.vllm.lora import lora_argv
 from millrace.inference.vllm.node_copy import DIRECTORY_VARIABLE
 from millrace.internal.v1 import policy_service_pb2 as pb
@@ -84,11 +85,10 @@ class Launcher:
 
     async def _life(self) -> None:
         """One vLLM from start to end."""
-        if self._node.is_head:
-            await self._run_vllm(self._environ(), self._work)
-            return
-        with self._node.directory() as directory:
-            await self._run_vllm({**self._environ(), DIRECTORY_VARIABLE: directory}, self._follow)
+        is_head = self._node.is_head
+        with owned_directory(POLICY if is_head else NODE) as directory:  # outlives all processes of vLLM
+            own = {OWNED_DIRECTORY_VARIABLE if is_head else DIRECTORY_VARIABLE: str(directory)}
+            await self._run_vllm({**self._environ(), **own}, self._work if is_head else self._follow)
 
     async def _run_vllm(self, environ: Mapping[str, str], job: _Job) -> None:
         """Starts vLLM and works with it until that ends or raises, or until all shall stop."""

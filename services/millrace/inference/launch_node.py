@@ -6,9 +6,7 @@ workers with the same flags, answers nobody, and ends when the head's vLLM has e
 
 import asyncio
 import logging
-import os
 import socket
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,13 +81,6 @@ class Node:
         violations = [Violation(field=name, message=why[name]) for name, value in given.items() if not value]
         if violations:
             raise InvalidSpecError(violations, reason="SETTINGS_INVALID", remedy="set it on every node of the replica")
-
-    def directory(self) -> tempfile.TemporaryDirectory[str]:
-        """A new directory for what the ranks of this node share, in MILLRACE_POLICY_DIR or where temporary files go."""
-        parent = os.environ.get("MILLRACE_POLICY_DIR") or None
-        if parent is not None:
-            os.makedirs(parent, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix="millrace-node-", dir=parent)
 
     async def until_head_ends(self) -> None:
         """Returns never; UnavailableError when the workers' meeting point, which the head holds open, is closed.

@@ -147,6 +147,7 @@ async def test_an_empty_replica_starts_with_the_policy_that_is_asked_for(
         FLAGS,
         MILLRACE_STORE_URL=f"file://{tmp_path}/store",
         MILLRACE_ORCHESTRATOR=f"127.0.0.1:{port}",
+        MILLRACE_POLICY_DIR=f"{tmp_path}/policies",
     )
     replicas.append(replica)
     await replica.start()
@@ -187,10 +188,12 @@ async def test_an_empty_replica_starts_with_the_policy_that_is_asked_for(
     assert {one.http_url for one in servicer.registered} == {worker.http_url}
 
     assert len(replica.tree()) >= 3, "launcher, API server, engine core"
+    assert len(list((tmp_path / "policies").glob("millrace-policy-*/policy.safetensors"))) == 1
     replica.server().send_signal(signal.SIGKILL)
     assert await replica.exit_code(GONE_S) == 1
     assert "vLLM died: signal SIGKILL" in replica.log.read_text()
     await replica.gone()
+    assert not list((tmp_path / "policies").iterdir()), "the policy does not stay on the disk"
 
 
 async def test_nothing_outlives_a_killed_launcher(replicas, vllm_python, tmp_path):

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,7 @@ async def assert_scored_by(run: Run, version: int, client: Any, prompt: list[int
 
 async def test_recompute_leaves_nothing_of_the_old_version(served: Any, run: Run) -> None:
     prompts = [[10 + index, 20, 30] for index in range(2 * SEQS)]
-    async with in_flight(served, prompts, max_tokens=200) as tasks:
+    async with in_flight(served, prompts, lambda prompt: served.generate(prompt, 200)) as tasks:
         await served.serve(run.delta(1, base=0), pb.INFLIGHT_MODE_RECOMPUTE)
         assert not any(task.done() for task in tasks), "the probe went before all that waited, and before what had run"
     found = await asyncio.gather(*tasks)
@@ -220,7 +220,7 @@ async def test_keep_goes_on_with_the_kv_cache_and_begins_the_others_anew(served:
     assert (await served.generate([*shared, 1])).num_cached == 0
     assert (await served.generate([*shared, 2])).num_cached == 96, "the prefix cache works, so that it can be wrong"
     prompts = [[*shared, 10 + index] for index in range(2 * SEQS)]
-    async with in_flight(served, prompts, max_tokens=140) as tasks:
+    async with in_flight(served, prompts, lambda prompt: served.generate(prompt, 140)) as tasks:
         await served.serve(run.delta(1, base=0), pb.INFLIGHT_MODE_KEEP)
     found = await asyncio.gather(*tasks)
     kept = [(prompt, one) for prompt, one in zip(prompts, found, strict=True) if len(one.spans) == 2]
@@ -241,45 +241,37 @@ async def test_keep_goes_on_with_the_kv_cache_and_begins_the_others_anew(served:
 
 async def test_an_update_of_a_full_replica_is_served_when_a_slot_is_free(served: Any, run: Run) -> None:
     """As many streams as `max_num_seqs` run, and others wait: the probe gets the first slot, and no stream dies."""
-    body = raw_body([5, 6, 7], max_tokens=250)
-    begun: asyncio.Queue[int] = asyncio.Queue()
 
-    async def read(index: int) -> list[dict[str, Any]]:
-        events = []
-        async for event in served.stream("/inference/v1/generate", body):
-            if not events:
-                begun.put_nowait(index)
-            events.append(event)
-        return events
+    async def read(prompt: list[int]) -> list[dict[str, Any]]:
+        return [event async for event in served.stream("/inference/v1/generate", raw_body(prompt, max_tokens=200))]
 
-    streams = [asyncio.create_task(read(index)) for index in range(2 * SEQS)]
-    async with asyncio.timeout(120):
-        for _ in range(SEQS):
-            await begun.get()
+    prompts = [[10 + index, 20, 30] for index in range(2 * SEQS)]
+    async with in_flight(served, prompts, read) as tasks:
         await served.serve(run.delta(1, base=0))
-        found = await asyncio.gather(*streams)
-    seen = []
-    for events in found:
+    versions = []
+    for events in await asyncio.gather(*tasks):
         tokens, spans = joined(events, 0)
-        assert len(tokens) == 250 and spans[-1]["version"] == 1
-        seen.append([span["version"] for span in spans])
-    assert seen.count([0, 1]) == SEQS and seen.count([1]) == SEQS, seen
+        assert len(tokens) == 200
+        versions.append([span["version"] for span in spans])
+    assert versions == SEQS * [[0, 1]] + SEQS * [[1]]
 
 
 @contextlib.asynccontextmanager
-async def in_flight(client: Any, prompts: list[list[int]], max_tokens: int) -> AsyncIterator[list[Any]]:
+async def in_flight(
+    client: Any, prompts: list[list[int]], ask: Callable[[list[int]], Coroutine[Any, Any, Any]]
+) -> AsyncIterator[list[Any]]:
     """In this block the engine is paused, half of the requests have tokens, and the other half are in it without."""
     first_tokens = "vllm:time_to_first_token_seconds_count"
     before = await client.metric(first_tokens)
     await client.pause()
-    tasks = [asyncio.create_task(client.generate(prompt, max_tokens)) for prompt in prompts[:SEQS]]
+    tasks = [asyncio.create_task(ask(prompt)) for prompt in prompts[:SEQS]]
     await client.open_requests(SEQS)
     async with asyncio.timeout(60):
         while await client.metric(first_tokens) < before + SEQS:
             await client.resume()  # for some steps
             await client.pause()
     assert not any(task.done() for task in tasks), "they are too short for this machine"
-    tasks += [asyncio.create_task(client.generate(prompt, max_tokens)) for prompt in prompts[SEQS:]]
+    tasks += [asyncio.create_task(ask(prompt)) for prompt in prompts[SEQS:]]
     await client.open_requests(len(prompts))
     yield tasks
     await client.resume()

@@ -24,6 +24,8 @@ from millrace.errors import UnavailableError
 FD_VARIABLE = "MILLRACE_LAUNCHER_FD"
 PARENT_VARIABLE = "MILLRACE_LAUNCHER_PID"
 WORKER_ID_VARIABLE = "MILLRACE_WORKER_ID"
+OWNED_DIRECTORY_VARIABLE = "MILLRACE_OWNED_DIR"
+"""Where the replica's policy lies; the launcher removes it."""
 TAKE_OVER_DEADLINE_S = 30.0
 
 _line: "Line | None" = None

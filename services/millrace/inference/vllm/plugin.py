@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from prometheus_client import REGISTRY
 
 from millrace.errors import MillraceError
 from millrace.inference import meters
+from millrace.inference.launch_directory import PARENT_VARIABLE
 from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.replica_parts import ReplicaParts, http_address
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import Gate, GatedClient
-from millrace.inference.vllm.handover import WORKER_ID_VARIABLE, take_over
+from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE, take_over
 from millrace.inference.vllm.routes import Replica, attach
 from millrace.telemetry import metrics
 from millrace.telemetry.logging import setup
@@ -30,7 +32,6 @@ from millrace.telemetry.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_POLICY_DIR = "MILLRACE_POLICY_DIR"
 _SERVER_POLL_S = 0.05
 
 
@@ -49,8 +50,8 @@ class MillracePlugin:
         settings = Settings.from_env(os.environ, required=["listen"])
         own = InferenceSettings.from_env(os.environ)
         setup("inference", level=settings.log_level, json_lines=settings.log_json)
-        owner = _own_directory(os.environ.get(_POLICY_DIR))
-        directory = Path(owner.name)
+        owner = _own_directory(os.environ)
+        directory = Path(owner if isinstance(owner, str) else owner.name)
         gate = Gate()
         engine = VllmEngine(engine_client, gate, directory=directory, is_fixed=own.vllm_model is not None)
         _put_before(state, engine_client, GatedClient(engine_client, gate))
@@ -77,9 +78,11 @@ class MillracePlugin:
         replica.tasks.append(asyncio.create_task(_take_signal(state, stopping), name="millrace signals"))
 
 
-def _own_directory(parent: str | None) -> tempfile.TemporaryDirectory[str]:
-    """A new one in the parent, which replicas may share. It lives as long as its object: as long as the process."""
-    if parent:
+def _own_directory(environ: Mapping[str, str]) -> str | tempfile.TemporaryDirectory[str]:
+    """That which the launcher made and removes; without one a new one, which lives as long as its object."""
+    if given := environ.get(OWNED_DIRECTORY_VARIABLE):
+        return given
+    if parent := environ.get(PARENT_VARIABLE):
         Path(parent).mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(prefix="millrace-policy-", dir=parent or None)
 

@@ -12,7 +12,6 @@ Spans are those of the engine (`weight_versions`), which labels every step's tok
 import asyncio
 import json
 import logging
-import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +46,8 @@ class Replica:
     gate: Gate
     slot: ModelSlot
     updater: PolicyUpdater
-    owner: tempfile.TemporaryDirectory[str]
+    owner: object
+    """Keeps the policy's directory as long as the server lives."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     is_draining: bool = False
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)

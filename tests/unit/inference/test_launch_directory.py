@@ -1,0 +1,60 @@
+"""The directory of a replica's policy: gone with its owner, and with the next one if the owner was killed."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace.inference.launch_directory import NODE, PARENT_VARIABLE, POLICY, owned_directory
+
+_OWNER = """
+import subprocess, sys
+from millrace.inference.launch_directory import POLICY, owned_directory
+with owned_directory(POLICY) as directory:
+    (directory / "policy.safetensors").write_bytes(b"x" * 1000)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)  # holds no lock
+    print(directory, flush=True)
+    sys.stdin.read()
+child.kill()
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(PARENT_VARIABLE, str(tmp_path / "policies"))
+    return tmp_path / "policies"
+
+
+def start() -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen([sys.executable, "-c", _OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_it_is_gone_at_the_end(parent: Path) -> None:
+    with pytest.raises(ValueError, match="vLLM died"), owned_directory(NODE) as directory:
+        (directory / "below").mkdir()
+        assert directory.parent == parent and directory.name.startswith(NODE)
+        raise ValueError("vLLM died")
+    assert not list(parent.iterdir())
+
+
+def test_that_of_a_killed_owner_goes_with_the_next_and_that_of_a_living_one_stays(parent: Path) -> None:
+    living, kept = start()
+    killed, left = start()
+    try:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(30)
+        assert (left / "policy.safetensors").exists() and (kept / "policy.safetensors").exists()
+        stranger = parent / f"{POLICY}by-hand"
+        stranger.mkdir()
+        with owned_directory(NODE) as own:
+            assert set(parent.iterdir()) == {kept, stranger, own}
+        living.communicate("", timeout=30)
+        assert list(parent.iterdir()) == [stranger]
+    finally:
+        for process in (living, killed):
+            process.kill()
+            process.communicate()
