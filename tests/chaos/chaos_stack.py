@@ -151,6 +151,11 @@ class ChaosStack:
         """Where it listens (`addresses`), and its `redis` and `store`."""
         return self._place()
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it was started, and not stopped or killed by its test since."""
+        return self._process is not None
+
     # Its processes.
 
     def pids(self) -> dict[str, int]:

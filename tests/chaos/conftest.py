@@ -33,7 +33,7 @@ def chaos_session(warm, pytestconfig: pytest.Config) -> Iterator[ChaosStack]:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Behind the last chaos test all ends, not with the session: others want the machine, and no stranger's waits."""
+    """Behind a row of chaos tests all ends, not with the session: others want the machine, and no stranger's waits."""
     if nextitem is None or nextitem.path.parent != Path(__file__).parent:
         chaos_loop.end_all()
         if (stack := item.config.stash.get(_OF_SESSION, None)) is not None:
@@ -43,6 +43,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture
 def chaos(chaos_session: ChaosStack) -> Iterator[ChaosStack]:
     """The session's stack with every process serving and no fault armed."""
+    if not chaos_session.is_up:  # tests of another folder came between: see `pytest_runtest_teardown`
+        chaos_session.start()
     chaos_session.disarm()
     chaos_session.wait_ready()
     yield chaos_session

@@ -79,6 +79,7 @@ def spare_trainer(first: ChaosStack) -> Iterator[Path]:
     environ = Path(f"/proc/{first.pid('trainer')}/environ").read_bytes().split(b"\0")
     env = dict(pair.decode().split("=", 1) for pair in environ if b"=" in pair)
     env["MILLRACE_LISTEN"] = f"127.0.0.1:{free_port()}"
+    del env["MILLRACE_METRICS_LISTEN"]
     log_path = first.directory / "logs" / "spare.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(
