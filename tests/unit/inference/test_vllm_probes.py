@@ -40,6 +40,7 @@ async def test_an_error_of_a_worker_before_the_pause_refuses_the_version_alone(
     with pytest.raises(InternalError, match="no space left"):
         await engine.check(policy())
     assert engine.status().state is EngineState.READY and not gate._refusal
+    assert client.calls[-1] == "millrace_discard"
     staged = policy()
     await engine.check(staged)
     await update(engine, staged)
@@ -52,6 +53,20 @@ async def test_memory_that_is_not_what_was_proved_shows_before_the_pause(engine:
         await engine.check(policy())
     assert engine.status().state is EngineState.FAILED and "damaged" in engine.status().error
     assert not client.pauses()
+
+
+async def test_a_large_delta_is_staged_in_small_calls(
+    engine: Any, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.answers["millrace_stage"] = {"units": [], "pieces": [10 << 20] * 3, "seconds": 0.5}
+    client.answers["millrace_gather"] = 0.25
+    staged = policy()
+    await engine.check(staged)
+    assert client.calls.count("millrace_gather") == 3
+    with caplog.at_level("INFO"):
+        await update(engine, staged)
+    [told] = [record for record in caplog.records if record.message == "policy applied and proved"]
+    assert (vars(told)["busy_s"], vars(told)["longest_busy_s"]) == (1.25, 0.5)
 
 
 async def test_an_engine_that_fails_while_a_probe_is_computed_is_told_as_an_error(engine: Any, client: Any) -> None:

@@ -180,6 +180,11 @@ def test_a_version_that_comes_meanwhile_has_everything_read_again(rank: Rank, tm
     assert "elements from 1000 on" in rank.read_all()
 
 
+def test_a_box_that_is_named_twice_is_one(rank: Rank) -> None:
+    twice = ProvedBoxes([rank.region, rank.region], lambda region: box_of(rank.parameter, region).reshape(-1))
+    assert twice.read(["w"]) == rank.boxes.read(["w"])
+
+
 def _foreseen(rank: Rank, directory: Path, bits: np.ndarray) -> module.Foreseen:
     """A version in which nothing changes."""
     files = order(directory, bits, np.array([], np.int64))

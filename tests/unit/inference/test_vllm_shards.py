@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import InternalError
+from millrace.inference.vllm import memory
 from millrace.inference.vllm import proved as module
 from millrace.inference.vllm.layout import Region, Slot
-from millrace.inference.vllm.memory import box_of, source_of, writes_of
+from millrace.inference.vllm.memory import box_of, pieces_of, source_of, writes_of
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.proofs import combine
 from millrace.inference.vllm.proved import ProvedBoxes
@@ -45,9 +46,10 @@ class Rank:
         return self.boxes.read(["w"])
 
     def update(self, files: OrderFiles) -> list[list[Any]]:
-        writes = list(writes_of(files, self.region, 2))
-        foreseen = self.boxes.foresee(files, writes)
-        assert foreseen is not None
+        assert self.boxes.is_known
+        parts = [list(writes_of(files, self.region, 2, piece)) for piece in pieces_of(files, "w")]
+        foreseen = self.boxes.begin_digesting([job for part in parts for job in self.boxes.jobs(files, part)])
+        writes = [write for part in parts for write in part]
         foreseen.digests.result(20)
         rows = self.boxes.rows(foreseen)
         assert rows is not None
@@ -101,6 +103,7 @@ def cut(bits: np.ndarray, how: str, at: int) -> list[Rank]:
 def small_shares() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SHARE_ELEMENTS", 77)  # ends within rows, and within gaps between runs
+        patch.setattr(memory, "PIECE_ELEMENTS", 50)
         yield
 
 

@@ -36,6 +36,7 @@ class Client:
         self.num_read_beside, self.damage = 0, ""
         foreseen = {"is_pending": False, "rows": [["w", "0:(4,)", 4, digest_hex(0)]]}
         self.answers: dict[str, Any] = {"millrace_check": [[], []], "millrace_foreseen": foreseen}
+        self.answers["millrace_stage"] = {"units": [], "pieces": [], "seconds": 0.0}
         self.output_processor = SimpleNamespace(request_states={})
         self.model_config = SimpleNamespace(dtype="torch.float32", model="nowhere", max_model_len=8)
         scheduler = SimpleNamespace(max_num_seqs=1)

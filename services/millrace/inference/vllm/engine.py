@@ -28,8 +28,9 @@ from millrace.inference.vllm.lora import AdapterSlot
 from millrace.inference.vllm.model_config import config_problem, has_weights
 from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.prober import Prober, settled
-from millrace.inference.vllm.proofs import MISMATCH, Readback, chunks, foresee, read_back
-from millrace.inference.vllm.ranks import Ranks, misfits, units_of
+from millrace.inference.vllm.proofs import MISMATCH, Readback, read_back
+from millrace.inference.vllm.ranks import Ranks, misfits
+from millrace.inference.vllm.staging import bring
 from millrace.inference.vllm.times import UpdateTimes
 from millrace.policies.staged import StagedPolicy
 
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 
 _RPC_DEADLINE_S = 120.0
 _RELOAD_DEADLINE_S = 1800.0
-_UNIT_BYTES = 16 << 20  # built between two decode steps: some ten milliseconds
 
 
 class VllmEngine:
@@ -164,12 +164,8 @@ class VllmEngine:
                 reason="POLICY_MODEL_MISMATCH",
                 remedy="publish the policy with the tensors of its config.json, in the model's dtype",
             )
-        order = await self._ranks.order(staged, self._directory)
-        sizes = units_of(await self._rpc("millrace_stage", order))
-        for first, last in chunks(sizes, _UNIT_BYTES):
-            await self._rpc("millrace_prepare", first, last)
         try:
-            found = await foresee(self._rpc, staged.manifest)
+            found = await bring(self._rpc, self._ranks, staged, directory=self._directory, times=self._times)
         except InternalError as error:  # then raises: the new version is refused
             if error.reason == MISMATCH:  # what serves is not what was proved
                 await self.fail(f"the engine's memory is damaged: {error}")

@@ -14,6 +14,9 @@ from millrace.inference.vllm.orders import OrderFiles
 
 Bits = NDArray[np.unsignedinteger]
 
+PIECE_ELEMENTS = 1 << 20
+"""Changed elements that are looked up at a time: some ten milliseconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Write:
@@ -46,9 +49,39 @@ class Write:
             )
 
 
-def writes_of(files: OrderFiles, region: Region, width: int) -> Iterator[Write]:
-    """What the order puts into a box; computed before the pause."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Elements [first, last) of one part of a tensor's changes; `part` None is a tensor that is copied whole."""
+
+    tensor: str
+    part: int | None = None
+    first: int = 0
+    last: int = 0
+
+    def num_bytes(self, width: int) -> int:
+        """Of its positions and bits, which are computed with; a copy of the whole is one of the file, in a thread."""
+        return (self.last - self.first) * (8 + width)
+
+
+def pieces_of(files: OrderFiles, name: str) -> Iterator[Piece]:
+    """What the order says of a tensor, in pieces of at most `PIECE_ELEMENTS`."""
+    counts = files.counts(name)
+    if counts is None:
+        yield Piece(tensor=name)
+        return
+    for part, count in enumerate(counts):
+        for first in range(0, count, PIECE_ELEMENTS):
+            yield Piece(tensor=name, part=part, first=first, last=min(first + PIECE_ELEMENTS, count))
+
+
+def writes_of(files: OrderFiles, region: Region, width: int, piece: Piece | None = None) -> Iterator[Write]:
+    """What the order, or a piece of it, puts into a box; computed before the pause."""
     parts = files.sparse(region.tensor, width)
+    if parts is not None and piece is not None:
+        assert piece.part is not None
+        positions, raw = parts[piece.part]
+        first, last = piece.first, piece.last
+        parts = [(positions[first:last], raw[first * width : last * width])]
     if parts is None:
         yield Write(region=region)
         return

@@ -32,6 +32,7 @@ def write_order(staged: StagedPolicy, directory: Path) -> dict[str, Any]:
     }
     if staged.changes is not None:
         path = directory / "changes.bin"
+        path.unlink(missing_ok=True)  # a worker may still have the one of a refused version mapped, to its old length
         order |= {"changes_path": str(path), "changed": _write_changes(staged, staged.changes, path)}
     return order
 
@@ -84,6 +85,12 @@ class OrderFiles:
         """The bytes of a tensor."""
         place = self.places[name]
         return self._data[place.offset : place.offset + place.length_bytes]
+
+    def counts(self, name: str) -> list[int] | None:
+        """How many elements each part of a tensor's changes has; None if it has to be copied whole."""
+        if self._changed is None or (parts := self._changed[name]) is None:
+            return None
+        return [count for count, _, _ in parts]
 
     def sparse(self, name: str, width: int) -> list[tuple[NDArray[np.int64], NDArray[np.uint8]]] | None:
         """(positions [N], bytes of the bits [N * width]) of a tensor's changes; None if it has to be copied whole."""

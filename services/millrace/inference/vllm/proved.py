@@ -30,6 +30,9 @@ SHARE_ELEMENTS = 1 << 20
 Share = tuple[int, int]
 """A box, by its number, and its share's first element in the tensor."""
 
+Job = tuple[Share, Callable[[int], int]]
+"""How a version continues the digest of a share."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreseen:
@@ -52,7 +55,7 @@ class ProvedBoxes:
     """`regions` are in runs and hold the checkpoint's bits; `memory` gives a box of them flat, as bits."""
 
     def __init__(self, regions: Iterable[Region], memory: Callable[[Region], torch.Tensor]) -> None:
-        self._regions = list(regions)
+        self._regions = list(dict.fromkeys(regions))
         self._numbers = {region: number for number, region in enumerate(self._regions)}
         self._memory = memory
         self._digests: dict[Share, int] = {}
@@ -81,7 +84,15 @@ class ProvedBoxes:
         """Begins to continue the digests by what a version will write. None if they are not known now."""
         if not self.is_known:
             return None
-        jobs: list[tuple[Share, Callable[[int], int]]] = []
+        return self.begin_digesting(self.jobs(files, writes))
+
+    def begin_digesting(self, jobs: list[Job]) -> Foreseen:
+        """Has the digests, which have to be known, continued by `jobs` in the thread."""
+        return Foreseen(digests=self._thread.submit(_continue, dict(self._digests), jobs))
+
+    def jobs(self, files: OrderFiles, writes: Iterable[Write]) -> list[Job]:
+        """What a version, or a part of one, does to the digests; takes what the memory has now where it changes."""
+        jobs: list[Job] = []
         for write in writes:
             number = self._numbers.get(write.region)
             if number is None:
@@ -91,8 +102,7 @@ class ProvedBoxes:
                 jobs += self._whole(number, source.view(f"u{source.itemsize}"))
             else:
                 jobs += self._changed(number, write)
-        known = dict(self._digests)
-        return Foreseen(digests=self._thread.submit(_continue, known, jobs))
+        return jobs
 
     def rows(self, foreseen: Foreseen) -> list[list[Any]] | None:
         """[tensor, key of the box, elements, digest as hex] of every box; None if they are still being computed."""
@@ -138,15 +148,15 @@ class ProvedBoxes:
         self._reading = _Reading(share=share, age=self._age, expected=expected, found=found)
         return len(self._unread), ""
 
-    def _whole(self, number: int, source: Bits) -> list[tuple[Share, Callable[[int], int]]]:
+    def _whole(self, number: int, source: Bits) -> list[Job]:
         region = self._regions[number]
         places = [(first, *region.places(first, last)) for _, first, last in self._shares([number])]
         return [((number, first), _digest_of(region, source[begin:end], begin)) for first, begin, end in places]
 
-    def _changed(self, number: int, write: Write) -> list[tuple[Share, Callable[[int], int]]]:
+    def _changed(self, number: int, write: Write) -> list[Job]:
         region = self._regions[number]
         assert write.positions is not None and write.bits is not None
-        jobs: list[tuple[Share, Callable[[int], int]]] = []
+        jobs: list[Job] = []
         change = TensorChange(bits=write.bits, positions=write.positions)
         flat = self._memory(region)
         for first, part in change.shares(SHARE_ELEMENTS):
@@ -176,7 +186,7 @@ class ProvedBoxes:
         return rows
 
 
-def _continue(digests: dict[Share, int], jobs: list[tuple[Share, Callable[[int], int]]]) -> dict[Share, int]:
+def _continue(digests: dict[Share, int], jobs: list[Job]) -> dict[Share, int]:
     for share, job in jobs:
         digests[share] = job(digests[share])
     return digests

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterable
 
 log = logging.getLogger(__name__)
 
@@ -11,14 +12,25 @@ class UpdateTimes:
 
     `standstill_s` is from the order to pause, which waits for the running step, until vLLM goes on. `held_s` is from
     the same moment until the version is proved and the gate opens: so long no request begins and no answer leaves.
+    `busy_s` is what decoding stood still for while the version was staged, in many parts of `longest_busy_s` at most.
     """
 
     def __init__(self) -> None:
-        self.prepare_s = 0.0
+        self.prepare_s = self.busy_s = self.longest_busy_s = 0.0
         self.standstill_s: float | None = None
         self._began: float | None = None
         self._last = 0.0
         self._parts: dict[str, float] = {}
+
+    def begin_staging(self) -> None:
+        """The workers are about to be given a version."""
+        self.busy_s = self.longest_busy_s = 0.0
+
+    def count_busy(self, seconds: Iterable[float]) -> None:
+        """The workers took so long for a call, side by side, in which they did not decode."""
+        longest = max(seconds, default=0.0)
+        self.busy_s += longest
+        self.longest_busy_s = max(self.longest_busy_s, longest)
 
     def begin(self) -> None:
         """The engine is about to be paused."""
@@ -49,4 +61,5 @@ class UpdateTimes:
         parts = {name: round(seconds, 4) for name, seconds in self._parts.items()}
         whole = {"held_s": round(held_s, 4), "standstill_s": round(self.standstill_s or 0.0, 4)}
         extra = {"version": version, **whole, "prepare_s": round(self.prepare_s, 4), **parts}
+        extra |= {"busy_s": round(self.busy_s, 4), "longest_busy_s": round(self.longest_busy_s, 4)}
         log.info("policy applied and proved", extra=extra)

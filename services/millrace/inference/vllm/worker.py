@@ -9,6 +9,7 @@ Methods are called by name through `collective_rpc`; arguments are plain values.
 """
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +19,13 @@ import torch
 
 from millrace.inference.vllm.layout import Layout, Region, Slot, trace
 from millrace.inference.vllm.lora import on_base
-from millrace.inference.vllm.memory import Write, box_of, source_of, tensor_of, writes_of
+from millrace.inference.vllm.memory import Piece, Write, box_of, pieces_of, source_of, tensor_of, writes_of
 from millrace.inference.vllm.node_copy import NodeWorker
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.packing import Packed, build_packed, is_repackable
-from millrace.inference.vllm.proved import Foreseen, ProvedBoxes
+from millrace.inference.vllm.proved import Foreseen, Job, ProvedBoxes
 from millrace.inference.vllm.ranks import AnsweringWorker
+from millrace.policies.tensors import element_bytes
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
@@ -34,14 +36,18 @@ log = logging.getLogger(__name__)
 class Staged:
     """A version between `stage` and `activate`. `units` are module names whose layers are built, with their bytes.
 
-    `foreseen` are the digests that it will have; None if they cannot be told before it is read back.
+    `pieces` are the changes that `gather` looks up, in order. `jobs` are those of the digests that it will have, until
+    all is gathered and they begin to be `foreseen`; both are None if they cannot be told before it is read back.
     """
 
     files: OrderFiles
     units: list[tuple[str, int]]
     reloads: set[str]
-    writes: list[Write]
-    foreseen: Foreseen | None
+    pieces: list[Piece]
+    jobs: list[Job] | None
+    writes: list[Write] = field(default_factory=list)
+    num_gathered: int = 0
+    foreseen: Foreseen | None = None
     packed: dict[str, Packed] = field(default_factory=dict)
 
 
@@ -112,8 +118,12 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         return [problems, strangers]
 
     @on_base
-    def millrace_stage(self, order: dict[str, Any]) -> list[int]:
-        """Takes an order; returns the bytes of each unit that `millrace_prepare` has to build."""
+    def millrace_stage(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Takes an order; returns the bytes of each unit that `millrace_prepare` builds, and of each to be gathered.
+
+        `seconds`, here and below, are those in which this thread did not compute.
+        """
+        began = time.monotonic()
         held = self._millrace_required()
         files = OrderFiles(self._millrace_here(order))
         touched: set[Slot] = {region.slot for name in files.names() for region in held.layout.regions.get(name, ())}
@@ -124,16 +134,30 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
                 units.append((module, int(np.prod(shape)) * dtype.itemsize))
         built = set(held.packed.values())
         reloads = {slot.module for slot in touched if slot not in held.plain and slot not in built}
+        here = [name for name in files.names() if _plain_regions(held, name)]
+        pieces = [piece for name in here for piece in pieces_of(files, name)]
+        jobs = [] if held.proved.is_known else None
+        held.staged = Staged(files=files, units=units, reloads=reloads, pieces=pieces, jobs=jobs)
+        sizes = [piece.num_bytes(element_bytes(files.places[piece.tensor].dtype)) for piece in pieces]
+        return {"units": [size for _, size in units], "pieces": sizes, "seconds": time.monotonic() - began}
+
+    @on_base
+    def millrace_gather(self, first: int, last: int) -> float:
+        """Looks up where pieces [first, last) are written, and what is there now; returns its seconds."""
+        held, began = self._millrace_required(), time.monotonic()
+        staged = held.staged
+        assert staged is not None and staged.num_gathered >= min(first, len(staged.pieces))
         writes = [
             write
-            for name in files.names()
-            for region in held.layout.regions.get(name, ())
-            if region.slot in held.plain
-            for write in writes_of(files, region, held.layout.specs[region.slot][2].itemsize)
+            for piece in staged.pieces[first:last]
+            for region in _plain_regions(held, piece.tensor)
+            for write in writes_of(staged.files, region, held.layout.specs[region.slot][2].itemsize, piece)
         ]
-        foreseen = held.proved.foresee(files, writes)
-        held.staged = Staged(files=files, units=units, reloads=reloads, writes=writes, foreseen=foreseen)
-        return [size for _, size in units]
+        staged.writes += writes
+        if staged.jobs is not None:
+            staged.jobs += held.proved.jobs(staged.files, writes)
+        staged.num_gathered = min(last, len(staged.pieces))
+        return time.monotonic() - began
 
     def millrace_foreseen(self) -> dict[str, Any]:
         """The digests that this rank will have with the staged version, in `rows` as `millrace_digests` gives them.
@@ -141,22 +165,26 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         `rows` is None while `is_pending`, and for good if they have to be read back after the version is written.
         """
         staged = self._millrace_required().staged
-        assert staged is not None
+        assert staged is not None and staged.num_gathered == len(staged.pieces)
+        if staged.jobs is not None:
+            jobs, staged.jobs = staged.jobs, None
+            staged.foreseen = self._millrace_required().proved.begin_digesting(jobs)
         if staged.foreseen is None:
             return {"is_pending": False, "rows": None}
         rows = self._millrace_required().proved.rows(staged.foreseen)
         return {"is_pending": rows is None, "rows": rows}
 
     @on_base
-    def millrace_prepare(self, first: int, last: int) -> None:
-        """Builds units [first, last) of the staged version; what serves is not touched."""
-        held = self._millrace_required()
+    def millrace_prepare(self, first: int, last: int) -> float:
+        """Builds units [first, last) of the staged version, what serves is not touched; returns its seconds."""
+        held, began = self._millrace_required(), time.monotonic()
         assert held.staged is not None
         model = self._millrace_model()
         for module, _ in held.staged.units[first:last]:
             slot = held.packed[module]
             weight = self._millrace_plain(held, held.staged.files, slot)
             held.staged.packed[module] = build_packed(model.get_submodule(module), weight)
+        return time.monotonic() - began
 
     @on_base
     def millrace_activate(self, version: int) -> None:
@@ -164,6 +192,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         held = self._millrace_required()
         staged, held.staged = held.staged, None
         assert staged is not None and len(staged.packed) == len(staged.units)
+        assert staged.num_gathered == len(staged.pieces)
         model = self._millrace_model()
         held.proved.begin_writing()
         with torch.no_grad():
@@ -312,6 +341,11 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
                 if region.slot == slot:
                     box_of(weight, region).copy_(source_of(files, region))
         return weight
+
+
+def _plain_regions(held: Held, name: str) -> list[Region]:
+    """Where a tensor lies in the checkpoint's bits on this rank."""
+    return [region for region in held.layout.regions.get(name, ()) if region.slot in held.plain]
 
 
 def _parameter(model: torch.nn.Module, region: Region) -> torch.Tensor:
