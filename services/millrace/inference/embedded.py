@@ -142,8 +142,11 @@ class EmbeddedEngine:
 
         await self._in_thread(apply)
 
-    async def prove(self, staged: StagedPolicy) -> HeldDigest:
-        """See `PolicyEngine.prove`: reads back, and computes the probe if the manifest has one."""
+    async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
+        """See `PolicyEngine.prove`: reads back, and computes the probe if the manifest has one.
+
+        What is served is the server's to say, which names no model before the updater has one.
+        """
         return await self._in_thread(lambda: self._held_weights().prove(staged))
 
     async def generate(self, request: GenerateRequest) -> Generation:

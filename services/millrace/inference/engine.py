@@ -192,8 +192,10 @@ class PolicyEngine(Protocol):
         """
         ...
 
-    async def prove(self, staged: StagedPolicy) -> HeldDigest:
+    async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
         """Proves that the engine holds this policy; InternalError says what differs.
+
+        `opens` False is a policy that shall not be served, as an adapter is still to come on it.
 
         An engine that answers requests between `apply_policy` and the end of this call keeps the answers back.
         """

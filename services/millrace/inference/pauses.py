@@ -42,12 +42,22 @@ class CallerPause:
         self._cancel()
         self._run_uid = run_uid
         self._ending = asyncio.create_task(self._end_later(run_uid or "an operator", PAUSE_LIMIT_S))
-        await self._whole(self._engine.pause(OPERATOR))
+        await self._whole(self._pause(self._ending))
 
     async def resume(self) -> None:
         """Goes on with generation."""
         self._cancel()
         await self._whole(self._engine.resume(OPERATOR))
+
+    async def _pause(self, ending: asyncio.Task[None]) -> None:
+        """Pauses the engine; what could not begin is shown by no wait, and needs no end."""
+        try:
+            await self._engine.pause(OPERATOR)
+        except BaseException:  # then raises
+            ending.cancel()
+            if self._ending is ending:
+                self._ending = None
+            raise
 
     async def _whole(self, call: Coroutine[None, None, None]) -> None:
         """Waits for a call of the engine, which goes on if this one is cancelled; its own deadlines end it."""

@@ -347,7 +347,7 @@ class PolicyUpdater:
         if old is not None and old.owner is not None:
             old.owner.cleanup()  # config and tokenizer are in memory
         try:
-            await self._prove(identity, whole)
+            await self._prove(identity, whole, opens=adapter is None)
             if adapter is not None:
                 staged = await self._stage(desired)
                 await self._engine.check(staged)
@@ -358,10 +358,10 @@ class PolicyUpdater:
         self._slot.current = served
         self._pause_s = time.monotonic() - began
 
-    async def _prove(self, identity: PolicyIdentity, staged: StagedPolicy) -> None:
+    async def _prove(self, identity: PolicyIdentity, staged: StagedPolicy, *, opens: bool = True) -> None:
         """Has the engine prove what it holds; declares it failed if that is not this policy, or unknown."""
         try:
-            held = await self._engine.prove(staged)
+            held = await self._engine.prove(staged, opens=opens)
             if held.digest != staged.manifest.digest:
                 raise InternalError(
                     f"the engine holds digest {held.digest}, not {staged.manifest.digest}",

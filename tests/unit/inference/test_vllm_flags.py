@@ -145,6 +145,15 @@ def test_the_interpreter_that_has_vllm(tmp_path, monkeypatch):
     assert launch_env.engine_python("vllm", {"MILLRACE_VLLM_PYTHON": sys.executable}) == sys.executable
 
 
+def test_what_moves_weights_behind_a_version_is_refused(parser):
+    parser.add_argument("--enable-eplb", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--offload-backend")
+    parser.add_argument("--offload-group-size", type=int)
+    assert to_argv(parser, {"enable_eplb": False, "offload_backend": "uva", "offload_group_size": 0}) == ([], [])
+    wrong = {"enable-eplb": True, "inference.vllm.offload_backend": "prefetch", "offload_group_size": 4}
+    assert [one.field for one in to_argv(parser, wrong)[1]] == list(wrong)
+
+
 def test_what_would_leave_workers_without_the_policy_is_refused(parser):
     for name in ("nnodes", "data-parallel-size", "data-parallel-rank"):
         parser.add_argument(f"--{name}", type=int)

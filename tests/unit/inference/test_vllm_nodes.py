@@ -139,6 +139,25 @@ async def test_a_failure_reaches_every_rank_and_the_next_order_may_succeed(run: 
     assert OrderFiles(second.here(good)).raw("w").view("<u2").tolist() == [1, 2, 3]
 
 
+async def test_a_failure_that_cannot_even_be_written_is_answered(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = node(run, tmp_path / "node")
+    run.publish([1, 2, 3])
+    order = run.order(0)
+
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        copy.begin(order)
+        with pytest.raises(InternalError, match="No space left"):
+            await fetched(copy, order)
+    copy.begin(order)
+    await fetched(copy, order)
+
+
 async def test_changes_count_only_against_what_the_head_means(run: Run, tmp_path: Path) -> None:
     for bits in ([1] * 100, [1] * 99 + [2], [1] * 98 + [3, 2]):
         run.publish(bits)

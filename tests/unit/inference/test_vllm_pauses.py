@@ -12,13 +12,14 @@ from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference import pauses
 from millrace.inference.engine import EngineState, PolicyIdentity
 from millrace.inference.pauses import CallerPause
-from millrace.inference.vllm import ranks
+from millrace.inference.vllm import beside, ranks
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import Gate
 from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.ranks import Ranks
 from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
+from millrace.telemetry import waits
 
 
 def _load(name: str) -> Any:
@@ -255,3 +256,54 @@ async def test_a_resume_after_a_pause_whose_caller_went_away_goes_on(engine: Vll
         going_on.set()
         await resuming
     assert engine.status().state is EngineState.READY and not client.is_paused and not caller.is_by("r")
+
+
+async def test_a_pause_that_fails_leaves_no_wait_and_no_end(engine: VllmEngine, client: Any) -> None:
+    caller = CallerPause(engine)
+    client.fails = "pause"
+    with pytest.raises(UnavailableError, match="too slow"):
+        await caller.pause("r")
+    assert not caller.is_by("r")
+    await asyncio.sleep(0)
+    assert not [one for one in waits.snapshot("me") if "paused by" in one.reason]
+
+
+async def test_a_base_whose_adapter_is_to_come_is_not_served(engine: VllmEngine, gate: Gate, tmp_path: Path) -> None:
+    await engine.load(tmp_path, policy(), identity=SECOND)
+    await engine.prove(policy(), opens=False)
+    assert refusal(gate) and not gate._may_leave.is_set()
+    await engine.prove(policy())
+    assert not refusal(gate) and gate._may_leave.is_set()
+
+
+async def test_reading_back_goes_on_after_an_error_and_says_so(
+    engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "_FIRST_RETRY_S", 0.01)
+    client.beside_error = UnavailableError("busy", reason="ENGINE_SILENT")
+    client.num_read_beside = 0
+    await update(engine)
+
+    def shown() -> list[str]:
+        return [one.reason for one in waits.snapshot("me") if "busy" in one.reason]
+
+    async with asyncio.timeout(20):
+        while client.num_read_beside < 2:
+            await asyncio.sleep(0.001)
+        assert shown()
+        client.beside_error = None
+        while shown():
+            await asyncio.sleep(0.001)
+    assert engine.status().state is EngineState.READY
+
+
+async def test_what_is_not_known_is_not_called_proved(
+    engine: VllmEngine, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.is_proved = False
+    with caplog.at_level("INFO"):
+        await update(engine)
+        async with asyncio.timeout(20):
+            while "what they should be is not known" not in caplog.text:
+                await asyncio.sleep(0.001)
+    assert "as they were proved" not in caplog.text

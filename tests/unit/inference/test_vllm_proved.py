@@ -64,7 +64,7 @@ class Rank:
     def read_all(self) -> str:
         """Reads everything beside the serving; what is damaged."""
         for _ in range(1000):
-            left, problem = self.boxes.read_next()
+            left, problem, _ = self.boxes.read_next()
             if problem or not left:
                 return problem
             if (reading := self.boxes._reading) is not None:
@@ -161,6 +161,7 @@ def test_nothing_is_foreseen_from_what_was_not_proved(rank: Rank, tmp_path: Path
     assert unread.boxes.foresee(files, unread.writes(files)) is None
     rank.boxes.begin_writing()  # and then it failed
     assert rank.boxes.foresee(files, rank.writes(files)) is None
+    assert rank.boxes.read_next() == (0, "", False)
     assert rank.read_all() == ""
 
 
@@ -172,7 +173,7 @@ def test_a_version_that_comes_meanwhile_has_everything_read_again(rank: Rank, tm
         new[FIRST + version] ^= 1
         rank.update(order(tmp_path, new, np.array([FIRST + version])))
         old = new
-        left, problem = rank.boxes.read_next()
+        left, problem, _ = rank.boxes.read_next()
         assert 0 < left <= shares and not problem
     assert rank.read_all() == ""
     rank.memory[0] ^= 1

@@ -33,17 +33,19 @@ class Client:
         self.blocks: dict[str, asyncio.Event] = {}
         self.reached: dict[str, asyncio.Event] = {}
         self.errored = False
-        self.num_read_beside, self.damage = 0, ""
+        self.num_read_beside, self.damage, self.is_proved = 0, "", True
+        self.beside_error: Exception | None = None
         foreseen = {"is_pending": False, "rows": [["w", "0:(4,)", 4, digest_hex(0)]]}
         self.answers: dict[str, Any] = {"millrace_check": [[], []], "millrace_foreseen": foreseen}
         self.answers["millrace_stage"] = {"units": [], "pieces": [], "seconds": 0.0}
         self.output_processor = SimpleNamespace(request_states={})
-        self.model_config = SimpleNamespace(dtype="torch.float32", model="nowhere", max_model_len=8)
+        self.model_config = SimpleNamespace(dtype="torch.float32", model="nowhere", max_model_len=8, revision=None)
         scheduler = SimpleNamespace(max_num_seqs=1)
         self.vllm_config = SimpleNamespace(
             lora_config=None,
             scheduler_config=scheduler,
             model_config=self.model_config,
+            load_config=SimpleNamespace(download_dir=None),
             parallel_config=SimpleNamespace(nnodes=1, data_parallel_size=1),
         )
 
@@ -80,7 +82,9 @@ class Client:
         number, inner, _ = args
         if inner == "millrace_read_beside":
             self.num_read_beside += 1
-            return [[number, [0, self.damage], ""]]
+            if self.beside_error is not None:
+                raise self.beside_error
+            return [[number, [0, self.damage, self.is_proved], ""]]
         await self.reach(inner)
         return [[number, self.answers.get(inner, []), ""]]
 

@@ -199,7 +199,7 @@ class VllmEngine:
             await self.resume("apply")
         self._identity = identity
 
-    async def prove(self, staged: StagedPolicy) -> HeldDigest:
+    async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
         """See `PolicyEngine.prove`. Generation goes on meanwhile; answers stay here."""
         self._require_ready()
         self._is_proving = True  # pauses that come meanwhile begin afterwards
@@ -226,8 +226,9 @@ class VllmEngine:
             if self._pauses - {PAUSE_HOLDER}:  # an update's own ends now: to stop for that would be of no use
                 await self._follow_pauses()
         assert self._identity is not None
-        self._gate.open(self._salt(self._identity))
-        self._times.report(self._identity.version)
+        if opens:
+            self._gate.open(self._salt(self._identity))
+            self._times.report(self._identity.version)
         self._beside.begin()
         proof = "+".join(name for name, is_given in (("readback", found.is_whole), ("probe", probing)) if is_given)
         return HeldDigest(digest=staged.manifest.digest, proof=proof)
@@ -372,7 +373,9 @@ class VllmEngine:
 
     def _require_same_config(self, model_dir: Path) -> None:
         """InvalidStateError, and a request for a restart, if the policy is of another architecture than the model."""
-        problem = config_problem(model_dir, Path(self._client.model_config.model))
+        model, load = self._client.model_config, self._client.vllm_config.load_config
+        held = Path(model.model)
+        problem = config_problem(model_dir, held, revision=model.revision, download_dir=load.download_dir)
         if not problem:
             return
         is_asked = not self._is_fixed and ask_restart(problem)

@@ -36,6 +36,12 @@ OWNED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "api_key": ((), "environments send none; put a proxy in front of what strangers can reach"),
     "config": ((), "write its keys into `inference.vllm`"),
     "enable_sleep_mode": ((False,), "a policy that is put to sleep cannot be proved"),
+    "enable_eplb": (
+        (False,),
+        "experts that move or are copied lie where no version is written or read back",
+    ),
+    "offload_backend": (("auto", "uva"), "layers that are fetched from the host anew would miss what a version writes"),
+    "offload_group_size": ((0,), "layers that are fetched from the host anew would miss what a version writes"),
     "ssl_keyfile": ((), "put a proxy in front of the replica"),
     "ssl_certfile": ((), "put a proxy in front of the replica"),
     "root_path": ((), "environments and the orchestrator expect the routes at the root"),

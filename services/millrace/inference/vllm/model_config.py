@@ -1,19 +1,32 @@
 """What a policy's files say about its model, beside the one that vLLM was started with."""
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+log = logging.getLogger(__name__)
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
-def config_problem(wanted_dir: Path, held_dir: Path) -> str:
-    """How the policy's config.json differs from that of vLLM's model; empty if it does not where it matters."""
-    wanted, held = _config(wanted_dir), _config(held_dir)
+def config_problem(
+    wanted_dir: Path, held_dir: Path, *, revision: str | None = None, download_dir: str | None = None
+) -> str:
+    """How the policy's config.json differs from that of vLLM's model; empty if it does not where it matters.
+
+    Also empty if vLLM's is not found: names and shapes of the tensors are compared in any case. `revision` and
+    `download_dir` are those with which vLLM got a model of the Hub.
+    """
+    held = _config(_config_file(held_dir, revision, download_dir))
+    if held is None:
+        log.warning("the config.json of vLLM's model is not found: it is not compared", extra={"model": str(held_dir)})
+        return ""
+    wanted = _config(wanted_dir / "config.json") or {}
     differing = sorted(key for key in wanted.keys() | held.keys() if wanted.get(key) != held.get(key))
     if not differing:
         return ""
@@ -25,16 +38,18 @@ def has_weights(directory: Path) -> bool:
     return any(directory.glob("*.safetensors"))
 
 
-def _config_file(model: Path) -> Path:
+def _config_file(model: Path, revision: str | None, download_dir: str | None) -> Path:
     """Of a directory, or of a Hub id, which vLLM has downloaded and still calls by its id."""
     path = model / "config.json"
     if path.is_file() or not _HUB_ID.fullmatch(str(model)):
         return path
-    found = try_to_load_from_cache(str(model), "config.json")
+    found = try_to_load_from_cache(str(model), "config.json", cache_dir=download_dir, revision=revision)
     return Path(found) if isinstance(found, str) else path
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    path = _config_file(directory)
-    config: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+def _config(path: Path) -> dict[str, Any] | None:
+    """What the file says, but for what does not matter; None if there is none."""
+    if not path.is_file():
+        return None
+    config: dict[str, Any] = json.loads(path.read_bytes())
     return {key: value for key, value in config.items() if key not in _NOISE}

@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class NodeCopy:
         self._copy = copy
         self._lock = (directory / "puller.lock").open("w")  # held for as long as this process lives
         self._is_puller = False
+        self._pulling: tuple[str, Future[None]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy-of-node")
 
     @classmethod
@@ -59,17 +60,19 @@ class NodeCopy:
             except BlockingIOError:
                 return
             self._is_puller = True
-        self._thread.submit(self._pull, dict(order))
+        self._pulling = order["number"], self._thread.submit(self._pull, dict(order))
 
     def is_there(self, number: str) -> bool:
         """Whether the node has what the order of this number needs; InternalError if it could not be had."""
+        if self._pulling is not None and self._pulling[0] == number and self._pulling[1].done():
+            error = self._pulling[1].exception()  # not even that could be written
+            if error is not None:
+                raise _failed(f"{type(error).__name__}: {error}")
         found = self._read()
         if found.get("number") != number:
             return False
         if "error" in found:
-            raise InternalError(
-                f"the node could not fetch the policy: {found['error']}", reason="NODE_FETCH_FAILED", remedy="try again"
-            )
+            raise _failed(found["error"])
         return True
 
     def here(self, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +83,7 @@ class NodeCopy:
         return found if order["changed"] is not None else found | {"changed": None}
 
     def _pull(self, order: dict[str, Any]) -> None:
-        """In the thread. Leaves what came of it in `order.json`, for all ranks of the node."""
+        """In the thread. Leaves what came of it in `order.json`, for all ranks of the node; raises if it cannot."""
         try:
             found = self._stage(order["policy"])
         except Exception as error:  # the edge of a thread that nobody awaits: the head hears of it
@@ -135,3 +138,7 @@ class NodeWorker:
 
     def _millrace_here(self, order: dict[str, Any]) -> dict[str, Any]:
         return order if self.millrace_node is None else self.millrace_node.here(order)
+
+
+def _failed(why: str) -> InternalError:
+    return InternalError(f"the node could not fetch the policy: {why}", reason="NODE_FETCH_FAILED", remedy="try again")

@@ -120,12 +120,15 @@ class ProvedBoxes:
         # What waits to be read already goes first, so that no share starves while versions come faster than the reader.
         self._unread |= dict.fromkeys(self._digests)
 
-    def read_next(self) -> tuple[int, str]:
-        """Shares that are still to be read back, and what is damaged. Takes a copy, whose digest the next call has."""
+    def read_next(self) -> tuple[int, str, bool]:
+        """Shares that are still to be read back, what is damaged, and whether the rest is proved.
+
+        Takes a copy, whose digest the next call has.
+        """
         reading = self._reading
         if reading is not None:
             if not reading.found.done():
-                return len(self._unread), ""
+                return len(self._unread), "", True
             self._reading = None
             region = self._regions[reading.share[0]]
             if reading.found.result() != reading.expected:
@@ -133,20 +136,20 @@ class ProvedBoxes:
                     f"{region.tensor} is damaged in the engine's memory: elements from {reading.share[1]} on are not "
                     f"those that were proved"
                 )
-                return len(self._unread), problem
+                return len(self._unread), problem, False
             if reading.age == self._age:
                 self._unread.pop(reading.share, None)
         share = next(iter(self._unread), None)
         expected = None if share is None else self._digests.get(share)
         if share is None or expected is None:  # all is read, or nothing is proved
             self._unread.clear()
-            return 0, ""
+            return 0, "", self.is_known
         region = self._regions[share[0]]
         begin, end = region.places(share[1], self._end_of(region, share[1]))
         bits = copy_of(self._memory(region), begin, end)
         found = self._thread.submit(region.digest, bits, begin)
         self._reading = _Reading(share=share, age=self._age, expected=expected, found=found)
-        return len(self._unread), ""
+        return len(self._unread), "", True
 
     def _whole(self, number: int, source: Bits) -> list[Job]:
         region = self._regions[number]

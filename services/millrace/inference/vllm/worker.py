@@ -224,9 +224,9 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
 
     @on_base
     def millrace_read_beside(self) -> list[Any]:
-        """[shares that are still to be read back, what is damaged]: a step of the reader beside the serving."""
+        """[shares still to be read back, what is damaged, whether the rest is proved]: a step of the reader."""
         if self.millrace_held is None:
-            return [0, ""]
+            return [0, "", False]
         return list(self.millrace_held.proved.read_next())
 
     # ---- what follows is not called from outside ----
