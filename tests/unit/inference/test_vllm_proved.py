@@ -50,7 +50,7 @@ class Rank:
     def update(self, files: OrderFiles) -> list[list]:
         """What the worker does; the digests that were foreseen."""
         writes = self.writes(files)
-        foreseen = self.boxes.foresee(files, writes)
+        foreseen = foresee(self.boxes, files, writes)
         assert foreseen is not None
         foreseen.digests.result(20)
         rows = self.boxes.rows(foreseen)
@@ -70,6 +70,11 @@ class Rank:
             if (reading := self.boxes._reading) is not None:
                 reading.found.result(60)
         raise AssertionError("it does not come to an end")
+
+
+def foresee(boxes: ProvedBoxes, files: OrderFiles, writes: list[Write]) -> module.Foreseen | None:
+    """What the worker does before the pause."""
+    return boxes.begin_digesting(boxes.jobs(files, writes)) if boxes.is_known else None
 
 
 def order(directory: Path, new: np.ndarray, positions: np.ndarray | None) -> OrderFiles:
@@ -158,9 +163,9 @@ def test_a_write_that_does_not_take_is_an_error(
 def test_nothing_is_foreseen_from_what_was_not_proved(rank: Rank, tmp_path: Path) -> None:
     files = order(tmp_path, bits_of(1), np.array([1500]))
     unread = Rank(bits_of(0))
-    assert unread.boxes.foresee(files, unread.writes(files)) is None
+    assert foresee(unread.boxes, files, unread.writes(files)) is None
     rank.boxes.begin_writing()  # and then it failed
-    assert rank.boxes.foresee(files, rank.writes(files)) is None
+    assert foresee(rank.boxes, files, rank.writes(files)) is None
     assert rank.boxes.read_next() == (0, "", False)
     assert rank.read_all() == ""
 
@@ -189,6 +194,6 @@ def test_a_box_that_is_named_twice_is_one(rank: Rank) -> None:
 def _foreseen(rank: Rank, directory: Path, bits: np.ndarray) -> module.Foreseen:
     """A version in which nothing changes."""
     files = order(directory, bits, np.array([], np.int64))
-    foreseen = rank.boxes.foresee(files, rank.writes(files))
+    foreseen = foresee(rank.boxes, files, rank.writes(files))
     assert foreseen is not None
     return foreseen

@@ -1,7 +1,7 @@
 """What is proved of the boxes that a worker holds in the checkpoint's bits, so that a pause does not read all of them.
 
 * `read` digests boxes whole, from the memory. So it is after a load.
-* `foresee`, while the old version serves, continues these digests by what a version will write: by the bits that the
+* `jobs`, while the old version serves, continues these digests by what a version will write: by the bits that the
   memory has now where elements change, and by the file for boxes that are copied whole. What results is the manifest's
   only if the memory still holds there what was proved, and if nothing is to change but what the version changes. In the
   pause every write is read back and compared with what was written (`memory.Write`), and then these digests hold.
@@ -80,14 +80,8 @@ class ProvedBoxes:
             self._digests[number, first] = region.digest(bits.view(f"u{bits.itemsize}"), begin)
         return self._rows(numbers, self._digests)
 
-    def foresee(self, files: OrderFiles, writes: Iterable[Write]) -> Foreseen | None:
-        """Begins to continue the digests by what a version will write. None if they are not known now."""
-        if not self.is_known:
-            return None
-        return self.begin_digesting(self.jobs(files, writes))
-
     def begin_digesting(self, jobs: list[Job]) -> Foreseen:
-        """Has the digests, which have to be known, continued by `jobs` in the thread."""
+        """Has the digests, which have to be known (`is_known`), continued by `jobs` in the thread."""
         return Foreseen(digests=self._thread.submit(_continue, dict(self._digests), jobs))
 
     def jobs(self, files: OrderFiles, writes: Iterable[Write]) -> list[Job]:
