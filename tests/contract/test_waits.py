@@ -54,6 +54,7 @@ SLEEPING_LOOPS = {
     "inference/launch_process.py:end": "after a SIGKILL, for at most KILL_WAIT_S",
     "inference/vllm/beside.py:_run": "rests between two parts of a read-back that nobody waits for",
     "inference/vllm/ping.py:_run": TICKER,
+    "inference/vllm/prober.py:watch": "bounds the wait for the probe, which is registered around it",
     "inference/vllm/plugin.py:_run": "until vLLM has made its server object, moments after the plugin's start",
     "inference/vllm/plugin.py:_take_signal": "until vLLM's server has started; the launcher registers that wait",
     "storage/prepare.py:_until_it_answers": "a command of its own, which prints what it waits for",

@@ -167,7 +167,7 @@ def test_bad_addresses_name_their_option(tmp_path, capsys):
     store = open_store(tmp_path.as_uri())
     store.put(f"{Deployment('millrace').names_prefix}alpha", b"uid-alpha")
     code, _, err = run(capsys, "audit", "alpha", "--store", tmp_path.as_uri(), "--redis", "nonsense")
-    assert code == 2 and err.startswith("Error: --redis: must be redis://host:port/db")
+    assert code == 2 and err.startswith("Error: --redis: must be redis://[user:password@]host:port/db")
 
 
 def test_fork_sends_the_parents_config_with_the_changes_on_top(server, capsys):
