@@ -52,7 +52,6 @@ SLEEPING_LOOPS = {
     "inference/launch.py:_say_progress": TICKER,
     "inference/launch.py:_until_it_serves_alone": "`_until_up` around it is the registered wait",
     "inference/launch_process.py:end": "after a SIGKILL, for at most KILL_WAIT_S",
-    "inference/vllm/beside.py:_run": "rests between two parts of a read-back that nobody waits for",
     "inference/vllm/ping.py:_run": TICKER,
     "inference/vllm/prober.py:watch": "bounds the wait for the probe, which is registered around it",
     "inference/vllm/plugin.py:_run": "until vLLM has made its server object, moments after the plugin's start",
