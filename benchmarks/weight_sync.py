@@ -12,7 +12,7 @@ Publisher and host copy know the base's digest from the version before; the repo
 Latency: a bf16 model of 117 M parameters is published by the trainer's committer and staged by a replica's host copy
 through a local object store, once as deltas (with the skip deltas that are due), once as full copies; then the engine
 is updated. With `--engine vllm` a real vLLM (`scripts/setup_vllm.sh`) is updated while a client streams from it.
-The full run takes about five minutes on two cores, --quick half a minute, vLLM three.
+The full run takes about five minutes on two cores, --quick half a minute, vLLM four.
 """
 
 import argparse
