@@ -167,7 +167,17 @@ async def test_two_ranks_hold_prove_and_fail_as_one(vllm_python: str, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param(
+            {"pipeline_parallel_size": 2},
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="vLLM 0.32 on CPUs: the second rank's intermediate tensors are made by a dummy run only, which an "
+                "eager engine never has: its first request dies in sync_and_gather_intermediate_tensors",
+            ),
+        ),
+    ],
     ids=["tensor", "pipeline"],
 )
 async def test_two_ranks_with_packed_weights(vllm_python: str, tmp_path: Path, flags: dict[str, Any]) -> None:
