@@ -173,7 +173,7 @@ async def test_two_ranks_hold_prove_and_fail_as_one(vllm_python: str, tmp_path: 
             {"pipeline_parallel_size": 2},
             marks=pytest.mark.xfail(
                 strict=True,
-                reason="vLLM 0.32 on CPUs: the second rank's intermediate tensors are made by a dummy run only, which an "
+                reason="vLLM 0.32 on CPUs: a second rank has intermediate tensors only after a dummy run, which an "
                 "eager engine never has: its first request dies in sync_and_gather_intermediate_tensors",
             ),
         ),
