@@ -1,5 +1,6 @@
 """A tiny Qwen3 with a byte-level tokenizer, as files, and reference log-probs from a plain forward pass."""
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes
 
 torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parent))  # what these tests share is imported by name
 
 END = "<|im_end|>"
 TEMPLATE = (

@@ -1,12 +1,12 @@
 """Pauses, proofs and loads of the vLLM engine that meet each other, or fail, over a client that the test directs."""
 
 import asyncio
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm_fakes as fakes
 
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference import pauses
@@ -21,17 +21,6 @@ from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
 from millrace.telemetry import waits
 
-
-def _load(name: str) -> Any:
-    """Test directories are no packages, so what tests of this one share is loaded by path."""
-    spec = importlib.util.spec_from_file_location(f"{name}_pauses", Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-fakes = _load("vllm_fakes")
 client, gate, engine = fakes.client, fakes.gate, fakes.engine
 FIRST, SECOND, policy, update = fakes.FIRST, fakes.SECOND, fakes.policy, fakes.update
 

@@ -1,12 +1,11 @@
 """Probes and foreseen digests of the vLLM engine: what fails the engine or only the version, and what is waited for."""
 
 import asyncio
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm_fakes as fakes
 
 from millrace.errors import InternalError, UnavailableError
 from millrace.inference.engine import EngineState
@@ -16,17 +15,6 @@ from millrace.inference.vllm import prober
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings
 
-
-def _load(name: str) -> Any:
-    """Test directories are no packages, so what tests of this one share is loaded by path."""
-    spec = importlib.util.spec_from_file_location(f"{name}_probes", Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-fakes = _load("vllm_fakes")
 client, gate, engine = fakes.client, fakes.gate, fakes.engine
 policy, update = fakes.policy, fakes.update
 

@@ -91,5 +91,10 @@ def _warm_up() -> None:
         import vllm.v1.engine.async_llm  # pyright: ignore[reportMissingImports]  # noqa: F401
 
 
+if __name__ == "__mp_main__":
+    # A process that multiprocessing spawns imports this module first, before it runs what it is for. Not all of vLLM's
+    # load its plugins (`lineage.register`): the coordinator of data parallelism would outlive a killed launcher.
+    die_with(os.getppid())
+
 if __name__ == "__main__":
     main()

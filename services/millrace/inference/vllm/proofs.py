@@ -1,17 +1,15 @@
 """What the workers hold, as they read it or foresee it, put together and compared with a manifest."""
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from millrace.errors import InternalError, UnavailableError
+from millrace.inference.vllm.polling import until
 from millrace.policies.digest import add_digests, digest_hex
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.tensors import element_bytes
-from millrace.telemetry import waits
 
 MISMATCH = "POLICY_READBACK_MISMATCH"
 """Reason of an error that says that the engine holds other bits than it should."""
@@ -71,20 +69,19 @@ async def foresee(call: Call, manifest: PolicyManifest) -> Readback | None:
 
     InternalError if that is not the version: then what they hold now is not what was proved.
     """
-    began, poll_s = time.monotonic(), _FIRST_POLL_S
-    with waits.waiting("vLLM's workers to digest the policy", waits_on="inference", deadline_s=_FORESEE_DEADLINE_S):
-        while True:
-            answers = await call("millrace_foreseen")
-            if not any(answer["is_pending"] for answer in answers):
-                break
-            if time.monotonic() - began > _FORESEE_DEADLINE_S:
-                raise UnavailableError(
-                    f"vLLM's workers did not digest the policy within {_FORESEE_DEADLINE_S:.0f} s",
-                    reason="ENGINE_SILENT",
-                    remedy="restart it",
-                )
-            await asyncio.sleep(poll_s)
-            poll_s = min(2 * poll_s, _LAST_POLL_S)
+    answers = await until(
+        lambda: call("millrace_foreseen"),
+        lambda answers: not any(answer["is_pending"] for answer in answers),
+        what="vLLM's workers to digest the policy",
+        deadline_s=_FORESEE_DEADLINE_S,
+        first_s=_FIRST_POLL_S,
+        last_s=_LAST_POLL_S,
+        late=UnavailableError(
+            f"vLLM's workers did not digest the policy within {_FORESEE_DEADLINE_S:.0f} s",
+            reason="ENGINE_SILENT",
+            remedy="restart it",
+        ),
+    )
     if any(answer["rows"] is None for answer in answers):
         return None
     return combine([answer["rows"] for answer in answers], manifest)

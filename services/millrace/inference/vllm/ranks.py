@@ -9,7 +9,6 @@ number of the call; and the engine cores are asked one by one.
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.orders import write_order
+from millrace.inference.vllm.polling import until
 from millrace.policies.staged import StagedPolicy
-from millrace.telemetry import waits
 
 log = logging.getLogger(__name__)
 
@@ -114,19 +113,20 @@ class Ranks:
             "digest": manifest.digest,
             "base": None if staged.changes is None or staged.base is None else list(staged.base),
         }
-        began, poll_s = time.monotonic(), _FIRST_POLL_S
-        what = f"the other nodes to fetch policy {manifest.version}"
-        with waits.waiting(what, waits_on="inference", deadline_s=_FETCH_DEADLINE_S):
-            await self.call("millrace_fetch", order)
-            while not all(await self.call("millrace_fetched", number)):
-                if time.monotonic() - began > _FETCH_DEADLINE_S:
-                    raise UnavailableError(
-                        f"the other nodes of this replica did not fetch the policy within {_FETCH_DEADLINE_S:.0f} s",
-                        reason="NODE_SILENT",
-                        remedy="see the output of `millrace inference` there",
-                    )
-                await asyncio.sleep(poll_s)
-                poll_s = min(2 * poll_s, _LAST_POLL_S)
+        await self.call("millrace_fetch", order)
+        await until(
+            lambda: self.call("millrace_fetched", number),
+            all,
+            what=f"the other nodes to fetch policy {manifest.version}",
+            deadline_s=_FETCH_DEADLINE_S,
+            first_s=_FIRST_POLL_S,
+            last_s=_LAST_POLL_S,
+            late=UnavailableError(
+                f"the other nodes of this replica did not fetch the policy within {_FETCH_DEADLINE_S:.0f} s",
+                reason="NODE_SILENT",
+                remedy="see the output of `millrace inference` there",
+            ),
+        )
 
     async def _ask(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         if self.num_cores == 1:
