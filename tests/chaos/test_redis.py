@@ -135,9 +135,11 @@ def test_a_run_that_was_created_and_never_claimed_survives(stack: ChaosStack) ->
     first = stack.submit(max_steps=3)
     first.wait_step(0)
     second = stack.submit(max_steps=2)
+    assert second.state == run_pb2.RUN_STATE_QUEUED
     stack.redis().flushall()
     stack.finish(first)
     stack.finish(second)
+    assert second.steps() == [0, 1] and _generation(stack, second) >= 2
 
 
 def _is_paused(event: Event) -> bool:

@@ -28,11 +28,12 @@ def test_every_service_is_killed_within_seconds_of_the_others(chaos: ChaosStack)
     run = chaos.submit(max_steps=30)
     run.wait_step(2)
     victims = dice.sample(VICTIMS, len(VICTIMS))
-    at = time.time()
+    before, at = chaos.pids(), time.time()
     for name in victims:
         chaos.kill(name)
         time.sleep(dice.uniform(0.0, 2.0))
     chaos.finish(run)
+    assert all(chaos.pid(name) != before[name] for name in victims)
     print(f"{', '.join(victims)}: {run.standstill_s(at):.1f} s without progress at most")
 
 
@@ -57,6 +58,7 @@ def test_soak(make_chaos) -> None:
         name = bag.pop()
         kills.append((name, stack.kill_running(name)))
     stack.finish(runs[-1])
+    assert {name for name, _ in kills[: len(VICTIMS)]} == set(VICTIMS), "everybody was killed"
     print(_figures(stack, runs, kills), flush=True)
 
 

@@ -138,4 +138,7 @@ def test_a_full_store_is_named_and_the_run_goes_on_with_room(stack: ChaosStack, 
     _wait_explained(stack, run, "object store", "507 InsufficientStorage")
     time.sleep(3)
     proxy.remove(full)
+    ended = time.time()
     stack.finish(run)
+    print(run.require_recovery(ended))
+    assert full.struck > 0
