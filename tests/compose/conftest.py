@@ -10,12 +10,14 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from deployment import ROOT, Deployment, run, started
+from deployment import ROOT, Deployment, free_gib, run, started
 
 from millrace.local.ports import free_ports
 
 NO_PACKAGE = 3
 """Exit code of base_images.sh."""
+ROOM_GIB = 15.0
+"""What base images, wheels, layers and a stack take at most, from nothing; the store stops writing on a full disk."""
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +33,9 @@ def images() -> None:
             pytest.skip(f"no Docker engine: {said}; tests/compose/engine.sh gets one on Debian as root")
         if code:
             pytest.fail(f"{' '.join(command)} does not work any more: {said}")
+    if (room := free_gib()) < ROOM_GIB:
+        why = f"{room:.1f} GiB of disk are free where Docker keeps its data, and the tests need {ROOM_GIB:g}"
+        pytest.fail(f"{why}: remove files, or run `docker system prune`")
     code, said = _attempt(["bash", "tests/compose/base_images.sh"], timeout_s=1200)
     if code:
         give_up = pytest.fail if os.environ.get("MILLRACE_COMPOSE_REQUIRED") else pytest.skip

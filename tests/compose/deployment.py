@@ -29,6 +29,11 @@ def run(argv: Sequence[str], *, timeout_s: float = COMMAND_S, env: dict[str, str
     return done.stdout
 
 
+def free_gib() -> float:
+    """What the disk has left where the engine keeps its data, in GiB."""
+    return shutil.disk_usage(run(["docker", "info", "--format", "{{.DockerRootDir}}"]).strip()).free / 2**30
+
+
 def until(condition: Callable[[], Any], *, what: str, timeout_s: float) -> Any:
     """The first true answer; AssertionError naming `what` when there is none in time."""
     ends = time.monotonic() + timeout_s
@@ -81,10 +86,19 @@ class Deployment:
     def up(self, *argv: str, timeout_s: float = 400) -> float:
         """Start and wait until every service is healthy; returns the seconds that took."""
         began = time.monotonic()
-        self.compose("up", "--detach", *argv, timeout_s=timeout_s)
-        for service in OURS:
-            until(lambda name=service: self.is_healthy(name), what=f"{service} to be healthy", timeout_s=timeout_s)
+        try:
+            self.compose("up", "--detach", *argv, timeout_s=timeout_s)
+            for service in OURS:
+                until(lambda name=service: self.is_healthy(name), what=f"{service} to be healthy", timeout_s=timeout_s)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            raise AssertionError(f"{self.project} does not come up: {error}\n{self.state()}") from None
         return time.monotonic() - began
+
+    def state(self) -> str:
+        """What a person would look at when the stack does not do as it should: disk, containers, their last lines."""
+        listed = self.compose("ps", "--all", "--format", "table {{.Service}}\t{{.Status}}")
+        said = self.compose("logs", "--no-color", "--tail", "15")
+        return f"{free_gib():.1f} GiB of disk left for the engine\n{listed}\n{said}"
 
     def cli(self, *argv: str, timeout_s: float = 400) -> str:
         """The `millrace` command inside the stack."""

@@ -5,6 +5,13 @@ set -eu
 data=/data
 fsid=5a1f0d6c-6d3c-4a38-9a55-0d6f6f3f2b11
 osd_uuid=7d0c6a52-2c8e-4a5f-8f7e-5d2f0f2c9a10
+# Below 1 % of the disk the monitor ends, and a disk that fills up stops every write: said here rather than waited for.
+free=$(df --output=avail -B1M "$data" | tail -n 1)
+percent=$((100 - $(df --output=pcent "$data" | tail -n 1 | tr -dc 0-9)))
+if [ "$free" -lt 2048 ] || [ "$percent" -lt 2 ]; then
+  echo "the disk behind $data has $free MiB ($percent %) left: the store needs 2048 MiB and 2 %" >&2
+  exit 1
+fi
 mkdir -p "$data/mon" "$data/osd" "$data/etc" /etc/ceph /var/run/ceph
 cat > /etc/ceph/ceph.conf <<CONF
 [global]
