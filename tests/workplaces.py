@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ClassVar
 
+import processes
 import psutil
 import pytest
 
@@ -112,14 +113,7 @@ class Workplace:
 
     def processes(self) -> list[psutil.Process]:
         """What runs on behalf of this workplace, by its environment or (Redis overwrites its own) where it works."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                works_in = Path(process.cwd())
-                is_ours = process.environ().get(MARKER) == str(self.path) or works_in.is_relative_to(self.path)
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return processes.bearing(MARKER, str(self.path), works_in=self.path)
 
     def processes_of(self, directory: Path) -> list[psutil.Process]:
         """Those of them that know this directory, from an argument or their environment (a stack's, for example)."""

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import processes
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -77,13 +78,7 @@ class Replica:
             )
 
     def tree(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                is_ours = process.environ().get("TEST_OF_LAUNCH") == self._mark
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return processes.bearing("TEST_OF_LAUNCH", self._mark)
 
     def server(self) -> psutil.Process:
         """vLLM's API server: the one that leads a process group, besides the launcher."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import processes
 import psutil
 
 from millrace.internal.v1 import policy_service_pb2 as pb
@@ -98,12 +99,7 @@ class Server:
 
     def tree(self) -> list[psutil.Process]:
         """All of its processes."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == str(self.directory) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return processes.bearing(_MARK, str(self.directory))
 
     def stop(self) -> tuple[int, float]:
         """SIGTERM; its exit code, and the seconds that it took."""

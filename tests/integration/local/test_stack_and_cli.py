@@ -1,6 +1,5 @@
 """`millrace rl` and `millrace up` with a real Redis, real processes and gRPC; the services are small fakes."""
 
-import contextlib
 import json
 import os
 import signal
@@ -10,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import processes
 import psutil
 import pytest
 
@@ -49,13 +49,7 @@ def environment(directory: Path, **more: str) -> dict[str, str]:
 
 def leftovers(directory: Path) -> list[psutil.Process]:
     """Processes of this test that are still there, found by their environment or, for Redis, by where they work."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            is_ours = process.environ().get("FAKE_TEST") == str(directory) or directory in Path(process.cwd()).parents
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    return processes.bearing("FAKE_TEST", str(directory), works_in=directory)
 
 
 def start(project: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
