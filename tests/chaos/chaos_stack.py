@@ -285,6 +285,8 @@ class ChaosStack:
         except AssertionError as error:
             logs = "\n".join(f"--- {name}:\n{self.log_of(name, 6)}" for name in SERVICES)
             raise AssertionError(f"{error}\nThe stack said:\n{self.said(12)}\n{logs}") from None
+        left = sorted(path.name for path in (self.directory / "scratch").glob("millrace-checkpoint-*"))
+        assert not left, f"killed trainers have left {left} behind"
         return self.audit(run)
 
     def audit(self, run: ChaosRun) -> Any:

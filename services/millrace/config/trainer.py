@@ -88,7 +88,8 @@ class PolicyConfig(Section):
     delta: bool = option(
         True,
         "Whether a version is stored as its difference from the one before, where that is smaller. Costs the trainer "
-        "one copy of its weights in host memory (2 bytes per bfloat16 parameter). false: every version is a full copy.",
+        "one copy of its weights in host memory (2 bytes per bfloat16 parameter), and each replica one of the policy. "
+        "false: every version is a full copy, and replicas give theirs up once it serves.",
     )
     anchor_interval: int = option(
         20, "Versions from one full copy to the next, 1 to 256. Whoever joins late reads the newest one.", ge=1, le=256

@@ -24,7 +24,6 @@ import millrace
 from millrace.errors import InternalError, InvalidSpecError, MillraceError, UnavailableError, Violation
 from millrace.inference import launch_env
 from millrace.inference.http_access import http_scheme, vllm_flags
-from millrace.inference.launch_directory import NODE, POLICY, owned_directory
 from millrace.inference.launch_front import Front, PolicyModel, describe, fetch_model
 from millrace.inference.launch_node import Node
 from millrace.inference.launch_process import VllmProcess
@@ -40,6 +39,7 @@ from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog.log import FORMAT_MAJOR
 from millrace.storage.base import ObjectStore, open_store
+from millrace.storage.scratch import owned_directory
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings, parse_address
 
@@ -86,7 +86,7 @@ class Launcher:
     async def _life(self) -> None:
         """One vLLM from start to end."""
         is_head = self._node.is_head
-        with owned_directory(POLICY if is_head else NODE) as directory:  # outlives all processes of vLLM
+        with owned_directory("policy" if is_head else "node") as directory:  # outlives all processes of vLLM
             own = {OWNED_DIRECTORY_VARIABLE if is_head else DIRECTORY_VARIABLE: str(directory)}
             await self._run_vllm({**self._environ(), **own}, self._work if is_head else self._follow)
 

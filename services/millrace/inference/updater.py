@@ -19,7 +19,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
 from millrace.errors import CorruptObjectError, FencedError, InternalError, MillraceError, UnavailableError
 from millrace.inference import meters, model_files
@@ -27,7 +26,7 @@ from millrace.inference.engine import EngineState, HeldDigest, InflightMode, Pol
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
 from millrace.policies.manifest import AdapterEntry
 from millrace.policies.pull import pull_files
-from millrace.policies.staged import StagedPolicy
+from millrace.policies.staged import StagedPolicy, Stager
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import waits
 
@@ -91,18 +90,6 @@ class UpdateStatus:
     update_s: float
     fetched_bytes: int
     full_bytes: int
-
-
-class Stager(Protocol):
-    """Fetches and proves a policy in host memory; `HostCopy` is one. Both methods block."""
-
-    def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
-        """The version, whole and proved; a failure leaves what was staged before, or nothing."""
-        ...
-
-    def forget(self) -> None:
-        """Makes the next stage begin at an anchor."""
-        ...
 
 
 class PolicyUpdater:
@@ -265,6 +252,8 @@ class PolicyUpdater:
             await self._load(desired, staged)
             self._held_files = files
         self._fetched_bytes, self._full_bytes = self._base_bytes + staged.fetched_bytes, staged.full_bytes
+        if self._stager is not None and not staged.manifest.is_delta_base:
+            self._stager.drop()
 
     async def _stage(self, desired: DesiredPolicy) -> StagedPolicy:
         """The version in host memory; raises if it is not the one that was announced."""

@@ -5,9 +5,9 @@
         await stack.guard(work(stack.address))     # ends with ProcessDiedError when a process cannot be kept alive
 
 Everything lies in one directory: `logs/<process>.log`, `store/` (the object store), `redis/`, `spool/` (finished
-rollouts of the env-server), `logs/stack.log` (what died, was started again or does not answer), and `stack.json`, which
-says where the stack listens and the pids. Services start at the same time, because each spends seconds on imports.
-Once all were ready, what dies is started again (see `millrace.local.keeper`).
+rollouts of the env-server), `scratch/` (checkpoints on their way), `logs/stack.log` (what died, was started again or
+does not answer), and `stack.json`, which says where the stack listens and the pids. Services start at the same time,
+because each spends seconds on imports. Once all were ready, what dies is started again (see `millrace.local.keeper`).
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from millrace.local.preflight import check_redis, check_store
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.local.supervisor import ProcessSpec, Supervisor, tail
 from millrace.rpc.access import ClientAccess
+from millrace.storage.scratch import SCRATCH_VARIABLE
 from millrace.telemetry import waits
 from millrace.telemetry.redact import redact
 from millrace.telemetry.settings import Settings, parse_address, variable_name
@@ -321,11 +322,12 @@ class LocalStack:
         if name == "inference" and self.options.engine == "vllm":
             inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # vLLM imports in 16 s without bytecode, in 8 s with it
         # More threads than cores collapse throughput, and there are four services on this machine.
-        threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        defaults[SCRATCH_VARIABLE] = str(self.directory / "scratch")  # /tmp is memory on many machines
         return ProcessSpec(
             name=name,
             argv=[self._engine_python if name == "inference" else sys.executable, "-m", self._modules[name]],
-            env={**threads, **inherited, **settings.to_environ(), **self._own(name)},
+            env={**defaults, **inherited, **settings.to_environ(), **self._own(name)},
             log_path=self.logs / f"{name}.log",
         )
 

@@ -147,6 +147,13 @@ class HostCopy:
         if self._held is not None:
             self._spare, self._held = self._held.buffer, None
 
+    def drop(self) -> None:
+        """`forget`, and its memory or file is given back; views of it, and processes that map it, keep it meanwhile."""
+        self.forget()
+        self._spare = None
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
     def _bring_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
         """Follows chains until one holds; returns what changed since the copy before, None if that is unknown."""
         avoid: set[tuple[str, int | None]] = set()

@@ -164,6 +164,7 @@ class PolicyManifest:
     """What a policy version is made of.
 
     `key` is its own object key. `anchor` is the newest version of the lineage, itself included, with a full encoding.
+    `is_delta_base`: later versions may be differences from this one, so that whoever has a copy does well to keep it.
     """
 
     format: int
@@ -179,6 +180,7 @@ class PolicyManifest:
     probe: Probe | None
     created: str
     adapter: AdapterEntry | None = None
+    is_delta_base: bool = True
 
     @property
     def size_bytes(self) -> int:
@@ -231,6 +233,7 @@ class PolicyManifest:
             "probe": None if self.probe is None else asdict(self.probe),
             "created": self.created,
             "adapter": None if self.adapter is None else asdict(self.adapter),
+            "is_delta_base": self.is_delta_base,
         }
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -258,6 +261,7 @@ class PolicyManifest:
                 probe=None if probe is None else Probe(**{key: tuple(value) for key, value in probe.items()}),
                 created=raw["created"],
                 adapter=None if adapter is None else _adapter_of(adapter),
+                is_delta_base=raw.get("is_delta_base", True),
             )
             manifest._check()
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

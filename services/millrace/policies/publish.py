@@ -50,6 +50,7 @@ def publish_policy(
     probe: Probe | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     adapter: AdapterEntry | None = None,
+    is_delta_base: bool = True,
 ) -> PublishedPolicy:
     """Writes version `version` in full and commits it, or proves that the committed one has equal weights.
 
@@ -84,6 +85,7 @@ def publish_policy(
         files=file_entries,
         probe=probe,
         adapter=adapter,
+        is_delta_base=is_delta_base,
     )
     return commit_policy(store, key, manifest)
 
@@ -100,6 +102,7 @@ def new_manifest(
     files: tuple[FileEntry, ...],
     probe: Probe | None,
     adapter: AdapterEntry | None = None,
+    is_delta_base: bool = True,
 ) -> PolicyManifest:
     """The manifest of a version that is written now."""
     return PolicyManifest(
@@ -116,6 +119,7 @@ def new_manifest(
         probe=probe,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         adapter=adapter,
+        is_delta_base=is_delta_base,
     )
 
 

@@ -8,6 +8,7 @@ so that an engine can choose between loading everything and writing only what is
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from millrace.policies.change import TensorChange
 from millrace.policies.manifest import PolicyManifest
@@ -33,3 +34,19 @@ class StagedPolicy:
     places: Mapping[str, TensorPlace] | None = None
     fetched_bytes: int = 0
     full_bytes: int = 0
+
+
+class Stager(Protocol):
+    """Fetches and proves a policy in host memory; `HostCopy` is one. All methods block."""
+
+    def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
+        """The version, whole and proved; a failure leaves what was staged before, or nothing."""
+        ...
+
+    def forget(self) -> None:
+        """Makes the next stage begin at an anchor."""
+        ...
+
+    def drop(self) -> None:
+        """`forget`, and gives the memory back."""
+        ...

@@ -14,12 +14,10 @@ import hashlib
 import json
 import logging
 import re
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, NotFoundError
@@ -29,6 +27,7 @@ from millrace.runlog.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
 from millrace.runlog.names import Names
 from millrace.runlog.origin import Origin, load_origin, parse_origin
 from millrace.storage import ObjectStore
+from millrace.storage.scratch import owned_directory
 
 logger = logging.getLogger(__name__)
 
@@ -214,8 +213,8 @@ class _Copy:
         there = self.store.head(target)
         if there is not None and (size_bytes is None or there.size_bytes == size_bytes):
             return  # objects appear whole or not at all: an attempt before this one has verified and copied it
-        with tempfile.TemporaryDirectory(prefix="millrace-fork-") as directory:
-            path = Path(directory) / "object"
+        with owned_directory("fork") as directory:
+            path = directory / "object"
             self.store.get_file(key, path)
             with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()

@@ -63,7 +63,7 @@ def _full(path: Path, action: str, error: OSError, needed_bytes: int | None) -> 
     return CapacityError(
         f"cannot {action} {path}: {error.strerror} ({needed}{free_bytes} bytes are free{files}{quota})",
         reason="DISK_FULL",
-        remedy="free disk space, or move what lies there (object store: MILLRACE_STORE_URL, temporary files: TMPDIR)",
+        remedy="free disk space, or move what lies there (object store: MILLRACE_STORE_URL, else MILLRACE_SCRATCH_DIR)",
         metadata=metadata if needed_bytes is None else {**metadata, "needed_bytes": str(needed_bytes)},
     )
 

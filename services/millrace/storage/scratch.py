@@ -1,6 +1,6 @@
-"""The directory of a replica's policy, which its launcher owns: removed when vLLM is gone, however it went.
+"""Directories for large files that live as long as their process: policies as files, checkpoints on their way.
 
-A launcher that is killed cannot remove its own. Therefore an owner holds a lock on a file in it for as long as it
+A process that is killed cannot remove its own. Therefore an owner holds a lock on a file in it for as long as it
 lives, and whoever makes a directory removes those beside it whose lock is free. No process inherits the lock.
 """
 
@@ -13,42 +13,57 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace.errors import UnavailableError
+
 log = logging.getLogger(__name__)
 
-PARENT_VARIABLE = "MILLRACE_POLICY_DIR"
-POLICY, NODE = "millrace-policy-", "millrace-node-"
-"""How the directories of a head and of another node begin."""
-_FRESH = ".millrace-fresh-"
+SCRATCH_VARIABLE = "MILLRACE_SCRATCH_DIR"
+_PREFIX, _FRESH = "millrace-", ".millrace-fresh-"
 _LOCK = "owner.lock"
 
 
-@contextlib.contextmanager
-def owned_directory(prefix: str) -> Iterator[Path]:
-    """A new directory in MILLRACE_POLICY_DIR, or where temporary files go; gone with everything in it at the end.
+def scratch_parent() -> Path:
+    """MILLRACE_SCRATCH_DIR, or where temporary files go; UnavailableError if nothing can be written there."""
+    parent = Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.gettempdir())
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
+            return parent
+    except OSError as error:
+        raise UnavailableError(
+            f"temporary files cannot be written in {parent}: {error.strerror or error}",
+            reason="SCRATCH_UNUSABLE",
+            remedy=f"set {SCRATCH_VARIABLE} to a directory on a disk with room for checkpoints and policies",
+            metadata={"path": str(parent)},
+        ) from error
 
-    Those of dead owners are removed first: each is as large as a policy.
+
+@contextlib.contextmanager
+def owned_directory(purpose: str) -> Iterator[Path]:
+    """A new directory `millrace-{purpose}-…` in MILLRACE_SCRATCH_DIR, or where temporary files go; gone at the end.
+
+    Those of dead owners, whatever they were for, are removed first: they may be as large as a checkpoint. Files in it
+    may have any name but `owner.lock`.
     """
-    parent = Path(os.environ.get(PARENT_VARIABLE) or tempfile.gettempdir())
-    parent.mkdir(parents=True, exist_ok=True)
-    for name in (POLICY, NODE):
-        _sweep(parent, name)
+    parent = scratch_parent()
+    _sweep(parent)
     fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=parent))
     with (fresh / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Under its name only once it is locked: a directory that others see without an owner is one to be removed.
-        directory = fresh.rename(parent / f"{prefix}{fresh.name.removeprefix(_FRESH)}")
+        directory = fresh.rename(parent / f"{_PREFIX}{purpose}-{fresh.name.removeprefix(_FRESH)}")
         try:
             yield directory
         finally:
             _remove(directory)
 
 
-def _sweep(parent: Path, prefix: str) -> None:
+def _sweep(parent: Path) -> None:
     """Removes directories whose owners are dead; one without a lock was not made here."""
-    for path in parent.glob(f"{prefix}*/{_LOCK}"):
+    for path in parent.glob(f"{_PREFIX}*/{_LOCK}"):
         with contextlib.suppress(OSError), path.open("r+") as lock:  # or somebody else owns it, or removed it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            log.info("removing the directory of a replica that is gone", extra={"directory": str(path.parent)})
+            log.info("removing the directory of a process that is gone", extra={"directory": str(path.parent)})
             _remove(path.parent)
 
 
@@ -58,4 +73,4 @@ def _remove(directory: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        log.warning("a policy's directory stays", extra={"directory": str(directory), "error": str(error)})
+        log.warning("a temporary directory stays", extra={"directory": str(directory), "error": str(error)})

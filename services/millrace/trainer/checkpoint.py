@@ -11,9 +11,8 @@ import hashlib
 import json
 import platform
 import secrets
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,10 +25,11 @@ from millrace.config.shared import CheckpointConfig
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
+from millrace.storage.scratch import owned_directory
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
 from millrace.trainer.distributed import Gang
-from millrace.trainer.shards import load_shards, save_shards
+from millrace.trainer.shards import METADATA_FILE, load_shards, needed_files, save_shards
 
 log = logging.getLogger(__name__)
 
@@ -183,19 +183,11 @@ class CheckpointStore:
         return manifest
 
     def load(self, manifest: CheckpointManifest, state: dict[str, torch.Tensor]) -> None:
-        """Fills `state` in place from a checkpoint whose every byte is verified. Collective in a gang."""
-        with tempfile.TemporaryDirectory(prefix="millrace-checkpoint-") as directory:
-            for item in manifest.objects:
-                path = Path(directory) / item.name
-                self._store.get_file(item.key, path)
-                if (found := _file_sha256(path)) != item.sha256:
-                    raise CorruptObjectError(
-                        f"checkpoint object {self._store.uri(item.key)} has sha256 {found}, "
-                        f"its manifest says {item.sha256}",
-                        reason="CHECKPOINT_HASH_MISMATCH",
-                        remedy="it is damaged: delete this checkpoint; the run then resumes from the one before",
-                    )
-            load_shards(state, Path(directory), is_alone=self._gang.is_alone)
+        """Fills `state` in place from a checkpoint; all that this rank reads is verified. Collective in a gang."""
+        with owned_directory("checkpoint") as directory:
+            self._fetch(manifest, {METADATA_FILE}, directory)
+            self._fetch(manifest, needed_files(state, directory), directory)
+            load_shards(state, directory, is_alone=self._gang.is_alone)
             self._gang.barrier()
 
     def prune(self, config: CheckpointConfig) -> list[int]:
@@ -213,13 +205,29 @@ class CheckpointStore:
                 self._store.delete(item.key)
         return dropped
 
+    def _fetch(self, manifest: CheckpointManifest, names: Collection[str], directory: Path) -> None:
+        """Downloads the files of these names, and verifies them."""
+        for item in manifest.objects:
+            if item.name not in names:
+                continue
+            path = directory / item.name
+            self._store.get_file(item.key, path)
+            if (found := _file_sha256(path)) != item.sha256:
+                raise CorruptObjectError(
+                    f"checkpoint object {self._store.uri(item.key)} has sha256 {found}, "
+                    f"its manifest says {item.sha256}",
+                    reason="CHECKPOINT_HASH_MISMATCH",
+                    remedy="it is damaged: delete this checkpoint; the run then resumes from the one before",
+                )
+
     def _upload(self, state: dict[str, torch.Tensor], *, step: int, base: str) -> tuple[CheckpointObject, ...]:
         """Saves to a temporary directory and uploads this rank's files; returns all ranks' objects at rank 0."""
-        with tempfile.TemporaryDirectory(prefix="millrace-checkpoint-") as directory:
-            # In a gang on several machines each rank's directory holds only what it wrote.
-            save_shards(state, Path(directory), is_alone=self._gang.is_alone)
+        with owned_directory("checkpoint") as directory:
+            # Of each rank's own, so that it holds only what this rank wrote, also where ranks share a machine.
+            shards = directory / "shards"
+            save_shards(state, shards, is_alone=self._gang.is_alone)
             mine: list[CheckpointObject] = []
-            for path in sorted(Path(directory).iterdir()):
+            for path in sorted(shards.iterdir()):
                 key = base + path.name.lstrip(".")
                 self._store.put_file(key, path)
                 faults.reach(Point.TRAINER_MID_CHECKPOINT, step=step)

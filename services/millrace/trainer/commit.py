@@ -165,6 +165,7 @@ class Committer:
             files=self._files,
             probe=version.probe,
             adapter=version.adapter,
+            is_delta_base=self._config.delta,
         )
         published = self._write_manifest(manifest)
         self._advance(version, _Found(run_uid=self._names.uid, digest=manifest.digest, anchor=anchor), digests)

@@ -5,7 +5,6 @@ Needs the object store only, writes nothing into it, and runs in this process al
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from millrace.policies.tensors import TensorBytes
 from millrace.runlog import ZERO_CHAIN_HASH, Names
 from millrace.runlog.origin import parse_origin
 from millrace.storage.base import ObjectStore
+from millrace.storage.scratch import owned_directory
 from millrace.trainer.batches import Batch, Batches
 from millrace.trainer.checkpoint import CheckpointManifest, CheckpointStore, conditions
 from millrace.trainer.distributed import Gang
@@ -203,7 +203,7 @@ def _model_directory(store: ObjectStore, names: Names, config: RLConfig, start: 
     if published is None or (is_rounded and start.checkpoint is None):
         yield resolve_model_directory(config.trainer.model.name)
         return
-    with tempfile.TemporaryDirectory(prefix="millrace-replay-") as directory:
+    with owned_directory("replay") as directory:
         yield download_hf(store, published, directory)
 
 

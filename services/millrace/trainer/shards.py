@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from millrace.errors import CorruptObjectError
 
-_METADATA_FILE = ".metadata"
+METADATA_FILE = ".metadata"
 _ALLOWED_MODULES = frozenset({"torch.distributed.checkpoint.metadata"})
 _ALLOWED = frozenset(
     {
@@ -40,6 +41,20 @@ def save_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone:
         save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=is_alone)
 
 
+def needed_files(state: Mapping[str, torch.Tensor], directory: Path) -> set[str]:
+    """Names of the shard files that hold what this rank loads into `state`, by the metadata file in `directory`.
+
+    Of a checkpoint of as many ranks that is about what this rank has written, not the whole.
+    """
+    metadata = _SafeReader(directory).read_metadata()
+    known = {name: tensor for name, tensor in state.items() if name in metadata.state_dict_metadata}
+    try:
+        plan = create_default_local_load_plan(dict(known), metadata)
+    except ValueError as error:
+        raise _mismatch(str(error)) from error
+    return {metadata.storage_data[item.storage_index].relative_path for item in plan.items}
+
+
 def load_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone: bool) -> None:
     """Fills the tensors of `state` in place from a directory that holds every shard; CorruptObjectError if it cannot.
 
@@ -51,15 +66,18 @@ def load_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone:
         name for name in reader.read_metadata().state_dict_metadata if name in state or not name.startswith("rng.")
     }
     if saved != set(state):
-        raise CorruptObjectError(
-            f"checkpoint tensors do not fit the model: missing {sorted(set(state) - saved)[:5]}, "
-            f"left over {sorted(saved - set(state))[:5]}",
-            reason="CHECKPOINT_MISMATCH",
-            remedy="resume with the model and world size that wrote the checkpoint",
-        )
+        raise _mismatch(f"missing {sorted(set(state) - saved)[:5]}, left over {sorted(saved - set(state))[:5]}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         load(dict(state), storage_reader=reader, no_dist=is_alone)
+
+
+def _mismatch(what: str) -> CorruptObjectError:
+    return CorruptObjectError(
+        f"checkpoint tensors do not fit the model: {what}",
+        reason="CHECKPOINT_MISMATCH",
+        remedy="resume with the model and world size that wrote the checkpoint",
+    )
 
 
 def _enum_member(owner: Any, name: Any) -> Enum:
@@ -86,7 +104,7 @@ class _SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the directory; CorruptObjectError if it is not what the library writes."""
-        path = Path(self.path) / _METADATA_FILE
+        path = Path(self.path) / METADATA_FILE
         try:
             with path.open("rb") as file:
                 metadata = _MetadataUnpickler(file).load()

@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -84,7 +85,7 @@ class Served:
 def publish(model_dir: Path) -> Callable[..., PolicyEntry]:
     """Publishes a model as a version of a run, as a trainer does."""
 
-    def run(store: ObjectStore, model: torch.nn.Module, version: int, *, uid: str = "run1") -> PolicyEntry:
+    def run(store: ObjectStore, model: torch.nn.Module, version: int, *, uid: str = "run1", **more: Any) -> PolicyEntry:
         published: PublishedPolicy = publish_policy(
             store,
             prefix="test",
@@ -94,6 +95,7 @@ def publish(model_dir: Path) -> Callable[..., PolicyEntry]:
             epoch=1,
             tensors=tiny.tensors_of(model).items(),
             files={path.name: path.read_bytes() for path in model_dir.iterdir()},
+            **more,
         )
         return PolicyEntry(
             lineage=0,

@@ -35,6 +35,7 @@ class Client:
     stub: policy_service_pb2_grpc.PolicyServiceStub
     engine: EmbeddedEngine
     slot: ModelSlot
+    copy: HostCopy
 
     async def update(self, entry, *, uid="run1", epoch=1, mode=pb.INFLIGHT_MODE_KEEP, wait_s=10.0) -> pb.PolicyStatus:
         request = pb.UpdatePolicyRequest(
@@ -58,7 +59,8 @@ class Client:
 @pytest.fixture
 async def client(local_store: LocalStore) -> AsyncIterator[Client]:
     engine, slot = EmbeddedEngine(max_num_seqs=8), ModelSlot()
-    updater = PolicyUpdater(engine, slot, local_store, HostCopy(local_store))
+    copy = HostCopy(local_store)
+    updater = PolicyUpdater(engine, slot, local_store, copy)
     servicer, stopping = PolicyServicer(engine, updater), asyncio.Event()
     started = asyncio.get_running_loop().create_future()
 
@@ -79,7 +81,7 @@ async def client(local_store: LocalStore) -> AsyncIterator[Client]:
     )
     updating = asyncio.create_task(updater.run())
     async with open_channel(f"127.0.0.1:{await started}") as channel:
-        yield Client(stub=policy_service_pb2_grpc.PolicyServiceStub(channel), engine=engine, slot=slot)
+        yield Client(stub=policy_service_pb2_grpc.PolicyServiceStub(channel), engine=engine, slot=slot, copy=copy)
     stopping.set()
     await serving
     updating.cancel()
@@ -91,6 +93,13 @@ def assert_serves(status: pb.PolicyStatus, entry, *, uid: str = "run1") -> None:
     assert (status.run_uid, status.has_version, status.version) == (uid, True, entry.version)
     assert (status.digest, status.proof) == (entry.digest, "readback")
     assert status.error == ""
+
+
+async def test_a_copy_that_no_delta_needs_is_given_up_once_it_serves(client, local_store, publish, make_model):
+    for version, is_delta_base in enumerate([True, False, False, True]):
+        entry = publish(local_store, make_model(version), version, is_delta_base=is_delta_base)
+        assert_serves(await client.update(entry), entry)
+        assert (client.copy.held is not None) == is_delta_base
 
 
 async def test_versions_are_built_applied_and_proved(client, local_store, publish, make_model, reference):

@@ -142,7 +142,7 @@ async def test_an_empty_replica_starts_with_the_policy_that_is_asked_for(
         FLAGS,
         MILLRACE_STORE_URL=f"file://{tmp_path}/store",
         MILLRACE_ORCHESTRATOR=f"127.0.0.1:{port}",
-        MILLRACE_POLICY_DIR=f"{tmp_path}/policies",
+        MILLRACE_SCRATCH_DIR=f"{tmp_path}/policies",
     )
     replicas.append(replica)
     await replica.start()

@@ -214,14 +214,14 @@ class Node:
     def __init__(self, head: Any, rank: int) -> None:
         self.directory = head.directory / f"node-{rank}"
         self.directory.mkdir()
-        environ = dict(head.environ) | {"MILLRACE_POLICY_DIR": str(self.directory)}
+        environ = dict(head.environ) | {"MILLRACE_SCRATCH_DIR": str(self.directory)}
         flags = json.loads(environ["MILLRACE_VLLM_FLAGS"]) | {"node_rank": rank}
         environ["MILLRACE_VLLM_FLAGS"] = json.dumps(flags)
         environ["MILLRACE_LISTEN"], environ["MILLRACE_HTTP_LISTEN"] = (f"127.0.0.1:{free_port()}" for _ in range(2))
         command = [sys.executable, "-m", "millrace.inference.main"]
         self.is_apart = can_hide()
         if self.is_apart:
-            hide = f'mount -t tmpfs none "{head.environ["MILLRACE_POLICY_DIR"]}" && exec "$@"'
+            hide = f'mount -t tmpfs none "{head.environ["MILLRACE_SCRATCH_DIR"]}" && exec "$@"'
             command = ["unshare", "-rm", "sh", "-c", hide, "sh", *command]
         with (self.directory / "node.log").open("wb") as sink:
             self.process = subprocess.Popen(command, env=environ, stdout=sink, stderr=subprocess.STDOUT)
@@ -262,7 +262,7 @@ async def test_a_node_that_cannot_read_the_heads_files_pulls_by_itself(vllm_pyth
         flags | {"master_port": free_port()},
         is_tied=True,
         beside=lambda head: nodes.append(Node(head, 1)),
-        MILLRACE_POLICY_DIR=str(head_dir),
+        MILLRACE_SCRATCH_DIR=str(head_dir),
     )
     [node] = nodes
     with running(server):

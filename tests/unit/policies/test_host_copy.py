@@ -1,5 +1,6 @@
 """Versions of several ranks, as deltas, skip deltas and anchors: a host copy follows them and never holds a mixture."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from committed_versions import NAMES, SHAPES, Trainer
 
 from millrace.policies.chain import Manifests
 from millrace.policies.host_copy import FILE_NAME, HostCopy
-from millrace.policies.manifest import CODEC_DELTA, Encoding
+from millrace.policies.manifest import CODEC_DELTA, Encoding, PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors
 from millrace.policies.tensors import TensorBytes, read_places
 from millrace.storage.local import LocalStore
@@ -191,3 +192,21 @@ def test_manifests_are_held_up_to_a_number_of_pieces(
     for version in (0, 1, 0):
         assert manifests.read(NAMES.policy_manifest(0, version)).version == version
     assert len(read) == num_reads
+
+
+def test_of_whole_versions_nobody_needs_a_copy(store: LocalStore, tmp_path: Path) -> None:
+    assert Trainer(store, lineage=1).publish_to(0).manifest(0).is_delta_base
+    trainer = Trainer(store, delta=False).publish_to(2)
+    assert [trainer.manifest(version).is_delta_base for version in range(3)] == [False] * 3
+    copy = HostCopy(store, directory=tmp_path)
+    trainer.require(copy, 1)
+    assert (tmp_path / FILE_NAME).exists()
+    copy.drop()
+    assert copy.held is None and not (tmp_path / FILE_NAME).exists()
+    trainer.require(copy, 2)
+
+
+def test_a_manifest_that_does_not_say_so_may_have_successors(store: LocalStore) -> None:
+    raw = json.loads(Trainer(store, delta=False).publish_to(0).manifest(0).to_bytes())
+    del raw["is_delta_base"]
+    assert PolicyManifest.from_bytes(json.dumps(raw).encode(), source="an older one").is_delta_base

@@ -1,4 +1,4 @@
-"""The directory of a replica's policy: gone with its owner, and with the next one if the owner was killed."""
+"""Directories for large files: gone with their owner, and with the next one if the owner was killed."""
 
 import signal
 import subprocess
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from millrace.inference.launch_directory import NODE, PARENT_VARIABLE, POLICY, owned_directory
+from millrace.errors import UnavailableError
+from millrace.storage.scratch import SCRATCH_VARIABLE, owned_directory, scratch_parent
 
 _OWNER = """
 import subprocess, sys
-from millrace.inference.launch_directory import POLICY, owned_directory
-with owned_directory(POLICY) as directory:
+from millrace.storage.scratch import owned_directory
+with owned_directory("policy") as directory:
     (directory / "policy.safetensors").write_bytes(b"x" * 1000)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)  # holds no lock
     print(directory, flush=True)
@@ -23,8 +24,8 @@ child.kill()
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(PARENT_VARIABLE, str(tmp_path / "policies"))
-    return tmp_path / "policies"
+    monkeypatch.setenv(SCRATCH_VARIABLE, str(tmp_path / "scratch"))
+    return tmp_path / "scratch"
 
 
 def start() -> tuple[subprocess.Popen[str], Path]:
@@ -34,9 +35,9 @@ def start() -> tuple[subprocess.Popen[str], Path]:
 
 
 def test_it_is_gone_at_the_end(parent: Path) -> None:
-    with pytest.raises(ValueError, match="vLLM died"), owned_directory(NODE) as directory:
+    with pytest.raises(ValueError, match="vLLM died"), owned_directory("checkpoint") as directory:
         (directory / "below").mkdir()
-        assert directory.parent == parent and directory.name.startswith(NODE)
+        assert directory.parent == parent and directory.name.startswith("millrace-checkpoint-")
         raise ValueError("vLLM died")
     assert not list(parent.iterdir())
 
@@ -48,9 +49,9 @@ def test_that_of_a_killed_owner_goes_with_the_next_and_that_of_a_living_one_stay
         killed.send_signal(signal.SIGKILL)
         killed.wait(30)
         assert (left / "policy.safetensors").exists() and (kept / "policy.safetensors").exists()
-        stranger = parent / f"{POLICY}by-hand"
+        stranger = parent / "millrace-policy-by-hand"
         stranger.mkdir()
-        with owned_directory(NODE) as own:
+        with owned_directory("checkpoint") as own:
             assert set(parent.iterdir()) == {kept, stranger, own}
         living.communicate("", timeout=30)
         assert list(parent.iterdir()) == [stranger]
@@ -58,3 +59,12 @@ def test_that_of_a_killed_owner_goes_with_the_next_and_that_of_a_living_one_stay
         for process in (living, killed):
             process.kill()
             process.communicate()
+
+
+def test_a_place_that_cannot_be_written_is_named_with_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(SCRATCH_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(UnavailableError, match=r"file.*MILLRACE_SCRATCH_DIR"):
+        scratch_parent()

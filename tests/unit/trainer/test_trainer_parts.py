@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2
 from millrace.trainer.background import BackgroundLoop
 from millrace.trainer.model import policy_files, policy_tensors, resolve_model_directory
 from millrace.trainer.reporter import staleness
-from millrace.trainer.shards import load_shards, save_shards
+from millrace.trainer.shards import load_shards, needed_files, save_shards
 
 
 def test_background_calls_return_raise_and_time_out() -> None:
@@ -58,6 +60,22 @@ def test_shards_of_another_model_are_refused(tmp_path: Path, names: set[str]) ->
     save_shards({"model.a": torch.ones(2), "model.b": torch.ones(2)}, tmp_path, is_alone=True)
     with pytest.raises(CorruptObjectError, match=r"model\.[bc]"):
         load_shards({name: torch.zeros(2) for name in names}, tmp_path, is_alone=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of a save in a single process
+def test_a_rank_needs_only_the_files_with_what_it_loads(tmp_path: Path) -> None:
+    state = {"model.a": torch.ones(300), "model.b": torch.ones(300)}
+    writer = FileSystemWriter(tmp_path, single_file_per_rank=False)  # as two ranks would: a file for each tensor
+    save(dict(state), storage_writer=writer, no_dist=True)
+    files = {name: needed_files({name: state[name]}, tmp_path) for name in state}
+    assert [len(names) for names in files.values()] == [1, 1]
+    assert (
+        needed_files(state, tmp_path)
+        == files["model.a"] | files["model.b"]
+        == {path.name for path in tmp_path.glob("*.distcp")}
+    )
+    with pytest.raises(CorruptObjectError, match=r"do not fit the model: .*model\.a"):
+        needed_files({"model.a": torch.ones(7)}, tmp_path)
 
 
 class _Evil:

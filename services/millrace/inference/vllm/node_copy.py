@@ -24,6 +24,7 @@ from millrace.errors import CorruptObjectError, InternalError
 from millrace.inference.vllm.orders import write_order
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.base import open_store
+from millrace.storage.scratch import scratch_parent
 from millrace.telemetry.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,8 @@ class NodeCopy:
     def from_env(cls, environ: Mapping[str, str]) -> "NodeCopy":
         """In the directory that the launcher made, with the object store and credentials of the environment."""
         settings = Settings.from_env(environ, required=["store_url"])
-        shared = environ.get(DIRECTORY_VARIABLE)
-        directory = Path(shared or tempfile.mkdtemp(prefix="millrace-node-"))  # without a launcher each rank for itself
+        shared = environ.get(DIRECTORY_VARIABLE)  # without a launcher each rank for itself
+        directory = Path(shared or tempfile.mkdtemp(prefix="millrace-node-", dir=scratch_parent()))
         return cls(directory, HostCopy(open_store(settings.require("store_url")), directory=directory))
 
     def begin(self, order: Mapping[str, Any]) -> None:

@@ -22,9 +22,7 @@ _DENSE_SHARE = 0.125
 def write_order(staged: StagedPolicy, directory: Path) -> dict[str, Any]:
     """The order for a staged policy, as JSON; its changes go into a file in `directory`, until the next order."""
     if staged.path is None or staged.places is None:
-        raise InternalError(
-            "the staged policy is not in a file", reason="POLICY_NOT_IN_FILE", remedy="set MILLRACE_POLICY_DIR"
-        )
+        raise InternalError("the staged policy is not in a file", reason="POLICY_NOT_IN_FILE", remedy="report it")
     order: dict[str, Any] = {
         "path": str(staged.path),
         "places": [[p.name, p.dtype, list(p.shape), p.offset, p.length_bytes] for p in staged.places.values()],

@@ -18,7 +18,6 @@ from prometheus_client import REGISTRY
 
 from millrace.errors import MillraceError
 from millrace.inference import meters
-from millrace.inference.launch_directory import PARENT_VARIABLE
 from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.replica_parts import ReplicaParts, http_address
@@ -26,6 +25,7 @@ from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import Gate, GatedClient
 from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE, take_over
 from millrace.inference.vllm.routes import Replica, attach
+from millrace.storage.scratch import scratch_parent
 from millrace.telemetry import metrics
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
@@ -82,9 +82,7 @@ def _own_directory(environ: Mapping[str, str]) -> str | tempfile.TemporaryDirect
     """That which the launcher made and removes; without one a new one, which lives as long as its object."""
     if given := environ.get(OWNED_DIRECTORY_VARIABLE):
         return given
-    if parent := environ.get(PARENT_VARIABLE):
-        Path(parent).mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(prefix="millrace-policy-", dir=parent or None)
+    return tempfile.TemporaryDirectory(prefix="millrace-policy-", dir=scratch_parent())
 
 
 async def _run(parts: ReplicaParts, replica: Replica, url: Any, stopping: asyncio.Event, state: Any) -> None:
