@@ -1,6 +1,7 @@
 """The compose stack of a checkout under a project name of its own: build, start, kill, cut off, look inside."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -30,8 +31,9 @@ def run(argv: Sequence[str], *, timeout_s: float = COMMAND_S, env: dict[str, str
 
 
 def free_gib() -> float:
-    """What the disk has left where the engine keeps its data, in GiB."""
-    return shutil.disk_usage(run(["docker", "info", "--format", "{{.DockerRootDir}}"]).strip()).free / 2**30
+    """What the disk has left where the engine keeps its data, in GiB; infinite if that is on another machine."""
+    root = Path(run(["docker", "info", "--format", "{{.DockerRootDir}}"]).strip())
+    return shutil.disk_usage(root).free / 2**30 if root.is_dir() else math.inf
 
 
 def until(condition: Callable[[], Any], *, what: str, timeout_s: float) -> Any:

@@ -2,8 +2,8 @@
 # A Docker engine with compose for the tests of this folder: what is there is used; on a Debian machine where we are root
 # and nothing is there, Debian's engine is installed and started. Exit code 3, with the reason, where this machine can have
 # none: no root, no such package, a kernel that does not let it run. Every other failure is one: exit code 1.
-# `stop` ends the daemon that `start` has started, and no other; before, it removes there what no image uses any more, and
-# build caches beyond 12 GB: without that each change of the code would leave 1 GB and more for good.
+# `stop` ends the daemon that `start` has started, and no other; before, it removes there images of Millrace
+# without a name, and build caches beyond 12 GB: without that each change of the code would leave 1 GB and more for good.
 # usage: tests/compose/engine.sh start|stop
 set -euo pipefail
 logs=/var/log/millrace-tests
@@ -55,14 +55,15 @@ start_engine() {
 stop_engine() {
   local pid
   pid=$(cat "$pid_file" 2>/dev/null) || return 0
-  rm -f "$pid_file"
-  [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = dockerd ] || return 0
-  {
-    timeout 120 docker image prune --force
-    timeout 120 docker volume prune --force
-    timeout 300 docker builder prune --force --keep-storage 12GB
-  } >/dev/null || echo "what older runs have left could not be removed: see $logs/dockerd.log" >&2
+  [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = dockerd ] || {
+    rm -f "$pid_file"
+    return 0
+  }
+  timeout 120 docker image prune --force --filter label=org.opencontainers.image.title >/dev/null &&
+    timeout 300 docker builder prune --force --keep-storage 12GB >/dev/null ||
+    echo "images and build caches of older runs could not be removed: see $logs/dockerd.log" >&2
   kill "$pid"
+  rm -f "$pid_file"
   for _ in $(seq 120); do
     [ -d "/proc/$pid" ] || return 0
     sleep 0.5

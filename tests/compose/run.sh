@@ -19,7 +19,7 @@ clean() { # what tests that were killed have left would start again with the eng
       docker network prune --force --filter "$filter" >/dev/null || true
     done
   fi
-  tests/compose/engine.sh stop # which keeps the images of this run, and prunes what older runs have left
+  tests/compose/engine.sh stop # which keeps the images of this run
 }
 
 trap clean EXIT
