@@ -7,6 +7,7 @@ The manifest carries the chain hash H(step - 1), so that a resumed trainer prove
 those that the state was trained on, and the conditions (world size, threads, versions) that strict determinism needs.
 """
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -28,6 +29,7 @@ from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
+from millrace.trainer.agreement import agreed
 from millrace.trainer.distributed import Gang
 from millrace.trainer.shards import METADATA_FILE, load_shards, needed_files, save_shards
 
@@ -184,9 +186,11 @@ class CheckpointStore:
 
     def load(self, manifest: CheckpointManifest, state: dict[str, torch.Tensor]) -> None:
         """Fills `state` in place from a checkpoint; all that this rank reads is verified. Collective in a gang."""
-        with owned_directory("checkpoint") as directory:
-            self._fetch(manifest, {METADATA_FILE}, directory)
-            self._fetch(manifest, needed_files(state, directory), directory)
+        with contextlib.ExitStack() as owned:
+            with agreed(self._gang):
+                directory = owned.enter_context(owned_directory("checkpoint"))
+                self._fetch(manifest, {METADATA_FILE}, directory)
+                self._fetch(manifest, needed_files(state, directory), directory)
             load_shards(state, directory, is_alone=self._gang.is_alone)
             self._gang.barrier()
 
@@ -222,17 +226,19 @@ class CheckpointStore:
 
     def _upload(self, state: dict[str, torch.Tensor], *, step: int, base: str) -> tuple[CheckpointObject, ...]:
         """Saves to a temporary directory and uploads this rank's files; returns all ranks' objects at rank 0."""
-        with owned_directory("checkpoint") as directory:
-            # Of each rank's own, so that it holds only what this rank wrote, also where ranks share a machine.
-            shards = directory / "shards"
+        with contextlib.ExitStack() as owned:
+            with agreed(self._gang):
+                # Of each rank's own, so that it holds only what this rank wrote, also where ranks share a machine.
+                shards = owned.enter_context(owned_directory("checkpoint")) / "shards"
             save_shards(state, shards, is_alone=self._gang.is_alone)
             mine: list[CheckpointObject] = []
-            for path in sorted(shards.iterdir()):
-                key = base + path.name.lstrip(".")
-                self._store.put_file(key, path)
-                faults.reach(Point.TRAINER_MID_CHECKPOINT, step=step)
-                size_bytes = path.stat().st_size
-                mine.append(CheckpointObject(name=path.name, key=key, sha256=_file_sha256(path), size_bytes=size_bytes))
+            with agreed(self._gang):
+                for path in sorted(shards.iterdir()):
+                    key = base + path.name.lstrip(".")
+                    self._store.put_file(key, path)
+                    faults.reach(Point.TRAINER_MID_CHECKPOINT, step=step)
+                    sha256, size_bytes = _file_sha256(path), path.stat().st_size
+                    mine.append(CheckpointObject(name=path.name, key=key, sha256=sha256, size_bytes=size_bytes))
         gathered = self._gang.gather(json.dumps([asdict(item) for item in mine]).encode())
         return tuple(CheckpointObject(**item) for part in gathered for item in json.loads(part))
 

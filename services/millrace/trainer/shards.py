@@ -5,21 +5,24 @@ metadata file is a pickle: it is read with an unpickler that knows the library's
 the shards with `weights_only`.
 """
 
+import contextlib
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, InternalError
+from millrace.storage.scratch import scratch_errors
 
 METADATA_FILE = ".metadata"
 _ALLOWED_MODULES = frozenset({"torch.distributed.checkpoint.metadata"})
@@ -36,15 +39,17 @@ _ALLOWED = frozenset(
 
 def save_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone: bool) -> None:
     """Writes this rank's shards into `directory`, and on rank 0 the metadata. Collective unless `is_alone`."""
-    with warnings.catch_warnings():
+    # What every rank holds goes to rank 0's file: spread over all, each rank would need every file to load.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with warnings.catch_warnings(), _library_errors(directory, "save a checkpoint to"):
         warnings.simplefilter("ignore", UserWarning)  # "assuming the intent is to save in a single process": it is
-        save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=is_alone)
+        save(dict(state), storage_writer=FileSystemWriter(directory), planner=planner, no_dist=is_alone)
 
 
 def needed_files(state: Mapping[str, torch.Tensor], directory: Path) -> set[str]:
     """Names of the shard files that hold what this rank loads into `state`, by the metadata file in `directory`.
 
-    Of a checkpoint of as many ranks that is about what this rank has written, not the whole.
+    Of a checkpoint of as many ranks that is what this rank has written, and rank 0's file.
     """
     metadata = _SafeReader(directory).read_metadata()
     known = {name: tensor for name, tensor in state.items() if name in metadata.state_dict_metadata}
@@ -67,9 +72,33 @@ def load_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone:
     }
     if saved != set(state):
         raise _mismatch(f"missing {sorted(set(state) - saved)[:5]}, left over {sorted(saved - set(state))[:5]}")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _library_errors(directory, "load a checkpoint from"):
         warnings.simplefilter("ignore", UserWarning)
         load(dict(state), storage_reader=reader, no_dist=is_alone)
+
+
+@contextlib.contextmanager
+def _library_errors(directory: Path, action: str) -> Iterator[None]:
+    """Turns the library's error, which no `except Exception` catches, into ours; at every rank, as it raises there."""
+    try:
+        yield
+    except CheckpointException as error:
+        first = next(failure for failure, _ in error.failures.values())
+        with scratch_errors(directory):
+            if (refused := _refusal(first)) is not None:
+                raise refused from error
+        raise InternalError(
+            f"cannot {action} {directory} at ranks {sorted(error.failures)}: {type(first).__name__}: {first}",
+            reason="CHECKPOINT_FAILED",
+            remedy="see the log of that rank",
+        ) from error
+
+
+def _refusal(error: BaseException | None) -> OSError | None:
+    """The operating system's error behind one of the library's: a full disk first shows where a file is closed."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _mismatch(what: str) -> CorruptObjectError:

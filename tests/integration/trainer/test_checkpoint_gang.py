@@ -1,0 +1,27 @@
+"""Two real ranks (torchrun, gloo, FSDP2) and a checkpoint: each reads what it needs; both hear what is damaged."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_reads_its_shard_and_every_rank_hears_of_a_damaged_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(Path(__file__).with_name("checkpoint_rank.py")), str(tmp_path)]
+    scratch = tmp_path / "scratch"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MILLRACE_SCRATCH_DIR": str(scratch)}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert first["is_equal"] and second["is_equal"]
+    assert first["read"] == [".metadata", "__0_0.distcp"]
+    assert second["read"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert first["error"] == second["error"]
+    kind, reason, message = first["error"]
+    assert (kind, reason) == ("CorruptObjectError", "CHECKPOINT_HASH_MISMATCH") and "__1_0.distcp" in message
+    assert list(scratch.iterdir()) == []
