@@ -29,7 +29,7 @@ import redis.asyncio
 from chaos_run import STALLS_S, WAITS_S, ChaosRun
 from workplaces import STOP_TIMEOUT_S, Workplace
 
-from millrace.client import Client
+from millrace.client import Client, SyncClient
 from millrace.config.load import load
 from millrace.config.schema import RLConfig
 from millrace.errors import MillraceError, UnavailableError
@@ -256,6 +256,17 @@ class ChaosStack:
                 return (await client.runs.create(config.resolved_json(), run_id=run_id)).uid
 
         run = ChaosRun(address=self.address, name=f"runs/{run_id}", uid=chaos_loop.call(create()))
+        self._runs.append(run)
+        return run
+
+    def fork(self, parent: ChaosRun, name: str, *options: str) -> ChaosRun:
+        """`millrace run fork` as a user types it."""
+        command = ("run", "fork", parent.name, "--name", name, "--server", self.address, *options)
+        assert f"millrace run watch {name}" in self.workplace.millrace(*command)
+        with SyncClient(self.address) as client:
+            made = client.runs.get(f"runs/{name}")
+        assert (made.parent.name, made.parent.uid) == (parent.name, parent.uid)
+        run = ChaosRun(address=self.address, name=made.name, uid=made.uid)
         self._runs.append(run)
         return run
 

@@ -5,18 +5,7 @@ import json
 from chaos_run import ChaosRun
 from chaos_stack import PREFIX, ChaosStack
 
-from millrace.client import SyncClient
 from millrace.runlog.names import Names
-
-
-def fork(chaos: ChaosStack, parent: ChaosRun, name: str, *options: str) -> ChaosRun:
-    command = ("run", "fork", parent.name, "--name", name, "--server", chaos.address, *options)
-    said = chaos.workplace.millrace(*command)
-    assert f"millrace run watch {name}" in said
-    with SyncClient(chaos.address) as client:
-        made = client.runs.get(f"runs/{name}")
-    assert (made.parent.name, made.parent.uid) == (parent.name, parent.uid)
-    return ChaosRun(address=chaos.address, name=made.name, uid=made.uid)
 
 
 def digest(chaos: ChaosStack, run: ChaosRun, version: int) -> str:
@@ -31,12 +20,12 @@ def audit(chaos: ChaosStack, run: ChaosRun) -> dict:
 def test_a_run_is_forked_while_it_goes_on_and_after_it_has_ended(chaos: ChaosStack) -> None:
     parent = chaos.submit(max_steps=5)
     parent.wait_step(3)
-    early = fork(chaos, parent, "fork-early", "--step=3", "--max-steps=4")  # checkpoint 2, and step 2 computed again
+    early = chaos.fork(parent, "fork-early", "--step=3", "--max-steps=4")  # checkpoint 2, and step 2 computed again
     chaos.finish(parent)
     root = Names(PREFIX, parent.uid).root
     before = {info.key: chaos.store().get(info.key) for info in chaos.store().list(root)}
 
-    late = fork(chaos, parent, "fork-late", "--step=4", "--max-steps=6", "--trainer.optim.lr=1e-4")  # checkpoint 4
+    late = chaos.fork(parent, "fork-late", "--step=4", "--max-steps=6", "--trainer.optim.lr=1e-4")  # checkpoint 4
     report = chaos.finish(early)
     assert (report.first_step, report.num_steps) == (2, 2)
     assert digest(chaos, early, 2) == digest(chaos, parent, 2)

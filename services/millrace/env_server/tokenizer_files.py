@@ -2,14 +2,15 @@
 
 import asyncio
 import hashlib
-import shutil
 import tempfile
 from collections import OrderedDict
+from contextlib import ExitStack
 from pathlib import Path
 
 from millrace.errors import CorruptObjectError
 from millrace.policies.pull import pull_files, read_manifest
 from millrace.storage.base import ObjectStore
+from millrace.storage.scratch import owned_directory
 
 # A manifest's tokenizer is a few MiB and versions of one run share it by content; old ones go.
 _MAX_DIRECTORIES = 8
@@ -20,7 +21,8 @@ class TokenizerFiles:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._root = Path(tempfile.mkdtemp(prefix="millrace-tokenizers-"))
+        self._owned = ExitStack()
+        self._root = self._owned.enter_context(owned_directory("tokenizers"))
         self._by_manifest: OrderedDict[str, Path] = OrderedDict()
         self._lock = asyncio.Lock()
 
@@ -58,4 +60,4 @@ class TokenizerFiles:
 
     def close(self) -> None:
         """Delete every directory."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        self._owned.close()

@@ -253,7 +253,8 @@ class PolicyUpdater:
             self._held_files = files
         self._fetched_bytes, self._full_bytes = self._base_bytes + staged.fetched_bytes, staged.full_bytes
         if self._stager is not None and not staged.manifest.is_delta_base:
-            self._stager.drop()
+            del staged  # so that what is dropped is freed in that thread: as much as a policy
+            await asyncio.to_thread(self._stager.drop)
 
     async def _stage(self, desired: DesiredPolicy) -> StagedPolicy:
         """The version in host memory; raises if it is not the one that was announced."""

@@ -13,6 +13,7 @@ because each spends seconds on imports. Once all were ready, what dies is starte
 import asyncio
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -141,6 +142,7 @@ class LocalStack:
     async def __aenter__(self) -> Self:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = await hold_directory(self.directory, note=self._note)
+        shutil.rmtree(self.directory / "scratch", ignore_errors=True)  # of who was killed before
         self.supervisor.kept_open = (self._lock.fileno(),)
         await self.supervisor.__aenter__()
         return self
@@ -151,6 +153,7 @@ class LocalStack:
             await asyncio.gather(self._keeping, return_exceptions=True)
         try:
             await self.supervisor.stop_for_sure()
+            shutil.rmtree(self.directory / "scratch", ignore_errors=True)
         finally:
             (self.directory / "stack.json").unlink(missing_ok=True)
             if self._lock is not None:

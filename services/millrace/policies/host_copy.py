@@ -152,7 +152,10 @@ class HostCopy:
         self.forget()
         self._spare = None
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as error:  # the version serves all the same
+                log.warning("a policy's file stays", extra={"path": str(self._path), "error": str(error)})
 
     def _bring_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
         """Follows chains until one holds; returns what changed since the copy before, None if that is unknown."""

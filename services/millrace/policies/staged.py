@@ -48,5 +48,5 @@ class Stager(Protocol):
         ...
 
     def drop(self) -> None:
-        """`forget`, and gives the memory back."""
+        """`forget`, and gives the memory back; never raises."""
         ...

@@ -1,7 +1,8 @@
 """Directories for large files that live as long as their process: policies as files, checkpoints on their way.
 
 A process that is killed cannot remove its own. Therefore an owner holds a lock on a file in it for as long as it
-lives, and whoever makes a directory removes those beside it whose lock is free. No process inherits the lock.
+lives, and whoever makes a directory removes those beside it whose lock is free. The lock goes last, so that a removal
+which is cut short is taken up by the next. No process inherits it.
 """
 
 import contextlib
@@ -9,68 +10,117 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from millrace.errors import UnavailableError
+from millrace.storage.disk import io_errors
 
 log = logging.getLogger(__name__)
 
 SCRATCH_VARIABLE = "MILLRACE_SCRATCH_DIR"
 _PREFIX, _FRESH = "millrace-", ".millrace-fresh-"
 _LOCK = "owner.lock"
+_FRESH_S = 60.0  # a directory is locked and has its name microseconds after it was made
+
+
+@contextlib.contextmanager
+def scratch_errors(path: Path) -> Iterator[None]:
+    """Turns what the operating system refuses in a scratch directory into our errors: CapacityError if it is full."""
+    try:
+        with io_errors(path, "write"):
+            yield
+    except (UnavailableError, FileExistsError) as error:
+        raise UnavailableError(
+            f"temporary files cannot be written in {path}: {error}",
+            reason="SCRATCH_UNUSABLE",
+            remedy=f"set {SCRATCH_VARIABLE} to a directory on a disk with room for checkpoints and policies",
+            metadata={"path": str(path)},
+        ) from error
 
 
 def scratch_parent() -> Path:
-    """MILLRACE_SCRATCH_DIR, or where temporary files go; UnavailableError if nothing can be written there."""
+    """MILLRACE_SCRATCH_DIR, or where temporary files go; it exists."""
     parent = Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.gettempdir())
-    try:
+    with scratch_errors(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=parent):
-            return parent
-    except OSError as error:
-        raise UnavailableError(
-            f"temporary files cannot be written in {parent}: {error.strerror or error}",
-            reason="SCRATCH_UNUSABLE",
-            remedy=f"set {SCRATCH_VARIABLE} to a directory on a disk with room for checkpoints and policies",
-            metadata={"path": str(parent)},
-        ) from error
+    return parent
 
 
 @contextlib.contextmanager
 def owned_directory(purpose: str) -> Iterator[Path]:
-    """A new directory `millrace-{purpose}-…` in MILLRACE_SCRATCH_DIR, or where temporary files go; gone at the end.
+    """A new directory `millrace-{purpose}-…` in `scratch_parent`; gone at the end. Files in it may have any other name
+    than `owner.lock`.
 
-    Those of dead owners, whatever they were for, are removed first: they may be as large as a checkpoint. Files in it
-    may have any name but `owner.lock`.
+    Those of dead owners, whatever they were for, are removed first: they may be as large as a checkpoint. Raises
+    CapacityError if the disk is full, UnavailableError if nothing can be written there.
     """
     parent = scratch_parent()
     _sweep(parent)
-    fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=parent))
-    with (fresh / _LOCK).open("w") as lock:
+    with scratch_errors(parent):
+        fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=parent))
+        lock = (fresh / _LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Under its name only once it is locked: a directory that others see without an owner is one to be removed.
         directory = fresh.rename(parent / f"{_PREFIX}{purpose}-{fresh.name.removeprefix(_FRESH)}")
-        try:
-            yield directory
-        finally:
-            _remove(directory)
+    try:
+        yield directory
+    finally:
+        _remove(directory, lock)
 
 
 def _sweep(parent: Path) -> None:
     """Removes directories whose owners are dead; one without a lock was not made here."""
-    for path in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), path.open("r+") as lock:  # or somebody else owns it, or removed it
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for path in [*parent.glob(f"{_PREFIX}*/{_LOCK}"), *_forsaken(parent)]:
+        with contextlib.suppress(OSError):  # somebody owns it, or removes it
+            lock = _open_own(path)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                continue
             log.info("removing the directory of a process that is gone", extra={"directory": str(path.parent)})
-            _remove(path.parent)
+            _remove(path.parent, lock)
 
 
-def _remove(directory: Path) -> None:
+def _forsaken(parent: Path) -> Iterator[Path]:
+    """Locks in directories whose makers died before they named them."""
+    for path in parent.glob(f"{_FRESH}*/{_LOCK}"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _FRESH_S:
+                yield path
+
+
+def _open_own(path: Path) -> IO[str]:
+    """The lock, if it is a file of this user: where everybody may write, it might be a link to something else."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+")
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        file.close()
+        raise PermissionError(f"{path} is not ours")
+    return file
+
+
+def _remove(directory: Path, lock: IO[str]) -> None:
+    """Removes a directory whose lock is held; the lock last, and closed before, as network file systems need it."""
     try:
-        shutil.rmtree(directory)
+        for path in directory.iterdir():
+            if path.name == _LOCK:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        lock.close()
+        (directory / _LOCK).unlink(missing_ok=True)
+        directory.rmdir()
     except FileNotFoundError:
-        return
+        return  # another one was faster, or its user removed it
     except OSError as error:
         log.warning("a temporary directory stays", extra={"directory": str(directory), "error": str(error)})
+    finally:
+        lock.close()

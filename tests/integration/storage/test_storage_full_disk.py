@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from millrace.errors import CapacityError
 from millrace.policies.publish import publish_policy
@@ -16,7 +17,9 @@ from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
 from millrace.storage.retry import RetryPolicy
+from millrace.storage.scratch import SCRATCH_VARIABLE, owned_directory
 from millrace.telemetry import waits
+from millrace.trainer.shards import save_shards
 
 HURRIED = RetryPolicy(max_attempts=2)
 OBJECT = bytes(300_000)
@@ -125,3 +128,15 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_no
     store = LocalStore(tmp_path / "s")
     assert not left.exists()
     assert list(store.list("")) == [] and store.head("k") is None
+
+
+def test_a_checkpoint_that_does_not_fit_on_its_way_says_so(small_disk, monkeypatch):
+    monkeypatch.setenv(SCRATCH_VARIABLE, str(small_disk.path / "scratch"))
+    small_disk.fill(leave_bytes=100_000)
+    with owned_directory("checkpoint") as directory, pytest.raises(CapacityError, match="No space left") as caught:
+        save_shards({"model.a": torch.zeros(100_000)}, directory / "shards", is_alone=True)
+    assert caught.value.reason == "DISK_FULL" and "MILLRACE_SCRATCH_DIR" in str(caught.value)
+    assert list((small_disk.path / "scratch").iterdir()) == []
+    small_disk.make_room()
+    with owned_directory("checkpoint") as directory:
+        save_shards({"model.a": torch.zeros(100_000)}, directory / "shards", is_alone=True)

@@ -1,5 +1,6 @@
 """Directories for large files: gone with their owner, and with the next one if the owner was killed."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,27 @@ def test_that_of_a_killed_owner_goes_with_the_next_and_that_of_a_living_one_stay
         for process in (living, killed):
             process.kill()
             process.communicate()
+
+
+def test_a_removal_that_is_cut_short_is_taken_up_by_the_next(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as cut, pytest.raises(KeyboardInterrupt), owned_directory("checkpoint") as first:
+        (first / "shards").mkdir()
+        cut.setattr(shutil, "rmtree", die)
+    assert (first / "shards").exists()
+    with owned_directory("checkpoint") as second:
+        assert list(parent.iterdir()) == [second]
+
+
+def test_what_only_looks_like_ours_is_left_alone(parent: Path, tmp_path: Path) -> None:
+    theirs = parent / "millrace-x"
+    theirs.mkdir(parents=True)
+    (tmp_path / "target").touch()
+    (theirs / "owner.lock").symlink_to(tmp_path / "target")
+    with owned_directory("checkpoint") as own:
+        assert set(parent.iterdir()) == {theirs, own}
 
 
 def test_a_place_that_cannot_be_written_is_named_with_the_variable(

@@ -94,6 +94,8 @@ def _warm_up() -> None:
 if __name__ == "__mp_main__":
     # A process that multiprocessing spawns imports this module first, before it runs what it is for. Not all of vLLM's
     # load its plugins (`lineage.register`): the coordinator of data parallelism would outlive a killed launcher.
+    if os.getppid() == 1:  # vLLM's server, which starts them, is never that; it has died
+        os._exit(1)
     die_with(os.getppid())
 
 if __name__ == "__main__":
