@@ -15,9 +15,11 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import millrace
@@ -86,9 +88,12 @@ class Launcher:
     async def _life(self) -> None:
         """One vLLM from start to end."""
         is_head = self._node.is_head
-        with owned_directory("policy" if is_head else "node") as directory:  # outlives all processes of vLLM
+        # Both outlive all processes of vLLM. The paths of sockets have to be short.
+        sockets = owned_directory("sockets", parent=Path(tempfile.gettempdir()))
+        with owned_directory("policy" if is_head else "node") as directory, sockets as socket_directory:
+            ours = {"VLLM_RPC_BASE_PATH": str(socket_directory)}  # vLLM does not remove them where it is killed
             own = {OWNED_DIRECTORY_VARIABLE if is_head else DIRECTORY_VARIABLE: str(directory)}
-            await self._run_vllm({**self._environ(), **own}, self._work if is_head else self._follow)
+            await self._run_vllm({**ours, **self._environ(), **own}, self._work if is_head else self._follow)
 
     async def _run_vllm(self, environ: Mapping[str, str], job: _Job) -> None:
         """Starts vLLM and works with it until that ends or raises, or until all shall stop."""

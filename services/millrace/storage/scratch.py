@@ -52,14 +52,15 @@ def scratch_parent() -> Path:
 
 
 @contextlib.contextmanager
-def owned_directory(purpose: str) -> Iterator[Path]:
-    """A new directory `millrace-{purpose}-…` in `scratch_parent`; gone at the end. Files in it may have any other name
-    than `owner.lock`.
+def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Path]:
+    """A new directory `millrace-{purpose}-…` in `parent`, by default `scratch_parent`; gone at the end.
+
+    Files in it may have any name but `owner.lock`.
 
     Those of dead owners, whatever they were for, are removed first: they may be as large as a checkpoint. Raises
     CapacityError if the disk is full, UnavailableError if nothing can be written there.
     """
-    parent = scratch_parent()
+    parent = parent or scratch_parent()
     _sweep(parent)
     with scratch_errors(parent):
         fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=parent))

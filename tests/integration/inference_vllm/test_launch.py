@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
+from millrace.storage.scratch import owned_directory
 
 
 def _load(name: str, path: Path) -> Any:
@@ -195,8 +197,14 @@ async def test_nothing_outlives_a_killed_launcher(replicas, vllm_python, tmp_pat
     full_model_dir = tmp_path / "model"
     published.model(0).save_pretrained(full_model_dir)
     published.tiny.tiny_tokenizer().save_pretrained(full_model_dir)
-    replica = Replica(vllm_python, tmp_path, {**FLAGS, "dtype": "float32"}, MILLRACE_MODEL=str(full_model_dir))
-    replicas.append(replica)
+    with tempfile.TemporaryDirectory() as directory:  # paths of sockets have to be short
+        own = {"MILLRACE_MODEL": str(full_model_dir), "TMPDIR": directory, "MILLRACE_SCRATCH_DIR": directory}
+        replica = Replica(vllm_python, tmp_path, {**FLAGS, "dtype": "float32"}, **own)
+        replicas.append(replica)
+        await _require_gone_once_killed(replica, Path(directory))
+
+
+async def _require_gone_once_killed(replica: Replica, directory: Path) -> None:
     await replica.start()
     assert replica.process is not None
     ends = time.monotonic() + START_S
@@ -204,5 +212,9 @@ async def test_nothing_outlives_a_killed_launcher(replicas, vllm_python, tmp_pat
         assert time.monotonic() < ends and replica.process.returncode is None, replica.log.read_text()[-3000:]
         await asyncio.sleep(0.1)
     assert len(replica.tree()) >= 3
+    assert not [path for path in directory.iterdir() if path.is_socket()]
+    assert [path for path in directory.glob("millrace-sockets-*/*") if path.is_socket()]
     replica.process.kill()
     await replica.gone()
+    with owned_directory("next", parent=directory) as own:
+        assert list(directory.glob("millrace-*")) == [own], "the next one removes what it has left"
