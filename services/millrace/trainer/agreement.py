@@ -7,21 +7,29 @@ from google.rpc import status_pb2
 
 from millrace.errors import MillraceError, UnavailableError
 from millrace.rpc.status import from_status, to_status
+from millrace.telemetry import logging
 from millrace.trainer.distributed import Gang
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def agreed(gang: Gang) -> Iterator[None]:
     """Collective at the end of the block, which has no collectives of its own.
 
-    A rank whose block raises raises that; the others raise the error of the lowest such rank, of the same class. What
-    is none of ours reaches them as UnavailableError.
+    If blocks raise, every rank raises the error of the lowest rank whose block did, of the same class; what is none of
+    ours reaches the others as UnavailableError.
     """
     try:
         yield
     except BaseException as error:  # raised on: the others learn of it, instead of waiting for this rank
-        gang.gather(_told(error, gang.rank))
-        raise
+        if not gang.is_alone:
+            log.warning("this rank failed, and tells the others", extra={"error": f"{type(error).__name__}: {error}"})
+        rows = gang.gather(_told(error, gang.rank))
+        first = next(rank for rank, row in enumerate(rows) if row)
+        if first == gang.rank or not isinstance(error, Exception):
+            raise
+        raise from_status(status_pb2.Status.FromString(rows[first])) from error
     for row in gang.gather(b""):
         if row:
             raise from_status(status_pb2.Status.FromString(row))

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from millrace.errors import CorruptObjectError, InternalError
+from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
 from millrace.storage.scratch import scratch_errors
 
 METADATA_FILE = ".metadata"
@@ -43,7 +43,7 @@ def save_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone:
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with warnings.catch_warnings(), _library_errors(directory, "save a checkpoint to"):
         warnings.simplefilter("ignore", UserWarning)  # "assuming the intent is to save in a single process": it is
-        save(dict(state), storage_writer=FileSystemWriter(directory), planner=planner, no_dist=is_alone)
+        save(dict(state), storage_writer=_Writer(directory), planner=planner, no_dist=is_alone)
 
 
 def needed_files(state: Mapping[str, torch.Tensor], directory: Path) -> set[str]:
@@ -52,9 +52,9 @@ def needed_files(state: Mapping[str, torch.Tensor], directory: Path) -> set[str]
     Of a checkpoint of as many ranks that is what this rank has written, and rank 0's file.
     """
     metadata = _SafeReader(directory).read_metadata()
-    known = {name: tensor for name, tensor in state.items() if name in metadata.state_dict_metadata}
+    _require_names(state, metadata)
     try:
-        plan = create_default_local_load_plan(dict(known), metadata)
+        plan = create_default_local_load_plan(dict(state), metadata)
     except ValueError as error:
         raise _mismatch(str(error)) from error
     return {metadata.storage_data[item.storage_index].relative_path for item in plan.items}
@@ -67,28 +67,49 @@ def load_shards(state: Mapping[str, torch.Tensor], directory: Path, *, is_alone:
     random states of other ranks may be left over.
     """
     reader = _SafeReader(directory)
-    saved = {
-        name for name in reader.read_metadata().state_dict_metadata if name in state or not name.startswith("rng.")
-    }
-    if saved != set(state):
-        raise _mismatch(f"missing {sorted(set(state) - saved)[:5]}, left over {sorted(saved - set(state))[:5]}")
+    _require_names(state, reader.read_metadata())
     with warnings.catch_warnings(), _library_errors(directory, "load a checkpoint from"):
         warnings.simplefilter("ignore", UserWarning)
         load(dict(state), storage_reader=reader, no_dist=is_alone)
 
 
+def _require_names(state: Mapping[str, torch.Tensor], metadata: Metadata) -> None:
+    """CorruptObjectError unless the names are exactly the saved ones, but for random states of other ranks."""
+    saved = {name for name in metadata.state_dict_metadata if name in state or not name.startswith("rng.")}
+    if saved != set(state):
+        raise _mismatch(f"missing {sorted(set(state) - saved)[:5]}, left over {sorted(saved - set(state))[:5]}")
+
+
+class _Writer(FileSystemWriter):
+    """The library's writer; what the operating system refuses is our error, which reaches every rank as it is."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Writes this rank's files."""
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:  # behind an error of the library there may be one of the operating system
+            with scratch_errors(Path(self.path)):
+                if (refused := _refusal(error)) is not None:
+                    raise refused from error
+            raise
+
+
 @contextlib.contextmanager
 def _library_errors(directory: Path, action: str) -> Iterator[None]:
-    """Turns the library's error, which no `except Exception` catches, into ours; at every rank, as it raises there."""
+    """Turns the library's error, which no `except Exception` catches, into the one behind it; the same at every rank.
+
+    What is none of ours, such as too little memory, becomes UnavailableError: it is tried again, visibly.
+    """
     try:
         yield
     except CheckpointException as error:
-        first = next(failure for failure, _ in error.failures.values())
-        with scratch_errors(directory):
-            if (refused := _refusal(first)) is not None:
-                raise refused from error
-        raise InternalError(
-            f"cannot {action} {directory} at ranks {sorted(error.failures)}: {type(first).__name__}: {first}",
+        failures = [failure for failure, _ in error.failures.values()]
+        for failure in failures:
+            if isinstance(failure, MillraceError) or not isinstance(failure, Exception):
+                raise failure from error
+        raise UnavailableError(
+            f"cannot {action} {directory} at ranks {sorted(error.failures)}: "
+            f"{type(failures[0]).__name__}: {failures[0]}",
             reason="CHECKPOINT_FAILED",
             remedy="see the log of that rank",
         ) from error

@@ -1,7 +1,10 @@
 """One rank of a gang, started by torchrun in test_checkpoint_gang.py: a checkpoint saved, loaded, and damaged."""
 
 import json
+import resource
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ class CountedStore(LocalStore):
 
 def main(directory: Path) -> None:
     """Writes what this rank saw as JSON."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     gang = Gang.join()
     store = CountedStore(directory / "store")
     store.read = []
@@ -55,6 +59,17 @@ def main(directory: Path) -> None:
         checkpoints.load(manifest, state)
     except MillraceError as error:
         facts["error"] = [type(error).__name__, error.reason, error.message]
+    try:
+        checkpoints.load(replace(manifest, objects=manifest.objects[: 1 if gang.is_leader else 0]), state)
+    except MillraceError as error:
+        facts["differing"] = error.message
+    if not gang.is_leader:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # as a disk that is full
+    try:
+        checkpoints.save(state, step=2, lineage=0, chain_hash=b"c", run_hash="r", epoch=1, determinism="strict")
+    except MillraceError as error:
+        facts["refused"] = [type(error).__name__, error.reason, error.message]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     (directory / f"rank-{gang.rank}.json").write_text(json.dumps(facts))
     gang.leave()
 

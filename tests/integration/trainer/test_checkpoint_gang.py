@@ -24,4 +24,7 @@ def test_a_rank_reads_its_shard_and_every_rank_hears_of_a_damaged_one(tmp_path: 
     assert first["error"] == second["error"]
     kind, reason, message = first["error"]
     assert (kind, reason) == ("CorruptObjectError", "CHECKPOINT_HASH_MISMATCH") and "__1_0.distcp" in message
+    assert first["differing"] == second["differing"], "of two that fail, the lowest rank is heard"
+    assert first["refused"] == second["refused"]
+    assert first["refused"][:2] == ["UnavailableError", "SCRATCH_UNUSABLE"] and "File too large" in first["refused"][2]
     assert list(scratch.iterdir()) == []

@@ -64,18 +64,16 @@ def test_shards_of_another_model_are_refused(tmp_path: Path, names: set[str]) ->
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of a save in a single process
 def test_a_rank_needs_only_the_files_with_what_it_loads(tmp_path: Path) -> None:
-    state = {"model.a": torch.ones(300), "model.b": torch.ones(300)}
-    writer = FileSystemWriter(tmp_path, single_file_per_rank=False)  # as two ranks would: a file for each tensor
+    state = {"model.a": torch.ones(300), "rng.cpu.0": torch.ones(300), "rng.cpu.1": torch.ones(300)}
+    writer = FileSystemWriter(tmp_path, single_file_per_rank=False)  # a file for each tensor
     save(dict(state), storage_writer=writer, no_dist=True)
-    files = {name: needed_files({name: state[name]}, tmp_path) for name in state}
-    assert [len(names) for names in files.values()] == [1, 1]
-    assert (
-        needed_files(state, tmp_path)
-        == files["model.a"] | files["model.b"]
-        == {path.name for path in tmp_path.glob("*.distcp")}
-    )
-    with pytest.raises(CorruptObjectError, match=r"do not fit the model: .*model\.a"):
-        needed_files({"model.a": torch.ones(7)}, tmp_path)
+    files = needed_files(state, tmp_path)
+    assert files == {path.name for path in tmp_path.glob("*.distcp")} and len(files) == 3
+    mine = {name: state[name] for name in ("model.a", "rng.cpu.1")}
+    assert needed_files(mine, tmp_path) < files and len(needed_files(mine, tmp_path)) == 2
+    for wrong in ({"model.a": torch.ones(7)}, {**mine, "model.b": torch.ones(1)}, {"rng.cpu.0": torch.ones(300)}):
+        with pytest.raises(CorruptObjectError, match=r"do not fit the model: .*model\.[ab]"):
+            needed_files(wrong, tmp_path)
 
 
 class _Evil:
