@@ -12,6 +12,7 @@ of `time.time()`, because fault records and events carry it. For stores and Redi
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -296,7 +297,7 @@ class ChaosStack:
         except AssertionError as error:
             logs = "\n".join(f"--- {name}:\n{self.log_of(name, 6)}" for name in SERVICES)
             raise AssertionError(f"{error}\nThe stack said:\n{self.said(12)}\n{logs}") from None
-        left = sorted(path.name for path in (self.directory / "scratch").glob("millrace-checkpoint-*"))
+        left = [path.parent.name for path in (self.directory / "scratch").glob("*/owner.lock") if _is_ownerless(path)]
         assert not left, f"killed trainers have left {left} behind"
         return self.audit(run)
 
@@ -338,6 +339,14 @@ class ChaosStack:
             return json.loads((self.directory / "stack.json").read_text())
         except FileNotFoundError:
             return {}
+
+
+def _is_ownerless(lock: Path) -> bool:
+    """Whether nobody holds a scratch directory's lock; False if it is gone."""
+    with contextlib.suppress(OSError), lock.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock.exists()
+    return False
 
 
 @contextlib.contextmanager

@@ -59,9 +59,13 @@ stop_engine() {
     rm -f "$pid_file"
     return 0
   }
-  timeout 120 docker image prune --force --filter label=org.opencontainers.image.title >/dev/null &&
-    timeout 300 docker builder prune --force --keep-storage 12GB >/dev/null ||
-    echo "images and build caches of older runs could not be removed: see $logs/dockerd.log" >&2
+  local title
+  for title in orchestrator env-server inference trainer; do
+    timeout 60 docker image prune --force --filter "label=org.opencontainers.image.title=millrace $title" >/dev/null ||
+      echo "older images of $title could not be removed: see $logs/dockerd.log" >&2
+  done
+  timeout 300 docker builder prune --force --keep-storage 12GB >/dev/null ||
+    echo "older build caches could not be removed: see $logs/dockerd.log" >&2
   kill "$pid"
   rm -f "$pid_file"
   for _ in $(seq 120); do

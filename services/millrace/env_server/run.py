@@ -43,7 +43,7 @@ _FAREWELL_S = 1.0
 async def run(settings: Settings, own: EnvServerSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises MillraceError if it cannot start or is refused for good."""
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
-    tokenizers = TokenizerFiles(store)
+    tokenizers = await asyncio.to_thread(TokenizerFiles, store)
     teachers = Teachers(store, tokenizers, prefix=settings.prefix, key_problem=teacher_key_problem)
     worker_id = new_worker_id("env-server")
     async with _open_sink(settings, own) as sink:

@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 WORKER_EXTENSION = "millrace.inference.vllm.worker.PolicyWorker"
 _Job = Callable[[VllmProcess], Coroutine[Any, Any, None]]
 
+_MAX_SOCKET_PLACE = 103 - len("/") - 36
+"""The path of a socket has at most 103 characters, and vLLM names them by UUIDs."""
 _SAY_AFTER_S = 15.0
 _PORT_POLL_S = 2.0
 _LEAVE_S = 5.0
@@ -88,10 +90,10 @@ class Launcher:
     async def _life(self) -> None:
         """One vLLM from start to end."""
         is_head = self._node.is_head
-        # Both outlive all processes of vLLM. The paths of sockets have to be short.
-        sockets = owned_directory("sockets", parent=Path(tempfile.gettempdir()))
-        with owned_directory("policy" if is_head else "node") as directory, sockets as socket_directory:
-            ours = {"VLLM_RPC_BASE_PATH": str(socket_directory)}  # vLLM does not remove them where it is killed
+        # Both outlive all processes of vLLM, which does not remove its sockets where it is killed.
+        sockets = owned_directory("ipc", parent=Path(tempfile.gettempdir()))
+        with owned_directory("policy" if is_head else "node") as directory, sockets as place:
+            ours = {"VLLM_RPC_BASE_PATH": str(place)} if len(str(place)) <= _MAX_SOCKET_PLACE else {}
             own = {OWNED_DIRECTORY_VARIABLE if is_head else DIRECTORY_VARIABLE: str(directory)}
             await self._run_vllm({**ours, **self._environ(), **own}, self._work if is_head else self._follow)
 

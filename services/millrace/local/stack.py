@@ -13,7 +13,6 @@ because each spends seconds on imports. Once all were ready, what dies is starte
 import asyncio
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,7 +31,7 @@ from millrace.local.preflight import check_redis, check_store
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.local.supervisor import ProcessSpec, Supervisor, tail
 from millrace.rpc.access import ClientAccess
-from millrace.storage.scratch import SCRATCH_VARIABLE
+from millrace.storage.scratch import SCRATCH_VARIABLE, sweep
 from millrace.telemetry import waits
 from millrace.telemetry.redact import redact
 from millrace.telemetry.settings import Settings, parse_address, variable_name
@@ -142,7 +141,7 @@ class LocalStack:
     async def __aenter__(self) -> Self:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = await hold_directory(self.directory, note=self._note)
-        shutil.rmtree(self.directory / "scratch", ignore_errors=True)  # of who was killed before
+        sweep(self.directory / "scratch")  # of who was killed before
         self.supervisor.kept_open = (self._lock.fileno(),)
         await self.supervisor.__aenter__()
         return self
@@ -153,7 +152,7 @@ class LocalStack:
             await asyncio.gather(self._keeping, return_exceptions=True)
         try:
             await self.supervisor.stop_for_sure()
-            shutil.rmtree(self.directory / "scratch", ignore_errors=True)
+            sweep(self.directory / "scratch")
         finally:
             (self.directory / "stack.json").unlink(missing_ok=True)
             if self._lock is not None:

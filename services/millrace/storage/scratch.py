@@ -61,21 +61,25 @@ def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Pat
     CapacityError if the disk is full, UnavailableError if nothing can be written there.
     """
     parent = parent or scratch_parent()
-    _sweep(parent)
     with scratch_errors(parent):
+        sweep(parent)
         fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=parent))
-        lock = (fresh / _LOCK).open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # Under its name only once it is locked: a directory that others see without an owner is one to be removed.
-        directory = fresh.rename(parent / f"{_PREFIX}{purpose}-{fresh.name.removeprefix(_FRESH)}")
+        try:
+            lock = (fresh / _LOCK).open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Under its name only once it is locked: a directory that others see without an owner is one to be removed.
+            directory = fresh.rename(parent / f"{_PREFIX}{purpose}-{fresh.name.removeprefix(_FRESH)}")
+        except BaseException:  # raised on
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
     try:
         yield directory
     finally:
         _remove(directory, lock)
 
 
-def _sweep(parent: Path) -> None:
-    """Removes directories whose owners are dead; one without a lock was not made here."""
+def sweep(parent: Path) -> None:
+    """Removes the directories in `parent` whose owners are dead; one without a lock was not made here."""
     for path in [*parent.glob(f"{_PREFIX}*/{_LOCK}"), *_forsaken(parent)]:
         with contextlib.suppress(OSError):  # somebody owns it, or removes it
             lock = _open_own(path)

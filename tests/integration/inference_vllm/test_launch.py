@@ -213,7 +213,7 @@ async def _require_gone_once_killed(replica: Replica, directory: Path) -> None:
         await asyncio.sleep(0.1)
     assert len(replica.tree()) >= 3
     assert not [path for path in directory.iterdir() if path.is_socket()]
-    assert [path for path in directory.glob("millrace-sockets-*/*") if path.is_socket()]
+    assert [path for path in directory.glob("millrace-ipc-*/*") if path.is_socket()]
     replica.process.kill()
     await replica.gone()
     with owned_directory("next", parent=directory) as own:
