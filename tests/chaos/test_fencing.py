@@ -122,6 +122,25 @@ def test_two_trainers(first: ChaosStack, spare_trainer: Path, is_wiped: bool) ->
     assert len([key for key in after.objects if "/epochs/trainer/" in key]) == 2
 
 
+def test_a_trainer_that_wakes_up_creates_no_version(first: ChaosStack, spare_trainer: Path) -> None:
+    """Where a second trainer's weights may differ (best effort) it would take a version's name for good."""
+    fault = first.arm(Point.TRAINER_BEFORE_MANIFEST, Action.FREEZE, when={"version": 3})
+    run = first.submit(max_steps=6, **{"trainer.determinism": "best_effort", "ckpt.interval": 1})
+    frozen = fault.wait(run)["pid"]
+    old_log = first.directory / "logs" / "trainer.log" if frozen == first.pid("trainer") else spare_trainer
+    step = first.arm(Point.TRAINER_AFTER_STEP, Action.FREEZE, when={"step": 2})  # its successor, before it publishes
+    successor = step.wait(run)["pid"]
+    assert successor != frozen
+    thawed_at = time.time()
+    first.thaw(frozen)
+    line = wait_line(old_log, "run let go", since=thawed_at, timeout_s=REFUSED_WITHIN_S)
+    assert "another trainer continues the run" in line, line
+    names = Names(PREFIX, run.uid)
+    assert first.store().head(names.policy_manifest(0, 3)) is None, "its version was not created"
+    first.thaw(successor)
+    first.finish(run)
+
+
 # Behind the tests of the trainers, so that no other orchestrator and its trainer take part in these.
 
 

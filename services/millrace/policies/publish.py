@@ -25,6 +25,9 @@ from millrace.policies.tensors import TensorBytes
 from millrace.policies.upload import DEFAULT_SHARD_BYTES, upload_full
 from millrace.storage.base import ObjectStore
 
+DIGEST_MISMATCH = "POLICY_DIGEST_MISMATCH"
+"""Reason of an error that says that a version is committed with other weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedPolicy:
@@ -169,7 +172,7 @@ def digest_conflict(uid: str, lineage: int, version: int, *, published: str, com
     return ConflictError(
         f"policy {lineage}-{version} of run {uid} is already published with digest {published}, and this trainer "
         f"computed {computed}",
-        reason="POLICY_DIGEST_MISMATCH",
+        reason=DIGEST_MISMATCH,
         remedy="the replay was not bit-exact: use the software, topology and thread count of the first trainer",
         metadata={"published_digest": published, "computed_digest": computed},
     )

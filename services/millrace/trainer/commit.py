@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millrace.config.trainer import PolicyConfig
-from millrace.errors import InvalidStateError, UnavailableError
+from millrace.errors import ConflictError, InvalidStateError, UnavailableError
 from millrace.policies.history import Delta, Digests, History
 from millrace.policies.host_copy import decode_threads
 from millrace.policies.manifest import AdapterEntry, Encoding, FileEntry, PolicyManifest, Probe, TensorEntry
 from millrace.policies.parts import TensorPart
 from millrace.policies.publish import (
+    DIGEST_MISMATCH,
     PublishedPolicy,
     commit_policy,
     digest_conflict,
@@ -73,6 +74,8 @@ class Committer:
         epoch: int,
         files: tuple[FileEntry, ...],
         should_stop: Callable[[], bool] = lambda: False,
+        require_held: Callable[[str], None] | None = None,
+        is_strict: bool = True,
     ) -> None:
         self._store = store
         self._names = names
@@ -82,6 +85,8 @@ class Committer:
         self._epoch = epoch
         self._files = files
         self._should_stop = should_stop
+        self._require_held = require_held
+        self._is_strict = is_strict
         self._threads = max(1, decode_threads() // gang.world_size)
         self._history = History(skip_deltas=config.skip_deltas if config.delta else (), threads=self._threads)
         self._anchor = 0
@@ -100,7 +105,23 @@ class Committer:
         self._advance(VersionInput(version=version, parts=parts, probe=None), found, digests)
 
     def commit(self, version: VersionInput) -> CommittedVersion:
-        """Commits a version, or proves that the committed one has equal weights (ConflictError naming both if not)."""
+        """Commits a version, or proves that the committed one has equal weights.
+
+        If it has others: ConflictError naming both. Unless strict that can only be of a trainer that had the run before
+        and woke up: UnavailableError then, and the next try begins a lineage behind it (`publish_plan`).
+        """
+        try:
+            return self._commit(version)
+        except ConflictError as error:
+            if self._is_strict or error.reason != DIGEST_MISMATCH:
+                raise
+            raise UnavailableError(
+                f"another trainer of the run was faster: {error.message}",
+                reason="POLICY_TAKEN",
+                remedy="the run goes on from its last checkpoint in a new lineage",
+            ) from error
+
+    def _commit(self, version: VersionInput) -> CommittedVersion:
         found = self._committed(version.version)
         if found is None:
             return self._publish(version)
@@ -216,6 +237,8 @@ class Committer:
                     remedy="whoever trains the run on publishes it",
                 )
             faults.reach(Point.TRAINER_BEFORE_MANIFEST, version=manifest.version)
+            if self._require_held is not None:  # who slept through the loss of its lease creates nothing any more
+                self._require_held(f"policy {manifest.lineage}-{manifest.version} is committed")
             published.append(commit_policy(self._store, manifest.key, manifest))
             return b""
 

@@ -105,6 +105,16 @@ class Hold:
             self.lost = _renewal_failure(error, uid=self._log.uid)
         return self._lease.ttl_s / 3
 
+    async def require_held(self, what: str) -> None:
+        """Returns when this trainer surely has the run, however long Redis is away; FencedError once it has lost it."""
+
+        async def check() -> None:
+            if not self._lease.may_write:
+                self._woken.set()
+                raise UnavailableError(f"the lease has to be renewed before {what}", reason="LEASE_STALE")
+
+        await self.outlasting(check)
+
     async def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
         """Appends a published version, however long Redis is away; FencedError if the hold is lost meanwhile."""
         what = f"announcing policy {entry.lineage}-{entry.version}"

@@ -219,6 +219,7 @@ def make_publisher(
         vocabulary=int(json.loads(shared["config.json"])["vocab_size"]),
         plan=plan,
         config=learner.config.policy,
+        is_strict=learner.is_strict,
         adapter=None if base is None else base.entry,
     )
 

@@ -55,7 +55,14 @@ class Trainer:
     """Publishes versions whose weights move a little at each step, with `world_size` ranks."""
 
     def __init__(
-        self, store: LocalStore, *, world_size: int = 1, share: float = 0.01, lineage: int = 0, **config
+        self,
+        store: LocalStore,
+        *,
+        world_size: int = 1,
+        share: float = 0.01,
+        lineage: int = 0,
+        is_strict: bool = True,
+        **config,
     ) -> None:
         board = Board(world_size)
         self.store = store
@@ -75,6 +82,7 @@ class Trainer:
                 lineage=lineage,
                 epoch=1,
                 files=(),
+                is_strict=is_strict,
             )
             for rank in range(world_size)
         ]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from committed_versions import NAMES, SHAPES, Trainer
 
+from millrace.errors import ConflictError, UnavailableError
 from millrace.policies.chain import Manifests
 from millrace.policies.host_copy import FILE_NAME, HostCopy
 from millrace.policies.manifest import CODEC_DELTA, Encoding, PolicyManifest
@@ -210,3 +211,26 @@ def test_a_manifest_that_does_not_say_so_may_have_successors(store: LocalStore) 
     raw = json.loads(Trainer(store, delta=False).publish_to(0).manifest(0).to_bytes())
     del raw["is_delta_base"]
     assert PolicyManifest.from_bytes(json.dumps(raw).encode(), source="an older one").is_delta_base
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before it is looked up", "before it is created"])
+def test_a_version_that_a_predecessor_wrote_meanwhile_ends_strict_runs_and_is_tried_again_in_others(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, world_size: int, is_late: bool
+) -> None:
+    for is_strict, version in ((True, 1), (False, 2)):
+        old, new = (Trainer(store, world_size=world_size, lineage=version, is_strict=is_strict) for _ in range(2))
+        new.move()
+        if is_late:
+            head = store.head
+            monkeypatch.setattr(
+                store, "head", lambda key, head=head: None if key.endswith("manifest.json") else head(key)
+            )
+        assert all(not isinstance(done, Exception) for done in old.commit(version))
+        first, *others = new.commit(version)
+        monkeypatch.undo()
+        expected = ("ConflictError", "POLICY_DIGEST_MISMATCH") if is_strict else ("UnavailableError", "POLICY_TAKEN")
+        assert (type(first).__name__, first.reason) == expected
+        assert all(
+            isinstance(other, ConflictError if is_strict and not is_late else UnavailableError) for other in others
+        )
