@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deployment import OURS, Deployment, run, until
@@ -112,6 +113,29 @@ def test_each_image_holds_only_what_its_service_needs(deployment: Deployment) ->
         assert image["Config"]["User"] == "10001:10001"
         assert image["Config"]["Healthcheck"]["Test"][:3] == ["CMD", "python", "-m"]
         assert image["Config"]["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+
+
+def test_the_gpu_override_puts_vllm_and_the_trainer_on_gpus_and_changes_nothing_else(images: None) -> None:
+    """Only as a file: no machine of the tests has a GPU."""
+    both = ("docker-compose.yml", "docker-compose.gpu.yml")
+    plain, gpu = (_config(Deployment(project="millracetest", port=1, files=files)) for files in (both[:1], both))
+    changed = {name for name, service in gpu["services"].items() if service != plain["services"][name]}
+    assert changed == {"inference", "trainer"}
+    assert gpu["services"]["inference"]["environment"]["MILLRACE_ENGINE"] == "vllm"
+    for name, place in (("inference", "0"), ("trainer", "1")):
+        service = gpu["services"][name]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", [place], ["gpu"])
+        assert service["build"]["args"]["ACCELERATOR"] == "cuda" and service["image"].endswith("-cuda")
+        kept = {"restart", "read_only", "cap_drop", "security_opt", "healthcheck", "depends_on", "volumes", "tmpfs"}
+        assert all(service.get(key) == plain["services"][name].get(key) for key in kept)
+
+
+def _config(stack: Deployment) -> dict[str, Any]:
+    try:
+        return json.loads(stack.compose("config", "--format", "json"))
+    finally:
+        stack.forget()
 
 
 def test_no_service_runs_as_root_or_may_become_it(deployment: Deployment) -> None:

@@ -30,6 +30,9 @@ def test_held_out_reward_rises(seed: int, make_workplace) -> None:
     assert 0 <= summary["mismatch_kl"] <= 1e-4
     assert 0 <= summary["trainer_wait_ratio"] <= 1
     assert all(key in summary for key in KEYS)
+    weights = summary["weights"]
+    assert weights["published"]["versions"] == 81, "as deltas: about two thirds of full copies at this learning rate"
+    assert weights["published"]["ratio"] < 0.8 and weights["fetched"]["ratio"] < 0.8
     assert output.count("\nstep ") == 80, "one plain line per step"
     _check_policy(workplace.path / summary["policy_path"])
     assert (workplace.path / summary["plot_path"]).read_bytes().startswith(b"\x89PNG")
