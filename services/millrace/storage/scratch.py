@@ -69,7 +69,7 @@ def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Pat
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Under its name only once it is locked: a directory that others see without an owner is one to be removed.
             directory = fresh.rename(parent / f"{_PREFIX}{purpose}-{fresh.name.removeprefix(_FRESH)}")
-        except BaseException:  # raised on
+        except BaseException:  # raised on; the lock's file is closed with its last reference
             shutil.rmtree(fresh, ignore_errors=True)
             raise
     try:

@@ -29,11 +29,13 @@ from millrace.policies.publish import (
 )
 from millrace.policies.shares import merge_digests, merge_encodings, pack_digests, pack_encodings
 from millrace.policies.upload import upload_delta, upload_full
+from millrace.runlog.epochs import latest_epoch
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
 from millrace.trainer.distributed import Gang
+from millrace.trainer.hold import ROLE, require_newest
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,6 @@ class Committer:
         epoch: int,
         files: tuple[FileEntry, ...],
         should_stop: Callable[[], bool] = lambda: False,
-        require_held: Callable[[str], None] | None = None,
         is_strict: bool = True,
     ) -> None:
         self._store = store
@@ -85,7 +86,6 @@ class Committer:
         self._epoch = epoch
         self._files = files
         self._should_stop = should_stop
-        self._require_held = require_held
         self._is_strict = is_strict
         self._threads = max(1, decode_threads() // gang.world_size)
         self._history = History(skip_deltas=config.skip_deltas if config.delta else (), threads=self._threads)
@@ -237,8 +237,10 @@ class Committer:
                     remedy="whoever trains the run on publishes it",
                 )
             faults.reach(Point.TRAINER_BEFORE_MANIFEST, version=manifest.version)
-            if self._require_held is not None:  # who slept through the loss of its lease creates nothing any more
-                self._require_held(f"policy {manifest.lineage}-{manifest.version} is committed")
+            # Who slept through the loss of the run creates nothing any more. The store knows epochs first, and is asked
+            # although Redis may be away; what is taken between this look and the next line is POLICY_TAKEN's.
+            newest = latest_epoch(self._store, self._names, ROLE)
+            require_newest(newest, held=self._epoch, uid=self._names.uid)
             published.append(commit_policy(self._store, manifest.key, manifest))
             return b""
 

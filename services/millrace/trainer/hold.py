@@ -105,16 +105,6 @@ class Hold:
             self.lost = _renewal_failure(error, uid=self._log.uid)
         return self._lease.ttl_s / 3
 
-    async def require_held(self, what: str) -> None:
-        """Returns when this trainer surely has the run, however long Redis is away; FencedError once it has lost it."""
-
-        async def check() -> None:
-            if not self._lease.may_write:
-                self._woken.set()
-                raise UnavailableError(f"the lease has to be renewed before {what}", reason="LEASE_STALE")
-
-        await self.outlasting(check)
-
     async def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
         """Appends a published version, however long Redis is away; FencedError if the hold is lost meanwhile."""
         what = f"announcing policy {entry.lineage}-{entry.version}"
@@ -180,13 +170,7 @@ class Hold:
     async def _require_newest_epoch(self) -> None:
         """FencedError if another trainer took an epoch while the log was away."""
         stored = await asyncio.to_thread(latest_epoch, self._log.store, self._log.names, ROLE)
-        newest = max(stored, await self._log.current_epoch(ROLE))
-        if newest > self.epoch.number:
-            raise FencedError(
-                f"trainer epoch {newest} of run {self._log.uid} exists, this trainer holds {self.epoch.number}",
-                reason="STALE_EPOCH",
-                remedy="another trainer continues the run",
-            )
+        require_newest(max(stored, await self._log.current_epoch(ROLE)), held=self.epoch.number, uid=self._log.uid)
 
     async def _append(self, entry: policy_pb2.PolicyEntry, what: str, is_replay: bool) -> None:
         data = entry.SerializeToString(deterministic=True)
@@ -198,6 +182,16 @@ class Hold:
             if is_replay:
                 return  # the stream is past this version and trimmed it; its manifest is proven equal
         result.require(what)
+
+
+def require_newest(newest: int, *, held: int, uid: str) -> None:
+    """FencedError if `newest`, the newest trainer epoch of the run, is another trainer's."""
+    if newest > held:
+        raise FencedError(
+            f"trainer epoch {newest} of run {uid} exists, this trainer holds {held}",
+            reason="STALE_EPOCH",
+            remedy="another trainer continues the run",
+        )
 
 
 async def outlasting(attempt: Callable[[], Awaitable[T]], *, reopen: Callable[[], Awaitable[None]]) -> T:

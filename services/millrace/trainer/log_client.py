@@ -122,22 +122,6 @@ class LogClient:
 
     # PolicyLog
 
-    def require_held(self, what: str) -> None:
-        """Returns when this trainer surely has the run; FencedError if it has lost it.
-
-        Waits for Redis as long as it takes, unless asked to stop: UnavailableError.
-        """
-        checking = self._background.submit(self._held.require_held(what))
-        while not concurrent.futures.wait([checking], _POLL_S).done:
-            if self._should_stop() or self._is_closed:
-                checking.cancel()
-                raise UnavailableError(
-                    f"asked to stop before {what}",
-                    reason="POLICY_ABANDONED",
-                    remedy="whoever trains the run on publishes it",
-                )
-        checking.result()
-
     def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
         """Appends a published version. `is_replay`: the store had it already, with equal weights.
 

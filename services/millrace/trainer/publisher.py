@@ -53,10 +53,6 @@ class PolicyLog(Protocol):
         """The fencing epoch that this trainer holds."""
         ...
 
-    def require_held(self, what: str) -> None:
-        """Returns when this trainer surely has the run; FencedError if another one has it."""
-        ...
-
     def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
         """Appends to the policy stream."""
         ...
@@ -112,7 +108,6 @@ class Publisher:
             epoch=0 if log_client is None else log_client.epoch,
             files=files,
             should_stop=self._is_abandoned.is_set,
-            require_held=None if log_client is None else log_client.require_held,
             is_strict=is_strict,
         )
         self._previous: list[TensorPart] = []

@@ -21,10 +21,14 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
+from millrace.errors import CorruptObjectError, InternalError, MillraceError, UnavailableError
 from millrace.storage.scratch import scratch_errors
+from millrace.telemetry import logging
+
+log = logging.getLogger(__name__)
 
 METADATA_FILE = ".metadata"
+_DEFECTS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, pickle.PickleError)
 _ALLOWED_MODULES = frozenset({"torch.distributed.checkpoint.metadata"})
 _ALLOWED = frozenset(
     {
@@ -87,10 +91,9 @@ class _Writer(FileSystemWriter):
         """Writes this rank's files."""
         try:
             return super().write_data(*args, **kwargs)
-        except Exception as error:  # behind an error of the library there may be one of the operating system
-            with scratch_errors(Path(self.path)):
-                if (refused := _refusal(error)) is not None:
-                    raise refused from error
+        except Exception as error:  # what is behind it does not survive the way to the other ranks
+            _raise_refusal(error, Path(self.path))
+            log.exception("a checkpoint cannot be written")
             raise
 
 
@@ -98,7 +101,7 @@ class _Writer(FileSystemWriter):
 def _library_errors(directory: Path, action: str) -> Iterator[None]:
     """Turns the library's error, which no `except Exception` catches, into the one behind it; the same at every rank.
 
-    What is none of ours, such as too little memory, becomes UnavailableError: it is tried again, visibly.
+    What is none of ours becomes InternalError if it would come again, and else UnavailableError: too little memory.
     """
     try:
         yield
@@ -107,7 +110,9 @@ def _library_errors(directory: Path, action: str) -> Iterator[None]:
         for failure in failures:
             if isinstance(failure, MillraceError) or not isinstance(failure, Exception):
                 raise failure from error
-        raise UnavailableError(
+            _raise_refusal(failure, directory)
+        comes_again = isinstance(failures[0], _DEFECTS)
+        raise (InternalError if comes_again else UnavailableError)(
             f"cannot {action} {directory} at ranks {sorted(error.failures)}: "
             f"{type(failures[0]).__name__}: {failures[0]}",
             reason="CHECKPOINT_FAILED",
@@ -115,11 +120,14 @@ def _library_errors(directory: Path, action: str) -> Iterator[None]:
         ) from error
 
 
-def _refusal(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind one of the library's: a full disk first shows where a file is closed."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
+def _raise_refusal(error: Exception, directory: Path) -> None:
+    """Raises what the operating system refused, if that is behind it: a full disk shows where a file is closed."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        with scratch_errors(directory):
+            raise cause from error
 
 
 def _mismatch(what: str) -> CorruptObjectError:
