@@ -135,10 +135,13 @@ def test_a_trainer_that_wakes_up_creates_no_version(first: ChaosStack, spare_tra
     first.thaw(frozen)
     line = wait_line(old_log, "run let go", since=thawed_at, timeout_s=REFUSED_WITHIN_S)
     assert "another trainer continues the run" in line, line
-    names = Names(PREFIX, run.uid)
-    assert first.store().head(names.policy_manifest(0, 3)) is None, "its version was not created"
     first.thaw(successor)
     first.finish(run)
+    traces = Traces.of(first, run)
+    uploaded = [key for key in traces.objects if "-00000003/e1-" in key]
+    assert uploaded, "it was about to create version 3"
+    manifests = [data.decode() for key, data in traces.objects.items() if key.endswith("-00000003/manifest.json")]
+    assert manifests and not any(key in manifest for key in uploaded for manifest in manifests)
 
 
 # Behind the tests of the trainers, so that no other orchestrator and its trainer take part in these.

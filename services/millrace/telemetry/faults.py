@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -127,7 +128,8 @@ def _strike(directory: Path, point: Point, where: dict[str, int]) -> None:
         case Action.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         case Action.FREEZE:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread, which stops here with all others; sent to the process, it may run on a while.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case Action.SLEEP:
             time.sleep(fault["seconds"])
         case Action.RAISE:
