@@ -128,6 +128,7 @@ def test_a_store_that_hangs_and_then_answers(stack: ChaosStack, proxy: FaultProx
     proxy.remove(hanging)
     ended = time.time()
     stack.finish(run)
+    assert hanging.struck > 0
     print(run.require_recovery(ended))
 
 

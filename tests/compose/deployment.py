@@ -148,7 +148,9 @@ class Deployment:
 
         def heal() -> None:
             for chain, *rule in rules:
+                dropped = run([*inside, "-L", chain, "1", "-v", "-x", "-n"]).split()[0]
                 run([*inside, "-D", chain, *rule, "-j", "DROP"])
+                assert chain == "INPUT" or int(dropped) > 0, f"nothing that {service} sent to {other} was dropped"
 
         return heal
 

@@ -199,6 +199,7 @@ def test_down_and_up_continues_the_run_with_more_replicas(deployment: Deployment
     deployment.compose("down", "--timeout", "45", timeout_s=200)
     deployment.up("--scale", "inference=2", "--scale", "env-server=2")
 
+    assert [len(deployment.containers(service)) for service in ("inference", "env-server")] == [2, 2]
     wait_success(deployment, name)
     outside(deployment, "audit", name)
 
