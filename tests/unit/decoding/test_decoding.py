@@ -1,0 +1,85 @@
+"""Hostile documents, messages and frames end in one typed error, before memory is spent on them."""
+
+import json
+import tracemalloc
+
+import pytest
+import zstandard
+
+from millrace.decoding import decode_json, decode_message, decode_object, decompress
+from millrace.errors import CorruptObjectError
+from millrace.v1 import event_pb2
+
+WHERE = {"what": "this", "reason": "THIS_CORRUPT"}
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"\xff", "invalid start byte"),
+        (b'{"a": NaN}', "NaN is no JSON"),
+        (b"[1, -Infinity]", "-Infinity is no JSON"),
+        (b"[1e999]", "1e999 is no JSON"),
+        (b'{"a": 1, "a": 2}', "a key twice"),
+        (b'["\\ud800"]', "surrogates not allowed"),
+        (b"[" * 100_000, "nests deeper than 64"),
+        (b'{"a":' * 65, "nests deeper than 64"),
+        (b"1" * 5000, "4300"),
+        (b"[" + b"1," * 100 + b"1]", "at most 200 are read"),
+    ],
+)
+def test_json_that_is_refused(data: bytes, cause: str) -> None:
+    with pytest.raises(CorruptObjectError, match=cause) as caught:
+        decode_json(data, **WHERE, max_bytes=200 if b"1," in data else 1 << 20)
+    assert caught.value.reason == "THIS_CORRUPT"
+    assert caught.value.message.startswith("this cannot be read: ")
+
+
+def test_json_that_is_read() -> None:
+    document = {"a": [1, 2.5, None, True], "deep": json.loads("[" * 60 + "]" * 60), "text": '[{"\\' * 100 + "é😀"}
+    assert decode_json(json.dumps(document), **WHERE) == document
+    assert decode_object(json.dumps(document, ensure_ascii=False).encode(), **WHERE) == document
+    with pytest.raises(CorruptObjectError, match="instead of an object"):
+        decode_object(b"[]", **WHERE)
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\x01\xff", b"\x0b" * 200])
+def test_messages_that_are_refused(data: bytes) -> None:
+    with pytest.raises(CorruptObjectError) as caught:
+        decode_message(event_pb2.Event, data, **WHERE)
+    assert caught.value.reason == "THIS_CORRUPT"
+
+
+def test_a_message_larger_than_its_bound_is_not_parsed() -> None:
+    event = event_pb2.Event(writer="w" * 100)
+    assert decode_message(event_pb2.Event, event.SerializeToString(), **WHERE).writer == event.writer
+    with pytest.raises(CorruptObjectError, match="at most 50 are read"):
+        decode_message(event_pb2.Event, event.SerializeToString(), **WHERE, max_bytes=50)
+
+
+def test_a_frame_that_expands_beyond_its_bound_takes_no_memory() -> None:
+    bomb = zstandard.ZstdCompressor().compress(b"\0" * (100 << 20))
+    tracemalloc.start()
+    with pytest.raises(CorruptObjectError, match=f"holds {100 << 20} bytes, which is not from 0 to {1 << 20}"):
+        decompress(bomb, **WHERE, max_bytes=1 << 20)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_frames() -> None:
+    good = zstandard.ZstdCompressor(write_checksum=True).compress(b"abc" * 1000)
+    assert decompress(good, **WHERE, max_bytes=3000) == b"abc" * 1000
+    assert decompress(zstandard.ZstdCompressor().compress(b""), **WHERE, max_bytes=0) == b""
+    streamed = zstandard.ZstdCompressor().compressobj()
+    for bad in (
+        b"",
+        good[:-1],
+        good + b"x",
+        good[:20] + b"\0" + good[21:],
+        good[:-1] + b"\0",
+        streamed.compress(b"abc") + streamed.flush(),  # it does not say how much it holds
+    ):
+        with pytest.raises(CorruptObjectError):
+            decompress(bad, **WHERE, max_bytes=1 << 20)
