@@ -22,20 +22,24 @@ class RunEvents:
         return self._writer.num_queued
 
     async def state_changed(
-        self, state: run_pb2.RunState, reason: str, *, error: run_pb2.RunError | None = None
+        self, state: run_pb2.RunState, reason: str, *, error: run_pb2.RunError | None = None, chain_hash: str = ""
     ) -> None:
-        """Record a transition from the state recorded last."""
-        body = event_pb2.StateChanged(old_state=self.state, new_state=state, reason=reason, error=error)
+        """Record a transition from the state recorded last; `chain_hash` (hex) belongs to a terminal state."""
+        body = event_pb2.StateChanged(
+            old_state=self.state, new_state=state, reason=reason, error=error, chain_hash=chain_hash
+        )
         self.state = state
         self.meters.state_changed(state, failed_in=error.component if error is not None else "")
         await self._writer.write(event_pb2.Event(state_changed=body))
 
     async def batch_committed(
-        self, *, step: int, num_trained: int, dropped: Mapping[str, int], num_tokens: int
+        self, *, step: int, num_trained: int, dropped: Mapping[str, int], num_tokens: int, chain_hash: str
     ) -> None:
-        """Record a committed batch."""
+        """Record a committed batch; `chain_hash` (hex) is that behind it."""
         self.meters.batch_committed(num_trained=num_trained, dropped=dropped, num_tokens=num_tokens)
-        body = event_pb2.BatchCommitted(step=step, num_trained=num_trained, dropped=dropped, num_tokens=num_tokens)
+        body = event_pb2.BatchCommitted(
+            step=step, num_trained=num_trained, dropped=dropped, num_tokens=num_tokens, chain_hash=chain_hash
+        )
         await self._writer.write(event_pb2.Event(batch_committed=body))
 
     async def policy_served(self, body: event_pb2.PolicyServed) -> None:

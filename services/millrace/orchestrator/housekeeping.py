@@ -12,6 +12,7 @@ from millrace.internal.v1 import policy_pb2
 from millrace.orchestrator.assembly import RunParts
 from millrace.runlog import reappend_committed
 from millrace.runlog.event_archive import EventArchive
+from millrace.runlog.seal import write_seal
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +145,15 @@ class Housekeeper:
         """Bring every event that was written so far to the store."""
         await self._parts.events.flush()
         await self._archive.archive()
+
+    async def seal(self, state: str) -> None:
+        """Seal the run, whose terminal state is archived; what fails here a later look does (`sealing`)."""
+        store, names, ledger = self._log.store, self._log.names, self._parts.ledger
+        by = f"{self._parts.epoch.role}, epoch {self._parts.epoch.number}"
+        try:
+            await asyncio.to_thread(write_seal, store, names, ledger.known, chain=ledger.chain, state=state, by=by)
+        except MillraceError as error:
+            log.warning("run not sealed, trying again later", extra={"uid": names.uid, "error": str(error)})
 
     async def archive_last(self) -> None:
         """The same when this process stops: as far as it goes in a moment, the successor does the rest."""

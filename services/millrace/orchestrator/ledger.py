@@ -29,7 +29,9 @@ from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import Purpose, Rollout, TrainSample
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog import Epoch, Frontier, Lease, RunLog, chain_hash, commit_batch
+from millrace.runlog.known import KnownObjects
 from millrace.runlog.origin import Origin
+from millrace.runlog.scores import name_scores
 from millrace.v1 import run_pb2
 
 T = TypeVar("T")
@@ -74,15 +76,20 @@ class Ledger:
         self.step = 0
         self.frontier = Frontier()
         self.chain = bytes(32)
+        self.known = KnownObjects()
+        """What the committed headers name."""
         self._pending: list[Resolved] = []
         self._committing: frozenset[int] = frozenset()
         self._archive: list[Rollout] = []
         self._num_empty = 0
         self._cursor = 0
 
-    def restore(self, last: batch_pb2.BatchHeader | None, chain: bytes, *, origin: Origin, table: GroupTable) -> None:
-        """Continue behind the last committed header, or at the log's origin."""
-        self.chain = chain
+    def restore(
+        self, headers: Sequence[batch_pb2.BatchHeader], chain: bytes, *, origin: Origin, table: GroupTable
+    ) -> None:
+        """Continue behind the last committed header, or at the log's origin; `chain` is the chain hash there."""
+        self.chain, self.known = chain, KnownObjects(headers)
+        last = headers[-1] if headers else None
         if last is None:
             self.step, self.frontier = origin.base_step, origin.frontier
         else:
@@ -158,7 +165,11 @@ class Ledger:
         dropped = count_dropped(resolved)
         num_trained = len(resolved) - dropped.total()
         await self._events.batch_committed(
-            step=batch.step, num_trained=num_trained, dropped=dropped, num_tokens=header.num_tokens
+            step=batch.step,
+            num_trained=num_trained,
+            dropped=dropped,
+            num_tokens=header.num_tokens,
+            chain_hash=self.chain.hex(),
         )
         # What was dropped while the commit was under way is in no header yet.
         entries = [table.oldest_entry(), *(rollout.entry_id for rollout in self._archive)]
@@ -240,7 +251,11 @@ class Ledger:
         self._committing = frozenset(item.ordinal for item in resolved)
         try:
             chunks = pack_batch(header, samples)
-            header_bytes = await _finish(commit_batch(self._log, self._epoch, header, chunks, encode_archive(archived)))
+            header.objects.extend(name_scores(self._log.names, archived))
+            archive = encode_archive(archived)
+            header_bytes = await _finish(
+                commit_batch(self._log, self._epoch, header, chunks, archive, known=self.known)
+            )
         except MillraceError:  # if the run fails for it, the closing header resolves them
             self._pending, self._archive = [*resolved, *self._pending], [*archived, *self._archive]
             raise

@@ -18,6 +18,7 @@ from millrace.orchestrator.eval_run import EvalRunDriver
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.run_driver import RunDriver
 from millrace.orchestrator.run_view import EVAL, RunView
+from millrace.orchestrator.sealing import Sealer
 from millrace.orchestrator.watchdog import Watchdog, tell_takeover
 from millrace.orchestrator.wishes import POLL_S, Wish, WishBook
 from millrace.orchestrator.workers import LET_GO_S, WorkerRegistry
@@ -83,6 +84,7 @@ class RunManager:
         self._gone: dict[str, list[float]] = {}
         self._kept_events: dict[str, RunEvents] = {}
         self._told: set[str] = set()
+        self._sealer = Sealer(catalog, owner=owner)
         self._wake = asyncio.Event()
         self.slot = ""
         """Place that only one orchestrator can have at a time: leases of a predecessor there are taken over at once."""
@@ -116,6 +118,7 @@ class RunManager:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._registry.keep_pulse())
+                tasks.create_task(self._sealer.run())
                 while True:
                     self._wake.clear()
                     self._on_scan()
@@ -312,6 +315,8 @@ class RunManager:
             run_meters.forget(view.record.name)
         self._wishes.forget(view.record.uid)
         self._end_pause(view.record.uid)
+        if view.record.uid not in self._claims:  # else whoever ended it here is about to seal it
+            self._sealer.note(view)
 
     def _tell_once(self, view: RunView, *, has_ended: bool) -> None:
         if view.record.uid not in self._told and view.record.uid not in self._claims:

@@ -29,9 +29,9 @@ from millrace.orchestrator.loop import RolloutLoop
 from millrace.orchestrator.trainer_watch import TrainerFailedError
 from millrace.orchestrator.wishes import Wish
 from millrace.rollouts.types import Rollout
-from millrace.runlog import load_committed
+from millrace.runlog import load_headers
 from millrace.runlog.origin import load_origin
-from millrace.telemetry import waits
+from millrace.telemetry import faults, waits
 from millrace.v1 import run_pb2
 
 log = logging.getLogger(__name__)
@@ -123,8 +123,8 @@ class RunDriver:
         """Take over what the store has of the run, and bring Redis up to date with it."""
         run_log = self._parts.log
         origin = await asyncio.to_thread(load_origin, run_log.store, run_log.names)
-        last, chain = await load_committed(run_log)
-        self._ledger.restore(last, chain, origin=origin, table=self._parts.table)
+        headers, chain = await load_headers(run_log)
+        self._ledger.restore(headers, chain, origin=origin, table=self._parts.table)
         self._is_restored = True
         await self._keeper.start()
 
@@ -268,8 +268,7 @@ class RunDriver:
             error = run_pb2.RunError(
                 reason=closing.error_reason, message=closing.error_message, component=closing.error_component
             )
-            await self._events.state_changed(run_pb2.RUN_STATE_FAILED, closing.error_message, error=error)
-            await self._keeper.archive_now()
+            await self._record_end(run_pb2.RUN_STATE_FAILED, closing.error_message, error=error)
             return
         succeeded = closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
         why = self.WRITTEN if succeeded else "cancelled on request"
@@ -283,8 +282,14 @@ class RunDriver:
             why = "the trainer did not say that it has written everything"
             await self._events.warning(error.reason, str(error))
         state = run_pb2.RUN_STATE_SUCCEEDED if succeeded else run_pb2.RUN_STATE_CANCELLED
-        await self._events.state_changed(state, why)
+        await self._record_end(state, why)
+
+    async def _record_end(self, state: run_pb2.RunState, why: str, *, error: run_pb2.RunError | None = None) -> None:
+        """The terminal state, its event archived, and the seal behind it."""
+        await self._events.state_changed(state, why, error=error, chain_hash=self._ledger.chain.hex())
         await self._keeper.archive_now()
+        faults.reach(faults.Point.ORCHESTRATOR_BEFORE_SEAL)
+        await self._keeper.seal(run_pb2.RunState.Name(state).removeprefix("RUN_STATE_"))
 
     async def _fail(self, error: MillraceError) -> None:
         """Close the run as failed, unless it is closed; the header says why even if the events are lost."""
@@ -299,8 +304,7 @@ class RunDriver:
                 final_version=self._ledger.step,
                 error=detail,
             )
-        await self._events.state_changed(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
-        await self._keeper.archive_now()
+        await self._record_end(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
 
     async def _abandon(self, reason: str) -> None:
         """The run ends: if nobody has read its rollouts yet, what a predecessor left open is dropped as well."""

@@ -9,8 +9,9 @@ from typing import Any
 
 from millrace.errors import FencedError, InternalError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import check_header, verify_chunk
+from millrace.rollouts.batch_wire import check_header, decode_header, verify_chunk
 from millrace.runlog.epochs import Epoch, latest_epoch
+from millrace.runlog.known import KnownObjects
 from millrace.runlog.log import AppendResult, RunLog
 from millrace.runlog.names import Stream
 from millrace.runlog.recover import MAX_REDIS_BATCH_BYTES, reappend_committed
@@ -22,14 +23,22 @@ _PARALLEL_PUTS = 4
 
 
 async def commit_batch(
-    log: RunLog, epoch: Epoch, header: batch_pb2.BatchHeader, chunks: Sequence[bytes], archive: bytes
+    log: RunLog,
+    epoch: Epoch,
+    header: batch_pb2.BatchHeader,
+    chunks: Sequence[bytes],
+    archive: bytes,
+    *,
+    known: KnownObjects | None = None,
 ) -> bytes:
     """Commit a batch and return the stored bytes of its header (chain hashes are over these).
 
-    `header` comes from `pack_batch`; this fills in object keys and the writer's epoch. `archive` is what
-    `encode_archive` made, or empty. After an error, calling it again with the same batch is right: data that no header
-    names is garbage, and a header that this epoch committed before is found again. `FencedError` if another holder
-    committed the step, or holds a newer epoch.
+    `header` comes from `pack_batch`; this fills in object keys, the writer's epoch, and the objects that the headers
+    before it do not name, which `known` knows (without it, all). `archive` is what `encode_archive` made, or empty.
+
+    After an error, calling it again with the same batch is right: data that no header names is garbage, and a header
+    that this epoch committed before is found again. `FencedError` if another holder committed the step, or holds a
+    newer epoch.
     """
     check_header(header)
     if len(chunks) != len(header.chunks) or header.run_uid != log.uid:
@@ -43,12 +52,15 @@ async def commit_batch(
     if await log.current_epoch(epoch.role) > epoch.number:
         AppendResult.FENCED.require(f"committing step {header.step} of run {log.uid}")
     header.writer_epoch = epoch.number
-    await _upload(log, epoch, header, chunks, archive)
+    known = known or KnownObjects()
+    naming = asyncio.to_thread(known.fill, log.store, log.names, header)
+    await _all((_upload(log, epoch, header, chunks, archive), naming))
     faults.reach(faults.Point.ORCHESTRATOR_MID_COMMIT, step=header.step)
     # The store knows every epoch, also where Redis was wiped or lost its tail.
     if await asyncio.to_thread(latest_epoch, log.store, log.names, epoch.role) > epoch.number:
         AppendResult.FENCED.require(f"committing step {header.step} of run {log.uid}")
     header_bytes = await _write_header(log, header)
+    known.note(decode_header(header_bytes))
     faults.reach(faults.Point.ORCHESTRATOR_AFTER_HEADER, step=header.step)
     result = await log.append_batch(epoch, header_bytes, chunks if fits_redis(header) else ())
     if result is AppendResult.CONFLICT and await log.next_position(Stream.BATCHES) <= header.step:
@@ -99,7 +111,7 @@ async def _write_header(log: RunLog, header: batch_pb2.BatchHeader) -> bytes:
     stored = await asyncio.to_thread(log.store.get, key)
     if stored == data:
         return stored
-    if _content(batch_pb2.BatchHeader.FromString(stored)) == _content(header):
+    if _content(decode_header(stored)) == _content(header):
         # Ours: an epoch has one writer, and it has called commit_batch again after an error.
         logger.info("step was committed before", extra={"uid": log.uid, "step": header.step})
         return stored
@@ -116,6 +128,7 @@ def _content(header: batch_pb2.BatchHeader) -> bytes:
     content = batch_pb2.BatchHeader()
     content.CopyFrom(header)
     content.rollouts_key = ""
+    del content.objects[:]
     for chunk in content.chunks:
         chunk.key = ""
     return content.SerializeToString(deterministic=True)

@@ -8,8 +8,8 @@ from enum import StrEnum
 from millrace.errors import ConflictError, CorruptObjectError, FencedError, InvalidStateError, LogGoneError
 from millrace.runlog.connection import as_text
 
-FORMAT_MAJOR = 1
-"""Major format of entries (field `v`) that this release writes, and the newest that it reads."""
+FORMAT_MAJOR = 2
+"""Major format of entries (field `v`) and logs: the one that this release writes and the only one that it reads."""
 
 
 class AppendResult(StrEnum):
@@ -79,7 +79,7 @@ def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
 
 
 def check_format(version: str, where: str) -> int:
-    """The major number of a format version; `InvalidStateError` if it is newer than what this release reads."""
+    """The major number of a format version; `InvalidStateError` if it is not the one that this release reads."""
     major = version.partition(".")[0]
     if not major.isdigit() or int(major) < 1:
         raise CorruptObjectError(f"{where} has the format {version!r}", reason="ENTRY_CORRUPT")
@@ -88,6 +88,13 @@ def check_format(version: str, where: str) -> int:
             f"{where} has format {version}, this release reads up to {FORMAT_MAJOR}",
             reason="FORMAT_TOO_NEW",
             remedy="upgrade this service to the release that wrote it",
+            metadata={"format": version},
+        )
+    if int(major) < FORMAT_MAJOR:
+        raise InvalidStateError(
+            f"{where} has format {version}, this release reads only {FORMAT_MAJOR}",
+            reason="FORMAT_TOO_OLD",
+            remedy="finish the run with the release that wrote it, or start it anew",
             metadata={"format": version},
         )
     return int(major)

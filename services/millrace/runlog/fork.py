@@ -23,7 +23,7 @@ from typing import Any
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
-from millrace.runlog.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
+from millrace.runlog.frontier import Frontier, chain_hash
 from millrace.runlog.names import Names
 from millrace.runlog.origin import Origin, load_origin, parse_origin
 from millrace.storage import ObjectStore
@@ -143,7 +143,7 @@ class _Copy:
     _todo: list[Callable[[], None]] = field(default_factory=list)
 
     def run(self, *, base_step: int, step: int) -> None:
-        chain, own_chain = self.origin.chain_hash, self.origin.chain_hash
+        chain, own_chain = self.origin.parent_chain_hash, self.origin.chain_hash
         for number in range(base_step, step):
             chain, own_chain = self._header(number, chain, own_chain)
         self._verify_follower(step, chain)
@@ -185,6 +185,7 @@ class _Copy:
             header.rollouts_key = self._later(header.rollouts_key, sha256=header.rollouts_sha256.hex())
         header.run_uid, header.run_hash, header.previous_chain_hash = self.target.uid, self.run_hash, own_chain
         header.writer_epoch = header.config_revision = 0  # of nobody's epoch: the fork's own begin at 1
+        del header.objects[:]  # they are the parent's
         own = header.SerializeToString(deterministic=True)
         self._create(self.target.batch_header(step), own)
         return chain_hash(chain, data), chain_hash(own_chain, own)
@@ -200,6 +201,7 @@ class _Copy:
         for item in manifest["objects"]:
             item["key"] = self._later(item["key"], sha256=item["sha256"], size_bytes=item["size_bytes"])
         manifest |= {"run_uid": self.target.uid, "run_hash": self.run_hash}
+        manifest["chain_hash"] = self.origin.chain_hash.hex()  # of the same history, as the fork's own chain has it
         return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
 
     def _later(self, key: str, *, sha256: str, size_bytes: int | None = None) -> str:
@@ -275,7 +277,7 @@ def _has_batch(store: ObjectStore, names: Names, step: int) -> bool:
 def _state_before(store: ObjectStore, names: Names, origin: Origin, step: int) -> tuple[bytes, Frontier]:
     """H(step - 1) and the ordinals that are resolved before `step`."""
     if step == origin.base_step:
-        return origin.chain_hash if step else ZERO_CHAIN_HASH, origin.frontier
+        return origin.chain_hash, origin.frontier
     data = store.get(names.batch_header(step - 1))
     header = decode_header(data)
     return chain_hash(header.previous_chain_hash, data), Frontier.from_header(header)

@@ -8,7 +8,15 @@ from millrace.errors import CorruptObjectError, InternalError
 from millrace.internal.v1 import batch_pb2
 
 ZERO_CHAIN_HASH = bytes(32)
-"""`previous_chain_hash` of step 0."""
+"""Stands where a genesis hash continues nothing."""
+
+
+def genesis_hash(parent: bytes, run_json: bytes) -> bytes:
+    """What the chain of a run begins with: sha256(`parent` || sha256(run.json)), so that it covers what the run is.
+
+    `parent` is the chain hash that a fork continues, else 32 zero bytes; `run_json` are the stored bytes.
+    """
+    return chain_hash(parent, run_json)
 
 
 def chain_hash(previous: bytes, header_bytes: bytes) -> bytes:

@@ -173,6 +173,29 @@ class Names:
         return f"{self.intents}{sequence:08d}.json"
 
     @property
+    def reopenings(self) -> str:
+        """Prefix of the records that say that a failed run was reopened."""
+        return f"{self.root}reopened/"
+
+    @property
+    def seals(self) -> str:
+        """Prefix of the seals."""
+        return f"{self.root}seals/"
+
+    def seal(self, number: int) -> str:
+        """Create-only: what the run consists of at its end, after it was reopened `number` times."""
+        return f"{self.seals}{number:08d}.json"
+
+    @property
+    def attestations(self) -> str:
+        """Prefix of the attestations."""
+        return f"{self.root}attestations/"
+
+    def attestation(self, number: int) -> str:
+        """Create-only: a signed chain hash, numbered from 1."""
+        return f"{self.attestations}{number:08d}.json"
+
+    @property
     def batches(self) -> str:
         """Prefix of headers and batch data."""
         return f"{self.root}batches/"

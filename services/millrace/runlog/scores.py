@@ -4,6 +4,10 @@ A crash between the two leaves an object that nobody names, never an entry witho
 the run.
 """
 
+import hashlib
+from collections.abc import Iterable
+
+from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.scores import encode_scores, scored_digest, with_scores
 from millrace.rollouts.types import Float32Array, Rollout
 from millrace.runlog.names import Names
@@ -13,6 +17,18 @@ from millrace.storage.base import ObjectStore
 def store_scores(store: ObjectStore, names: Names, rollout: Rollout, scores: list[Float32Array]) -> None:
     """Keep the scores of a rollout's samples (blocking); whoever plays the same tokens again keeps the first ones."""
     store.create(names.scores(scored_digest(rollout.samples)), encode_scores(rollout.samples, scores))
+
+
+def name_scores(names: Names, rollouts: Iterable[Rollout]) -> list[batch_pb2.ObjectRef]:
+    """How a header names the scores of the rollouts that it archives, as far as they have any."""
+    found: dict[str, batch_pb2.ObjectRef] = {}
+    for rollout in rollouts:
+        scores = [sample.teacher_logprobs for sample in rollout.samples if sample.teacher_logprobs is not None]
+        if scores and len(scores) == len(rollout.samples):
+            key = names.scores(scored_digest(rollout.samples)).removeprefix(names.root)
+            data = encode_scores(rollout.samples, scores)
+            found[key] = batch_pb2.ObjectRef(key=key, sha256=hashlib.sha256(data).digest())
+    return [found[key] for key in sorted(found)]
 
 
 def load_scores(store: ObjectStore, names: Names, rollout: Rollout) -> Rollout:

@@ -36,6 +36,8 @@ class Point(StrEnum):
     """The header object exists, Redis does not have it (`step`)."""
     ORCHESTRATOR_AFTER_COMMIT = "orchestrator.after_commit"
     """The batch is committed and appended, the loop does not know it yet (`step`)."""
+    ORCHESTRATOR_BEFORE_SEAL = "orchestrator.before_seal"
+    """The terminal state is archived, the run is not sealed."""
     TRAINER_MID_BACKWARD = "trainer.mid_backward"
     """Behind the first micro-batch's backward pass (`step`)."""
     TRAINER_AFTER_STEP = "trainer.after_step"

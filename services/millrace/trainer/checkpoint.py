@@ -307,6 +307,7 @@ class SavedCheckpoint:
     uri: str
     size_bytes: int
     seconds: float
+    manifest_sha256: str
 
 
 class Checkpointer:
@@ -345,7 +346,10 @@ class Checkpointer:
             for dropped in self._checkpoints.prune(self._config):
                 log.info("checkpoint deleted", extra={"step": dropped})
         saved = SavedCheckpoint(
-            uri=self._checkpoints.uri(step), size_bytes=manifest.size_bytes, seconds=time.monotonic() - began
+            uri=self._checkpoints.uri(step),
+            size_bytes=manifest.size_bytes,
+            seconds=time.monotonic() - began,
+            manifest_sha256=hashlib.sha256(manifest.to_bytes()).hexdigest(),  # canonical: the stored bytes
         )
         log.info("checkpoint saved", extra={"step": step, "seconds": round(saved.seconds, 3), "uri": saved.uri})
         return saved

@@ -10,7 +10,7 @@ from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.policies.adapter import ADAPTER_CONFIG
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publish import upload_files
-from millrace.runlog import ZERO_CHAIN_HASH, Names
+from millrace.runlog import Names
 from millrace.runlog.origin import parse_origin
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
@@ -120,7 +120,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         is_strict=learner.is_strict,
         base_digest=learner.base_digest,
     )
-    position, lineage = Position(0, ZERO_CHAIN_HASH), 0
+    position, lineage = Position(0, parse_origin(record, where=f"run.json of run {uid}").chain_hash), 0
     if manifest is None:
         require_whole_history(context.store, names, record)
     else:

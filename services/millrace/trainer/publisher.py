@@ -232,6 +232,8 @@ class Publisher:
             full_bytes=manifest.full_bytes,
             codec=manifest.codecs,
             changed_fraction=committed.changed_fraction,
+            digest=manifest.digest,
+            manifest_sha256=published.manifest_sha256.hex(),
         )
         log_client.write_event(event_pb2.Event(policy_published=body))
         log.info(

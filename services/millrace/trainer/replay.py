@@ -19,7 +19,7 @@ from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
-from millrace.runlog import ZERO_CHAIN_HASH, Names
+from millrace.runlog import Names
 from millrace.runlog.origin import parse_origin
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
@@ -74,11 +74,12 @@ class Replayer:
         except NotFoundError as error:
             raise _no_run(store, names.uid) from error
         config = parse_config(record, uid=names.uid)
-        log = StoreLog(store, names, base_step=parse_origin(record, where=store.uri(names.run_json)).base_step)
+        origin = parse_origin(record, where=store.uri(names.run_json))
+        log = StoreLog(store, names, base_step=origin.base_step)
         kept = log.kept()
         if not kept.first <= step <= kept.last:
             raise log.not_kept(step)
-        start = _find_start(store, names, step)
+        start = _find_start(store, names, step, genesis=origin.chain_hash)
         gang = Gang(device=_device_of(start.checkpoint))
         with _model_directory(store, names, config, start) as directory:
             learner = Learner.of_start_model(config, gang=gang, directory=directory)
@@ -179,11 +180,11 @@ def replay(
         )
 
 
-def _find_start(store: ObjectStore, names: Names, step: int) -> _Start:
+def _find_start(store: ObjectStore, names: Names, step: int, *, genesis: bytes) -> _Start:
     """The newest checkpoint at or before a step, else the start model."""
     found = CheckpointStore(store, names, gang=Gang()).newest(at_most=step)
     if found is None:
-        return _Start(version=0, chain_hash=ZERO_CHAIN_HASH, checkpoint=None)
+        return _Start(version=0, chain_hash=genesis, checkpoint=None)
     return _Start(version=found.step, chain_hash=bytes.fromhex(found.chain_hash), checkpoint=found)
 
 

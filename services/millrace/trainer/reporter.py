@@ -92,6 +92,7 @@ class Reporter:
             step_seconds=step_s,
             wait_seconds=batch.wait_s,
             metrics=metrics,
+            chain_hash=batch.chain_hash.hex(),
         )
         self._log_client.write_event(event_pb2.Event(step_completed=body))
         log.info(
@@ -108,9 +109,9 @@ class Reporter:
             },
         )
 
-    def checkpoint_saved(self, *, step: int, uri: str, size_bytes: int) -> None:
+    def checkpoint_saved(self, *, step: int, uri: str, size_bytes: int, manifest_sha256: str) -> None:
         """Reports a durable checkpoint."""
-        body = event_pb2.CheckpointSaved(step=step, uri=uri, size_bytes=size_bytes)
+        body = event_pb2.CheckpointSaved(step=step, uri=uri, size_bytes=size_bytes, manifest_sha256=manifest_sha256)
         self._write(event_pb2.Event(checkpoint_saved=body))
 
     def score_completed(self, body: event_pb2.ScoreCompleted) -> None:

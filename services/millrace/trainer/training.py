@@ -40,7 +40,12 @@ class Training(Learner):
         saved = self.checkpointer.save(
             state, step=self.position.version, chain_hash=self.position.chain_hash, lineage=self.publisher.lineage
         )
-        self.reporter.checkpoint_saved(step=self.position.version, uri=saved.uri, size_bytes=saved.size_bytes)
+        self.reporter.checkpoint_saved(
+            step=self.position.version,
+            uri=saved.uri,
+            size_bytes=saved.size_bytes,
+            manifest_sha256=saved.manifest_sha256,
+        )
         self.saved_version = self.position.version
         return saved.seconds
 

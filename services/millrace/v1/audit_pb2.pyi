@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AuditReport(_message.Message):
-    __slots__ = ("run", "run_uid", "is_closed", "num_steps", "first_step", "chain_hash", "num_trained", "dropped", "num_open", "num_duplicates", "num_rollouts", "num_policies", "num_lineages", "num_events", "num_writers", "num_generations", "epochs", "violations", "notes")
+    __slots__ = ("run", "run_uid", "is_closed", "num_steps", "first_step", "chain_hash", "num_trained", "dropped", "num_open", "num_duplicates", "num_rollouts", "num_policies", "num_lineages", "num_events", "num_writers", "num_generations", "epochs", "violations", "notes", "not_seen", "is_deep", "num_checkpoints", "num_bytes_verified", "num_attestations", "replayed_steps")
     class DroppedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,12 @@ class AuditReport(_message.Message):
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    NOT_SEEN_FIELD_NUMBER: _ClassVar[int]
+    IS_DEEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ATTESTATIONS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_STEPS_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_uid: str
     is_closed: bool
@@ -60,7 +66,13 @@ class AuditReport(_message.Message):
     epochs: _containers.ScalarMap[str, int]
     violations: _containers.RepeatedCompositeFieldContainer[AuditFinding]
     notes: _containers.RepeatedCompositeFieldContainer[AuditFinding]
-    def __init__(self, run: _Optional[str] = ..., run_uid: _Optional[str] = ..., is_closed: bool = ..., num_steps: _Optional[int] = ..., first_step: _Optional[int] = ..., chain_hash: _Optional[str] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_open: _Optional[int] = ..., num_duplicates: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., num_policies: _Optional[int] = ..., num_lineages: _Optional[int] = ..., num_events: _Optional[int] = ..., num_writers: _Optional[int] = ..., num_generations: _Optional[int] = ..., epochs: _Optional[_Mapping[str, int]] = ..., violations: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ..., notes: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ...) -> None: ...
+    not_seen: _containers.RepeatedCompositeFieldContainer[AuditFinding]
+    is_deep: bool
+    num_checkpoints: int
+    num_bytes_verified: int
+    num_attestations: int
+    replayed_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., run_uid: _Optional[str] = ..., is_closed: bool = ..., num_steps: _Optional[int] = ..., first_step: _Optional[int] = ..., chain_hash: _Optional[str] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_open: _Optional[int] = ..., num_duplicates: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., num_policies: _Optional[int] = ..., num_lineages: _Optional[int] = ..., num_events: _Optional[int] = ..., num_writers: _Optional[int] = ..., num_generations: _Optional[int] = ..., epochs: _Optional[_Mapping[str, int]] = ..., violations: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ..., notes: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ..., not_seen: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ..., is_deep: bool = ..., num_checkpoints: _Optional[int] = ..., num_bytes_verified: _Optional[int] = ..., num_attestations: _Optional[int] = ..., replayed_steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AuditFinding(_message.Message):
     __slots__ = ("check", "message")

@@ -43,19 +43,21 @@ class Event(_message.Message):
     def __init__(self, cursor: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., writer: _Optional[str] = ..., writer_sequence: _Optional[int] = ..., state_changed: _Optional[_Union[StateChanged, _Mapping]] = ..., step_completed: _Optional[_Union[StepCompleted, _Mapping]] = ..., eval_completed: _Optional[_Union[EvalCompleted, _Mapping]] = ..., policy_published: _Optional[_Union[PolicyPublished, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., wait_reported: _Optional[_Union[WaitReported, _Mapping]] = ..., score_completed: _Optional[_Union[ScoreCompleted, _Mapping]] = ..., batch_committed: _Optional[_Union[BatchCommitted, _Mapping]] = ..., policy_served: _Optional[_Union[PolicyServed, _Mapping]] = ...) -> None: ...
 
 class StateChanged(_message.Message):
-    __slots__ = ("old_state", "new_state", "reason", "error")
+    __slots__ = ("old_state", "new_state", "reason", "error", "chain_hash")
     OLD_STATE_FIELD_NUMBER: _ClassVar[int]
     NEW_STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_HASH_FIELD_NUMBER: _ClassVar[int]
     old_state: _run_pb2.RunState
     new_state: _run_pb2.RunState
     reason: str
     error: _run_pb2.RunError
-    def __init__(self, old_state: _Optional[_Union[_run_pb2.RunState, str]] = ..., new_state: _Optional[_Union[_run_pb2.RunState, str]] = ..., reason: _Optional[str] = ..., error: _Optional[_Union[_run_pb2.RunError, _Mapping]] = ...) -> None: ...
+    chain_hash: str
+    def __init__(self, old_state: _Optional[_Union[_run_pb2.RunState, str]] = ..., new_state: _Optional[_Union[_run_pb2.RunState, str]] = ..., reason: _Optional[str] = ..., error: _Optional[_Union[_run_pb2.RunError, _Mapping]] = ..., chain_hash: _Optional[str] = ...) -> None: ...
 
 class StepCompleted(_message.Message):
-    __slots__ = ("step", "reward_mean", "staleness_mean", "staleness_max", "num_tokens", "num_rollouts", "step_seconds", "wait_seconds", "metrics")
+    __slots__ = ("step", "reward_mean", "staleness_mean", "staleness_max", "num_tokens", "num_rollouts", "step_seconds", "wait_seconds", "metrics", "chain_hash")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +74,7 @@ class StepCompleted(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_HASH_FIELD_NUMBER: _ClassVar[int]
     step: int
     reward_mean: float
     staleness_mean: float
@@ -81,7 +84,8 @@ class StepCompleted(_message.Message):
     step_seconds: float
     wait_seconds: float
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., step_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    chain_hash: str
+    def __init__(self, step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., step_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., chain_hash: _Optional[str] = ...) -> None: ...
 
 class EvalCompleted(_message.Message):
     __slots__ = ("env", "policy_version", "step", "reward_mean", "num_rollouts", "num_failed", "metrics", "seconds")
@@ -111,7 +115,7 @@ class EvalCompleted(_message.Message):
     def __init__(self, env: _Optional[str] = ..., policy_version: _Optional[int] = ..., step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., num_rollouts: _Optional[int] = ..., num_failed: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class PolicyPublished(_message.Message):
-    __slots__ = ("lineage", "version", "size_bytes", "seconds", "uri", "full_bytes", "codec", "changed_fraction")
+    __slots__ = ("lineage", "version", "size_bytes", "seconds", "uri", "full_bytes", "codec", "changed_fraction", "digest", "manifest_sha256")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +124,8 @@ class PolicyPublished(_message.Message):
     FULL_BYTES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_SHA256_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     version: int
     size_bytes: int
@@ -128,7 +134,9 @@ class PolicyPublished(_message.Message):
     full_bytes: int
     codec: str
     changed_fraction: float
-    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., uri: _Optional[str] = ..., full_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., changed_fraction: _Optional[float] = ...) -> None: ...
+    digest: str
+    manifest_sha256: str
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., uri: _Optional[str] = ..., full_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., changed_fraction: _Optional[float] = ..., digest: _Optional[str] = ..., manifest_sha256: _Optional[str] = ...) -> None: ...
 
 class PolicyServed(_message.Message):
     __slots__ = ("replica", "lineage", "version", "pause_seconds", "proof", "fetched_bytes", "full_bytes", "update_seconds")
@@ -151,17 +159,19 @@ class PolicyServed(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., proof: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., full_bytes: _Optional[int] = ..., update_seconds: _Optional[float] = ...) -> None: ...
 
 class CheckpointSaved(_message.Message):
-    __slots__ = ("step", "uri", "size_bytes")
+    __slots__ = ("step", "uri", "size_bytes", "manifest_sha256")
     STEP_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_SHA256_FIELD_NUMBER: _ClassVar[int]
     step: int
     uri: str
     size_bytes: int
-    def __init__(self, step: _Optional[int] = ..., uri: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    manifest_sha256: str
+    def __init__(self, step: _Optional[int] = ..., uri: _Optional[str] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ...) -> None: ...
 
 class BatchCommitted(_message.Message):
-    __slots__ = ("step", "num_trained", "dropped", "num_tokens")
+    __slots__ = ("step", "num_trained", "dropped", "num_tokens", "chain_hash")
     class DroppedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -173,11 +183,13 @@ class BatchCommitted(_message.Message):
     NUM_TRAINED_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_HASH_FIELD_NUMBER: _ClassVar[int]
     step: int
     num_trained: int
     dropped: _containers.ScalarMap[str, int]
     num_tokens: int
-    def __init__(self, step: _Optional[int] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    chain_hash: str
+    def __init__(self, step: _Optional[int] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_tokens: _Optional[int] = ..., chain_hash: _Optional[str] = ...) -> None: ...
 
 class Warning(_message.Message):
     __slots__ = ("reason", "message")

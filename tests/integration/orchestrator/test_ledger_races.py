@@ -57,11 +57,11 @@ async def test_a_late_rollout_of_an_ordinal_that_is_being_committed_does_not_ope
     env, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
     commit, late = ledger_module.commit_batch, []
 
-    async def commit_slowly(log, epoch, header, chunks, archive) -> bytes:
+    async def commit_slowly(log, epoch, header, chunks, archive, **fields) -> bytes:
         if header.step == 1:
             late.append(header.resolutions[0].ordinal)
             await let_it_read(stack, run, ledgers[0], env.plays_of(late[0])[0], 1, RolloutStatus.TIMEOUT)
-        return await commit(log, epoch, header, chunks, archive)
+        return await commit(log, epoch, header, chunks, archive, **fields)
 
     monkeypatch.setattr(ledger_module, "commit_batch", commit_slowly)
     run = await create(stack)

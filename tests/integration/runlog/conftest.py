@@ -15,7 +15,8 @@ from millrace.internal.v1 import batch_pb2
 from millrace.local.redis import EmbeddedRedis
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import TrainSample
-from millrace.runlog import ZERO_CHAIN_HASH, Frontier, RunLog, new_uid, open_redis
+from millrace.runlog import Frontier, RunLog, new_uid, open_redis
+from millrace.runlog.origin import load_origin
 from millrace.storage.local import LocalStore
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -99,7 +100,7 @@ def make_batch(log: RunLog) -> MakeBatch:
     def make(
         step: int,
         *,
-        chain: bytes = ZERO_CHAIN_HASH,
+        chain: bytes | None = None,
         num_tokens: int = 50,
         target_chunk_bytes: int = 700,
         seed: int = 0,
@@ -126,7 +127,10 @@ def make_batch(log: RunLog) -> MakeBatch:
                 )
             )
         header = batch_pb2.BatchHeader(
-            run_uid=log.uid, kind=batch_pb2.BATCH_KIND_TRAIN, step=step, previous_chain_hash=chain
+            run_uid=log.uid,
+            kind=batch_pb2.BATCH_KIND_TRAIN,
+            step=step,
+            previous_chain_hash=chain or load_origin(log.store, log.names).chain_hash,
         )
         Frontier(2 * step).resolve([2 * step, 2 * step + 1]).fill(header)
         return header, pack_batch(header, samples, target_chunk_bytes=target_chunk_bytes)

@@ -22,6 +22,7 @@ from millrace.rollouts.wire import decode_archive, encode_archive, encode_rollou
 from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch
 from millrace.runlog.audit import audit_run
 from millrace.runlog.event_archive import EventArchive
+from millrace.runlog.origin import load_origin
 from millrace.storage import ObjectStore
 from millrace.v1 import event_pb2
 
@@ -155,7 +156,7 @@ def checkpoint(run: Recorded, step: int) -> None:
 
 async def record(log: RunLog, redis: redis_asyncio.Redis, store: ObjectStore, *, closes: bool = True) -> Recorded:
     """Two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2)."""
-    run = Recorded(log=log, redis=redis, store=store)
+    run = Recorded(log=log, redis=redis, store=store, chain=load_origin(store, log.names).chain_hash)
     orchestrator = await log.acquire_epoch("orchestrator", "o")
     trainer = await log.acquire_epoch("trainer", "t")
     events, reports = EventWriter(log, "orchestrator-1"), EventWriter(log, "trainer-1")

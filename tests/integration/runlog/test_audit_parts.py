@@ -7,6 +7,7 @@ import pytest
 from recorded_log import STEPS, audit, flip, publish, record, violations
 
 from millrace.runlog import EventWriter, RunLog, Stream
+from millrace.runlog.entry import FORMAT_MAJOR
 from millrace.runlog.event_archive import load_archived_events
 from millrace.v1 import event_pb2
 
@@ -149,7 +150,7 @@ async def test_events_that_a_wiped_redis_took_along_are_a_note(run):
     event = event_pb2.Event(writer="trainer-1", writer_sequence=STEPS + 3)
     event.warning.reason = "X"
     data = event.SerializeToString(deterministic=True)
-    fields = {"v": 1, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
+    fields = {"v": FORMAT_MAJOR, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
     await run.redis.xadd(run.names.stream(Stream.EVENTS), fields, id="2-0")
     report = await audit(run)
     assert list(report.violations) == []
@@ -160,14 +161,16 @@ async def test_a_number_that_was_used_for_two_events(run):
     again = event_pb2.Event(writer="trainer-1", writer_sequence=1)
     again.warning.reason = "X"
     data = again.SerializeToString(deterministic=True)
-    fields = {"v": 1, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
+    fields = {"v": FORMAT_MAJOR, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
     await run.redis.xadd(run.names.stream(Stream.EVENTS), fields, id="2-0")
     assert await violations(run) == {"EVENT_NUMBER_REUSED"}
 
 
 async def test_an_event_that_was_repeated_is_counted_once(run):
     entry = load_archived_events(run.store, run.names)[0]
-    await run.redis.xadd(run.names.stream(Stream.EVENTS), {"v": 1, "h": entry.h, "d": entry.d, "tp": ""}, id="2-0")
+    await run.redis.xadd(
+        run.names.stream(Stream.EVENTS), {"v": FORMAT_MAJOR, "h": entry.h, "d": entry.d, "tp": ""}, id="2-0"
+    )
     report = await audit(run)
     assert list(report.violations) == [] and report.num_events == 2 * STEPS
 

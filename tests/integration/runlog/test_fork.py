@@ -10,6 +10,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.runlog import RunLog, Stream, load_headers, new_uid, reappend_committed
 from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
+from millrace.runlog.frontier import genesis_hash
 from millrace.runlog.index import create_run, find_request, list_runs
 
 FORK_HASH = "cd" * 32
@@ -42,6 +43,11 @@ async def fork(parent, step: int, *, store=None, request_id: str = "", name: str
     return await RunLog.open(parent.redis, parent.store, prefix=names.prefix, uid=uid)
 
 
+def genesis(log: RunLog, parent, *, base: int = 1) -> bytes:
+    """What the chain of a fork at checkpoint `base` begins with."""
+    return genesis_hash(parent.chains[base - 1], log.store.get(log.names.run_json))
+
+
 async def violations(log: RunLog) -> list[str]:
     report = await audit_run(log.redis, log.store, prefix=log.names.prefix, uid=log.uid)
     return [f"{found.check}: {found.message}" for found in report.violations]
@@ -53,11 +59,11 @@ async def test_a_fork_at_a_checkpoint_begins_there(parent):
     assert contents(log.store, log.names.batches) == {}
     manifest = json.loads(log.store.get(log.names.checkpoint_manifest(1)))
     assert (manifest["run_uid"], manifest["run_hash"], manifest["step"]) == (log.uid, FORK_HASH, 1)
-    assert manifest["chain_hash"] == parent.chains[0].hex()
+    assert manifest["chain_hash"] == genesis(log, parent).hex()
     assert all(item["key"].startswith(log.names.root) for item in manifest["objects"])
     assert log.store.get(manifest["objects"][0]["key"]) == b"state 1"
     headers, chain = await load_headers(log)
-    assert headers == [] and chain == parent.chains[0]
+    assert headers == [] and chain == genesis(log, parent)
     assert await log.next_position(Stream.BATCHES) == 1 and await log.next_position(Stream.POLICIES) == 1
     assert await violations(log) == []
 
@@ -68,7 +74,7 @@ async def test_a_fork_behind_a_checkpoint_takes_the_batches_along(parent):
     assert [header.step for header in headers] == [1]
     [header], original = headers, parent.header(1)
     assert header.run_uid == log.uid and header.run_hash == FORK_HASH and header.writer_epoch == 0
-    assert header.previous_chain_hash == parent.chains[0] and chain != parent.chains[1]
+    assert header.previous_chain_hash == genesis(log, parent) and chain != parent.chains[1]
     assert header.resolutions == original.resolutions and header.samples == original.samples
     assert [log.store.get(chunk.key) for chunk in header.chunks] == [
         log.store.get(chunk.key) for chunk in original.chunks
@@ -94,7 +100,7 @@ async def test_a_fork_before_the_first_checkpoint_begins_with_the_start_model(pa
 async def test_a_fork_at_the_end_of_an_ended_run_goes_on_behind_it(parent):
     log = await fork(parent, STEPS)
     headers, chain = await load_headers(log)
-    assert headers == [] and chain == parent.chains[STEPS - 1]
+    assert headers == [] and chain == genesis(log, parent, base=STEPS)
     origin = json.loads(await log.run_json())["parent"]
     assert (origin["base_step"], origin["resolved_below"], origin["resolved_above"]) == (STEPS, 3 * STEPS, [])
     assert await violations(log) == [], "the closing header is not taken along"

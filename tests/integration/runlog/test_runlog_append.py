@@ -27,7 +27,7 @@ async def test_open_finds_what_create_made(log, redis, local_store, prefix):
     assert (again.generation, again.run_hash, again.uid) == (1, "ab" * 32, log.uid)
     assert await redis.hgetall(f"{prefix}:{{{log.uid}}}:meta") == {
         b"generation": b"1",
-        b"format": b"1",
+        b"format": b"2",
         b"run_hash": b"ab" * 32,
     }
 
@@ -50,7 +50,7 @@ async def test_rollouts_keep_their_order_and_fields(log, redis):
     entries = await log.read("rollouts")
     assert [entry.d for entry in entries] == [b"one", b"two", b"three"]
     assert entries[0].h == hashlib.sha256(b"one").hexdigest()
-    assert (entries[0].v, entries[0].tp) == (1, "trace")
+    assert (entries[0].v, entries[0].tp) == (2, "trace")
     raw = await redis.xrange(log.names.stream(Stream.ROLLOUTS))
     assert set(raw[0][1]) == {b"v", b"h", b"d", b"tp"}
     assert [entry.d for entry in await log.read("rollouts", after=entries[0].id, count=1)] == [b"two"]
@@ -172,20 +172,24 @@ async def test_a_blocked_reader_wakes_by_an_append_and_notices_a_wipe(log, redis
         await reading
 
 
-async def test_damaged_and_newer_entries_are_refused(log, redis):
+async def test_damaged_newer_and_older_entries_are_refused(log, redis):
     key = log.names.stream(Stream.ROLLOUTS)
     good = hashlib.sha256(b"data").hexdigest()
-    await redis.xadd(key, {"v": "1", "h": good, "d": b"dAta", "tp": ""}, id="1-1")
+    await redis.xadd(key, {"v": "2", "h": good, "d": b"dAta", "tp": ""}, id="1-1")
     with pytest.raises(CorruptObjectError, match="sha256"):
         await log.read("rollouts")
-    await redis.xadd(key, {"v": "2.0", "h": good, "d": b"data", "tp": ""}, id="2-1")
+    await redis.xadd(key, {"v": "3.0", "h": good, "d": b"data", "tp": ""}, id="2-1")
     with pytest.raises(InvalidStateError, match="upgrade"):
         await log.read("rollouts", after="1-1")
-    await redis.xadd(key, {"v": "1.7", "h": good, "d": b"data", "tp": ""}, id="3-1")
+    await redis.xadd(key, {"v": "2.7", "h": good, "d": b"data", "tp": ""}, id="3-1")
     assert (await log.read("rollouts", after="2-1"))[0].d == b"data"
-    await redis.xadd(key, {"v": "1", "d": b"data"}, id="4-1")
+    await redis.xadd(key, {"v": "2", "d": b"data"}, id="4-1")
     with pytest.raises(CorruptObjectError, match="lacks"):
         await log.read("rollouts", after="3-1")
+    await redis.xadd(key, {"v": "1", "h": good, "d": b"data", "tp": ""}, id="5-1")
+    with pytest.raises(InvalidStateError, match="reads only 2.*start it anew") as raised:
+        await log.read("rollouts", after="4-1")
+    assert raised.value.reason == "FORMAT_TOO_OLD"
 
 
 async def test_policies_are_numbered_by_version(log):

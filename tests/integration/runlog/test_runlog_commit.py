@@ -9,7 +9,6 @@ from millrace.errors import CorruptObjectError, FencedError, UnavailableError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header, unpack_batch
 from millrace.runlog import (
-    ZERO_CHAIN_HASH,
     Frontier,
     RunLog,
     Stream,
@@ -21,13 +20,18 @@ from millrace.runlog import (
     reappend_committed,
     recover,
 )
+from millrace.runlog.frontier import genesis_hash
 from millrace.runlog.origin import Origin, load_origin
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
 
 
+def genesis(log: RunLog) -> bytes:
+    return load_origin(log.store, log.names).chain_hash
+
+
 async def _commit(log, epoch, make_batch, steps):
-    chain = ZERO_CHAIN_HASH
+    chain = genesis(log)
     for step in steps:
         header, chunks = make_batch(step, chain=chain)
         chain = chain_hash(chain, await commit_batch(log, epoch, header, chunks, b"archive"))
@@ -140,7 +144,7 @@ async def test_two_orchestrators_commit_one_batch(log, redis, local_store, prefi
 
 
 async def test_load_committed_walks_the_chain(log, make_batch):
-    assert await load_committed(log) == (None, ZERO_CHAIN_HASH)
+    assert await load_committed(log) == (None, genesis(log))
     epoch = await log.acquire_epoch("orchestrator", "o")
     chain = await _commit(log, epoch, make_batch, range(20))
     headers, found = await load_headers(log)
@@ -207,12 +211,10 @@ async def test_intents_keep_their_order(log):
 async def test_the_log_lives_in_s3_too(redis, s3_store, prefix, run_json):
     log = await RunLog.create(redis, s3_store, prefix, new_uid(), run_json())
     epochs = [await log.acquire_epoch("orchestrator", f"o{number}") for number in range(3)]
-    header = batch_pb2.BatchHeader(
-        run_uid=log.uid, kind=batch_pb2.BATCH_KIND_CLOSE, previous_chain_hash=ZERO_CHAIN_HASH
-    )
+    header = batch_pb2.BatchHeader(run_uid=log.uid, kind=batch_pb2.BATCH_KIND_CLOSE, previous_chain_hash=genesis(log))
     stored = await commit_batch(log, epochs[-1], header, [], b"archive")
     last, chain = await load_committed(log)
-    assert last is not None and last.writer_epoch == 3 and chain == chain_hash(ZERO_CHAIN_HASH, stored)
+    assert last is not None and last.writer_epoch == 3 and chain == chain_hash(genesis(log), stored)
     await log.write_intent("cancel", {})
     assert [intent.kind for intent in await log.read_intents()] == ["cancel"]
     await log.trim_batches(1)
@@ -223,7 +225,8 @@ async def test_the_log_of_a_fork_begins_at_its_origin(redis, local_store, prefix
     chain, ordinals = b"\1" * 32, {"resolved_below": 6, "resolved_above": [8]}
     parent = {"uid": "p", "name": "p", "step": 5, "base_step": 3, "chain_hash": chain.hex(), **ordinals}
     log = await RunLog.create(redis, local_store, prefix, new_uid(), run_json(parent=parent))
-    assert load_origin(local_store, log.names) == Origin(3, chain, Frontier(6, frozenset([8])))
+    continued, chain = chain, genesis_hash(chain, local_store.get(log.names.run_json))
+    assert load_origin(local_store, log.names) == Origin(3, chain, continued, Frontier(6, frozenset([8])))
     assert await load_committed(log) == (None, chain)
     assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [3, 3]
     epoch = await log.acquire_epoch("orchestrator", "o")
@@ -239,7 +242,7 @@ async def test_the_log_of_a_fork_begins_at_its_origin(redis, local_store, prefix
 async def test_a_parent_without_a_base_begins_at_zero(redis, local_store, prefix, run_json):
     for parent in (None, {}, {"uid": "p", "name": "p", "step": 5}):
         log = await RunLog.create(redis, local_store, prefix, new_uid(), run_json(parent=parent))
-        assert load_origin(local_store, log.names) == Origin()
+        assert load_origin(local_store, log.names) == Origin(chain_hash=chain_hash(bytes(32), await log.run_json()))
     with pytest.raises(CorruptObjectError, match=r"run\.json .*chain_hash"):
         await RunLog.create(redis, local_store, prefix, new_uid(), run_json(parent={"base_step": 2}))
 

@@ -10,7 +10,6 @@ from millrace.errors import ConflictError, FencedError, LogGoneError, NotFoundEr
 from millrace.internal.v1 import policy_pb2
 from millrace.local.redis import EmbeddedRedis
 from millrace.runlog import (
-    ZERO_CHAIN_HASH,
     AppendResult,
     EventReader,
     EventWriter,
@@ -42,11 +41,11 @@ def rebuild(durable, durable_log, local_store, prefix):
 
 @pytest.fixture
 def commit(make_batch):
-    async def run(log, epoch, steps, chain=ZERO_CHAIN_HASH, seed=0):
+    async def run(log, epoch, steps, chain=None, seed=0):
         for step in steps:
             header, chunks = make_batch(step, chain=chain, seed=seed)
             header.run_uid = log.uid
-            chain = chain_hash(chain, await commit_batch(log, epoch, header, chunks, b"archive"))
+            chain = chain_hash(header.previous_chain_hash, await commit_batch(log, epoch, header, chunks, b"archive"))
         return chain
 
     return run
@@ -105,7 +104,7 @@ async def test_kill_9_with_everysec_loses_nothing_that_is_a_second_old(tmp_path,
         epoch = await log.acquire_epoch("orchestrator", "o")
         lease = await Lease.acquire(log, "orchestrator", "o", 30)
         writer = EventWriter(log, "a")
-        chain, number = ZERO_CHAIN_HASH, 0
+        chain, number = None, 0
         assert lease is not None
         for round_ in range(3):
             chain = await commit(log, epoch, [2 * round_], chain)

@@ -11,7 +11,6 @@ from redis.exceptions import ResponseError
 from millrace.errors import InternalError, LogGoneError, NotFoundError, UnavailableError
 from millrace.internal.v1 import policy_pb2
 from millrace.runlog import (
-    ZERO_CHAIN_HASH,
     AppendResult,
     EventReader,
     EventWriter,
@@ -254,10 +253,10 @@ async def test_a_rebuilder_may_die_at_every_call_to_the_store(log, redis, local_
 
 async def test_batches_and_policies_begin_at_the_oldest_checkpoint(log, rebuild, redis, local_store, make_batch):
     orchestrator, trainer = await log.acquire_epoch("orchestrator", "o"), await log.acquire_epoch("trainer", "t")
-    chain = ZERO_CHAIN_HASH
+    chain = None
     for step in range(5):
         header, chunks = make_batch(step, chain=chain)
-        chain = chain_hash(chain, await commit_batch(log, orchestrator, header, chunks, b""))
+        chain = chain_hash(header.previous_chain_hash, await commit_batch(log, orchestrator, header, chunks, b""))
     for version in range(6):
         manifest = json.dumps({"digest": str(version)}).encode()
         local_store.create(log.names.policy_manifest(0, version), manifest)

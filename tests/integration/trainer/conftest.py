@@ -19,7 +19,8 @@ from millrace.internal.v1 import batch_pb2, worker_service_pb2, worker_service_p
 from millrace.local.redis import free_port
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import TrainSample
-from millrace.runlog import ZERO_CHAIN_HASH, EventReader, RunLog, Stream, chain_hash, commit_batch, new_uid, open_redis
+from millrace.runlog import EventReader, RunLog, Stream, chain_hash, commit_batch, new_uid, open_redis
+from millrace.runlog.origin import load_origin
 from millrace.storage.local import LocalStore
 from millrace.trainer.background import BackgroundLoop
 from millrace.trainer.distributed import Gang
@@ -107,7 +108,7 @@ class Recorder:
         self.store = store
         self.redis_url = redis_url
         self.uid = new_uid()
-        self.chain = ZERO_CHAIN_HASH
+        self.chain = b""
         self.log: RunLog
         self.epoch: Any = None
 
@@ -134,6 +135,7 @@ class Recorder:
             self.epoch = await self.log.acquire_epoch("orchestrator", "test")
 
         self.call(create())
+        self.chain = load_origin(self.store, self.log.names).chain_hash
 
     def commit(self, step: int, samples: list[TrainSample], *, closing: bool = False) -> None:
         header = batch_pb2.BatchHeader(

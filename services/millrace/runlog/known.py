@@ -1,0 +1,78 @@
+"""The small objects that headers name: epochs, intents, event archives, policy manifests. The chain covers them so.
+
+A header names what exists when it is written and no header before it has named. Such an object is created once and
+never changes, so whoever holds the chain hash can tell that one of them was changed or taken away later.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.internal.v1 import batch_pb2
+from millrace.runlog.names import Names
+from millrace.storage import ObjectStore
+
+_MANIFEST = re.compile(r"[^/]+/manifest(\.r\d+)?\.json")
+
+
+class KnownObjects:
+    """What the headers of one run name so far. Of one writer."""
+
+    def __init__(self, headers: Iterable[batch_pb2.BatchHeader] = ()) -> None:
+        """`headers`: those that are committed."""
+        self._named: set[str] = set()
+        for header in headers:
+            self.note(header)
+
+    def note(self, header: batch_pb2.BatchHeader) -> None:
+        """A header is committed: what it names is named."""
+        self._named.update(item.key for item in header.objects)
+
+    def fill(self, store: ObjectStore, names: Names, header: batch_pb2.BatchHeader) -> None:
+        """Have a header name what is new (blocking); what it names already and is not found here stays."""
+        found = {item.key: item for item in (*header.objects, *self.find_new(store, names))}
+        del header.objects[:]
+        header.objects.extend(found[key] for key in sorted(found))
+
+    def find_new(self, store: ObjectStore, names: Names) -> list[batch_pb2.ObjectRef]:
+        """What the store has and no header names (blocking)."""
+        found: list[batch_pb2.ObjectRef] = []
+        for key in self._new(store, names):
+            try:
+                found.append(describe(names, key, store.get(names.root + key)))
+            except NotFoundError:  # a run that is being deleted
+                continue
+        return found
+
+    def _new(self, store: ObjectStore, names: Names) -> list[str]:
+        keys = [info.key for info in store.list(names.all_epochs)]  # few, and roles take theirs side by side
+        for prefix in (names.intents, names.event_archive):
+            keys += [info.key for info in store.list(prefix, start_after=self._last(names, prefix))]
+        manifests = store.list(names.policies, start_after=self._last(names, names.policies))
+        keys += [info.key for info in manifests if _MANIFEST.fullmatch(info.key.removeprefix(names.policies))]
+        return [key for full in keys if (key := full.removeprefix(names.root)) not in self._named]
+
+    def _last(self, names: Names, prefix: str) -> str:
+        """The highest key under a prefix that is named: new ones sort behind it."""
+        own = prefix.removeprefix(names.root)
+        newest = max((key for key in self._named if key.startswith(own)), default="")
+        return names.root + newest if newest else ""
+
+
+def describe(names: Names, key: str, data: bytes) -> batch_pb2.ObjectRef:
+    """How an object is named whose key, behind the run's prefix, is `key`."""
+    ref = batch_pb2.ObjectRef(key=key, sha256=hashlib.sha256(data).digest())
+    if (names.root + key).startswith(names.policies):
+        ref.digest = manifest_digest(data)
+    return ref
+
+
+def manifest_digest(data: bytes) -> str:
+    """The digest of the weights that a policy's manifest names; empty if it is damaged, which ends no run."""
+    try:
+        digest = decode_object(data, what="policy manifest", reason="POLICY_CORRUPT").get("digest")
+    except CorruptObjectError:
+        return ""
+    return digest if isinstance(digest, str) else ""
