@@ -9,11 +9,13 @@ look at the size before they allocate. Who reads a request turns that into `Inva
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError, Message
 
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
 MAX_JSON_BYTES = 64 << 20
 """Largest JSON document that is read; parsed it takes up to 25 times as much memory."""
@@ -77,6 +79,32 @@ def decode_message(
     except (DecodeError, ValueError, RecursionError) as error:
         raise _corrupt(what, _cause(error), reason, remedy) from error
     return message
+
+
+def decode_request(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    """The message of a call as `parse`, the deserializer of its generated code, makes it.
+
+    InvalidSpecError if the bytes are none.
+    """
+    try:
+        return parse(data)
+    except (DecodeError, ValueError, RecursionError) as error:
+        wrong = Violation(field="request", message=f"{len(data)} bytes that are not the call's message")
+        raise InvalidSpecError(
+            [wrong], reason="REQUEST_MALFORMED", remedy="use the release of Millrace that the server has"
+        ) from error
+
+
+def unpack(detail: AnyMessage, message: M) -> bool:
+    """Put what `detail` holds into `message`; False, and nothing done, if that is another type or no message."""
+    if detail.TypeName() != message.DESCRIPTOR.full_name:
+        return False
+    try:
+        message.ParseFromString(detail.value)
+    except (DecodeError, ValueError, RecursionError):
+        message.Clear()
+        return False
+    return True
 
 
 def decompress(data: bytes, *, what: str, reason: str, max_bytes: int, remedy: str | None = None) -> bytes:

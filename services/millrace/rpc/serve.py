@@ -40,10 +40,13 @@ from millrace.telemetry.settings import parse_address
 
 log = logging.getLogger(__name__)
 
+MAX_REQUEST_BYTES = 4 << 20
+"""Largest request of any call: the largest by far is a run's config, of at most 1 MiB. Answers may be larger."""
+
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently and gets half of the calls
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     # Clients ping every 30 s while a call is silent; the default allows one ping in 300 s and then hangs up.
