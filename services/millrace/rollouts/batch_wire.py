@@ -22,10 +22,8 @@ TARGET_CHUNK_BYTES = 2 << 20
 MAX_SAMPLE_TOKENS = 1 << 26  # 0.9 GiB of columns: below protobuf's limit of 2 GiB per message
 MAX_HEADER_BYTES = 64 << 20
 """Largest header that is read: a sample takes about 50 bytes of it."""
-_CORRUPT = {
-    "reason": "BATCH_CORRUPT",
-    "remedy": "read the batch again from the object store; if it stays, its writer has a bug",
-}
+_REASON = "BATCH_CORRUPT"
+_REMEDY = "read the batch again from the object store; if it stays, its writer has a bug"
 _BYTES_PER_TOKEN = 4 + 1 + 4 + 4
 _WEIGHT_BYTES_PER_TOKEN = 4
 
@@ -61,7 +59,9 @@ def pack_batch(
 def decode_header(data: bytes) -> batch_pb2.BatchHeader:
     """Parse a header and check its sample table; `CorruptObjectError` if either is wrong."""
     what = f"a batch header of {len(data)} bytes"
-    header = decode_message(batch_pb2.BatchHeader, data, what=what, max_bytes=MAX_HEADER_BYTES, **_CORRUPT)
+    header = decode_message(
+        batch_pb2.BatchHeader, data, what=what, max_bytes=MAX_HEADER_BYTES, reason=_REASON, remedy=_REMEDY
+    )
     check_header(header)
     return header
 
@@ -222,7 +222,9 @@ def _join(columns: Sequence[np.ndarray], dtype: str) -> bytes:
 
 
 def _decode_chunk(data: bytes, num_tokens: int, where: str) -> _Columns:
-    chunk = decode_message(batch_pb2.BatchChunk, data, what=f"batch {where} of {len(data)} bytes", **_CORRUPT)
+    chunk = decode_message(
+        batch_pb2.BatchChunk, data, what=f"batch {where} of {len(data)} bytes", reason=_REASON, remedy=_REMEDY
+    )
 
     def column(name: str, dtype: str, kind: type[np.generic]) -> np.ndarray:
         values = column_from_bytes(getattr(chunk, name), dtype, f"{where}.{name}")
@@ -278,6 +280,7 @@ def _check_values(
 def _corrupt(where: str, value: object, problem: str) -> CorruptObjectError:
     return CorruptObjectError(
         f"batch field {where} = {value} {problem}",
-        **_CORRUPT,
+        reason=_REASON,
+        remedy=_REMEDY,
         metadata={"field": where},
     )

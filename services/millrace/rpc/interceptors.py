@@ -21,6 +21,7 @@ import grpc.aio
 from millrace.decoding import decode_request
 from millrace.errors import InternalError, InvalidSpecError, MillraceError
 from millrace.rpc import status
+from millrace.rpc.request_check import check_request
 from millrace.telemetry import logging
 
 log = logging.getLogger(__name__)
@@ -132,9 +133,10 @@ def _typed(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | Non
 
 
 def _formed(request: Any) -> Any:
-    """The request; what is wrong with its bytes is raised here, where it becomes a status."""
+    """The request; what is wrong with its bytes or values is raised here, where it becomes a status."""
     if isinstance(request, _Malformed):
         raise request.error
+    check_request(request)
     return _all_formed(request) if isinstance(request, AsyncIterable) else request
 
 
