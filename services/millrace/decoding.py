@@ -9,11 +9,14 @@ look at the size before they allocate. Who reads a request turns that into `Inva
 import json
 import math
 import re
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
-from millrace.errors import CorruptObjectError
+if TYPE_CHECKING:  # the command line reads configs without protobuf
+    from google.protobuf.any_pb2 import Any as AnyMessage
+    from google.protobuf.message import Message
 
 MAX_JSON_BYTES = 64 << 20
 """Largest JSON document that is read; parsed it takes up to 25 times as much memory."""
@@ -22,7 +25,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 MAX_DEPTH = 64
 """Deepest nesting of arrays and objects in a JSON document; ours have at most 12."""
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound="Message")
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
@@ -74,9 +77,35 @@ def decode_message(
     message = message_type()
     try:
         message.ParseFromString(bytes(data))
-    except (DecodeError, ValueError, RecursionError) as error:
+    except _decode_errors() as error:
         raise _corrupt(what, _cause(error), reason, remedy) from error
     return message
+
+
+def decode_request(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    """The message of a call as `parse`, the deserializer of its generated code, makes it.
+
+    InvalidSpecError if the bytes are none.
+    """
+    try:
+        return parse(data)
+    except _decode_errors() as error:
+        wrong = Violation(field="request", message=f"{len(data)} bytes that are not the call's message")
+        raise InvalidSpecError(
+            [wrong], reason="REQUEST_MALFORMED", remedy="use the release of Millrace that the server has"
+        ) from error
+
+
+def unpack(detail: "AnyMessage", message: "Message") -> bool:
+    """Put what `detail` holds into `message`; False, and nothing done, if that is another type or no message."""
+    if detail.TypeName() != message.DESCRIPTOR.full_name:
+        return False
+    try:
+        message.ParseFromString(detail.value)
+    except _decode_errors():
+        message.Clear()
+        return False
+    return True
 
 
 def decompress(data: bytes, *, what: str, reason: str, max_bytes: int, remedy: str | None = None) -> bytes:
@@ -97,6 +126,13 @@ def decompress(data: bytes, *, what: str, reason: str, max_bytes: int, remedy: s
         return decompressor.decompress(data, max_output_size=size, allow_extra_data=False)
     except (zstandard.ZstdError, ValueError, MemoryError) as error:
         raise _corrupt(what, _cause(error), reason, remedy) from error
+
+
+def _decode_errors() -> tuple[type[Exception], ...]:
+    """What protobuf raises for bytes that are no message; none is a subclass of another."""
+    from google.protobuf.message import DecodeError
+
+    return DecodeError, ValueError, RecursionError
 
 
 def _corrupt(what: str, cause: str, reason: str, remedy: str | None) -> CorruptObjectError:

@@ -1,7 +1,7 @@
 """`[client]`: an OpenAI-compatible endpoint that is not one of ours."""
 
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import model_validator
 
@@ -42,8 +42,8 @@ class ClientConfig(Section):
         """What is wrong with the URLs; `path` is where this section stands in the config."""
         findings: list[Finding] = []
         for index, url in enumerate(self.base_url):
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            parts = _split(url)
+            if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
                 problem = "must be a URL that begins with http:// or https://, such as https://api.example.com/v1"
             elif parts.username or parts.password or parts.query:
                 variable = ".".join((*path, "api_key_var"))
@@ -54,3 +54,11 @@ class ClientConfig(Section):
                 continue
             findings.append(Finding(paths=((*path, "base_url"),), message=problem))
         return findings
+
+
+def _split(url: str) -> SplitResult | None:
+    """The parts of a URL; None if it has a bracket without its other."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return None

@@ -9,7 +9,11 @@ from typing import Any
 from millrace.config.paths import Path
 from millrace.config.sources import Origin, Source
 from millrace.config.suggest import close
-from millrace.errors import Violation
+from millrace.decoding import decode_json
+from millrace.errors import CorruptObjectError, Violation
+
+MAX_FILE_BYTES = 16 << 20
+"""Largest config file that is read."""
 
 
 class UnreadableFileError(ValueError):
@@ -40,7 +44,11 @@ def _read_text(name: str, directory: FilePath) -> str:
     """The text of a file; what is wrong with it, if it cannot be read, as an UnreadableFileError."""
     path = directory / name
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) <= MAX_FILE_BYTES:
+            return data.decode("utf-8-sig")
+        message = f"has more than {MAX_FILE_BYTES} bytes; it is no config file"
     except FileNotFoundError:
         beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
         near = close(path.name, [entry for entry in beside if entry.endswith((".toml", ".json"))], most=1)
@@ -55,10 +63,12 @@ def _read_text(name: str, directory: FilePath) -> str:
 
 def _parse_json(name: str, text: str) -> dict[str, Any]:
     try:
-        tree = json.loads(text)
-    except json.JSONDecodeError as error:
-        message = f"malformed JSON: {error.msg} (column {error.colno}); fix the line"
-        source = f"{name}:{error.lineno}"
+        tree = decode_json(text, what="it", reason="CONFIG_INVALID", max_bytes=MAX_FILE_BYTES)
+    except CorruptObjectError as error:
+        message, source = f"malformed JSON: {error}; fix it", name
+        if isinstance(cause := error.__cause__, json.JSONDecodeError):
+            message = f"malformed JSON: {cause.msg} (column {cause.colno}); fix the line"
+            source = f"{name}:{cause.lineno}"
         raise UnreadableFileError(Violation(field="@", value=name, message=message, source=source)) from error
     if not isinstance(tree, dict):
         message = f"must hold one JSON object, not a {type(tree).__name__}"
@@ -72,7 +82,10 @@ _TOML_MESSAGE = re.compile(r"^(?P<what>.*) \(at (?:line (?P<line>\d+), column (?
 def _parse_toml(name: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError as error:
+        message = "its arrays or tables nest too deeply; at most a few levels mean anything"
+        raise UnreadableFileError(Violation(field="@", value=name, message=message, source=name)) from error
+    except ValueError as error:  # TOMLDecodeError, and numbers of more digits than Python reads
         found = _TOML_MESSAGE.match(str(error))
         lines = text.splitlines() or [""]
         number = int(found["line"]) if found and found["line"] else len(lines)

@@ -3,7 +3,6 @@
 The later source wins: defaults < `MILLRACE_CONFIG__a__b` < `@ a.toml @ b.toml` (left to right) < flags.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,11 @@ from millrace.config.precedence import drop_overruled
 from millrace.config.rl import RLConfig
 from millrace.config.sources import Origin, Source, merge
 from millrace.config.tree import schema_tree
-from millrace.errors import InvalidSpecError, Violation
+from millrace.decoding import decode_json
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
+
+MAX_DOCUMENT_BYTES = 1 << 20
+"""Largest config that a service takes as one document; a resolved one has about 10 kB beside environments' args."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +79,8 @@ def validate_document(
     tree: Any = document
     if isinstance(document, str | bytes):
         try:
-            tree = json.loads(document)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            tree = decode_json(document, what="it", reason="CONFIG_INVALID", max_bytes=MAX_DOCUMENT_BYTES)
+        except CorruptObjectError as error:
             message = f"malformed JSON: {error}; send the output of resolved_json()"
             raise InvalidSpecError([Violation(field=source, message=message, source=source)]) from error
     if not isinstance(tree, Mapping):

@@ -16,6 +16,11 @@ from millrace.config.suggest import unknown_key_message
 from millrace.config.tree import Kind, Node
 from millrace.errors import Violation
 
+MAX_SECTIONS = 1024
+"""Most tables of one list, such as environments."""
+MAX_UNKNOWN_KEYS = 200
+"""Most unknown keys that are named: what each was meant to be takes a while to find."""
+
 
 class Strength(IntEnum):
     """How strong the kinds of sources are; among files, and where keys are not shared, the later one wins."""
@@ -79,6 +84,7 @@ class Merged:
     origins: dict[Path, Origin] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
     suspects: set[Path] = field(default_factory=set)
+    num_unknown: int = 0
 
     def origin_of(self, path: Path) -> Origin | None:
         """The origin of the value at a path, or of the nearest value that contains it or that it contains."""
@@ -125,6 +131,8 @@ def merge(sources: list[Source], schema: Node) -> Merged:
     for source in sources:
         clean = _normalise(source.tree, schema, (), source.origin, merged)
         _overlay(merged, merged.tree, clean, schema, (), source.origin)
+    if (more := merged.num_unknown - MAX_UNKNOWN_KEYS) > 0:
+        merged.violations.append(Violation(field="…", message=f"and {more} more unknown keys"))
     return merged
 
 
@@ -134,6 +142,9 @@ def _normalise(tree: dict[str, Any], node: Node, path: Path, origin: Origin, mer
     for key, value in tree.items():
         child = node.child(key)
         if child is None:
+            merged.num_unknown += 1
+            if merged.num_unknown > MAX_UNKNOWN_KEYS:
+                continue
             message, meant = unknown_key_message(key, node, path, schema=merged.schema)
             merged.violations.append(
                 Violation(
@@ -169,6 +180,10 @@ def _normalise_value(value: Any, node: Node, path: Path, origin: Origin, merged:
     match node.kind, value:
         case Kind.SECTION, dict():
             return _normalise(value, node, path, origin, merged)
+        case Kind.SECTION_LIST, list() if len(value) > MAX_SECTIONS:
+            message = f"has {len(value)} entries; at most {MAX_SECTIONS} are taken"
+            merged.violations.append(Violation(field=dotted(path), message=message, source=origin.locate(path)))
+            return _normalise_value(value[:1], node, path, origin, merged)
         case Kind.SECTION_LIST, list():
             return [
                 _normalise(item, node, (*path, index), origin, merged) if isinstance(item, dict) else item

@@ -8,6 +8,8 @@ import json
 from typing import Any, get_origin
 
 from millrace.config.tree import Kind, Node
+from millrace.decoding import decode_json
+from millrace.errors import CorruptObjectError
 
 _NONE = ("none", "null")
 _BOOLEANS = {"true": True, "false": False}
@@ -30,8 +32,8 @@ def is_none(text: str) -> bool:
 def free_value(text: str) -> Any:
     """A value below a free table: JSON if it is, else the text itself."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return _decoded(text)
+    except CorruptObjectError:
         return text
 
 
@@ -56,9 +58,15 @@ def typed_value(text: str, node: Node) -> Any:
 
 def _json(text: str, wanted: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise NotJsonError(f"must be {wanted} ({error.msg} at character {error.pos + 1})") from error
+        return _decoded(text)
+    except CorruptObjectError as error:
+        cause = error.__cause__
+        why = f"{cause.msg} at character {cause.pos + 1}" if isinstance(cause, json.JSONDecodeError) else str(error)
+        raise NotJsonError(f"must be {wanted} ({why})") from error
+
+
+def _decoded(text: str) -> Any:
+    return decode_json(text, what="it", reason="CONFIG_INVALID")
 
 
 def _leaf(text: str, annotation: Any) -> Any:

@@ -2,16 +2,16 @@
 
 import importlib
 import importlib.util
-import json
 import sys
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
+from millrace.decoding import decode_object
 from millrace.env_server.outcome import Outcome
 from millrace.env_server.tasks import TaskTable
-from millrace.errors import InvalidSpecError, NotFoundError, Violation
+from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError, Violation
 from millrace.internal.v1 import env_service_pb2
 
 # Keys of an environment's args that are the env-server's own and not passed to the environment.
@@ -19,6 +19,8 @@ RENDERER = "renderer"  # name of a `renderers` renderer, such as "qwen3"; tokeni
 NO_RENDERER = "off"  # its value where the engine shall tokenize (v0 only; v1 has no other way to exact tokens)
 V1_ENV = "env"  # v1: further keys of the environment's config, such as {"agent": {"timeout": {"setup": 30}}}
 V1_EVAL_ARGS = "eval_args"  # v1: taskset args of the held-out set, merged over the others
+MAX_ARGS_BYTES = 1 << 20
+"""Largest JSON document in a request."""
 V1_NUM_TASKS = "num_tasks"  # v1: how many tasks of an endless taskset
 
 
@@ -50,22 +52,13 @@ def module_name(env_id: str) -> str:
 
 def parse_args(env: env_service_pb2.EnvSpec) -> dict[str, Any]:
     """The environment's arguments. Raises InvalidSpecError."""
+    what = f"what environment {env.id!r} shall be loaded with"
     try:
-        args = json.loads(env.args_json or "{}")
-    except json.JSONDecodeError as error:
-        args = error
-    if not isinstance(args, dict):
-        raise InvalidSpecError(
-            [
-                Violation(
-                    field="env.args_json",
-                    value=env.args_json[:200],
-                    message=f"the args of environment {env.id!r} must be a JSON object ({args})",
-                    source="request",
-                )
-            ]
-        )
-    return args
+        return decode_object(env.args_json or "{}", what=what, reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
+    except CorruptObjectError as error:
+        message = f"the args of environment {env.id!r} must be a JSON object ({error})"
+        wrong = Violation(field="env.args_json", value=env.args_json[:200], message=message, source="request")
+        raise InvalidSpecError([wrong]) from error
 
 
 def find_module(env_id: str) -> ModuleType:

@@ -4,13 +4,16 @@ import asyncio
 import struct
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
+from millrace.decoding import decode_message
 from millrace.errors import CorruptObjectError
 
 _LENGTH = struct.Struct("<I")
 # A group of 64 rollouts of 128k tokens is 75 MiB; a longer frame is a broken stream, not a message.
 MAX_FRAME_BYTES = 256 * 2**20
+HEAD_BYTES = _LENGTH.size
+_REMEDY = "something else wrote to the worker's socket; restart the env-server"
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -27,25 +30,28 @@ def encode_frame(message: Message) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
+def frame_length(head: bytes) -> int:
+    """The length that the first `HEAD_BYTES` of a frame announce; CorruptObjectError if it is above the limit."""
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise CorruptObjectError(
+            f"env worker frame announces {length} bytes, the most is {MAX_FRAME_BYTES}",
+            reason="FRAME_TOO_LONG",
+            remedy=_REMEDY,
+        )
+    return length
+
+
+def decode_frame(kind: type[MessageT], data: bytes) -> MessageT:
+    """The message of a frame's bytes; CorruptObjectError if they hold none."""
+    what = f"env worker frame of {len(data)} bytes ({kind.DESCRIPTOR.name})"
+    return decode_message(kind, data, what=what, reason="FRAME_UNREADABLE", remedy=_REMEDY, max_bytes=MAX_FRAME_BYTES)
+
+
 async def read_frame(reader: asyncio.StreamReader, message: MessageT) -> MessageT | None:
-    """Read one frame into `message`; None when the other side closed. Waits as long as the other side lives."""
+    """Read one frame of the message's type; None when the other side closed. Waits as long as the other side lives."""
     try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if length > MAX_FRAME_BYTES:
-            raise CorruptObjectError(
-                f"env worker frame announces {length} bytes, the most is {MAX_FRAME_BYTES}",
-                reason="FRAME_TOO_LONG",
-                remedy="something else wrote to the worker's socket; restart the env-server",
-            )
-        data = await reader.readexactly(length)
+        data = await reader.readexactly(frame_length(await reader.readexactly(HEAD_BYTES)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise CorruptObjectError(
-            f"env worker frame of {length} bytes is not a {message.DESCRIPTOR.name}: {error}",
-            reason="FRAME_UNREADABLE",
-            remedy="something else wrote to the worker's socket; restart the env-server",
-        ) from error
-    return message
+    return decode_frame(type(message), data)

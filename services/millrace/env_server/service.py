@@ -1,7 +1,6 @@
 """EnvService: opens environments, plays groups, answers what is being played."""
 
 import asyncio
-import json
 import logging
 import os
 import time
@@ -9,8 +8,9 @@ from collections.abc import Iterable
 
 import grpc.aio
 
+from millrace.decoding import decode_object
 from millrace.env_server import play_meters
-from millrace.env_server.adapter import parse_args
+from millrace.env_server.adapter import MAX_ARGS_BYTES, parse_args
 from millrace.env_server.groups import Groups, PlayingGroup, group_key
 from millrace.env_server.outcome import failed, make_rollout
 from millrace.env_server.pool import EnvPool, PlayAbandonedError, PoolLimits
@@ -21,6 +21,7 @@ from millrace.env_server.teacher import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import (
     CapacityError,
+    CorruptObjectError,
     InvalidSpecError,
     InvalidStateError,
     MillraceError,
@@ -42,6 +43,9 @@ _RETRY_FAILED_S = 30.0
 _ANSWER_BEFORE_S = 1.0
 _CATCH_UP_S = 8.0
 _DRAIN_POLL_S = 0.05
+MAX_GROUP_SIZE = 65_536
+MAX_ROLLOUT_S = 30 * 86_400.0
+"""Longest deadline of a rollout."""
 
 
 class EnvService(env_service_pb2_grpc.EnvServiceServicer):
@@ -294,8 +298,12 @@ def _check_request(request: env_service_pb2.PlayGroupRequest) -> None:
         wrong.append(("purpose", request.purpose, "must be TRAIN or EVAL"))
     if not request.members:
         wrong.append(("members", "[]", "must name at least one member"))
-    if len(set(request.members)) != len(request.members) or any(m >= request.group_size for m in request.members):
-        wrong.append(("members", list(request.members), f"must be distinct and below group_size {request.group_size}"))
+    if not 0 < request.group_size <= MAX_GROUP_SIZE:
+        wrong.append(("group_size", request.group_size, f"must be 1 to {MAX_GROUP_SIZE}"))
+    elif len(set(request.members)) != len(request.members) or any(m >= request.group_size for m in request.members):
+        wrong.append(
+            ("members", list(request.members[:8]), f"must be distinct and below group_size {request.group_size}")
+        )
     if not request.base_url:
         wrong.append(("base_url", "", "must be the engine's URL, ending in /v1"))
     if request.is_external and request.purpose == rollout_pb2.PURPOSE_TRAIN:
@@ -307,8 +315,13 @@ def _check_request(request: env_service_pb2.PlayGroupRequest) -> None:
         wrong.append(("api_key_var", request.api_key_var, problem))
     if not _is_json_object(request.sampling.extra_body_json or "{}"):
         wrong.append(("sampling.extra_body_json", request.sampling.extra_body_json[:200], "must be a JSON object"))
-    if not 0 < request.rollout_timeout_seconds < float("inf"):
-        wrong.append(("rollout_timeout_seconds", request.rollout_timeout_seconds, "must be positive and finite"))
+    if not 0 < request.rollout_timeout_seconds <= MAX_ROLLOUT_S:
+        message = f"must be positive and at most {MAX_ROLLOUT_S:.0f}"
+        wrong.append(("rollout_timeout_seconds", request.rollout_timeout_seconds, message))
+    if not 0 <= request.sampling.temperature <= 100:
+        wrong.append(("sampling.temperature", request.sampling.temperature, "must be 0 to 100"))
+    if not 0 <= request.sampling.top_p <= 1:
+        wrong.append(("sampling.top_p", request.sampling.top_p, "must be 0 to 1"))
     if wrong:
         violations = [Violation(field=f, value=str(v), message=m, source="PlayGroupRequest") for f, v, m in wrong]
         raise InvalidSpecError(violations, reason="REQUEST_INVALID")
@@ -336,9 +349,10 @@ def _unset_problem(variable: str) -> str:
 
 def _is_json_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
-    except json.JSONDecodeError:
+        decode_object(text, what="extra_body_json", reason="REQUEST_INVALID", max_bytes=MAX_ARGS_BYTES)
+    except CorruptObjectError:
         return False
+    return True
 
 
 def _is_uid(text: str) -> bool:

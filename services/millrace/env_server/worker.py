@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from millrace.env_server.adapter import EnvAdapter, describe_load_error, load_adapter
-from millrace.env_server.frames import encode_frame, read_frame
+from millrace.env_server.frames import HEAD_BYTES, decode_frame, encode_frame, frame_length, read_frame
 from millrace.env_server.outcome import Outcome, failed, make_rollout
 from millrace.env_server.pulse import start_answering
 from millrace.errors import CorruptObjectError
@@ -82,20 +82,18 @@ def _read_first(channel: socket.socket) -> env_worker_pb2.WorkerCommand | None:
     """Read the LoadEnv frame without an event loop: the environment is loaded outside of one."""
 
     def exactly(count: int) -> bytes:
-        data = b""
+        data = bytearray()
         while len(data) < count:
             part = channel.recv(count - len(data))
             if not part:
                 return b""
             data += part
-        return data
+        return bytes(data)
 
-    head = exactly(4)
+    head = exactly(HEAD_BYTES)
     if not head:
         return None
-    command = env_worker_pb2.WorkerCommand()
-    command.ParseFromString(exactly(int.from_bytes(head, "little")))
-    return command
+    return decode_frame(env_worker_pb2.WorkerCommand, exactly(frame_length(head)))
 
 
 class _Worker:

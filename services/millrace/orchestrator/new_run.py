@@ -5,17 +5,19 @@ import hashlib
 import json
 import re
 import uuid
+from collections.abc import Callable
 
 import millrace
 from millrace.config.load import validate_document
 from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.errors import InvalidSpecError, Violation
 from millrace.orchestrator.run_view import EVAL, RL, RunRecord
-from millrace.runlog.names import new_uid
+from millrace.runlog.names import check_request_id, new_uid
 from millrace.v1 import run_pb2, run_service_pb2
 
 RUN_ID = re.compile(r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")
 RUN_ID_RULE = "lower-case letters, digits and '-', begins with a letter, at most 63, no '-' at its end"
+MAX_LABELS, MAX_LABEL_CHARS = 64, 256
 KINDS = {run_pb2.RUN_KIND_RL: RL, run_pb2.RUN_KIND_EVAL: EVAL}
 
 
@@ -29,11 +31,10 @@ def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunCon
         kind = run_pb2.RunKind.Name(request.kind) if known else str(request.kind)
         message = "only RUN_KIND_RL and RUN_KIND_EVAL run as a service; run `millrace sft` for SFT"
         violations.append(Violation(field="kind", value=kind, message=message))
-    try:
-        document = json.loads(request.config_json)
-    except ValueError as error:
-        violations.append(Violation(field="config_json", message=f"is not JSON: {error}; send one JSON object"))
-        raise InvalidSpecError(violations) from error
+    violations += _label_problems(request)
+    if request.request_id:
+        violations += _violations(check_request_id, request.request_id)
+    document = request.config_json
     is_eval = request.kind == run_pb2.RUN_KIND_EVAL
     try:
         config = validate_document(document, EvalRunConfig) if is_eval else validate_document(document)
@@ -72,3 +73,23 @@ def _auto_name(config: RLConfig | EvalRunConfig, uid: str) -> str:
         stem = f"eval-{stem}"
     stem = stem if stem[0].isalpha() else f"run-{stem}"
     return f"{stem[:50].rstrip('-')}-{uid[-6:]}"
+
+
+def _label_problems(request: run_service_pb2.CreateRunRequest) -> list[Violation]:
+    if len(request.labels) > MAX_LABELS:
+        message = f"has {len(request.labels)} labels; at most {MAX_LABELS} are taken"
+        return [Violation(field="labels", message=message)]
+    rule = f"a label has at most {MAX_LABEL_CHARS} characters in its key and as many in its value, and a key"
+    return [
+        Violation(field="labels", value=key[:80], message=rule)
+        for key, value in request.labels.items()
+        if not 0 < len(key) <= MAX_LABEL_CHARS or len(value) > MAX_LABEL_CHARS
+    ]
+
+
+def _violations(check: Callable[[str], object], value: str) -> tuple[Violation, ...]:
+    try:
+        check(value)
+    except InvalidSpecError as error:
+        return error.violations
+    return ()

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from functools import partial
 import grpc
 import redis.asyncio
 
-from millrace.config.schema import RLConfig
+from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.errors import (
     AlreadyExistsError,
     InvalidSpecError,
@@ -31,7 +32,7 @@ from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request
-from millrace.runlog.names import Names, new_uid
+from millrace.runlog.names import Names, check_request_id, new_uid
 from millrace.storage import ObjectStore
 from millrace.telemetry import waits
 from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
@@ -43,6 +44,12 @@ EXPLAIN_READ_S = 2.0
 READ_BLOCK_S = 1.0
 """Longest block of one read in a watch: how late a drain or a cancelled client is noticed."""
 PAGE_DEFAULT, PAGE_MAX = 50, 1000
+PAGE_BYTES = 16 << 20
+"""Largest page of runs: configs are part of them. The next page begins behind it."""
+MAX_VALIDATIONS = 2
+"""Configs that are checked at the same time, in threads; further ones wait."""
+MAX_REASON_CHARS = 2000
+_CURSOR = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 
 class RunServicer(run_service_pb2_grpc.RunServiceServicer):
@@ -70,13 +77,13 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self._draining = draining
         self._wishes = WishCalls(store=store, prefix=prefix, on_wish=manager.heed)
         self._auditing = asyncio.Semaphore(1)  # an audit reads everything of a run: one at a time
+        self._validating = asyncio.Semaphore(MAX_VALIDATIONS)
 
     async def CreateRun(
         self, request: run_service_pb2.CreateRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.CreateRunResponse:
         """Validate and queue a run."""
-        config = validate(request)
-        record = make_record(request, config)
+        _, record = await self._validated(request)
         if request.validate_only:
             return run_service_pb2.CreateRunResponse(run=RunView(record).run)
         if request.request_id:
@@ -97,9 +104,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 remedy="submit the evaluation again with the settings that you want",
             )
         wanted = forks.as_create(request, parent, uid=new_uid())
-        config = validate(wanted)
+        config, record = await self._validated(wanted)
         assert isinstance(config, RLConfig), "a fork is a run that trains"
-        record = replace(make_record(wanted, config), parent={"uid": parent.uid, "step": request.step})
+        record = replace(record, parent={"uid": parent.uid, "step": request.step})
         if request.request_id:
             earlier = await find_request(self._store, self._prefix, request.request_id)
             if earlier is not None:
@@ -144,15 +151,15 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         size, start = _page(request.page_size, request.page_token)
         views = reversed(await self._catalog.refresh())
         runs = [view.run for view in views if not request.states or view.run.state in request.states]
-        return run_service_pb2.ListRunsResponse(
-            runs=runs[start : start + size], next_page_token=_next_token(start + size, len(runs))
-        )
+        page = _of_bounded_size(runs[start : start + size])
+        return run_service_pb2.ListRunsResponse(runs=page, next_page_token=_next_token(start + len(page), len(runs)))
 
     async def CancelRun(
         self, request: run_service_pb2.CancelRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.CancelRunResponse:
         """Write the intent, then tell the driver. Cancelling a run that ended is an error; twice is not."""
         view = await self._catalog.find(request.name)
+        _check_wish(request.reason, request.request_id)
         await self._wishes.cancel(view, reason=request.reason, request_id=request.request_id)
         return run_service_pb2.CancelRunResponse(run=view.run)
 
@@ -161,6 +168,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.PauseRunResponse:
         """Write the intent, then tell the driver. Pausing a run that ends or ended is an error; twice is not."""
         view = await self._catalog.find(request.name)
+        _check_wish(request.reason, request.request_id)
         await self._wishes.pause(view, reason=request.reason, request_id=request.request_id)
         return run_service_pb2.PauseRunResponse(run=view.run)
 
@@ -169,12 +177,16 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ResumeRunResponse:
         """Write the intent, then look for a free trainer. A run that is not paused goes on as it does."""
         view = await self._catalog.find(request.name)
+        _check_wish("", request.request_id)
         await self._wishes.resume(view, request_id=request.request_id)
         return run_service_pb2.ResumeRunResponse(run=view.run)
 
     async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):
         """Replay, then follow; ends behind the terminal state."""
         view = await self._catalog.find(request.name)
+        if request.after and not _CURSOR.fullmatch(request.after):
+            problem = Violation(field="after", value=request.after[:80], message="is not the cursor of an event")
+            raise InvalidSpecError([problem], reason="CURSOR_INVALID", remedy="leave it out, or pass one that was sent")
         feed = EventFeed(self._catalog, view.record.uid, after=request.after)
         last_sent, has_ended = time.monotonic(), False
         while not has_ended:
@@ -224,6 +236,17 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             view, note = known, "the run's log cannot be read now, its state is that of the last look"
         return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of)
 
+    async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
+        """The config and the record of the new run, checked beside the event loop; InvalidSpecError says all."""
+
+        def check() -> tuple[RLConfig | EvalRunConfig, RunRecord]:
+            config = validate(request)
+            return config, make_record(request, config)
+
+        with waits.shared("configs of {n} new runs to be checked", waits_on="orchestrator", quiet_s=1.0):
+            async with self._validating:
+                return await asyncio.to_thread(check)
+
     def _name_of(self, uid: str) -> str:
         known = self._catalog.known(uid)
         return known.record.name if known is not None else uid
@@ -272,6 +295,24 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             checkpoint.create_time.FromNanoseconds(int(info.modified * 1e9))
             found.append(checkpoint)
         return found
+
+
+def _check_wish(reason: str, request_id: str) -> None:
+    if len(reason) > MAX_REASON_CHARS:
+        message = f"must have at most {MAX_REASON_CHARS} characters"
+        raise InvalidSpecError([Violation(field="reason", value=f"{len(reason)} characters", message=message)])
+    if request_id:
+        check_request_id(request_id)
+
+
+def _of_bounded_size(runs: list[run_pb2.Run]) -> list[run_pb2.Run]:
+    """The first runs, as many as fit into a page, and at least one."""
+    size = 0
+    for index, run in enumerate(runs):
+        size += run.ByteSize()
+        if index and size > PAGE_BYTES:
+            return runs[:index]
+    return runs
 
 
 def _page(size: int, token: str) -> tuple[int, int]:

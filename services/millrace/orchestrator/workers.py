@@ -6,16 +6,21 @@ with an empty registry knows all of them within one heartbeat interval.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import grpc
 
+from millrace.errors import CapacityError, InvalidSpecError, Violation
 from millrace.internal.v1 import policy_service_pb2, worker_service_pb2, worker_service_pb2_grpc
+from millrace.telemetry.settings import parse_address
 from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)
+
+_URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[^\s/\[\]@]+)(/\S*)?")
 
 HEARTBEAT_S = 1.0
 """Interval that workers are told."""
@@ -33,6 +38,10 @@ LET_GO_S = 600.0
 """How long workers are told of a run that was paused or has ended."""
 MAX_LET_GO = 64
 """Runs of which they are told; with more, the oldest are left out."""
+MAX_WORKERS = 4096
+"""Most workers that are registered at once."""
+MAX_WAITS = 512
+"""Most waits that are kept of one worker's report."""
 EVERYTHING = 2**63 - 1
 """Watermark of a run that has ended: env-servers need not keep a rollout of it."""
 
@@ -100,6 +109,12 @@ class WorkerRegistry:
         self.lost.pop(worker.worker_id, None)
         self._replace_slot(worker)
         known = self._records.get(worker.worker_id)
+        if known is None and len(self._records) >= MAX_WORKERS:
+            raise CapacityError(
+                f"{MAX_WORKERS} workers are registered already",
+                reason="REGISTRY_FULL",
+                remedy="end those that are not needed, or start a deployment of its own",
+            )
         if known is None:
             self._records[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
             log.info("worker registered", extra={"worker": worker.worker_id, "address": worker.address})
@@ -113,7 +128,7 @@ class WorkerRegistry:
         if record is None:
             return None
         record.last_seen = time.monotonic()
-        record.waits = list(request.waits)
+        record.waits = list(request.waits[:MAX_WAITS])
         record.num_playing = request.num_playing
         record.is_leaving = request.is_leaving
         if request.HasField("trainer"):
@@ -279,6 +294,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request: worker_service_pb2.RegisterWorkerRequest, context: grpc.aio.ServicerContext
     ) -> worker_service_pb2.RegisterWorkerResponse:
         """Add a worker to the registry."""
+        _check_worker(request.worker)
         self._registry.register(request.worker)
         return worker_service_pb2.RegisterWorkerResponse(heartbeat_seconds=HEARTBEAT_S, lease_seconds=LEASE_S)
 
@@ -292,3 +308,22 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         return worker_service_pb2.HeartbeatResponse(
             assignments=list(self._registry.assignments(record)), let_go=self._registry.runs_to_let_go()
         )
+
+
+def _check_worker(worker: worker_service_pb2.Worker) -> None:
+    """InvalidSpecError unless the worker says who it is and where it can be called."""
+    wrong: list[Violation] = []
+    if not worker.worker_id:
+        wrong.append(Violation(field="worker.worker_id", message="must not be empty"))
+    if worker.kind == worker_service_pb2.WORKER_KIND_UNSPECIFIED:
+        wrong.append(Violation(field="worker.kind", message="must be set"))
+    if worker.address:
+        try:
+            parse_address(worker.address)
+        except ValueError as error:
+            wrong.append(Violation(field="worker.address", value=worker.address[:200], message=str(error)))
+    if worker.http_url and not _URL.fullmatch(worker.http_url):
+        message = "must be a URL such as http://10.0.0.1:8000/v1"
+        wrong.append(Violation(field="worker.http_url", value=worker.http_url[:200], message=message))
+    if wrong:
+        raise InvalidSpecError(wrong, reason="REQUEST_INVALID")

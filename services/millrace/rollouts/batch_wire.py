@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
+from millrace.decoding import decode_message
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.types import TrainSample
@@ -20,6 +20,10 @@ from millrace.rollouts.wire import check_column, check_masked, column_from_bytes
 
 TARGET_CHUNK_BYTES = 2 << 20
 MAX_SAMPLE_TOKENS = 1 << 26  # 0.9 GiB of columns: below protobuf's limit of 2 GiB per message
+MAX_HEADER_BYTES = 64 << 20
+"""Largest header that is read: a sample takes about 50 bytes of it."""
+_REASON = "BATCH_CORRUPT"
+_REMEDY = "read the batch again from the object store; if it stays, its writer has a bug"
 _BYTES_PER_TOKEN = 4 + 1 + 4 + 4
 _WEIGHT_BYTES_PER_TOKEN = 4
 
@@ -54,19 +58,19 @@ def pack_batch(
 
 def decode_header(data: bytes) -> batch_pb2.BatchHeader:
     """Parse a header and check its sample table; `CorruptObjectError` if either is wrong."""
-    header = batch_pb2.BatchHeader()
-    try:
-        header.ParseFromString(data)
-    except DecodeError as error:
-        raise _corrupt("header", f"{len(data)} bytes", f"is no BatchHeader: {error}") from error
+    what = f"a batch header of {len(data)} bytes"
+    header = decode_message(
+        batch_pb2.BatchHeader, data, what=what, max_bytes=MAX_HEADER_BYTES, reason=_REASON, remedy=_REMEDY
+    )
     check_header(header)
     return header
 
 
 def check_header(header: batch_pb2.BatchHeader) -> None:
     """Raise `CorruptObjectError` unless the samples tile the chunks exactly and the counts add up."""
-    if header.kind == batch_pb2.BATCH_KIND_UNSPECIFIED or not header.run_uid:
-        raise _corrupt("kind, run_uid", (header.kind, header.run_uid), "must be set")
+    is_known = header.kind != batch_pb2.BATCH_KIND_UNSPECIFIED and header.kind in batch_pb2.BatchKind.values()
+    if not is_known or not header.run_uid:
+        raise _corrupt("kind, run_uid", (header.kind, header.run_uid), "must be set, to a kind that is known")
     filled = [0] * len(header.chunks)
     last_chunk = 0
     for index, entry in enumerate(header.samples):
@@ -218,11 +222,9 @@ def _join(columns: Sequence[np.ndarray], dtype: str) -> bytes:
 
 
 def _decode_chunk(data: bytes, num_tokens: int, where: str) -> _Columns:
-    chunk = batch_pb2.BatchChunk()
-    try:
-        chunk.ParseFromString(data)
-    except DecodeError as error:
-        raise _corrupt(where, f"{len(data)} bytes", f"is no BatchChunk: {error}") from error
+    chunk = decode_message(
+        batch_pb2.BatchChunk, data, what=f"batch {where} of {len(data)} bytes", reason=_REASON, remedy=_REMEDY
+    )
 
     def column(name: str, dtype: str, kind: type[np.generic]) -> np.ndarray:
         values = column_from_bytes(getattr(chunk, name), dtype, f"{where}.{name}")
@@ -278,7 +280,7 @@ def _check_values(
 def _corrupt(where: str, value: object, problem: str) -> CorruptObjectError:
     return CorruptObjectError(
         f"batch field {where} = {value} {problem}",
-        reason="BATCH_CORRUPT",
-        remedy="read the batch again from the object store; if it stays, its writer has a bug",
+        reason=_REASON,
+        remedy=_REMEDY,
         metadata={"field": where},
     )

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import zstandard
-from google.protobuf.message import DecodeError
 
+from millrace.decoding import decode_message, decompress
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import rollout_pb2
 from millrace.rollouts.types import (
@@ -33,7 +33,11 @@ _STATUS_FROM_WIRE = {
     rollout_pb2.RolloutStatus.Value(f"ROLLOUT_STATUS_{status.name}"): status for status in RolloutStatus
 }
 
-MAX_ARCHIVE_BYTES = 4 << 30  # decompressed; above it the frame lies about its size
+MAX_ROLLOUT_BYTES = 256 << 20
+"""Largest rollout that is read: 16 million tokens with their columns, and its messages."""
+MAX_ARCHIVE_BYTES = 1 << 30
+"""Largest archive, decompressed: a thousand rollouts of 64k tokens have 0.6 GB."""
+_SMALL_ARCHIVE_BYTES, _MAX_EXPANSION = 64 << 20, 256  # log-probs hardly compress: real archives expand about 5 times
 
 
 def purpose_to_wire(purpose: Purpose) -> rollout_pb2.Purpose:
@@ -55,42 +59,51 @@ def encode_rollout(rollout: Rollout) -> bytes:
 
 def decode_rollout(data: bytes) -> Rollout:
     """Parse and validate what `encode_rollout` made; array columns are read-only views of `data`'s parts."""
-    message = rollout_pb2.Rollout()
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise CorruptObjectError(
-            f"a rollout of {len(data)} bytes is not a millrace.internal.v1.Rollout: {error}",
-            reason="ROLLOUT_CORRUPT",
-            remedy="read the entry again; if it stays, drop the attempt",
-        ) from error
+    message = decode_message(
+        rollout_pb2.Rollout,
+        data,
+        what=f"a rollout of {len(data)} bytes",
+        reason="ROLLOUT_CORRUPT",
+        remedy="read the entry again; if it stays, drop the attempt",
+        max_bytes=MAX_ROLLOUT_BYTES,
+    )
     return rollout_from_proto(message)
 
 
 def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
-    """`RolloutArchive` in order of ordinal, attempt, member, zstd-compressed (level 3)."""
+    """`RolloutArchive` in order of ordinal, attempt, member, zstd-compressed (level 3).
+
+    `CorruptObjectError` if it would be larger than what `decode_archive` reads.
+    """
     ordered = sorted(rollouts, key=lambda r: (r.ordinal, r.attempt, r.member))
     archive = rollout_pb2.RolloutArchive(rollouts=[rollout_to_proto(rollout) for rollout in ordered])
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(
-        archive.SerializeToString(deterministic=True)
-    )
+    data = archive.SerializeToString(deterministic=True) if archive.ByteSize() <= MAX_ARCHIVE_BYTES else b""
+    packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(data)
+    if archive.ByteSize() > _max_archive_bytes(packed):
+        raise CorruptObjectError(
+            f"the archive of {len(ordered)} rollouts has {archive.ByteSize()} bytes, and at most "
+            f"{_max_archive_bytes(packed)} would be read again",
+            reason="ROLLOUT_ARCHIVE_TOO_LARGE",
+            remedy="cut smaller batches (orchestrator.batch_size), or shorter rollouts",
+        )
+    return packed
 
 
 def decode_archive(data: bytes) -> list[Rollout]:
-    """The rollouts of an archive object; `CorruptObjectError` when the bytes are damaged."""
-    archive = rollout_pb2.RolloutArchive()
-    try:
-        size = zstandard.frame_content_size(data)
-        if not 0 <= size <= MAX_ARCHIVE_BYTES:
-            raise _corrupt("archive size", size, f"is not between 0 and {MAX_ARCHIVE_BYTES}")
-        archive.ParseFromString(zstandard.ZstdDecompressor().decompress(data, max_output_size=size))
-    except (zstandard.ZstdError, DecodeError) as error:
-        raise CorruptObjectError(
-            f"a rollout archive of {len(data)} bytes does not decode: {error}",
-            reason="ROLLOUT_ARCHIVE_CORRUPT",
-            remedy="restore the object from a replica of the bucket",
-        ) from error
+    """The rollouts of an archive object; `CorruptObjectError` when the bytes are damaged or expand too much."""
+    where = {
+        "what": f"a rollout archive of {len(data)} bytes",
+        "reason": "ROLLOUT_ARCHIVE_CORRUPT",
+        "remedy": "restore the object from a replica of the bucket",
+    }
+    unpacked = decompress(data, max_bytes=_max_archive_bytes(data), **where)
+    archive = decode_message(rollout_pb2.RolloutArchive, unpacked, max_bytes=MAX_ARCHIVE_BYTES, **where)
     return [rollout_from_proto(message) for message in archive.rollouts]
+
+
+def _max_archive_bytes(packed: bytes) -> int:
+    """What an archive may hold: a few bytes must not become gigabytes."""
+    return min(MAX_ARCHIVE_BYTES, max(_SMALL_ARCHIVE_BYTES, _MAX_EXPANSION * len(packed)))
 
 
 def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:

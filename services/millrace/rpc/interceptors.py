@@ -1,7 +1,8 @@
 """What happens around every call: a request id, one log line, and errors that arrive as what they are.
 
 A handler raises `millrace.errors.*`; the caller gets the same class. Anything else that a handler raises is a defect:
-the caller gets INTERNAL with the request id and nothing about our insides, the log gets the traceback.
+the caller gets INTERNAL with the request id and nothing about our insides, the log gets the traceback. Bytes that are
+no message never reach a handler: the caller gets INVALID_ARGUMENT.
 """
 
 import asyncio
@@ -10,14 +11,17 @@ import inspect
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from millrace.errors import InternalError, MillraceError
+from millrace.decoding import decode_request
+from millrace.errors import InternalError, InvalidSpecError, MillraceError
 from millrace.rpc import status
+from millrace.rpc.request_check import check_request
 from millrace.telemetry import logging
 
 log = logging.getLogger(__name__)
@@ -100,31 +104,76 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             wrapped = _wrap_generator(behaviour, method, request_id)
         elif inspect.iscoroutinefunction(behaviour):
             wrapped = _wrap_coroutine(behaviour, method, request_id)
-        else:
-            return handler  # a generated method that nobody overrode: it answers UNIMPLEMENTED
+        else:  # a generated method that nobody overrode
+            wrapped = _unimplemented(is_stream=handler.response_streaming)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(
             wrapped,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_typed(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands for a request that does not decode. gRPC would answer what its deserializer raises with UNKNOWN."""
+
+    error: InvalidSpecError
+
+
+def _typed(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    def deserialize(data: bytes) -> Any:
+        assert parse is not None
+        try:
+            return decode_request(parse, data)
+        except InvalidSpecError as error:
+            return _Malformed(error)
+
+    return None if parse is None else deserialize
+
+
+def _formed(request: Any) -> Any:
+    """The request; what is wrong with its bytes or values is raised here, where it becomes a status."""
+    if isinstance(request, _Malformed):
+        raise request.error
+    check_request(request)
+    return _all_formed(request) if isinstance(request, AsyncIterable) else request
+
+
+async def _all_formed(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _formed(request)
 
 
 def _wrap_coroutine(behaviour: Callable[..., Awaitable[Any]], method: str, request_id: str) -> Callable[..., Any]:
     async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with _guarded(method, request_id, context):
-            return await behaviour(request, context)
+            return await behaviour(_formed(request), context)
 
     return handle
 
 
 def _wrap_generator(behaviour: Callable[..., Any], method: str, request_id: str) -> Callable[..., Any]:
     async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        async with _guarded(method, request_id, context), contextlib.aclosing(behaviour(request, context)) as responses:
+        async with (
+            _guarded(method, request_id, context),
+            contextlib.aclosing(behaviour(_formed(request), context)) as responses,
+        ):
             async for response in responses:
                 yield response
 
     return handle
+
+
+def _unimplemented(*, is_stream: bool) -> Callable[..., Any]:
+    async def refuse(_: Any, context: grpc.aio.ServicerContext) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not implemented!")
+
+    async def refuse_stream(_: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not implemented!")
+        yield  # never reached: makes it a generator
+
+    return refuse_stream if is_stream else refuse
 
 
 class DefaultDeadline(grpc.aio.UnaryUnaryClientInterceptor):

@@ -4,6 +4,10 @@ It runs in threads, so that a scraper which is slow or never ends its request ho
 the event loop of the service, where they change. A loop that does not answer makes the scrape fail with 503: to
 Prometheus the service is down, which is what a hung service is.
 
+Connections are bounded in number and in time, from the first byte of the handshake to the last one of the answer. Where
+too many are open, the oldest that has not sent its request yet is closed for the new one: whoever opens connections
+and lets bytes trickle keeps no scraper out.
+
 Who may ask is the access's to say, as with every server (`millrace.rpc.access`): TLS and a token beyond loopback.
 """
 
@@ -15,7 +19,9 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 
@@ -30,9 +36,11 @@ from millrace.telemetry.settings import parse_address
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16
-"""At once; a connection above that is closed. A Prometheus pair needs two."""
-IDLE_S = 10.0
-"""Silence of a scraper after which its connection is closed."""
+"""At once; for one above that the oldest without a whole request is closed. A Prometheus pair needs two."""
+REQUEST_S = 5.0
+"""How long a scraper has for its TLS handshake and the whole of its request, however its bytes trickle."""
+EXCHANGE_S = 20.0
+"""How long a connection lives at most, with the answer and whoever reads it slowly."""
 ANSWER_S = 5.0
 """How long the event loop has to read the numbers."""
 _POLL_S = 0.1
@@ -103,9 +111,68 @@ def _bind(address: str, access: ServerAccess, read: Read) -> "_Server":
         ) from error
 
 
+@dataclass(eq=False, slots=True)
+class _Connection:
+    """One scraper. `socket` is what closes it: the TLS socket as soon as there is one."""
+
+    socket: socket.socket
+    began: float
+    is_asking: bool = True
+    """Its request has not arrived as a whole."""
+    is_cut: bool = False
+
+    def cut(self) -> None:
+        """End it, whatever its thread waits for."""
+        self.is_cut = True
+        with contextlib.suppress(OSError):  # it has gone by itself
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # TLS's own would drop what the thread works with
+
+    def secured(self, wrapped: socket.socket) -> None:
+        """TLS is spoken over it from now on."""
+        self.socket = wrapped
+        if self.is_cut:  # while it changed hands
+            self.cut()
+
+
+class _Connections:
+    """Those that are open; all methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._open: list[_Connection] = []  # oldest first
+        self._lock = threading.Lock()
+
+    def add(self, request: socket.socket) -> _Connection | None:
+        """A new one, for which an old one may have to go; None if all are being answered."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                oldest = next((connection for connection in self._open if connection.is_asking), None)
+                if oldest is None:
+                    return None
+                self._open.remove(oldest)
+                oldest.cut()
+            connection = _Connection(request, time.monotonic())
+            self._open.append(connection)
+            return connection
+
+    def remove(self, connection: _Connection) -> None:
+        """It has ended."""
+        with self._lock:
+            if connection in self._open:
+                self._open.remove(connection)
+
+    def cut_late(self) -> None:
+        """End those whose time is over."""
+        now = time.monotonic()
+        with self._lock:
+            for connection in self._open:
+                if now - connection.began > (REQUEST_S if connection.is_asking else EXCHANGE_S):
+                    connection.cut()
+
+
 class _Server(ThreadingMixIn, HTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128
 
     def __init__(
         self, host: str, port: int, *, access: ServerAccess, context: ssl.SSLContext | None, read: Read
@@ -113,8 +180,9 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.address_family = _family(host)
         self.access = access
         self.read = read
+        self.asked = threading.local()
         self._context = context
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._connections = _Connections()
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
@@ -124,26 +192,41 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
+    def service_actions(self) -> None:
+        """Between two polls."""
+        self._connections.cut_late()
+
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        if not self._free.acquire(blocking=False):
+        assert isinstance(request, socket.socket)
+        connection = self._connections.add(request)
+        if connection is None:
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        arguments = (connection, client_address)
+        threading.Thread(target=self._answer, args=arguments, name="metrics scrape", daemon=True).start()
 
-    def process_request_thread(
-        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
-    ) -> None:
-        assert isinstance(request, socket.socket)
+    def _answer(self, connection: _Connection, client_address: object) -> None:
+        request = connection.socket
         try:
-            request.settimeout(IDLE_S)
-            # The handshake belongs into the thread, too: in `accept` a silent client would hold up all others.
-            secured = request if self._context is None else self._context.wrap_socket(request, server_side=True)
-            super().process_request_thread(secured, client_address)
-        except OSError as error:  # a scraper that hung up, or does not speak TLS
+            request.settimeout(EXCHANGE_S)
+            if self._context is not None:
+                # The handshake belongs into the thread, too: in `accept` a silent client would hold up all others.
+                request = self._context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+                connection.secured(request)
+                request.do_handshake()
+            self.asked.connection = connection
+            self.finish_request(request, client_address)
+        except OSError as error:  # a scraper that hung up or was too slow, or does not speak TLS
             log.debug("a scrape was cut off", extra={"error": str(error)})
-            self.shutdown_request(request)
+        except Exception:  # noqa: BLE001 - the edge of a thread, which logs it
+            self.handle_error(request, client_address)
         finally:
-            self._free.release()
+            self._connections.remove(connection)
+            self.shutdown_request(request)
+
+    def has_asked(self) -> None:
+        """The request of the connection of this thread has arrived."""
+        self.asked.connection.is_asking = False
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("a scrape was cut off", exc_info=True)  # noqa: LOG014 - called while the error is handled
@@ -154,6 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "millrace", ""
 
     def do_GET(self) -> None:
+        self.server.has_asked()
         values = self.headers.get_all("Authorization") or []
         try:
             self.server.access.admit_metrics(values[0] if len(values) == 1 else None)

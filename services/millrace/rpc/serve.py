@@ -40,10 +40,16 @@ from millrace.telemetry.settings import parse_address
 
 log = logging.getLogger(__name__)
 
+MAX_REQUEST_BYTES = 4 << 20
+"""Largest request of any call: the largest by far is a run's config, of at most 1 MiB. Answers may be larger."""
+
+HANDSHAKE_S = 10.0
+"""How long a new connection may take until it speaks HTTP/2, however its bytes trickle."""
+
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently and gets half of the calls
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     # Clients ping every 30 s while a call is silent; the default allows one ping in 300 s and then hangs up.
@@ -51,6 +57,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # TLS handshake and HTTP/2 preface together; the default lets a connection that says nothing stay for 120 s.
+    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
 ]
 
 Register = Callable[[grpc.aio.Server, asyncio.Event], Sequence[str]]

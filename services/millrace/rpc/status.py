@@ -10,12 +10,12 @@ from typing import Protocol, runtime_checkable
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from millrace import errors
-from millrace.errors import InvalidSpecError, MillraceError, Violation
+from millrace.decoding import decode_message, unpack
+from millrace.errors import CorruptObjectError, InvalidSpecError, MillraceError, Violation
 
 DOMAIN = "millrace"
 # Bounds on what one error carries, such that the worst of all fits into MAX_METADATA_BYTES.
@@ -27,6 +27,7 @@ MAX_METADATA_ENTRIES = 50
 MAX_METADATA_CHARS = 500
 MAX_METADATA_BYTES = 1 << 20  # for `grpc.max_metadata_size` on both sides; the default is 8 KiB
 
+_DETAILS = "grpc-status-details-bin"
 # Metadata keys of ErrorInfo that belong to this file.
 _CLASS, _REMEDY, _DERIVED = "millrace-class", "millrace-remedy", "millrace-message-derived"
 
@@ -103,7 +104,7 @@ def from_status(status: status_pb2.Status) -> MillraceError:
     request_info = error_details_pb2.RequestInfo()
     for detail in status.details:
         for message in (info, bad_request, retry, request_info):
-            detail.Unpack(message)  # False, and nothing done, where the type is another
+            unpack(detail, message)
     if info.domain != DOMAIN:
         error = _foreign(_NUMBERS.get(status.code, "UNKNOWN"), status.message)
     else:
@@ -154,13 +155,24 @@ def from_rpc_error(error: grpc.RpcError, *, to: str = "", timeout_s: float | Non
         return errors.InternalError(
             f"call to {to or 'a server'} failed without a status: {error!r}", reason="NO_STATUS"
         )
-    try:
-        rich = rpc_status.from_call(error)  # pyright: ignore[reportArgumentType] - the stubs know grpc.Call only
-    except (ValueError, DecodeError):
-        rich = None  # a foreign or broken detail header: code and message are still right
-    if rich is not None:
+    rich = _details(error)
+    if rich is not None and rich.code == error.code().value[0]:
         return from_status(rich)
     return _foreign(error.code().name, error.details() or "", to=to, timeout_s=timeout_s)
+
+
+def _details(error: CallStatus) -> status_pb2.Status | None:
+    """The status that came beside the code; None for a foreign or broken one: code and message are right without."""
+    trailing = getattr(error, "trailing_metadata", tuple)() or ()
+    for key, value in trailing:
+        if key == _DETAILS and isinstance(value, bytes):
+            try:
+                return decode_message(
+                    status_pb2.Status, value, what=_DETAILS, reason="STATUS_CORRUPT", max_bytes=MAX_METADATA_BYTES
+                )
+            except CorruptObjectError:
+                return None
+    return None
 
 
 def _foreign(code: str, details: str, *, to: str = "", timeout_s: float | None = None) -> MillraceError:
@@ -194,6 +206,13 @@ def _foreign(code: str, details: str, *, to: str = "", timeout_s: float | None =
             return InvalidSpecError([Violation(field="request", message=details)], message=details)
         case "OUT_OF_RANGE":
             return errors.InvalidStateError(details, reason="OUT_OF_RANGE")
+        case "RESOURCE_EXHAUSTED" if "larger than max" in details:  # gRPC's own words, of either side
+            return InvalidSpecError(
+                [Violation(field="message", message=details)],
+                message=f"{who} takes no message of that size: {details}",
+                reason="MESSAGE_TOO_LARGE",
+                remedy="send a smaller config or page",
+            )
     cls = _BY_CODE.get(code, errors.InternalError)
     return cls(f"{who} answered {code}: {details}", reason=code)
 

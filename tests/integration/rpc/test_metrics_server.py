@@ -163,17 +163,55 @@ async def test_a_taken_port_is_named():
         assert "MILLRACE_METRICS_LISTEN" in caught.value.remedy
 
 
-async def test_silent_clients_hold_nobody_up(monkeypatch):
-    monkeypatch.setattr(module, "IDLE_S", 0.5)
-    async with metrics_server(LOCAL, registry(), access=PLAIN) as port:
-        with contextlib.ExitStack() as stack:
-            silent = [
-                stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(MAX_CONNECTIONS + 3)
-            ]
-            for one in silent:
-                one.settimeout(ANSWER_S)
-                assert await asyncio.to_thread(one.recv, 1) == b"", "it was closed: too many at once, or silent"
-            assert (await get(port))[0] == 200
+TRICKLERS = 100
+
+
+@contextlib.contextmanager
+def tricklers(port: int, *, begin: bytes = b""):
+    """Connections that send `begin`, then a byte of a header every now and then; yields them."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(TRICKLERS)]
+        over = threading.Event()
+
+        def trickle() -> None:
+            while not over.wait(0.05):
+                for one in held:
+                    with contextlib.suppress(OSError):
+                        one.send(begin or b"G", socket.MSG_DONTWAIT)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            yield held
+        finally:
+            over.set()
+            thread.join()
+
+
+def is_closed(one: socket.socket) -> bool:
+    one.settimeout(ANSWER_S)
+    try:
+        return one.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_a_hundred_tricklers_keep_no_scraper_out(secured, monkeypatch, is_tls: bool):
+    monkeypatch.setattr(module, "REQUEST_S", 2.0)
+    access, context, tokens = secured if is_tls else (PLAIN, None, {"worker": ""})
+    # Of TLS's first message, whose length says that more is to come; of HTTP's header.
+    begin = b"\x16\x03\x01\x02\x00" if is_tls else b"G"
+    before = threading.active_count()
+    async with metrics_server(LOCAL, registry(), access=access) as port:
+        with tricklers(port, begin=begin) as held:
+            for _ in range(5):
+                status, _ = await get(port, token=tokens["worker"], context=context)
+                assert status == 200
+            assert threading.active_count() - before <= MAX_CONNECTIONS + 8, "each connection would have a thread"
+            for one in held:
+                assert await asyncio.to_thread(is_closed, one), "too many at once, or too slow"
+        assert (await get(port, token=tokens["worker"], context=context))[0] == 200
 
 
 async def test_a_loop_that_stands_still_fails_the_scrape(monkeypatch):

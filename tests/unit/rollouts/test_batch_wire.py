@@ -216,3 +216,10 @@ def test_a_chunk_whose_columns_differ_in_length_is_refused_even_with_a_right_has
     header.chunks[0].sha256, header.chunks[0].size_bytes = hashlib.sha256(data).digest(), len(data)
     with pytest.raises(CorruptObjectError, match="advantages"):
         batch_wire.unpack_batch(header, {0: data})
+
+
+def test_a_header_of_an_unknown_kind_is_refused():
+    header = batch_pb2.BatchHeader(run_uid="u", step=3)
+    header.MergeFromString(batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_TRAIN).SerializeToString()[:-1] + b"\x63")
+    with pytest.raises(CorruptObjectError, match="a kind that is known"):
+        batch_wire.decode_header(header.SerializeToString())

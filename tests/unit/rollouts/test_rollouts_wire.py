@@ -1,9 +1,11 @@
 """Rollouts round-trip exactly; what is malformed or damaged is refused, never returned wrong."""
 
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -229,3 +231,40 @@ def test_every_enum_value_has_a_wire_value():
         assert wire._STATUS_FROM_WIRE[rollout_pb2.RolloutStatus.Value(f"ROLLOUT_STATUS_{status.name}")] is status
     assert len(RolloutStatus) == len(rollout_pb2.RolloutStatus.keys()) - 1
     assert all(wire.purpose_from_wire(wire.purpose_to_wire(purpose)) is purpose for purpose in Purpose)
+
+
+def _bomb(size: int) -> bytes:
+    """A frame of few bytes that says, truly, that it holds `size` of them."""
+    return zstandard.ZstdCompressor(level=3).compress(bytes(size))
+
+
+def test_an_archive_of_few_bytes_does_not_become_gigabytes():
+    bomb = _bomb(300 << 20)
+    assert len(bomb) < 100_000
+    tracemalloc.start()
+    with pytest.raises(CorruptObjectError, match="which is not from 0 to") as caught:
+        wire.decode_archive(bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert caught.value.reason == "ROLLOUT_ARCHIVE_CORRUPT"
+    assert peak < 1 << 20
+
+
+def test_an_archive_that_could_not_be_read_again_is_not_written(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "MAX_ARCHIVE_BYTES", 100)
+    error = RolloutError(type="Error", message="x" * 200)
+    rollout = Rollout(
+        run_uid="u", purpose=Purpose.TRAIN, ordinal=0, member=0, attempt=0, group_size=1, env="e", task_index=0,
+        task_id="t", status=RolloutStatus.ENV_ERROR, error=error, samples=(), reward=0.0, metrics={},
+        stop_condition="", is_truncated=False, num_turns=0, seconds=0.0, temperature=1.0, env_server="s",
+        planned_step=0, messages_json="",
+    )  # fmt: skip
+    with pytest.raises(CorruptObjectError, match="would be read again") as caught:
+        wire.encode_archive([rollout])
+    assert caught.value.reason == "ROLLOUT_ARCHIVE_TOO_LARGE"
+
+
+def test_a_rollout_above_its_bound_is_not_parsed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "MAX_ROLLOUT_BYTES", 100)
+    with pytest.raises(CorruptObjectError, match="at most 100 are read"):
+        wire.decode_rollout(bytes(101))
