@@ -14,6 +14,10 @@ import numpy as np
 
 from millrace.errors import CorruptObjectError
 
+MAX_DIMENSIONS = 16
+"""Most dimensions of a tensor that is read."""
+MAX_TENSOR_BYTES = 1 << 44
+"""Most bytes of a tensor that is read."""
 _ALIGNMENT_BYTES = 64
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 
@@ -30,6 +34,8 @@ _DTYPES: dict[str, tuple[str, str, str | None]] = {
     "uint8": ("U8", "u1", "u1"),
     "bool": ("BOOL", "u1", "?"),
 }
+DTYPE_TAGS = tuple(_DTYPES)
+"""The dtype tags that are carried; each is torch's name."""
 _FROM_SAFETENSORS = {entry[0]: tag for tag, entry in _DTYPES.items()}
 _FROM_NUMPY = {np.dtype(entry[2]): tag for tag, entry in _DTYPES.items() if entry[2] is not None}
 
@@ -105,6 +111,18 @@ def element_bytes(dtype: str) -> int:
             remedy="publish the policy in one of the known dtypes",
         )
     return np.dtype(_DTYPES[dtype][1]).itemsize
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor that somebody else describes; ValueError for what we do not carry, or of impossible size."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"tensor dtype {dtype!r} is not supported (known: {', '.join(_DTYPES)})")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"a tensor has {len(shape)} dimensions, and at most {MAX_DIMENSIONS} are read")
+    size = math.prod(shape) * element_bytes(dtype)
+    if size > MAX_TENSOR_BYTES:
+        raise ValueError(f"a {dtype} tensor has more than {MAX_TENSOR_BYTES} bytes")
+    return size
 
 
 def plan_safetensors(
