@@ -24,11 +24,18 @@ MAX_MESSAGE_BYTES = 1 << 30
 """Largest protobuf message that is read; parsed it takes up to 8 times as much, `bytes` fields no more than before."""
 MAX_DEPTH = 64
 """Deepest nesting of arrays and objects in a JSON document; ours have at most 12."""
+MAX_INTEGER = (1 << 62) - 1
+"""Largest whole number in a field; sums of a few still fit into 64 bits."""
+MAX_TEXT = 1 << 10
+"""Most characters of a string in a field, unless it says otherwise."""
+MAX_ITEMS = 1 << 22
+"""Most items of an array in a field, unless it says otherwise."""
 
 M = TypeVar("M", bound="Message")
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
+_HEX = re.compile(r"[0-9a-f]*")
 
 
 def decode_json(
@@ -167,3 +174,117 @@ def _check_depth(text: str) -> None:
         depth += 1 if match[0] in "[{" else -1
         if depth > MAX_DEPTH:
             raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
+
+
+class Fields:
+    """The fields of a decoded JSON object, each read with its type and within bounds.
+
+    What breaks them is a `ValueError` that names the field: who decodes an object makes its `CorruptObjectError` of it.
+    """
+
+    def __init__(self, value: object, *, what: str = "it") -> None:
+        if not isinstance(value, dict):
+            raise ValueError(f"{what} is a JSON {type(value).__name__} instead of an object")
+        self._value: dict[str, Any] = value
+        self._what = what
+
+    def integer(self, name: str, *, least: int = 0, most: int = MAX_INTEGER) -> int:
+        """A whole number from `least` to `most`."""
+        return require_integer(self._get(name, int), what=self._name(name), least=least, most=most)
+
+    def number(self, name: str) -> float:
+        """A finite number."""
+        return require_number(self._get(name, int, float), what=self._name(name))
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        return self._get(name, bool)
+
+    def text(self, name: str, *, most: int = MAX_TEXT) -> str:
+        """A string of at most `most` characters."""
+        return require_text(self._get(name, str), what=self._name(name), most=most)
+
+    def hexadecimal(self, name: str, *, num_bytes: int) -> str:
+        """So many bytes in lower-case hexadecimal."""
+        text = self.text(name, most=2 * num_bytes)
+        if len(text) != 2 * num_bytes or _HEX.fullmatch(text) is None:
+            raise ValueError(f"{self._name(name)} is not {num_bytes} bytes in lower-case hexadecimal")
+        return text
+
+    def items(self, name: str, *, most: int = MAX_ITEMS) -> list[Any]:
+        """An array of at most `most` items."""
+        found: list[Any] = self._get(name, list)
+        if len(found) > most:
+            raise ValueError(f"{self._name(name)} has {len(found)} items, and at most {most} are read")
+        return found
+
+    def objects(self, name: str, *, most: int = MAX_ITEMS) -> "list[Fields]":
+        """An array of at most `most` objects."""
+        what = self._name(name)
+        return [Fields(value, what=f"{what}[{place}]") for place, value in enumerate(self.items(name, most=most))]
+
+    def texts(self, name: str, *, most: int = MAX_ITEMS) -> tuple[str, ...]:
+        """An array of at most `most` strings."""
+        what = self._name(name)
+        return tuple(require_text(value, what=what) for value in self.items(name, most=most))
+
+    def integers(self, name: str, *, most: int = MAX_ITEMS, largest: int = MAX_INTEGER) -> tuple[int, ...]:
+        """An array of at most `most` whole numbers from 0 to `largest`."""
+        what = self._name(name)
+        return tuple(require_integer(value, what=what, most=largest) for value in self.items(name, most=most))
+
+    def table(self, name: str, *, most: int = MAX_ITEMS) -> dict[str, str]:
+        """An object of at most `most` strings by name."""
+        found: dict[str, Any] = self._get(name, dict)
+        if len(found) > most:
+            raise ValueError(f"{self._name(name)} has {len(found)} entries, and at most {most} are read")
+        return {key: require_text(value, what=f"{self._name(name)}.{key}") for key, value in found.items()}
+
+    def inner(self, name: str) -> "Fields | None":
+        """An object, or None where it is null."""
+        value = self._get(name, dict, type(None))
+        return None if value is None else Fields(value, what=self._name(name))
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self._value.get(name) is not None
+
+    def _get(self, name: str, *types: type) -> Any:
+        if name not in self._value:
+            raise ValueError(f"{self._name(name)} is missing")
+        value = self._value[name]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise ValueError(f"{self._name(name)} is a JSON {type(value).__name__}")
+        return value
+
+    def _name(self, name: str) -> str:
+        return name if self._what == "it" else f"{self._what}.{name}"
+
+
+def require_integer(value: object, *, what: str, least: int = 0, most: int = MAX_INTEGER) -> int:
+    """`value`, if it is a whole number from `least` to `most`; ValueError naming `what` if not."""
+    if type(value) is not int or not least <= value <= most:
+        shown = value if type(value) is int and abs(value) < 1 << 64 else f"a JSON {type(value).__name__}"
+        raise ValueError(f"{what} is {shown}, and must be a whole number from {least} to {most}")
+    return value
+
+
+def require_number(value: object, *, what: str) -> float:
+    """`value`, if it is a finite number; ValueError naming `what` if not."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{what} is a JSON {type(value).__name__} instead of a number")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError as error:
+        raise ValueError(f"{what} is too large") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}, which is not finite")
+    return number
+
+
+def require_text(value: object, *, what: str, most: int = MAX_TEXT) -> str:
+    """`value`, if it is a string of at most `most` characters; ValueError naming `what` if not."""
+    if not isinstance(value, str) or len(value) > most:
+        shown = f"{len(value)} characters" if isinstance(value, str) else f"a JSON {type(value).__name__}"
+        raise ValueError(f"{what} is {shown} instead of a string of at most {most}")
+    return value

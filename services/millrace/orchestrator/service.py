@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-import json
+import logging
 import re
 import time
 from dataclasses import replace
@@ -12,8 +12,10 @@ import grpc
 import redis.asyncio
 
 from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.decoding import Fields, decode_object
 from millrace.errors import (
     AlreadyExistsError,
+    CorruptObjectError,
     InvalidSpecError,
     InvalidStateError,
     LogGoneError,
@@ -34,8 +36,11 @@ from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request
 from millrace.runlog.names import Names, check_request_id, new_uid
 from millrace.storage import ObjectStore
+from millrace.storage.commit_points import newest_revision, require_checksum
 from millrace.telemetry import waits
 from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 15.0
 """Silence after which a watch stream sends an empty message, so that a dead path is seen."""
@@ -282,19 +287,41 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     def _checkpoints(self, record: RunRecord) -> list[checkpoint_pb2.Checkpoint]:
         names = Names(self._prefix, record.uid)
         found = []
-        for info in self._store.list(names.checkpoints):
-            if not info.key.endswith("/manifest.json"):
-                continue
-            manifest = json.loads(self._store.get(info.key))
-            checkpoint = checkpoint_pb2.Checkpoint(
-                name=f"runs/{record.name}/checkpoints/{manifest['step']:08d}",
-                step=manifest["step"],
-                uri=self._store.uri(info.key),
-                size_bytes=sum(item["size_bytes"] for item in manifest["objects"]),
-            )
-            checkpoint.create_time.FromNanoseconds(int(info.modified * 1e9))
-            found.append(checkpoint)
+        for prefix in self._store.list_prefixes(names.checkpoints):
+            step = prefix.removeprefix(names.checkpoints).rstrip("/")
+            if step.isdecimal() and (checkpoint := self._checkpoint(record, names, int(step))) is not None:
+                found.append(checkpoint)
         return found
+
+    def _checkpoint(self, record: RunRecord, names: Names, step: int) -> checkpoint_pb2.Checkpoint | None:
+        """A committed checkpoint; None, and a line in the log, if its manifest is damaged or not there."""
+        key = newest_revision(self._store, names.checkpoint_manifest(step))
+        if (info := self._store.head(key)) is None:
+            return None
+        try:
+            size_bytes = _manifest_bytes(self._store.get(key), what=self._store.uri(key))
+        except CorruptObjectError as error:
+            log.warning("a damaged checkpoint is not listed", extra={"run": record.name, "error": error.message})
+            return None
+        checkpoint = checkpoint_pb2.Checkpoint(
+            name=f"runs/{record.name}/checkpoints/{step:08d}",
+            step=step,
+            uri=self._store.uri(key),
+            size_bytes=size_bytes,
+        )
+        checkpoint.create_time.FromNanoseconds(int(info.modified * 1e9))
+        return checkpoint
+
+
+def _manifest_bytes(data: bytes, *, what: str) -> int:
+    """Bytes of the objects that a checkpoint's manifest names."""
+    reason = "CHECKPOINT_MANIFEST_INVALID"
+    raw = decode_object(data, what=what, reason=reason)
+    try:
+        require_checksum(raw)
+        return sum(item.integer("size_bytes", most=1 << 50) for item in Fields(raw).objects("objects", most=1 << 16))
+    except ValueError as error:
+        raise CorruptObjectError(f"{what} cannot be read: {error}", reason=reason) from error
 
 
 def _check_wish(reason: str, request_id: str) -> None:

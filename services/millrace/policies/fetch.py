@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from millrace.errors import CorruptObjectError
-from millrace.policies.manifest import ObjectEntry, PolicyManifest, sha256_hex
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.policies.manifest import FileEntry, ObjectEntry, PolicyManifest, sha256_hex
 from millrace.storage.base import ObjectStore
 
 RANGE_BYTES = 16 << 20
@@ -43,6 +43,7 @@ def pull_files(store: ObjectStore, manifest: PolicyManifest) -> dict[str, bytes]
     """The small files of the version (`config.json`, tokenizer, …) by name, verified."""
     files: dict[str, bytes] = {}
     for entry in manifest.files:
+        _require_size(store, entry)
         data = store.get(entry.key)
         if (found := sha256_hex(data)) != entry.sha256:
             raise hash_mismatch(store, entry.key, found, entry.sha256)
@@ -58,7 +59,7 @@ def read_objects(
     connections: int = NUM_CONNECTIONS,
     range_bytes: int = RANGE_BYTES,
 ) -> None:
-    """Reads objects whole, in ranges and over parallel connections, and hands the ranges on in order.
+    """Reads objects, whose sizes are known to be right, whole, in ranges and over parallel connections, and hands the ranges on in order.
 
     Raises CorruptObjectError if the sha256 of an object is not the entry's. Holds at most `2 * connections` ranges.
     """
@@ -84,6 +85,29 @@ def read_objects(
     for entry in objects:
         if (found := digests[entry.key].hexdigest()) != entry.sha256:
             raise hash_mismatch(store, entry.key, found, entry.sha256)
+
+
+def require_sizes(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
+    """Raises CorruptObjectError or NotFoundError unless the objects have the sizes that memory is taken for."""
+    for entry in objects:
+        _require_size(store, entry)
+
+
+def _require_size(store: ObjectStore, entry: ObjectEntry | FileEntry) -> None:
+    where = store.uri(entry.key)
+    found = store.head(entry.key)
+    if found is None:
+        raise NotFoundError(
+            f"object {where} does not exist, and a policy's manifest names it",
+            reason="POLICY_OBJECT_MISSING",
+            remedy="the run's trainer publishes the policy anew when a replica reports it",
+        )
+    if found.size_bytes != entry.size_bytes:
+        raise CorruptObjectError(
+            f"object {where} has {found.size_bytes} bytes, its manifest says {entry.size_bytes}",
+            reason="POLICY_OBJECT_SIZE_MISMATCH",
+            remedy="the object is damaged; the run's trainer publishes the policy anew when a replica reports it",
+        )
 
 
 def hash_mismatch(store: ObjectStore, key: str, found: str, expected: str) -> CorruptObjectError:

@@ -20,18 +20,22 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.decoding import Fields, decode_object
+from millrace.errors import ConflictError, CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.frontier import Frontier, chain_hash
 from millrace.runlog.names import Names
 from millrace.runlog.origin import Origin, load_origin, parse_origin
 from millrace.storage import ObjectStore
+from millrace.storage.base import check_key
+from millrace.storage.commit_points import newest_revision, require_checksum, with_checksum
 from millrace.storage.scratch import owned_directory
 
 logger = logging.getLogger(__name__)
 
 _PARALLEL_COPIES = 4
+_MAX_OBJECTS = 1 << 16
 _STEP = re.compile(r"(\d{8,})/?")
 
 
@@ -202,7 +206,7 @@ class _Copy:
             item["key"] = self._later(item["key"], sha256=item["sha256"], size_bytes=item["size_bytes"])
         manifest |= {"run_uid": self.target.uid, "run_hash": self.run_hash}
         manifest["chain_hash"] = self.origin.chain_hash.hex()  # of the same history, as the fork's own chain has it
-        return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+        return with_checksum(manifest)
 
     def _later(self, key: str, *, sha256: str, size_bytes: int | None = None) -> str:
         """Note an object to be copied; returns its key in the fork."""
@@ -283,15 +287,18 @@ def _state_before(store: ObjectStore, names: Names, origin: Origin, step: int) -
     return chain_hash(header.previous_chain_hash, data), Frontier.from_header(header)
 
 
-def _load_manifest(store: ObjectStore, key: str) -> dict[str, Any]:
+def _load_manifest(store: ObjectStore, first_key: str) -> dict[str, Any]:
+    """A checkpoint's manifest, or its successor's, with its objects checked; NotFoundError if there is none."""
+    key, reason = newest_revision(store, first_key), "CHECKPOINT_MANIFEST_INVALID"
+    what, remedy = f"checkpoint manifest {store.uri(key)}", "fork at a step before this checkpoint"
+    manifest = decode_object(store.get(key), what=what, reason=reason, remedy=remedy)
     try:
-        manifest: dict[str, Any] = json.loads(store.get(key))
-        if not manifest["chain_hash"] or not all(item["sha256"] for item in manifest["objects"]):
-            raise ValueError("it names no hashes")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptObjectError(
-            f"checkpoint manifest {store.uri(key)} is not readable: {error!r}",
-            reason="CHECKPOINT_MANIFEST_INVALID",
-            remedy="fork at a step before this checkpoint",
-        ) from error
+        require_checksum(manifest)
+        Fields(manifest).hexadecimal("chain_hash", num_bytes=32)
+        for item in Fields(manifest).objects("objects", most=_MAX_OBJECTS):
+            check_key(item.text("key"))
+            item.hexadecimal("sha256", num_bytes=32)
+            item.integer("size_bytes")
+    except (ValueError, InvalidSpecError) as error:  # the second: an object key that is none
+        raise CorruptObjectError(f"{what} is not readable: {error}", reason=reason, remedy=remedy) from error
     return manifest

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from google.rpc import status_pb2
 
+from millrace.decoding import decode_message
 from millrace.errors import MillraceError, UnavailableError
 from millrace.rpc.status import from_status, to_status
 from millrace.telemetry import logging
@@ -29,10 +30,16 @@ def agreed(gang: Gang) -> Iterator[None]:
         first = next(rank for rank, row in enumerate(rows) if row)
         if first == gang.rank or not isinstance(error, Exception):
             raise
-        raise from_status(status_pb2.Status.FromString(rows[first])) from error
+        raise _heard(rows[first]) from error
     for row in gang.gather(b""):
         if row:
-            raise from_status(status_pb2.Status.FromString(row))
+            raise _heard(row)
+
+
+def _heard(row: bytes) -> MillraceError:
+    """The error that another rank told of."""
+    status = decode_message(status_pb2.Status, row, what="the error of a rank", reason="GANG_MESSAGE_INVALID")
+    return from_status(status)
 
 
 def _told(error: BaseException, rank: int) -> bytes:

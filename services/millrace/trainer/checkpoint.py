@@ -1,116 +1,51 @@
 """Checkpoints: checkpoint k is the state that is version k; the next batch is k.
 
-    checkpoints/{step:08d}/e{epoch}-{nonce}/…    shards of parameters, optimizer state and random state
+    checkpoints/{step:08d}/e{epoch}-{nonce}/…    the files of every rank, and the index (`shards.py`)
     checkpoints/{step:08d}/manifest.json         written last and create-only: its existence is the commit
 
-The manifest carries the chain hash H(step - 1), so that a resumed trainer proves that the batches it reads next follow
-those that the state was trained on, and the conditions (world size, threads, versions) that strict determinism needs.
+A checkpoint that turned out to be damaged is written again when training comes past its step: under fresh names, with
+`manifest.r1.json` as the commit (`commit_points.py`). The damaged objects stay.
 """
 
 import contextlib
 import hashlib
 import json
-import platform
+import re
 import secrets
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
-import millrace
 from millrace.config.shared import CheckpointConfig
-from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError
+from millrace.decoding import Fields, decode_json
+from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
+from millrace.storage.commit_points import newest_revision, next_revision
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
 from millrace.trainer.agreement import agreed
+from millrace.trainer.checkpoint_manifest import (
+    FORMAT,
+    CheckpointManifest,
+    CheckpointObject,
+    conditions,
+    decode_checkpoint_object,
+)
 from millrace.trainer.distributed import Gang
-from millrace.trainer.shards import METADATA_FILE, load_shards, needed_files, save_shards
+from millrace.trainer.shard_index import ShardTensor, decode_index
+from millrace.trainer.shards import INDEX_FILE, load_shards, needed_files, save_shards
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-_MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointObject:
-    """One file of a checkpoint: its name in the directory, where it lies, and what its bytes are."""
-
-    name: str
-    key: str
-    sha256: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointManifest:
-    """What a checkpoint is: version `step` of lineage `lineage`, after the batches that `chain_hash` (hex) proves.
-
-    `base_digest` is that of the base model where the state is that of adapters on it, else empty.
-    """
-
-    format: int
-    run_uid: str
-    run_hash: str
-    step: int
-    lineage: int
-    chain_hash: str
-    epoch: int
-    world_size: int
-    determinism: str
-    conditions: dict[str, str]
-    objects: tuple[CheckpointObject, ...]
-    created: str
-    base_digest: str = ""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all objects."""
-        return sum(item.size_bytes for item in self.objects)
-
-    def to_bytes(self) -> bytes:
-        """Canonical JSON."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes, *, source: str) -> "CheckpointManifest":
-        """Parses a manifest; CorruptObjectError naming `source` if it is damaged or too new."""
-        try:
-            raw: dict[str, Any] = json.loads(data)
-            if raw["format"] != FORMAT:
-                raise ValueError(f"its format is {raw['format']} and this version reads {FORMAT}")
-            manifest = cls(**{**raw, "objects": tuple(CheckpointObject(**item) for item in raw["objects"])})
-            if len(bytes.fromhex(manifest.chain_hash)) != 32:
-                raise ValueError("its chain hash is not 32 bytes")
-            if any("/" in item.name for item in manifest.objects):
-                raise ValueError("a file name is not a plain name")
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptObjectError(
-                f"checkpoint manifest {source} is not readable: {error}",
-                reason="CHECKPOINT_MANIFEST_INVALID",
-                remedy="delete this checkpoint; the run then resumes from the one before",
-            ) from error
-        return manifest
-
-
-def conditions() -> dict[str, str]:
-    """What bit-exactness depends on besides the log: versions, threads, instruction set."""
-    return {
-        "millrace": millrace.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "num_threads": str(torch.get_num_threads()),
-    }
+_STEP = re.compile(r"(\d{8,18})/")
+_MAX_INDEX_BYTES = 64 << 20
+_REMEDY = "the run resumes from the checkpoint before; `millrace run audit` says what else is damaged"
 
 
 class CheckpointStore:
@@ -120,25 +55,36 @@ class CheckpointStore:
         self._store = store
         self._names = names
         self._gang = gang
-
-    def newest(self, *, at_most: int | None = None) -> CheckpointManifest | None:
-        """The manifest with the highest step (not above `at_most`), or None."""
-        for prefix in sorted(self._store.list_prefixes(self._names.checkpoints), reverse=True):
-            if at_most is not None and _step_of(prefix) > at_most:
-                continue
-            if self._store.head(prefix + _MANIFEST) is not None:
-                return self._read(prefix + _MANIFEST)
-        return None  # prefixes without a manifest are uploads that were never committed
+        self._damaged: set[int] = set()
 
     def steps(self) -> Iterator[int]:
-        """Steps with a committed checkpoint, ascending."""
+        """Steps with a committed checkpoint, ascending. Prefixes without a manifest are uploads never committed."""
         for prefix in self._store.list_prefixes(self._names.checkpoints):
-            if self._store.head(prefix + _MANIFEST) is not None:
-                yield _step_of(prefix)
+            match = _STEP.fullmatch(prefix.removeprefix(self._names.checkpoints))
+            if match and self._store.head(newest_revision(self._store, self._key(int(match[1])))) is not None:
+                yield int(match[1])
+
+    def read(self, step: int) -> CheckpointManifest:
+        """The manifest of a step; CorruptObjectError if it is damaged, missing or another's."""
+        key = newest_revision(self._store, self._key(step))
+        try:
+            manifest = CheckpointManifest.from_bytes(self._store.get(key), source=self._store.uri(key))
+        except NotFoundError as error:
+            raise _damaged(f"checkpoint manifest {self._store.uri(key)} is missing", "CHECKPOINT_MISSING") from error
+        if (manifest.run_uid, manifest.step) != (self._names.uid, step):
+            raise _damaged(
+                f"checkpoint manifest {self._store.uri(key)} is that of step {manifest.step} of run {manifest.run_uid}",
+                "CHECKPOINT_MANIFEST_INVALID",
+            )
+        return manifest
 
     def uri(self, step: int) -> str:
         """Where the manifest of a step lies."""
-        return self._store.uri(self._names.checkpoint(step) + _MANIFEST)
+        return self._store.uri(newest_revision(self._store, self._key(step)))
+
+    def note_damaged(self, step: int) -> None:
+        """The checkpoint of a step cannot be used: it does not count as kept, and `save` writes it again."""
+        self._damaged.add(step)
 
     def save(
         self,
@@ -157,10 +103,16 @@ class CheckpointStore:
         ConflictError if the one that exists is of another history or config. Collective in a gang.
         Every rank uploads its own files; rank 0 collects their hashes and writes the manifest when all are there.
         """
-        key = self._names.checkpoint(step) + _MANIFEST
-        exists = self._gang.broadcast(bytes([self._store.head(key) is not None]) if self._gang.is_leader else None)
-        if exists[0]:
-            return self._existing(key, chain_hash=chain_hash, run_hash=run_hash)
+        existing: list[CheckpointManifest] = []
+        keys: list[str] = []
+        with agreed(self._gang):
+            if self._gang.is_leader:
+                key, found = self._look(step, chain_hash=chain_hash, run_hash=run_hash)
+                keys.append(key)
+                existing += [found] if found is not None else []
+        told = self._gang.broadcast(existing[0].to_bytes() if existing else b"" if self._gang.is_leader else None)
+        if told:
+            return CheckpointManifest.from_bytes(told, source=f"of step {step}, from rank 0")
         nonce = self._gang.broadcast(secrets.token_hex(6).encode() if self._gang.is_leader else None).decode()
         objects = self._upload(state, step=step, base=f"{self._names.checkpoint(step)}e{epoch:08d}-{nonce}/")
         manifest = CheckpointManifest(
@@ -178,25 +130,33 @@ class CheckpointStore:
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             base_digest=base_digest,
         )
-        if self._gang.is_leader and not self._store.create(key, manifest.to_bytes()):
-            # Another writer committed the same step first; our objects are collected later.
-            manifest = self._existing(key, chain_hash=chain_hash, run_hash=run_hash)
-        self._gang.barrier()
+        with agreed(self._gang):
+            if self._gang.is_leader and not self._store.create(keys[0], manifest.to_bytes()):
+                # Another writer committed the same step first; our objects are collected later.
+                manifest = self._require_ours(self.read(step), chain_hash=chain_hash, run_hash=run_hash)
+        self._damaged.discard(step)
         return manifest
 
     def load(self, manifest: CheckpointManifest, state: dict[str, torch.Tensor]) -> None:
-        """Fills `state` in place from a checkpoint; all that this rank reads is verified. Collective in a gang."""
+        """Fills `state` in place from a checkpoint. Collective in a gang.
+
+        Everything that any rank reads is verified at all of them before the first element is written:
+        CorruptObjectError, the same at every rank, leaves the state as it was.
+        """
         with contextlib.ExitStack() as owned:
             with agreed(self._gang):
                 directory = owned.enter_context(owned_directory("checkpoint"))
-                self._fetch(manifest, {METADATA_FILE}, directory)
-                self._fetch(manifest, needed_files(state, directory), directory)
-            load_shards(state, directory, is_alone=self._gang.is_alone)
-            self._gang.barrier()
+                index = self._read_index(manifest)
+                self._fetch(manifest, needed_files(state, index), directory)
+            with agreed(self._gang):
+                load_shards(state, directory, index)
 
     def prune(self, config: CheckpointConfig) -> list[int]:
-        """Deletes checkpoints that the config does not keep; returns their steps. Manifests go first."""
-        steps = list(self.steps())
+        """Deletes checkpoints that the config does not keep; returns their steps. Manifests go first.
+
+        Those that are known to be damaged are neither counted nor deleted.
+        """
+        steps = [step for step in self.steps() if step not in self._damaged]
         if config.keep_last is None:
             return []
         kept = set(steps[-config.keep_last :])
@@ -204,25 +164,85 @@ class CheckpointStore:
             kept |= {step for step in steps if step % config.keep_interval == 0}
         dropped = [step for step in steps if step not in kept]
         for step in dropped:
-            self._store.delete(self._names.checkpoint(step) + _MANIFEST)
+            self._store.delete(self._key(step))
+            newest = newest_revision(self._store, self._key(step))
+            if newest != self._key(step):
+                self._store.delete(newest)
             for item in list(self._store.list(self._names.checkpoint(step))):
                 self._store.delete(item.key)
         return dropped
+
+    def _key(self, step: int) -> str:
+        return self._names.checkpoint_manifest(step)
+
+    def _look(self, step: int, *, chain_hash: bytes, run_hash: str) -> tuple[str, CheckpointManifest | None]:
+        """Under which key to commit a step, and what is committed of it and can be used."""
+        key = newest_revision(self._store, self._key(step))
+        if self._store.head(key) is None:
+            return key, None
+        try:
+            manifest = self.read(step)
+            if step not in self._damaged:
+                self._require_objects(manifest)
+        except CorruptObjectError as error:
+            log.warning("a damaged checkpoint is written again", extra={"step": step, "error": error.message})
+            return next_revision(self._store, key), None
+        self._require_ours(manifest, chain_hash=chain_hash, run_hash=run_hash)
+        return (next_revision(self._store, key), None) if step in self._damaged else (key, manifest)
+
+    def _require_objects(self, manifest: CheckpointManifest) -> None:
+        """CorruptObjectError unless every object is there in the size that the manifest says."""
+        for item in manifest.objects:
+            self._require_object(item)
+
+    def _require_object(self, item: CheckpointObject) -> None:
+        found = self._store.head(item.key)
+        where = f"checkpoint object {self._store.uri(item.key)}"
+        if found is None:
+            raise _damaged(f"{where} is missing", "CHECKPOINT_OBJECT_MISSING")
+        if found.size_bytes != item.size_bytes:
+            raise _damaged(
+                f"{where} has {found.size_bytes} bytes, its manifest says {item.size_bytes}",
+                "CHECKPOINT_OBJECT_TRUNCATED",
+            )
+
+    def _read_index(self, manifest: CheckpointManifest) -> dict[str, ShardTensor]:
+        """The index of a checkpoint, verified and checked against the manifest."""
+        files = {item.name: item for item in manifest.objects}
+        item = files.pop(INDEX_FILE, None)
+        source = f"of checkpoint {manifest.step} of run {manifest.run_uid}"
+        if item is None or item.size_bytes > _MAX_INDEX_BYTES:
+            problem = "has no index" if item is None else f"has an index of {item.size_bytes} bytes"
+            raise _damaged(f"the manifest {source} {problem}", "CHECKPOINT_MANIFEST_INVALID")
+        self._require_object(item)
+        data = self._get(item)
+        _require_hash(hashlib.sha256(data).hexdigest(), item, uri=self._store.uri(item.key))
+        return decode_index(
+            data, sizes={name: file.size_bytes for name, file in files.items()}, source=self._store.uri(item.key)
+        )
+
+    def _get(self, item: CheckpointObject) -> bytes:
+        try:
+            return self._store.get(item.key)
+        except NotFoundError as error:
+            raise _damaged(
+                f"checkpoint object {self._store.uri(item.key)} is missing", "CHECKPOINT_OBJECT_MISSING"
+            ) from error
 
     def _fetch(self, manifest: CheckpointManifest, names: Collection[str], directory: Path) -> None:
         """Downloads the files of these names, and verifies them."""
         for item in manifest.objects:
             if item.name not in names:
                 continue
+            self._require_object(item)  # before the disk is filled with what is not ours
             path = directory / item.name
-            self._store.get_file(item.key, path)
-            if (found := _file_sha256(path)) != item.sha256:
-                raise CorruptObjectError(
-                    f"checkpoint object {self._store.uri(item.key)} has sha256 {found}, "
-                    f"its manifest says {item.sha256}",
-                    reason="CHECKPOINT_HASH_MISMATCH",
-                    remedy="it is damaged: delete this checkpoint; the run then resumes from the one before",
-                )
+            try:
+                self._store.get_file(item.key, path)
+            except NotFoundError as error:
+                raise _damaged(
+                    f"checkpoint object {self._store.uri(item.key)} is missing", "CHECKPOINT_OBJECT_MISSING"
+                ) from error
+            _require_hash(_file_sha256(path), item, uri=self._store.uri(item.key))
 
     def _upload(self, state: dict[str, torch.Tensor], *, step: int, base: str) -> tuple[CheckpointObject, ...]:
         """Saves to a temporary directory and uploads this rank's files; returns all ranks' objects at rank 0."""
@@ -230,21 +250,20 @@ class CheckpointStore:
             with agreed(self._gang):
                 # Of each rank's own, so that it holds only what this rank wrote, also where ranks share a machine.
                 shards = owned.enter_context(owned_directory("checkpoint")) / "shards"
-            save_shards(state, shards, is_alone=self._gang.is_alone)
+            save_shards(state, shards, gang=self._gang)
             mine: list[CheckpointObject] = []
             with agreed(self._gang):
                 for path in sorted(shards.iterdir()):
-                    key = base + path.name.lstrip(".")
+                    key = base + path.name
                     self._store.put_file(key, path)
                     faults.reach(Point.TRAINER_MID_CHECKPOINT, step=step)
                     sha256, size_bytes = _file_sha256(path), path.stat().st_size
                     mine.append(CheckpointObject(name=path.name, key=key, sha256=sha256, size_bytes=size_bytes))
         gathered = self._gang.gather(json.dumps([asdict(item) for item in mine]).encode())
-        return tuple(CheckpointObject(**item) for part in gathered for item in json.loads(part))
+        return tuple(item for rank, share in enumerate(gathered) for item in _objects_of(share, rank))
 
-    def _existing(self, key: str, *, chain_hash: bytes, run_hash: str) -> CheckpointManifest:
+    def _require_ours(self, manifest: CheckpointManifest, *, chain_hash: bytes, run_hash: str) -> CheckpointManifest:
         """The committed manifest, if it is of the history that this trainer was trained on."""
-        manifest = self._read(key)
         expected = {"chain_hash": chain_hash.hex(), "run_hash": run_hash}
         wrong = {name: [found, ours] for name, ours in expected.items() if (found := getattr(manifest, name)) != ours}
         if wrong:
@@ -252,52 +271,33 @@ class CheckpointStore:
                 f"checkpoint {manifest.step} of run {manifest.run_uid} exists with another history (found, expected): "
                 f"{json.dumps(wrong)}",
                 reason="CHECKPOINT_CONFLICT",
-                remedy=f"two trainers disagree: find out which log is the run's, then delete {self._store.uri(key)} "
+                remedy=f"two trainers disagree: find out which log is the run's, then delete {self.uri(manifest.step)} "
                 "if it is not that one's",
             )
         return manifest
 
-    def _read(self, key: str) -> CheckpointManifest:
-        return CheckpointManifest.from_bytes(self._store.get(key), source=self._store.uri(key))
+
+def _objects_of(share: bytes, rank: int) -> list[CheckpointObject]:
+    """What another rank says that it uploaded."""
+    rows = decode_json(share, what=f"the files of rank {rank}", reason="GANG_MESSAGE_INVALID")
+    return [decode_checkpoint_object(Fields(row)) for row in rows]
 
 
-def _step_of(prefix: str) -> int:
-    """The step that a checkpoint's prefix names."""
-    return int(prefix.rstrip("/").rpartition("/")[2])
+def _require_hash(found: str, item: CheckpointObject, *, uri: str) -> None:
+    if found != item.sha256:
+        raise _damaged(
+            f"checkpoint object {uri} has sha256 {found}, its manifest says {item.sha256}", "CHECKPOINT_HASH_MISMATCH"
+        )
+
+
+def _damaged(what: str, reason: str) -> CorruptObjectError:
+    return CorruptObjectError(what, reason=reason, remedy=_REMEDY)
 
 
 def _file_sha256(path: Path) -> str:
     """sha256 of a file, hex, without holding it in memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def require_same_conditions(manifest: CheckpointManifest, *, world_size: int, run_hash: str) -> None:
-    """InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs."""
-    now = {**conditions(), "world_size": str(world_size), "run_hash": run_hash}
-    then = {**manifest.conditions, "world_size": str(manifest.world_size), "run_hash": manifest.run_hash}
-    differing = [f"{name} was {then.get(name)}, is {value}" for name, value in now.items() if then.get(name) != value]
-    if differing:
-        raise InvalidStateError(
-            f"checkpoint {manifest.step} of run {manifest.run_uid} cannot be continued bit for bit: "
-            + "; ".join(differing),
-            reason="CHECKPOINT_CONDITIONS_DIFFER",
-            remedy='resume under the same conditions, or set trainer.determinism = "best_effort" in a new run',
-        )
-
-
-def require_same_base(manifest: CheckpointManifest, *, base_digest: str) -> None:
-    """InvalidStateError if the checkpoint's adapters are on another base model, or it is not of the same kind."""
-    if manifest.base_digest == base_digest:
-        return
-    then, now = (
-        f"adapters on a base of digest {d}" if d else "all weights" for d in (manifest.base_digest, base_digest)
-    )
-    raise InvalidStateError(
-        f"checkpoint {manifest.step} of run {manifest.run_uid} holds {then}, and this trainer trains {now}",
-        reason="CHECKPOINT_BASE_DIFFERS",
-        remedy="give the trainer the model that the run began with, under trainer.model.name and in the same formats",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from millrace.config.rl import RLConfig
+from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.policies.adapter import ADAPTER_CONFIG
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publish import upload_files
 from millrace.runlog import Names
-from millrace.runlog.origin import parse_origin
+from millrace.runlog.origin import Origin, parse_origin
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundLoop
@@ -26,7 +27,7 @@ from millrace.trainer.model import policy_files, resolve_model_directory
 from millrace.trainer.publish_plan import PublishPlan, newest_published, plan_publishing
 from millrace.trainer.publisher import Publisher
 from millrace.trainer.reporter import Reporter
-from millrace.trainer.resume import resume
+from millrace.trainer.resume import Resumed, describe, require_batches, resume
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.stop import StopRequested
 from millrace.trainer.training import Position, Training
@@ -111,7 +112,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     learner = Learner.of_start_model(config, gang=gang, directory=directory)
     hold_run(context, client)
     checkpoints = CheckpointStore(context.store, names, gang=gang)
-    manifest = resume(
+    found = resume(
         checkpoints,
         learner.model,
         learner.optimizer,
@@ -120,12 +121,8 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         is_strict=learner.is_strict,
         base_digest=learner.base_digest,
     )
-    position, lineage = Position(0, parse_origin(record, where=f"run.json of run {uid}").chain_hash), 0
-    if manifest is None:
-        require_whole_history(context.store, names, record)
-    else:
-        position, lineage = Position(manifest.step, bytes.fromhex(manifest.chain_hash)), manifest.lineage
     reporter = Reporter(client if gang.is_leader else None, world_size=gang.world_size)
+    position, lineage = begin(context, names, record, found, reporter)
     plan = agree_on_plan(context, names, start_step=position.version, lineage=lineage, strict=learner.is_strict)
     if plan.lineage > lineage and plan.first_version > position.version:
         reporter.warning(
@@ -167,12 +164,34 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     )
 
 
-def require_whole_history(store: ObjectStore, names: Names, record: bytes) -> None:
+def begin(context: JobContext, names: Names, record: bytes, found: Resumed, reporter: Reporter) -> tuple[Position, int]:
+    """Where training begins, and the lineage there; reports the checkpoints that are damaged.
+
+    CorruptObjectError if nothing is left to begin with. Collective in a gang.
+    """
+    for each in found.damaged:
+        reporter.warning(
+            "CHECKPOINT_DAMAGED",
+            f"checkpoint {each.step} cannot be used: {each.why}; the run goes on from {found.start}",
+        )
+    if found.manifest is None:
+        origin = parse_origin(record, where=context.store.uri(names.run_json))
+        require_whole_history(names, origin, found)
+        position, lineage = Position(0, origin.chain_hash), 0
+    else:
+        position = Position(found.manifest.step, bytes.fromhex(found.manifest.chain_hash))
+        lineage = found.manifest.lineage
+    require_batches(context.store, names, found, first=position.version, gang=context.gang)
+    return position, lineage
+
+
+def require_whole_history(names: Names, origin: Origin, found: Resumed) -> None:
     """CorruptObjectError if the run is a fork: its start is the checkpoint that was copied for it."""
-    origin = parse_origin(record, where=store.uri(names.run_json))
     if origin.base_step:
+        damage = f": {describe(found)}" if found.damaged else ""
         raise CorruptObjectError(
-            f"run {names.uid} is a fork that begins at step {origin.base_step}, and has no checkpoint",
+            f"run {names.uid} is a fork that begins at step {origin.base_step}, and has no checkpoint that can be used"
+            + damage,
             reason="CHECKPOINT_MISSING",
             remedy="restore its checkpoint from a replica of the bucket, or fork again",
         )
@@ -226,13 +245,14 @@ def make_publisher(
 
 def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
     """The resolved config in a run's record; CorruptObjectError if it does not have one."""
+    what, reason = f"run.json of run {uid}", "RUN_CONFIG_INVALID"
+    remedy = "run trainer and orchestrator of the same release"
+    raw = decode_object(run_json, what=what, reason=reason, remedy=remedy)
     try:
-        return RLConfig.model_validate_json(json.dumps(json.loads(run_json)["config"]))
-    except (ValueError, KeyError, TypeError) as error:
+        return RLConfig.model_validate_json(json.dumps(raw.get("config")))
+    except ValueError as error:
         raise CorruptObjectError(
-            f"run.json of run {uid} has no config that this version reads: {error}",
-            reason="RUN_CONFIG_INVALID",
-            remedy="run trainer and orchestrator of the same release",
+            f"{what} has no config that this version reads: {error}", reason=reason, remedy=remedy
         ) from error
 
 

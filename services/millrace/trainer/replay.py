@@ -14,17 +14,18 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.config.rl import RLConfig
-from millrace.errors import InvalidStateError, NotFoundError
+from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.runlog import Names
-from millrace.runlog.origin import parse_origin
+from millrace.runlog.origin import Origin, parse_origin
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
 from millrace.trainer.batches import Batch, Batches
-from millrace.trainer.checkpoint import CheckpointManifest, CheckpointStore, conditions
+from millrace.trainer.checkpoint import CheckpointStore
+from millrace.trainer.checkpoint_manifest import CheckpointManifest, conditions
 from millrace.trainer.distributed import Gang
 from millrace.trainer.job import parse_config
 from millrace.trainer.learner import Learner
@@ -33,7 +34,7 @@ from millrace.trainer.loss import LossFunction
 from millrace.trainer.loss_choice import load_loss
 from millrace.trainer.model import policy_tensors, resolve_model_directory
 from millrace.trainer.replay_report import ReplayReport, TensorDifference
-from millrace.trainer.resume import restore
+from millrace.trainer.resume import describe, first_whole, restore
 from millrace.trainer.store_log import StoreLog
 
 OnStep = Callable[[int, int], None]
@@ -47,6 +48,7 @@ class _Start:
     version: int
     chain_hash: bytes
     checkpoint: CheckpointManifest | None
+    notes: tuple[str, ...] = ()
 
 
 class Replayer:
@@ -79,24 +81,10 @@ class Replayer:
         kept = log.kept()
         if not kept.first <= step <= kept.last:
             raise log.not_kept(step)
-        start = _find_start(store, names, step, genesis=origin.chain_hash)
-        gang = Gang(device=_device_of(start.checkpoint))
-        with _model_directory(store, names, config, start) as directory:
-            learner = Learner.of_start_model(config, gang=gang, directory=directory)
-        if start.checkpoint is not None:
-            torch.set_num_threads(int(start.checkpoint.conditions.get("num_threads", torch.get_num_threads())))
-            checkpoints = CheckpointStore(store, names, gang=gang)
-            restore(
-                checkpoints,
-                start.checkpoint,
-                learner.model,
-                learner.optimizer,
-                gang=gang,
-                base_digest=learner.base_digest,
-            )
+        learner, start = _learner_at(store, names, config, step, origin=origin)
         batches = Batches(
             log,
-            gang=gang,
+            gang=learner.gang,
             run_uid=names.uid,
             run_hash=json.loads(record)["run_hash"],
             previous_chain_hash=start.chain_hash,
@@ -104,7 +92,7 @@ class Replayer:
             seq_len=config.trainer.model.seq_len,
         )
         name = str(json.loads(record).get("name") or names.uid)
-        yield cls(learner, batches, run_name=name, start=start, notes=_notes(start.checkpoint))
+        yield cls(learner, batches, run_name=name, start=start, notes=(*start.notes, *_notes(start.checkpoint)))
 
     def read(self) -> Batch:
         """The batch of the next step; InvalidStateError if it is not kept."""
@@ -180,28 +168,62 @@ def replay(
         )
 
 
-def _find_start(store: ObjectStore, names: Names, step: int, *, genesis: bytes) -> _Start:
-    """The newest checkpoint at or before a step, else the start model."""
-    found = CheckpointStore(store, names, gang=Gang()).newest(at_most=step)
-    if found is None:
-        return _Start(version=0, chain_hash=genesis, checkpoint=None)
-    return _Start(version=found.step, chain_hash=bytes.fromhex(found.chain_hash), checkpoint=found)
+def _learner_at(
+    store: ObjectStore, names: Names, config: RLConfig, step: int, *, origin: Origin
+) -> tuple[Learner, _Start]:
+    """The learner at the newest whole checkpoint at or before a step, else with the start model.
+
+    CorruptObjectError if there is none and the log begins behind the start model.
+    """
+    checkpoints, learners = CheckpointStore(store, names, gang=Gang()), list[Learner]()
+
+    def use(manifest: CheckpointManifest) -> None:
+        learner = _new_learner(store, names, config, manifest)
+        torch.set_num_threads(int(manifest.conditions.get("num_threads", torch.get_num_threads())))
+        gang, base_digest = learner.gang, learner.base_digest
+        restore(checkpoints, manifest, learner.model, learner.optimizer, gang=gang, base_digest=base_digest)
+        learners.append(learner)
+
+    found = first_whole(checkpoints, use, gang=Gang(), at_most=step)
+    notes = (f"damaged checkpoints are left aside: {describe(found)}",) if found.damaged else ()
+    if found.manifest is None and origin.base_step:
+        raise CorruptObjectError(
+            f"step {step} of run {names.uid} cannot be recomputed: {describe(found)}",
+            reason="CHECKPOINTS_DAMAGED",
+            remedy="restore the checkpoint from a replica of the bucket, or replay the parent of this fork",
+        )
+    if found.manifest is None:
+        start = _Start(version=0, chain_hash=origin.chain_hash, checkpoint=None, notes=notes)
+        return _new_learner(store, names, config, None), start
+    chain_hash = bytes.fromhex(found.manifest.chain_hash)
+    return learners[0], _Start(
+        version=found.manifest.step, chain_hash=chain_hash, checkpoint=found.manifest, notes=notes
+    )
+
+
+def _new_learner(store: ObjectStore, names: Names, config: RLConfig, checkpoint: CheckpointManifest | None) -> Learner:
+    """A learner of the model of a checkpoint, or of the run's start, where it was trained as far as that is here."""
+    gang, version = Gang(device=_device_of(checkpoint)), 0 if checkpoint is None else checkpoint.step
+    with _model_directory(store, names, config, version, is_start=checkpoint is None) as directory:
+        return Learner.of_start_model(config, gang=gang, directory=directory)
 
 
 @contextlib.contextmanager
-def _model_directory(store: ObjectStore, names: Names, config: RLConfig, start: _Start) -> Iterator[Path]:
+def _model_directory(
+    store: ObjectStore, names: Names, config: RLConfig, version: int, *, is_start: bool
+) -> Iterator[Path]:
     """A directory with the model that the replay begins with (only its shape matters where a checkpoint follows).
 
     The published version itself, so that the replay needs nothing but the store; where that was rounded, or is not
     kept, the directory that the run began with.
     """
     lora = config.trainer.model.lora is not None
-    published = _published(store, names, version=start.version)
+    published = _published(store, names, version=version)
     if published is not None and published.adapter is not None:
         published = read_manifest(store, published.adapter.base_key)
     # The base of adapters is computed with as it is published, rounded or not.
     is_rounded = not lora and published is not None and any(entry.dtype != "float32" for entry in published.tensors)
-    if published is None or (is_rounded and start.checkpoint is None):
+    if published is None or (is_rounded and is_start):
         yield resolve_model_directory(config.trainer.model.name)
         return
     with owned_directory("replay") as directory:

@@ -1,20 +1,46 @@
-"""Continues from a checkpoint."""
+"""Continues from the newest checkpoint that is whole; one that is damaged is left aside, and said."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import nn
 
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import decode_header
+from millrace.runlog.names import Names
+from millrace.storage.base import ObjectStore
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
-from millrace.trainer.checkpoint import (
-    CheckpointManifest,
-    CheckpointStore,
-    require_same_base,
-    require_same_conditions,
-)
+from millrace.trainer.agreement import agreed
+from millrace.trainer.checkpoint import CheckpointStore
+from millrace.trainer.checkpoint_manifest import CheckpointManifest, require_same_base, require_same_conditions
 from millrace.trainer.distributed import Gang
 from millrace.trainer.learner import restore_random_state, state_tensors
 from millrace.trainer.optimizer import PolicyOptimizer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedCheckpoint:
+    """A checkpoint that cannot be used, and why."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What training goes on from: a checkpoint, or None, and the newer ones that are damaged, the newest first."""
+
+    manifest: CheckpointManifest | None
+    damaged: tuple[DamagedCheckpoint, ...] = ()
+
+    @property
+    def start(self) -> str:
+        """What training goes on from, in words."""
+        return "the start of the run" if self.manifest is None else f"checkpoint {self.manifest.step}"
 
 
 def resume(
@@ -26,17 +52,46 @@ def resume(
     run_hash: str,
     is_strict: bool,
     base_digest: str = "",
-) -> CheckpointManifest | None:
-    """Fills model and optimizer from the newest checkpoint and returns its manifest, or None if there is none."""
-    told = gang.broadcast(_encode(checkpoints.newest()) if gang.is_leader else None)
-    if not told:
-        return None
-    manifest = CheckpointManifest.from_bytes(told, source="newest checkpoint")
-    if is_strict:
-        require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
-    restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=base_digest)
-    log.info("resumed", extra={"step": manifest.step, "bytes": manifest.size_bytes})
-    return manifest
+) -> Resumed:
+    """Fills model and optimizer from the newest checkpoint that is whole. Collective in a gang.
+
+    If there is none they stay as they are.
+    """
+
+    def restore_one(manifest: CheckpointManifest) -> None:
+        if is_strict:
+            require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
+        restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=base_digest)
+
+    found = first_whole(checkpoints, restore_one, gang=gang)
+    if found.manifest is not None:
+        log.info("resumed", extra={"step": found.manifest.step, "bytes": found.manifest.size_bytes})
+    return found
+
+
+def first_whole(
+    checkpoints: CheckpointStore,
+    use: Callable[[CheckpointManifest], None],
+    *,
+    gang: Gang,
+    at_most: int | None = None,
+) -> Resumed:
+    """The newest checkpoint (not above step `at_most`) that `use` takes; those behind it are damaged.
+
+    `use` raises CorruptObjectError, at every rank of a gang, for one that is damaged.
+    """
+    damaged: list[DamagedCheckpoint] = []
+    for step in _steps(checkpoints, gang=gang, at_most=at_most):
+        try:
+            manifest = _read(checkpoints, step, gang=gang)
+            use(manifest)
+        except CorruptObjectError as error:
+            log.warning("a checkpoint is damaged; trying the one before", extra={"step": step, "error": error.message})
+            checkpoints.note_damaged(step)
+            damaged.append(DamagedCheckpoint(step, error.message))
+        else:
+            return Resumed(manifest, tuple(damaged))
+    return Resumed(None, tuple(damaged))
 
 
 def restore(
@@ -56,5 +111,52 @@ def restore(
     restore_random_state(state, gang=gang)
 
 
-def _encode(manifest: CheckpointManifest | None) -> bytes:
-    return b"" if manifest is None else manifest.to_bytes()
+def require_batches(store: ObjectStore, names: Names, found: Resumed, *, first: int, gang: Gang) -> None:
+    """CorruptObjectError unless the batches that lead from step `first` to the damaged checkpoints are kept.
+
+    Without damaged checkpoints nothing is looked at. Collective in a gang.
+    """
+    with agreed(gang):
+        newest = found.damaged[0].step if found.damaged and gang.is_leader else first
+        for step in range(first, newest):
+            try:
+                header = decode_header(store.get(names.batch_header(step)))
+            except NotFoundError:
+                break  # the log's end: a checkpoint behind it is not of this run
+            if (lost := _lost_chunk(store, header)) is not None:
+                raise CorruptObjectError(
+                    f"run {names.uid} cannot be continued from {found.start}: {lost} is missing. Newer checkpoints are "
+                    f"damaged: {describe(found)}",
+                    reason="CHECKPOINTS_DAMAGED",
+                    remedy=f"restore one of the damaged checkpoints, or {lost}, from a replica of the bucket, then "
+                    "`millrace run resume` the run",
+                )
+
+
+def describe(found: Resumed) -> str:
+    """The damaged checkpoints, in words."""
+    return "; ".join(f"checkpoint {each.step}: {each.why}" for each in found.damaged)
+
+
+def _steps(checkpoints: CheckpointStore, *, gang: Gang, at_most: int | None) -> list[int]:
+    """Steps with a checkpoint, the newest first, as rank 0 sees them."""
+    steps: list[int] = []
+    with agreed(gang):
+        if gang.is_leader:
+            steps += [step for step in checkpoints.steps() if at_most is None or step <= at_most]
+    told = gang.broadcast(" ".join(map(str, steps)).encode() if gang.is_leader else None)
+    return sorted(map(int, told.split()), reverse=True)
+
+
+def _read(checkpoints: CheckpointStore, step: int, *, gang: Gang) -> CheckpointManifest:
+    """A manifest as rank 0 reads it, at every rank."""
+    data = b""
+    with agreed(gang):
+        if gang.is_leader:
+            data = checkpoints.read(step).to_bytes()
+    return CheckpointManifest.from_bytes(gang.broadcast(data if gang.is_leader else None), source=f"of step {step}")
+
+
+def _lost_chunk(store: ObjectStore, header: batch_pb2.BatchHeader) -> str | None:
+    """Where a chunk of a batch should lie that is not there."""
+    return next((store.uri(chunk.key) for chunk in header.chunks if store.head(chunk.key) is None), None)

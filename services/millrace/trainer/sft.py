@@ -39,7 +39,7 @@ from millrace.trainer.model import (
     resolve_model_directory,
 )
 from millrace.trainer.optimizer import PolicyOptimizer
-from millrace.trainer.resume import resume
+from millrace.trainer.resume import describe, resume
 from millrace.trainer.sft_data import Order, RowEncoder, load_rows
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class _Session:
         """Fills the state from the newest checkpoint of this config, if there is one; returns the next step."""
         if self._checkpoints is None:
             return 0
-        manifest = resume(
+        found = resume(
             self._checkpoints,
             self._model,
             self._optimizer,
@@ -144,7 +144,9 @@ class _Session:
             run_hash=self._run_hash,
             is_strict=False,
         )
-        return 0 if manifest is None else manifest.step
+        if found.damaged:
+            log.warning(f"damaged checkpoints are left aside: {describe(found)}; going on from {found.start}")
+        return 0 if found.manifest is None else found.manifest.step
 
     def open_metrics(self, start: int) -> IO[str]:
         """`metrics.jsonl`, continued behind step `start`."""

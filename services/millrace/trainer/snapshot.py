@@ -1,15 +1,13 @@
 """This rank's share of the live weights, copied to host memory in the published format, so that training can go on."""
 
-import math
-
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from millrace.errors import InternalError
 from millrace.policies.parts import TensorPart
 from millrace.policies.tensors import bits_type
+from millrace.trainer.layout import held_rows, is_cut_by_rows
 from millrace.trainer.lora import published_tensors
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -71,24 +69,12 @@ def _bits(buffer: torch.Tensor, tag: str) -> np.ndarray:
 def _local_share(tensor: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, int] | None:
     """What this rank publishes of a tensor, and the row-major index of its first element; None if nothing.
 
-    FSDP2 cuts the rows into equal chunks, of which the last may be smaller or empty. What is not cut is rank 0's. What
-    is cut in another way (none of our own layouts is) is gathered; then every rank takes part.
+    What is not cut is rank 0's. What is cut in another way than by rows (none of our own layouts is) is gathered; then
+    every rank takes part.
     """
     if not isinstance(tensor, DTensor):
         return (tensor, 0) if rank == 0 else None
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if mesh.ndim != 1 or not isinstance(placements[0], Shard) or placements[0].dim != 0:
+    if not is_cut_by_rows(tensor):
         whole = tensor.full_tensor()
         return (whole, 0) if rank == 0 else None
-    rows = tensor.shape[0]
-    chunk = -(-rows // mesh.size())
-    first = min(mesh.get_local_rank() * chunk, rows)
-    local = tensor.to_local()
-    if local.shape[0] != min(chunk, rows - first):
-        raise InternalError(
-            f"rank {rank} holds {local.shape[0]} rows of a tensor of {rows}, expected were {min(chunk, rows - first)} "
-            f"from row {first} on",
-            reason="SHARD_LAYOUT_UNKNOWN",
-            remedy="this release of torch cuts tensors in another way; use the one in constraints.txt",
-        )
-    return local, first * math.prod(tensor.shape[1:])
+    return held_rows(tensor)

@@ -24,6 +24,7 @@ from millrace.runlog.audit import audit_run
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.origin import load_origin
 from millrace.storage import ObjectStore
+from millrace.storage.commit_points import with_checksum
 from millrace.v1 import event_pb2
 
 STEPS = 3
@@ -141,7 +142,7 @@ def checkpoint(run: Recorded, step: int) -> None:
     key = f"{names.checkpoint(step)}e00000001-abcd/shard.distcp"
     run.store.put(key, data)
     manifest = {
-        "format": 1,
+        "format": 2,
         "run_uid": names.uid,
         "run_hash": run.log.run_hash,
         "step": step,
@@ -151,7 +152,7 @@ def checkpoint(run: Recorded, step: int) -> None:
             {"name": "shard.distcp", "key": key, "sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
         ],
     }
-    assert run.store.create(f"{names.checkpoint(step)}manifest.json", json.dumps(manifest).encode())
+    assert run.store.create(f"{names.checkpoint(step)}manifest.json", with_checksum(manifest))
 
 
 async def record(log: RunLog, redis: redis_asyncio.Redis, store: ObjectStore, *, closes: bool = True) -> Recorded:

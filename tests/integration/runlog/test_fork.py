@@ -12,6 +12,7 @@ from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.frontier import genesis_hash
 from millrace.runlog.index import create_run, find_request, list_runs
+from millrace.storage.commit_points import with_checksum
 
 FORK_HASH = "cd" * 32
 
@@ -264,7 +265,7 @@ async def test_a_parent_with_a_broken_chain(parent):
 async def test_a_checkpoint_of_another_history(parent):
     key = parent.names.checkpoint_manifest(1)
     manifest = json.loads(parent.store.get(key))
-    parent.store.put(key, json.dumps({**manifest, "chain_hash": "00" * 32}).encode())
+    parent.store.put(key, with_checksum({**manifest, "chain_hash": "00" * 32}))
     with pytest.raises(CorruptObjectError, match="checkpoint 1 of run 'demo' does not follow the committed headers"):
         await fork(parent, 2)
 

@@ -19,6 +19,7 @@ from millrace.storage.local import LocalStore
 from millrace.storage.retry import RetryPolicy
 from millrace.storage.scratch import SCRATCH_VARIABLE, owned_directory
 from millrace.telemetry import waits
+from millrace.trainer.distributed import Gang
 from millrace.trainer.shards import save_shards
 
 HURRIED = RetryPolicy(max_attempts=2)
@@ -134,9 +135,9 @@ def test_a_checkpoint_that_does_not_fit_on_its_way_says_so(small_disk, monkeypat
     monkeypatch.setenv(SCRATCH_VARIABLE, str(small_disk.path / "scratch"))
     small_disk.fill(leave_bytes=100_000)
     with owned_directory("checkpoint") as directory, pytest.raises(CapacityError, match="No space left") as caught:
-        save_shards({"model.a": torch.zeros(100_000)}, directory / "shards", is_alone=True)
+        save_shards({"model.a": torch.zeros(100_000)}, directory / "shards", gang=Gang())
     assert caught.value.reason == "DISK_FULL" and "MILLRACE_SCRATCH_DIR" in str(caught.value)
     assert list((small_disk.path / "scratch").iterdir()) == []
     small_disk.make_room()
     with owned_directory("checkpoint") as directory:
-        save_shards({"model.a": torch.zeros(100_000)}, directory / "shards", is_alone=True)
+        save_shards({"model.a": torch.zeros(100_000)}, directory / "shards", gang=Gang())

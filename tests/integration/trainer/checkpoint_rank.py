@@ -43,7 +43,9 @@ def main(directory: Path) -> None:
     state |= {f"optim.{name}.step": torch.tensor(3.0) for name, _ in layers.named_parameters()}
     wanted = {name: weight.clone() for name, weight in state.items()}
     facts: dict[str, Any] = {}
-    manifest = checkpoints.save(state, step=1, lineage=0, chain_hash=b"c", run_hash="r", epoch=1, determinism="strict")
+    manifest = checkpoints.save(
+        state, step=1, lineage=0, chain_hash=b"c" * 32, run_hash="r", epoch=1, determinism="strict"
+    )
     for weight in state.values():
         weight.zero_()
     checkpoints.load(manifest, state)
@@ -51,7 +53,7 @@ def main(directory: Path) -> None:
     facts["is_equal"] = all(_local(state[name]).equal(_local(weight)) for name, weight in wanted.items())
     gang.barrier()
     if gang.is_leader:  # rank 0 does not read the file of rank 1
-        (damaged,) = [item for item in manifest.objects if item.name.startswith("__1")]
+        (damaged,) = [item for item in manifest.objects if item.name == "rank-00001.bin"]
         path = directory / "store" / damaged.key
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     gang.barrier()
@@ -66,7 +68,7 @@ def main(directory: Path) -> None:
     if not gang.is_leader:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # as a disk that is full
     try:
-        checkpoints.save(state, step=2, lineage=0, chain_hash=b"c", run_hash="r", epoch=1, determinism="strict")
+        checkpoints.save(state, step=2, lineage=0, chain_hash=b"c" * 32, run_hash="r", epoch=1, determinism="strict")
     except MillraceError as error:
         facts["refused"] = [type(error).__name__, error.reason, error.message]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

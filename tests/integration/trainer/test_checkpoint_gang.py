@@ -19,11 +19,11 @@ def test_a_rank_reads_its_shard_and_every_rank_hears_of_a_damaged_one(tmp_path: 
     assert ended.returncode == 0, ended.stderr[-4000:]
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert first["is_equal"] and second["is_equal"]
-    assert first["read"] == [".metadata", "__0_0.distcp"]
-    assert second["read"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert first["read"] == ["rank-00000.bin"]
+    assert second["read"] == ["rank-00000.bin", "rank-00001.bin"]
     assert first["error"] == second["error"]
     kind, reason, message = first["error"]
-    assert (kind, reason) == ("CorruptObjectError", "CHECKPOINT_HASH_MISMATCH") and "__1_0.distcp" in message
+    assert (kind, reason) == ("CorruptObjectError", "CHECKPOINT_HASH_MISMATCH") and "rank-00001.bin" in message
     assert first["differing"] == second["differing"], "of two that fail, the lowest rank is heard"
     assert first["refused"] == second["refused"]
     assert first["refused"][:2] == ["UnavailableError", "SCRATCH_UNUSABLE"] and "File too large" in first["refused"][2]

@@ -9,7 +9,8 @@ import torch
 from millrace.errors import ConflictError
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.checkpoint import CheckpointManifest, CheckpointStore
+from millrace.trainer.checkpoint import CheckpointStore
+from millrace.trainer.checkpoint_manifest import CheckpointManifest
 from millrace.trainer.distributed import Gang
 
 

@@ -1,21 +1,18 @@
-"""Smaller parts: the background loop, shards without arbitrary pickles, model directories, staleness."""
+"""Smaller parts: the background loop, shards, model directories, staleness."""
 
 import asyncio
-import os
-import pickle
-from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
+from millrace.errors import InvalidStateError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2
 from millrace.trainer.background import BackgroundLoop
+from millrace.trainer.distributed import Gang
 from millrace.trainer.model import policy_files, policy_tensors, resolve_model_directory
 from millrace.trainer.reporter import staleness
+from millrace.trainer.shard_index import ShardPiece, ShardTensor, decode_index
 from millrace.trainer.shards import load_shards, needed_files, save_shards
 
 
@@ -42,6 +39,11 @@ def test_background_calls_return_raise_and_time_out() -> None:
     assert pending.cancelled()
 
 
+def _index(directory: Path) -> dict[str, ShardTensor]:
+    sizes = {path.name: path.stat().st_size for path in directory.glob("*.bin")}
+    return decode_index((directory / "index.json").read_bytes(), sizes=sizes, source="index.json")
+
+
 def test_shards_restore_every_bit(tmp_path: Path) -> None:
     state = {
         "model.a": torch.randn(4, 3),
@@ -49,79 +51,47 @@ def test_shards_restore_every_bit(tmp_path: Path) -> None:
         "optim.a.step": torch.tensor(3.0),
         "rng.cpu.0": torch.get_rng_state(),
     }
-    save_shards(state, tmp_path, is_alone=True)
+    state |= {
+        "model.empty": torch.zeros(0, 3),
+        "model.flags": torch.tensor([True, False]),
+        "model.c": torch.ones(3, 2).T,
+    }
+    save_shards(state, tmp_path, gang=Gang())
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    load_shards(loaded, tmp_path, is_alone=True)
+    index = _index(tmp_path)
+    assert needed_files(loaded, index) == {"rank-00000.bin"}
+    load_shards(loaded, tmp_path, index)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
 @pytest.mark.parametrize("names", [{"model.a"}, {"model.a", "model.b", "model.c"}])
 def test_shards_of_another_model_are_refused(tmp_path: Path, names: set[str]) -> None:
-    save_shards({"model.a": torch.ones(2), "model.b": torch.ones(2)}, tmp_path, is_alone=True)
-    with pytest.raises(CorruptObjectError, match=r"model\.[bc]"):
-        load_shards({name: torch.zeros(2) for name in names}, tmp_path, is_alone=True)
+    save_shards({"model.a": torch.ones(2), "model.b": torch.ones(2)}, tmp_path, gang=Gang())
+    with pytest.raises(InvalidStateError, match=r"model\.[bc]") as raised:
+        needed_files({name: torch.zeros(2) for name in names}, _index(tmp_path))
+    assert raised.value.reason == "CHECKPOINT_MISMATCH"
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of a save in a single process
-def test_a_rank_needs_only_the_files_with_what_it_loads(tmp_path: Path) -> None:
+def test_a_rank_needs_only_the_files_with_what_it_loads() -> None:
     state = {"model.a": torch.ones(300), "rng.cpu.0": torch.ones(300), "rng.cpu.1": torch.ones(300)}
-    writer = FileSystemWriter(tmp_path, single_file_per_rank=False)  # a file for each tensor
-    save(dict(state), storage_writer=writer, no_dist=True)
-    files = needed_files(state, tmp_path)
-    assert files == {path.name for path in tmp_path.glob("*.distcp")} and len(files) == 3
+    tensors = [
+        ShardTensor(name=name, dtype="float32", shape=(300,), pieces=(ShardPiece(f"{name}.bin", 0, 0, 300),))
+        for name in state
+    ]
+    index = {tensor.name: tensor for tensor in tensors}
+    assert needed_files(state, index) == {f"{name}.bin" for name in state}
     mine = {name: state[name] for name in ("model.a", "rng.cpu.1")}
-    assert needed_files(mine, tmp_path) < files and len(needed_files(mine, tmp_path)) == 2
-    for wrong in ({"model.a": torch.ones(7)}, {**mine, "model.b": torch.ones(1)}, {"rng.cpu.0": torch.ones(300)}):
-        with pytest.raises(CorruptObjectError, match=r"do not fit the model: .*model\.[ab]"):
-            needed_files(wrong, tmp_path)
-
-
-class _Evil:
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (os.environ["EVIL_DIRECTORY"],)
-
-
-def test_metadata_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "made-by-the-pickle"
-    monkeypatch.setenv("EVIL_DIRECTORY", str(target))
-    shards = tmp_path / "shards"
-    save_shards({"model.a": torch.ones(2)}, shards, is_alone=True)
-    (shards / ".metadata").write_bytes(pickle.dumps(_Evil()))
-    with pytest.raises(CorruptObjectError, match="does not belong in checkpoint metadata"):
-        load_shards({"model.a": torch.zeros(2)}, shards, is_alone=True)
-    assert not target.exists()
-
-
-class _EarlyPickler(pickle.Pickler):
-    """Pickles members of enumerations as Python 3.11.2, Debian's, does."""
-
-    def reducer_override(self, obj: object) -> object:
-        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
-
-
-def test_metadata_that_an_early_python_3_11_wrote_is_read(tmp_path: Path) -> None:
-    state = {"model.a": torch.arange(4.0)}
-    save_shards(state, tmp_path, is_alone=True)
-    path = tmp_path / ".metadata"
-    whole = pickle.loads(path.read_bytes())
-    with path.open("wb") as file:
-        _EarlyPickler(file).dump(whole)
-    assert b"getattr" in path.read_bytes()
-    loaded = {"model.a": torch.zeros(4)}
-    load_shards(loaded, tmp_path, is_alone=True)
-    assert torch.equal(loaded["model.a"], state["model.a"])
-
-
-class _Lookup:
-    def __reduce__(self) -> tuple[object, ...]:
-        return getattr, (Path, "home")
-
-
-def test_metadata_cannot_look_up_anything_but_members_of_enumerations(tmp_path: Path) -> None:
-    save_shards({"model.a": torch.ones(2)}, tmp_path, is_alone=True)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Lookup()))
-    with pytest.raises(CorruptObjectError, match="does not belong in checkpoint metadata"):
-        load_shards({"model.a": torch.zeros(2)}, tmp_path, is_alone=True)
+    assert needed_files(mine, index) == {"model.a.bin", "rng.cpu.1.bin"}
+    grown = {**mine, "rng.cpu.7": torch.ones(300)}
+    assert needed_files(grown, index) == needed_files(mine, index), "a rank that was not there keeps its own"
+    for wrong in (
+        {"model.a": torch.ones(7)},
+        {"model.a": torch.ones(300).bfloat16()},
+        {**mine, "model.b": torch.ones(1)},
+        {"rng.cpu.0": torch.ones(300)},
+    ):
+        with pytest.raises(InvalidStateError, match=r"do not fit the model: .*model\.[ab]"):
+            needed_files(wrong, index)
 
 
 def test_a_model_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:

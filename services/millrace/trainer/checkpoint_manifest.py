@@ -1,0 +1,152 @@
+"""The manifest of a checkpoint: the create-only object whose existence commits it. A stored format.
+
+It carries the chain hash H(step - 1), so that a resumed trainer proves that the batches it reads next follow those that
+the state was trained on, the conditions (world size, threads, versions) that strict determinism needs, the sha256 of
+every file, and a checksum over itself.
+"""
+
+import platform
+from dataclasses import asdict, dataclass
+
+import torch
+
+import millrace
+from millrace.decoding import Fields, decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError
+from millrace.storage.base import check_key
+from millrace.storage.commit_points import require_checksum, with_checksum
+
+FORMAT = 2
+_MAX_BYTES = 16 << 20
+_MAX_OBJECTS = 1 << 16
+_MAX_OBJECT_BYTES = 1 << 50
+_REMEDY = "the run resumes from the checkpoint before; `millrace run audit` says what else is damaged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointObject:
+    """One file of a checkpoint: its name in the directory, where it lies, and what its bytes are."""
+
+    name: str
+    key: str
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointManifest:
+    """What a checkpoint is: version `step` of lineage `lineage`, after the batches that `chain_hash` (hex) proves.
+
+    `base_digest` is that of the base model where the state is that of adapters on it, else empty.
+    """
+
+    format: int
+    run_uid: str
+    run_hash: str
+    step: int
+    lineage: int
+    chain_hash: str
+    epoch: int
+    world_size: int
+    determinism: str
+    conditions: dict[str, str]
+    objects: tuple[CheckpointObject, ...]
+    created: str
+    base_digest: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all objects."""
+        return sum(item.size_bytes for item in self.objects)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with a checksum."""
+        return with_checksum(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, source: str) -> "CheckpointManifest":
+        """Parses a manifest; CorruptObjectError naming `source` if it is damaged or of another format."""
+        what, reason = f"checkpoint manifest {source}", "CHECKPOINT_MANIFEST_INVALID"
+        raw = decode_object(data, what=what, reason=reason, remedy=_REMEDY, max_bytes=_MAX_BYTES)
+        try:
+            require_checksum(raw)
+            return _manifest(Fields(raw))
+        except (ValueError, InvalidSpecError) as error:  # the second: an object key that is none
+            raise CorruptObjectError(f"{what} is not readable: {error}", reason=reason, remedy=_REMEDY) from error
+
+
+def _manifest(fields: Fields) -> CheckpointManifest:
+    if (found := fields.integer("format")) != FORMAT:
+        raise ValueError(f"its format is {found} and this version reads {FORMAT}")
+    objects = tuple(decode_checkpoint_object(item) for item in fields.objects("objects", most=_MAX_OBJECTS))
+    if len({item.name for item in objects}) != len(objects):
+        raise ValueError("a file is named twice")
+    return CheckpointManifest(
+        format=found,
+        run_uid=fields.text("run_uid"),
+        run_hash=fields.text("run_hash"),
+        step=fields.integer("step"),
+        lineage=fields.integer("lineage"),
+        chain_hash=fields.hexadecimal("chain_hash", num_bytes=32),
+        epoch=fields.integer("epoch"),
+        world_size=fields.integer("world_size", least=1),
+        determinism=fields.text("determinism"),
+        conditions=fields.table("conditions", most=100),
+        objects=objects,
+        created=fields.text("created"),
+        base_digest=fields.text("base_digest"),
+    )
+
+
+def decode_checkpoint_object(fields: Fields) -> CheckpointObject:
+    """One entry of a manifest; ValueError or InvalidSpecError if it is none."""
+    name = fields.text("name", most=200)
+    if not name or "/" in name or "\\" in name or "\0" in name or name.startswith("."):
+        raise ValueError(f"file name {name!r} is not a plain name")
+    return CheckpointObject(
+        name=name,
+        key=check_key(fields.text("key")),
+        sha256=fields.hexadecimal("sha256", num_bytes=32),
+        size_bytes=fields.integer("size_bytes", most=_MAX_OBJECT_BYTES),
+    )
+
+
+def conditions() -> dict[str, str]:
+    """What bit-exactness depends on besides the log: versions, threads, instruction set."""
+    return {
+        "millrace": millrace.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": str(torch.get_num_threads()),
+    }
+
+
+def require_same_conditions(manifest: CheckpointManifest, *, world_size: int, run_hash: str) -> None:
+    """InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs."""
+    now = {**conditions(), "world_size": str(world_size), "run_hash": run_hash}
+    then = {**manifest.conditions, "world_size": str(manifest.world_size), "run_hash": manifest.run_hash}
+    differing = [f"{name} was {then.get(name)}, is {value}" for name, value in now.items() if then.get(name) != value]
+    if differing:
+        raise InvalidStateError(
+            f"checkpoint {manifest.step} of run {manifest.run_uid} cannot be continued bit for bit: "
+            + "; ".join(differing),
+            reason="CHECKPOINT_CONDITIONS_DIFFER",
+            remedy='resume under the same conditions, or set trainer.determinism = "best_effort" in a new run',
+        )
+
+
+def require_same_base(manifest: CheckpointManifest, *, base_digest: str) -> None:
+    """InvalidStateError if the checkpoint's adapters are on another base model, or it is not of the same kind."""
+    if manifest.base_digest == base_digest:
+        return
+    then, now = (
+        f"adapters on a base of digest {d}" if d else "all weights" for d in (manifest.base_digest, base_digest)
+    )
+    raise InvalidStateError(
+        f"checkpoint {manifest.step} of run {manifest.run_uid} holds {then}, and this trainer trains {now}",
+        reason="CHECKPOINT_BASE_DIFFERS",
+        remedy="give the trainer the model that the run began with, under trainer.model.name and in the same formats",
+    )
