@@ -10,6 +10,7 @@ from millrace.algorithms import ALGORITHMS
 from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.admission import AdmissionRule
+from millrace.orchestrator.damage import DamageBook
 from millrace.orchestrator.dispatcher import Dispatcher, RunIdentity
 from millrace.orchestrator.env_pool import EnvPool, OpenedEnv, env_spec
 from millrace.orchestrator.eval_settings import of_run, of_training
@@ -51,6 +52,7 @@ class RunParts:
     stream: RolloutStream
     ledger: Ledger
     evals: Evaluator
+    damage: DamageBook
     dispatcher: Dispatcher | None
     """None where nothing is trained."""
     specs: list[env_service_pb2.EnvSpec]
@@ -92,7 +94,9 @@ def assemble(
         evaluation, seq_len = of_training(config.orchestrator), config.orchestrator.seq_len
         specs = _specs(config)
     is_scored = isinstance(config, RLConfig) and config.orchestrator.algo.teacher is not None
-    stream, table, router = RolloutStream(run_log, is_scored=is_scored), GroupTable(), Router()
+    damage = DamageBook(run_log, events, run=record.name)
+    stream = RolloutStream(run_log, is_scored=is_scored, on_damaged=damage.note)
+    table, router = GroupTable(), Router()
     identity = RunIdentity(uid=record.uid, epoch=epoch.number, generation=run_log.generation)
     playing = {"run": identity, "envs": envs, "policies": policies, "stream": stream, "router": router}
     evals = Evaluator(settings=evaluation, **playing)
@@ -122,6 +126,7 @@ def assemble(
             seq_len=seq_len,
         ),
         evals=evals,
+        damage=damage,
         dispatcher=Dispatcher(config=config.orchestrator, **playing) if isinstance(config, RLConfig) else None,
         specs=specs,
     )

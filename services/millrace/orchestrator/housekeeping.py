@@ -8,9 +8,9 @@ import logging
 from typing import Protocol
 
 from millrace.errors import CapacityError, LogGoneError, MillraceError, UnavailableError
-from millrace.internal.v1 import policy_pb2
 from millrace.orchestrator.assembly import RunParts
 from millrace.runlog import reappend_committed
+from millrace.runlog.damage import checked_policy
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.seal import write_seal
 
@@ -23,6 +23,8 @@ TRIM_S = 10.0
 ARCHIVE_S = 10.0
 """How often new events go to the store: what a wiped Redis may lose of them at most."""
 LAST_ARCHIVE_S = 3.0
+TELL_DAMAGE_S, MAX_TELL_DAMAGE_S = 1.0, 60.0
+"""Shortest and longest pause between two looks at what was damaged; one event tells of all that was met meanwhile."""
 
 
 class LogReader(Protocol):
@@ -40,7 +42,7 @@ class Housekeeper:
         self._parts = parts
         self._log = parts.log
         self._generation = parts.log.generation
-        self._archive = EventArchive(parts.log)
+        self._archive = EventArchive(parts.log, on_damaged=parts.damage.note)
         self._policy_cursor = "0"
         self._policy_rewinds = 0
         self.log_instance = ""
@@ -90,16 +92,32 @@ class Housekeeper:
         )
 
     async def follow_policies(self) -> None:
-        """Take every published version from the policy stream."""
+        """Take every published version from the policy stream, as its manifest in the store confirms it."""
         while True:
             rewinds = self._policy_rewinds
             for entry in await self._log.read("policies", after=self._policy_cursor, block_s=5.0):
                 if rewinds != self._policy_rewinds:
                     break
                 self._policy_cursor = entry.id
-                policy = policy_pb2.PolicyEntry.FromString(entry.d)
-                self._parts.policies.publish(policy)
-                self._parts.ledger.lineage = max(policy.lineage, self._parts.ledger.lineage)
+                policy = await checked_policy(self._log, entry)
+                if rewinds != self._policy_rewinds:
+                    break
+                if policy is not None:
+                    self._parts.policies.publish(policy)
+                    self._parts.ledger.lineage = max(policy.lineage, self._parts.ledger.lineage)
+
+    async def mend_damage(self) -> None:
+        """Tell of damaged entries and remove them; env-servers append again what the log then lacks."""
+        mended = 0
+        pause_s = TELL_DAMAGE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            was_met = await self._parts.damage.tell()
+            # The event log is for people: where damage comes again and again it is told ever more seldom.
+            pause_s = min(2 * pause_s, MAX_TELL_DAMAGE_S) if was_met else TELL_DAMAGE_S
+            if self._parts.damage.num_rollouts != mended:
+                mended = self._parts.damage.num_rollouts
+                await self._parts.envs.playing(f"{self.log_instance}~{mended}")  # as if it were another copy of the log
 
     async def watch_workers(self) -> None:
         """Wake the loop when workers change, tell them the watermark, open environments where servers joined."""
@@ -145,6 +163,9 @@ class Housekeeper:
         """Bring every event that was written so far to the store."""
         await self._parts.events.flush()
         await self._archive.archive()
+        if await self._parts.damage.tell():  # what was damaged among these is told in events, which belong there, too
+            await self._parts.events.flush()
+            await self._archive.archive()
 
     async def seal(self, state: str) -> None:
         """Seal the run, whose terminal state is archived; what fails here a later look does (`sealing`)."""
@@ -166,4 +187,5 @@ class Housekeeper:
     def _newest_checkpoint(self) -> int:
         prefix = self._log.names.checkpoints
         manifests = (info.key for info in self._log.store.list(prefix) if info.key.endswith("/manifest.json"))
-        return max((int(key.removeprefix(prefix).partition("/")[0]) for key in manifests), default=0)
+        steps = (key.removeprefix(prefix).partition("/")[0] for key in manifests)
+        return max((int(step) for step in steps if step.isdecimal()), default=0)

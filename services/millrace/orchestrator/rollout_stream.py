@@ -12,7 +12,8 @@ from dataclasses import replace
 from millrace.errors import CapacityError, CorruptObjectError, NotFoundError, UnavailableError
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.rollouts.wire import decode_rollout
-from millrace.runlog import Entry, RunLog
+from millrace.runlog import Entry, RunLog, Stream
+from millrace.runlog.entry import OnDamaged, damaged_entry
 from millrace.runlog.scores import load_scores
 from millrace.telemetry import waits
 
@@ -31,9 +32,13 @@ START = "0"
 class RolloutStream:
     """Reads from the first entry, so that a new orchestrator reuses what its predecessor was sent."""
 
-    def __init__(self, run_log: RunLog, *, is_scored: bool = False) -> None:
-        """`is_scored`: a teacher scores the rollouts that are trained on, and they are taken with its scores."""
+    def __init__(self, run_log: RunLog, *, is_scored: bool = False, on_damaged: OnDamaged | None = None) -> None:
+        """`is_scored`: a teacher scores the rollouts that are trained on, and they are taken with its scores.
+
+        `on_damaged` hears of entries that were skipped.
+        """
         self._log = run_log
+        self._on_damaged = on_damaged
         self._is_scored = is_scored
         self._cursor = START
         self._rewinds = 0
@@ -78,6 +83,9 @@ class RolloutStream:
                 continue
             self._cursor = entry.id
             self.newest = max(self.newest, entry.id, key=entry_key)
+            if entry.damage:
+                self._skip(entry)
+                continue
             if not self._is_new(bytes.fromhex(entry.h)):
                 continue
             if (rollout := rollouts.get(entry.id)) is not None:
@@ -86,7 +94,7 @@ class RolloutStream:
 
     async def _decode(self, entries: Sequence[Entry]) -> dict[str, Rollout]:
         """The rollouts of entries that were not taken yet, by entry id, without those that are refused."""
-        new = [entry for entry in entries if bytes.fromhex(entry.h) not in self._seen]
+        new = [entry for entry in entries if not entry.damage and bytes.fromhex(entry.h) not in self._seen]
         if self._is_scored:  # side by side: each is a request to the store
             found = await asyncio.gather(*(self._rollout(entry) for entry in new))
         else:
@@ -101,7 +109,14 @@ class RolloutStream:
         except (CorruptObjectError, NotFoundError) as error:
             # The entry's hash held, so its writer encoded it wrongly: the member stays missing and is played again.
             log.error("rollout refused", extra={"entry": entry.id, "error": str(error)})
+            if isinstance(error, CorruptObjectError):
+                self._skip(damaged_entry(entry.id, error))
             return None
+
+    def _skip(self, entry: Entry) -> None:
+        """An entry holds no rollout: its member stays missing, and is appended again or played again."""
+        if self._on_damaged is not None:
+            self._on_damaged(Stream.ROLLOUTS, entry)
 
     async def _scored(self, rollout: Rollout) -> Rollout:
         """With the teacher's scores, which its env-server kept before it appended; waits while the store is away."""

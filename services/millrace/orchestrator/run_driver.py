@@ -138,6 +138,7 @@ class RunDriver:
             keeper.watch_log(),
             keeper.trim_batches(),
             keeper.archive_events(),
+            keeper.mend_damage(),
         ]
 
     async def _play_and_close(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:

@@ -56,7 +56,13 @@ RUNS_FAILED = Counter(
     ["component"],
     registry=None,
 )
-_OF_RUN = (ROLLOUTS, GROUPS, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP)
+DAMAGED = Counter(
+    "millrace_orchestrator_entries_damaged_total",
+    "Damaged or foreign entries of the log in Redis that were skipped: somebody else writes there.",
+    ["run", "stream"],
+    registry=None,
+)
+_OF_RUN = (ROLLOUTS, GROUPS, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP, DAMAGED)
 COUNTED = (*_OF_RUN, RUNS_FAILED)
 
 _COMPONENTS = ("orchestrator", "env-server", "trainer")
@@ -126,6 +132,8 @@ def seen(run: str) -> None:
     _runs.add(run)
     for metric in (BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP):
         metric.labels(run)
+    for stream in ("rollouts", "events"):
+        DAMAGED.labels(run, stream)
     GROUPS.labels(run, "trained")
 
 
@@ -139,6 +147,12 @@ def drive_failed(run: str) -> None:
     """A drive ended by an error, or did not begin."""
     seen(run)
     GIVEN_UP.labels(run).inc()
+
+
+def entries_damaged(run: str, stream: str, count: int) -> None:
+    """Entries of the log were skipped."""
+    seen(run)
+    DAMAGED.labels(run, stream).inc(count)
 
 
 def forget(run: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header, verify_chunk
+from millrace.runlog import damage
 from millrace.runlog.connection import MAX_BLOCK_S
 from millrace.runlog.names import Stream
 from millrace.runlog.origin import require_exists
@@ -34,7 +35,7 @@ async def read_batch(
         raise CorruptObjectError(
             f"header {step} of run {log.uid} says step {header.step} of run {header.run_uid}",
             reason="BATCH_CORRUPT",
-            remedy="rebuild the log from the object store",
+            remedy="restore that object from a replica of the bucket",
         )
     wanted = range(len(header.chunks)) if want_chunks is None else want_chunks
     gate = asyncio.Semaphore(_PARALLEL_GETS)
@@ -50,7 +51,8 @@ async def read_batch(
 async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None = None) -> bytes:
     """The stored bytes of header `step`, as soon as Redis or the store has it.
 
-    The store is asked first, and whenever Redis was silent for 5 s: the step may be trimmed, or its append lost.
+    The store is asked first, and whenever Redis was silent for 5 s: the step may be trimmed, or its append lost. What
+    Redis has is compared with it, too: an entry that is not the committed header costs the log a rebuild.
     While Redis does not hold the log the store goes on being asked, and a rebuilt log is adopted; `NotFoundError` when
     the run is being deleted.
     """
@@ -63,13 +65,17 @@ async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None =
             limit_s = MAX_BLOCK_S
             entries = await _read_or_adopt(log, step, block_s)
             wait.update(reason=f"batch {step}" + (" (the log of the run is gone)" if entries is None else ""))
-            if entries and entries[0].id == f"{step}-1":
-                return entries[0].d
             try:
-                return await asyncio.to_thread(log.store.get, log.names.batch_header(step))
-            except NotFoundError:
-                if entries:  # a later step is there: this one was committed, or the chain is broken
-                    raise
+                stored = await asyncio.to_thread(log.store.get, log.names.batch_header(step))
+            except NotFoundError as error:
+                if entries:
+                    await _require_lost(log, step, entries[0], error)
+            else:
+                if entries and entries[0].id == f"{step}-1" and entries[0].d != stored:
+                    await damage.condemn(
+                        log, f"stream {Stream.BATCHES}", f"at {step}-1: it is not the committed header"
+                    )
+                return stored
             if timeout_s is not None and time.monotonic() - started >= timeout_s:
                 raise UnavailableError(
                     f"batch {step} of run {log.uid} did not come within {timeout_s:g} s",
@@ -94,11 +100,24 @@ async def _read_or_adopt(log: "RunLog", step: int, block_s: float) -> "list[Entr
     return []
 
 
+async def _require_lost(log: "RunLog", step: int, entry: "Entry", error: NotFoundError) -> None:
+    """Redis has that step or a later one, the store has not the header: raises `error` if it was lost."""
+    found = int(entry.id.partition("-")[0])
+    try:
+        if found == step:
+            raise await damage.condemn(log, f"stream {Stream.BATCHES}", f"at {entry.id}: that step is not committed")
+        await damage.require_backed(log, Stream.BATCHES, found)
+    except LogGoneError as gone:
+        logger.warning("a batch in Redis is foreign", extra={"uid": log.uid, "step": step, "error": gone.message})
+        return
+    raise error
+
+
 async def _read_chunk(log: "RunLog", header: batch_pb2.BatchHeader, index: int) -> bytes:
     id_ = f"{header.step}-{index + 2}"
     try:
         entries = await log.read_range(Stream.BATCHES, id_, id_)
-        if entries:
+        if entries and not entries[0].damage:
             verify_chunk(header, index, entries[0].d)
             return entries[0].d
     except CorruptObjectError as error:

@@ -30,6 +30,7 @@ from redis.exceptions import (
 
 from millrace.errors import (
     CapacityError,
+    CorruptObjectError,
     InternalError,
     InvalidSpecError,
     PermissionDeniedError,
@@ -187,6 +188,13 @@ def _translate(error: RedisError, what: str, client: redis_asyncio.Redis) -> Exc
         return PermissionDeniedError(
             text, reason="REDIS_DENIED", remedy="correct the credentials in MILLRACE_REDIS_URL", metadata=metadata
         )
+    if "WRONGTYPE" in str(error):  # in an error of a script it stands in the middle
+        return CorruptObjectError(
+            f"Redis at {address} holds a key of another type than ours: {what}",
+            reason="KEY_CORRUPT",
+            remedy="find out who else writes to this Redis",
+            metadata=metadata,
+        )
     if isinstance(error, OutOfMemoryError):
         return CapacityError(
             text,
@@ -198,7 +206,7 @@ def _translate(error: RedisError, what: str, client: redis_asyncio.Redis) -> Exc
 
 
 def as_text(value: Any) -> str:
-    """Redis answers bytes; None becomes ""."""
+    """Redis answers bytes; None becomes "", bytes that are no UTF-8 become what nothing of ours is equal to."""
     if value is None:
         return ""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)

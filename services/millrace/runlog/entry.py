@@ -1,15 +1,27 @@
 """What an append answers and what a read returns: results, entries, their format and hash checks."""
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
-from millrace.errors import ConflictError, CorruptObjectError, FencedError, InvalidStateError, LogGoneError
+from millrace.errors import (
+    ConflictError,
+    CorruptObjectError,
+    FencedError,
+    InvalidStateError,
+    LogGoneError,
+    MillraceError,
+)
 from millrace.runlog.connection import as_text
+from millrace.runlog.names import Stream
 
 FORMAT_MAJOR = 2
 """Major format of entries (field `v`) and logs: the one that this release writes and the only one that it reads."""
+MAX_ENTRY_BYTES = 256 << 20
+"""Largest entry that is decoded; a batch in Redis has at most 32 MiB, a rollout seldom more than one."""
 
 
 class AppendResult(StrEnum):
@@ -51,6 +63,12 @@ class Entry:
     h: str
     d: bytes
     tp: str
+    damage: str = ""
+    """What is wrong with it, in words; then `d` and `h` are empty, and whoever reads it goes on behind it."""
+
+
+OnDamaged: TypeAlias = Callable[[Stream, Entry], None]
+"""Hears of an entry that was skipped, more than once as long as it is there. From any thread."""
 
 
 def id_order(id_: str) -> tuple[int, int]:
@@ -59,8 +77,21 @@ def id_order(id_: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def read_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
+    """As `decode_entry`, but an entry that is not what was written says so in its `damage`."""
+    try:
+        return decode_entry(key, id_, fields)
+    except (CorruptObjectError, InvalidStateError) as error:
+        return damaged_entry(as_text(id_), error)
+
+
+def damaged_entry(id_: str, error: MillraceError) -> Entry:
+    """What stands for an entry that cannot be used."""
+    return Entry(id=id_, v=0, h="", d=b"", tp="", damage=error.message)
+
+
 def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    """Check format and hash of a raw stream entry."""
+    """Check format, size and hash of a raw stream entry."""
     where = f"entry {as_text(id_)} of {key}"
     try:
         version, stored_hash, data = fields[b"v"], as_text(fields[b"h"]), fields[b"d"]
@@ -69,6 +100,12 @@ def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
             f"{where} lacks the field {error}", reason="ENTRY_CORRUPT", remedy="find out who else writes to this key"
         ) from error
     major = check_format(as_text(version), where)
+    if len(data) > MAX_ENTRY_BYTES:
+        raise CorruptObjectError(
+            f"{where} has {len(data)} bytes, and at most {MAX_ENTRY_BYTES} are read",
+            reason="ENTRY_CORRUPT",
+            remedy="find out who else writes to this key",
+        )
     if hashlib.sha256(data).hexdigest() != stored_hash:
         raise CorruptObjectError(
             f"{where} has not the sha256 that its field h names",
@@ -81,8 +118,8 @@ def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
 def check_format(version: str, where: str) -> int:
     """The major number of a format version; `InvalidStateError` if it is not the one that this release reads."""
     major = version.partition(".")[0]
-    if not major.isdigit() or int(major) < 1:
-        raise CorruptObjectError(f"{where} has the format {version!r}", reason="ENTRY_CORRUPT")
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", major):
+        raise CorruptObjectError(f"{where} has the format {version[:40]!r}", reason="ENTRY_CORRUPT")
     if int(major) > FORMAT_MAJOR:
         raise InvalidStateError(
             f"{where} has format {version}, this release reads up to {FORMAT_MAJOR}",

@@ -7,6 +7,7 @@ import time
 from collections import deque
 
 from millrace.errors import CapacityError, ConflictError, InternalError, LogGoneError, MillraceError, UnavailableError
+from millrace.runlog.events import MAX_EVENT_BYTES
 from millrace.runlog.log import RunLog
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
@@ -18,8 +19,6 @@ QUEUE_SIZE = 1024
 RING_SIZE = 512
 """Newest events that a writer keeps, to append them again where Redis lost them. Archived ones come back by a rebuild,
 and these many are more than one writer makes between two archivings."""
-MAX_EVENT_BYTES = 256 * 1024
-"""An event is a report, not a payload."""
 FLUSH_S = 30.0
 LOOK_S = 4.0
 """How often an idle writer looks whether Redis still has what it wrote."""

@@ -3,12 +3,16 @@
 import re
 from collections.abc import Sequence
 
+from millrace.decoding import decode_message
 from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, Violation
+from millrace.runlog.entry import Entry, damaged_entry, id_order
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
 from millrace.v1 import event_pb2
 
-_CURSOR = re.compile(r"\d{1,19}-\d{1,19}")
+MAX_EVENT_BYTES = 256 * 1024
+"""Largest event that is written, but for its number: an event is a report, not a payload."""
+_CURSOR = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 
 class EventReader:
@@ -26,7 +30,8 @@ class EventReader:
     async def read(self, *, after: str = "", count: int = 256, block_s: float = 0.0) -> Sequence[event_pb2.Event]:
         """Events behind the cursor `after` ("" = from the oldest), each with its own cursor; waits up to `block_s` ≤ 5.
 
-        `InvalidStateError` (CURSOR_EXPIRED, metadata `oldest_cursor`) when events behind the cursor were trimmed.
+        What is damaged is left out. `InvalidStateError` (CURSOR_EXPIRED, metadata `oldest_cursor`) when events behind
+        the cursor were trimmed.
         """
         if after and not _CURSOR.fullmatch(after):
             raise InvalidSpecError(
@@ -34,13 +39,24 @@ class EventReader:
             )
         entries = await self._log.read(Stream.EVENTS, after=after or "0", count=count, block_s=block_s)
         if after and entries and not _is_next(after, entries[0].id):
+            await self._require_untrimmed(after)
+        while entries:
+            decoded = (readable_event(entry) for entry in entries)
+            if found := [event for event in decoded if event is not None]:
+                return found
+            entries = await self._log.read(Stream.EVENTS, after=entries[-1].id, count=count)
+        return []
+
+    async def _require_untrimmed(self, after: str) -> None:
+        """Trimming removes the oldest: what is missing behind an event that is there was damaged, and left out."""
+        oldest = await self._log.read(Stream.EVENTS, after="0", count=1)
+        if oldest and id_order(oldest[0].id) > id_order(after):
             raise InvalidStateError(
-                f"events behind the cursor {after} were trimmed; the oldest is {entries[0].id}",
+                f"events behind the cursor {after} were trimmed; the oldest is {oldest[0].id}",
                 reason="CURSOR_EXPIRED",
                 remedy="watch again without a cursor",
-                metadata={"oldest_cursor": entries[0].id},
+                metadata={"oldest_cursor": oldest[0].id},
             )
-        return [_decode(entry.id, entry.d) for entry in entries]
 
 
 def _is_next(cursor: str, id_: str) -> bool:
@@ -55,10 +71,32 @@ def _is_next(cursor: str, id_: str) -> bool:
     return next_number == 0
 
 
-def _decode(id_: str, data: bytes) -> event_pb2.Event:
+def readable_event(entry: Entry) -> event_pb2.Event | None:
+    """The event of an entry, with its cursor; None if it is damaged."""
     try:
-        event = event_pb2.Event.FromString(data)
-    except ValueError as error:  # DecodeError's base class
-        raise CorruptObjectError(f"event {id_} does not decode: {error}", reason="EVENT_CORRUPT") from error
-    event.cursor = id_
+        return None if entry.damage else decode_event(entry)
+    except CorruptObjectError:
+        return None
+
+
+def decode_event(entry: Entry) -> event_pb2.Event:
+    """The event that an entry holds, with its cursor; `CorruptObjectError` if it holds none."""
+    event = decode_message(
+        event_pb2.Event,
+        entry.d,
+        what=f"event {entry.id}",
+        reason="EVENT_CORRUPT",
+        max_bytes=MAX_EVENT_BYTES + 64,  # the number is added to what was measured
+    )
+    event.cursor = entry.id
     return event
+
+
+def with_damage(entry: Entry) -> Entry:
+    """The entry, or one that says why no event can be read from it."""
+    try:
+        if not entry.damage:
+            decode_event(entry)
+    except CorruptObjectError as error:
+        return damaged_entry(entry.id, error)
+    return entry

@@ -2,8 +2,8 @@
 
 import asyncio
 import hashlib
-import json
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -11,11 +11,19 @@ from typing import Any, TypeVar
 import redis.asyncio as redis_asyncio
 from redis.exceptions import ResponseError
 
-from millrace.errors import AlreadyExistsError, InternalError, LogGoneError, PermissionDeniedError
+from millrace.decoding import decode_message, decode_object
+from millrace.errors import (
+    AlreadyExistsError,
+    CorruptObjectError,
+    InternalError,
+    LogGoneError,
+    NotFoundError,
+    PermissionDeniedError,
+)
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog import batch_reader, connection, epochs, intents, script
+from millrace.runlog import batch_reader, connection, damage, epochs, intents, script
 from millrace.runlog.connection import MAX_BLOCK_S, as_text
-from millrace.runlog.entry import FORMAT_MAJOR, AppendResult, Entry, check_format, decode_entry, log_gone
+from millrace.runlog.entry import FORMAT_MAJOR, AppendResult, Entry, check_format, decode_entry, log_gone, read_entry
 from millrace.runlog.epochs import Epoch
 from millrace.runlog.intents import Intent
 from millrace.runlog.names import Names, Stream
@@ -29,6 +37,7 @@ T = TypeVar("T")
 
 _CHECK_S = 2.0  # a blocked reader looks that often whether the log is still there
 _POLL_S = 0.5
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 __all__ = ["FORMAT_MAJOR", "AppendResult", "Entry", "RunLog", "check_format", "decode_entry", "log_gone"]
 
@@ -44,6 +53,7 @@ class RunLog:
         self.names = names
         self.generation = generation
         self.run_hash = run_hash
+        self._epochs: dict[str, int] = {}  # by role: the newest that the store was seen to have
 
     @classmethod
     async def open(cls, redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str) -> "RunLog":
@@ -86,20 +96,51 @@ class RunLog:
             )
         return cls(redis, store, names=names, generation=generation, run_hash=run_hash)
 
-    async def reopen(self) -> None:
-        """Adopt, in place, the generation that Redis holds now; `LogGoneError` while it holds none.
+    async def reopen(self, *, is_checked: bool = True) -> None:
+        """Adopt, in place, the generation that Redis holds now; `LogGoneError` while it holds none, or a damaged one.
 
         A generation below ours is a copy that a restarted Redis brought back from before a rebuild: as good as none.
+        `is_checked`: one that is new to us is compared with what the store knows.
         """
-        found: Any = await self.command("opening the log", "HMGET", self.names.meta, "generation", "format", "run_hash")
-        generation, version, run_hash = (as_text(value) for value in found)
-        if not generation or int(generation) < self.generation:
+        names = ("generation", "format", "run_hash", "damage")
+        found: Any = await self.command("opening the log", "HMGET", self.names.meta, *names)
+        text, version, run_hash, cause = (as_text(value) for value in found)
+        if not text:
             raise log_gone(f"opening run {self.uid}")
-        check_format(version, f"meta of run {self.uid}")
-        if self.generation not in (0, int(generation)):
-            where = {"uid": self.uid, "old": self.generation, "new": int(generation)}
+        if not _NUMBER.fullmatch(text):
+            raise damage.log_damaged(cause or f"meta of run {self.uid} is damaged: its generation is {text[:40]!r}")
+        generation = int(text)
+        if generation < self.generation:
+            raise log_gone(f"opening run {self.uid}")
+        held = RunLog(self.redis, self.store, names=self.names, generation=generation, run_hash=run_hash)
+        try:
+            check_format(version, f"meta of run {self.uid}")
+        except CorruptObjectError as error:
+            raise await damage.condemn(held, "meta", f"in its field format: {version[:40]!r}") from error
+        if generation == self.generation:
+            return
+        if is_checked:
+            await held.require_true()
+        if self.generation:
+            where = {"uid": self.uid, "old": self.generation, "new": generation}
             logger.info("log of the run adopted in its new generation", extra=where)
-        self.generation, self.run_hash = int(generation), run_hash
+        self.generation, self.run_hash = generation, run_hash
+
+    async def require_true(self) -> None:
+        """`LogGoneError`, and a rebuild, if meta says of the run what the store does not."""
+
+        def compare() -> str:
+            if epochs.latest_epoch(self.store, self.names, epochs.GENERATION_ROLE) < self.generation:
+                return f"in its field generation: there never was a generation {self.generation}"
+            is_ours = parse_run_hash(self.store.get(self.names.run_json)) == self.run_hash
+            return "" if is_ours else "in its field run_hash, which is not that of run.json"
+
+        try:
+            cause = await asyncio.to_thread(compare)
+        except NotFoundError as error:
+            raise log_gone(f"opening run {self.uid}, which is not in the store") from error
+        if cause:
+            raise await damage.condemn(self, "meta", cause)
 
     async def wait_reopened(self, why: str) -> None:
         """Wait, visibly and without end, until the orchestrator has rebuilt the log, and adopt it; `why` says for what.
@@ -138,9 +179,12 @@ class RunLog:
 
     async def check(self) -> None:
         """Raise `LogGoneError` unless Redis still holds this generation of the log."""
-        stored = await self.command("checking meta", "HGET", self.names.meta, "generation")
-        if as_text(stored) != str(self.generation):
-            raise log_gone(f"run {self.uid}: generation {self.generation}, Redis has {as_text(stored) or 'none'}")
+        found = await self.command("checking meta", "HMGET", self.names.meta, "generation", "damage")
+        stored, cause = (as_text(value) for value in found)
+        if stored != str(self.generation):
+            if cause:
+                raise damage.log_damaged(cause)
+            raise log_gone(f"run {self.uid}: generation {self.generation}, Redis has {stored[:40] or 'none'}")
 
     # Who may write.
 
@@ -152,8 +196,14 @@ class RunLog:
 
     async def current_epoch(self, role: str) -> int:
         """The epoch that Redis enforces for a role, 0 if none."""
-        held = await self.command(f"reading the epoch of {role}", "HGET", self.names.meta, f"epoch:{role}")
-        return int(held or 0)
+        number = await self._meta_number(f"epoch:{role}", f"the epoch of {role}")
+        if number > self._epochs.get(role, 0):
+            self._epochs[role] = await asyncio.to_thread(epochs.latest_epoch, self.store, self.names, role)
+            if number > self._epochs[role]:  # it would fence everybody out, for ever
+                raise await damage.condemn(
+                    self, "meta", f"in its field epoch:{role}: there never was an epoch {number}"
+                )
+        return number
 
     # Append.
 
@@ -169,12 +219,18 @@ class RunLog:
         self, epoch: Epoch, header: bytes, chunks: Sequence[bytes] = (), *, tp: str = ""
     ) -> AppendResult:
         """Append a committed header, and its chunks unless they stay in the store only, in one atomic step."""
-        step = batch_pb2.BatchHeader.FromString(header).step
-        return await self._append(Stream.BATCHES, "step", epoch.role, epoch.number, step, [header, *chunks], tp)
+        step = decode_message(batch_pb2.BatchHeader, header, what="a header", reason="BATCH_INVALID").step
+        result = await self._append(Stream.BATCHES, "step", epoch.role, epoch.number, step, [header, *chunks], tp)
+        if result is AppendResult.CONFLICT:
+            await damage.require_own(self, Stream.BATCHES, step, header)
+        return result
 
     async def append_policy(self, epoch: Epoch, data: bytes, version: int, *, tp: str = "") -> AppendResult:
         """Append a published policy version (a serialized `PolicyEntry`)."""
-        return await self._append(Stream.POLICIES, "step", epoch.role, epoch.number, version, [data], tp)
+        result = await self._append(Stream.POLICIES, "step", epoch.role, epoch.number, version, [data], tp)
+        if result is AppendResult.CONFLICT:
+            await damage.require_own(self, Stream.POLICIES, version, data)
+        return result
 
     # Read.
 
@@ -183,10 +239,11 @@ class RunLog:
     ) -> list[Entry]:
         """Entries behind the id `after`, at most `count`; waits up to `block_s` (≤ 5) for the first one.
 
-        `LogGoneError` when the log is gone, `CorruptObjectError` when an entry is not what was written,
-        `InvalidStateError` when a newer release wrote it.
+        `LogGoneError` when the log is gone, or is given up because of a damaged batch or policy. Rollouts and events
+        that are damaged come with a `damage`.
         """
-        key = self.names.stream(Stream(stream))
+        stream = Stream(stream)
+        key = self.names.stream(stream)
         ends = time.monotonic() + min(block_s, MAX_BLOCK_S)
         while True:
             block_ms = max(0, round(min(ends - time.monotonic(), _CHECK_S) * 1000))
@@ -195,15 +252,19 @@ class RunLog:
             found = await self.command(f"reading {stream}", *words, block_s=block_ms / 1000)
             await self.check()  # XREAD does not tell a wiped stream from a silent one
             if found:
-                return [decode_entry(key, id_, fields) for id_, fields in found[0][1]]
+                return await damage.sift(self, stream, [read_entry(key, id_, fields) for id_, fields in found[0][1]])
             if time.monotonic() >= ends:
                 return []
 
     async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
-        """Entries with ids from `first` to `last`, inclusive, without waiting."""
+        """Entries with ids from `first` to `last`, inclusive, without waiting; what is damaged says so."""
         key = self.names.stream(stream)
         found = await self.command(f"reading {stream}", "XRANGE", key, first, last)
-        return [decode_entry(key, id_, fields) for id_, fields in found]
+        return [read_entry(key, id_, fields) for id_, fields in found]
+
+    async def remove_entries(self, stream: Stream, ids: Sequence[str]) -> None:
+        """Remove entries that cannot be used; only the lease holder does."""
+        await self.command(f"removing damaged entries of {stream}", "XDEL", self.names.stream(stream), *ids)
 
     async def read_batch(
         self, step: int, *, want_chunks: Sequence[int] | None = None, timeout_s: float | None = None
@@ -234,13 +295,11 @@ class RunLog:
         last = await self.last_id(stream)
         if last is not None:
             return int(last.partition("-")[0]) + 1
-        base = await self.command(f"reading the base of {stream}", "HGET", self.names.meta, f"base:{stream.value}")
-        return int(base or 0)
+        return await self._meta_number(f"base:{stream.value}", f"the base of {stream}")
 
     async def writer_sequence(self, writer: str) -> int:
         """The number of the newest event of a writer, 0 if it has none."""
-        held = await self.command(f"reading the sequence of {writer}", "HGET", self.names.meta, f"seq:{writer}")
-        return int(as_text(held).partition(" ")[0] or 0)
+        return await self._meta_number(f"seq:{writer}", f"the sequence of {writer}")
 
     # Trim: only the lease holder does.
 
@@ -269,8 +328,21 @@ class RunLog:
         return await self.call(what, lambda: self.redis.execute_command(*words), block_s=block_s)
 
     async def call(self, what: str, command: Callable[[], Awaitable[T]], *, block_s: float = 0.0) -> T:
-        """Run a Redis command of this run with bounded, visible retries; it may block for `block_s` by itself."""
-        return await connection.call(self.redis, f"{what} of run {self.uid}", command, block_s=block_s)
+        """Run a Redis command of this run with bounded, visible retries; it may block for `block_s` by itself.
+
+        `LogGoneError`, and a rebuild, if a key of the log is of another type than ours.
+        """
+        try:
+            return await connection.call(self.redis, f"{what} of run {self.uid}", command, block_s=block_s)
+        except CorruptObjectError as error:
+            raise await damage.condemn(self, "a key", f"of another type than ours ({what})") from error
+
+    async def _meta_number(self, field: str, what: str) -> int:
+        """The number that a field of meta begins with, 0 if it is not there."""
+        held = as_text(await self.command(f"reading {what}", "HGET", self.names.meta, field)).partition(" ")[0]
+        if held and not _NUMBER.fullmatch(held):
+            raise await damage.condemn(self, "meta", f"in its field {field}: {held[:40]!r} is no number")
+        return int(held or 0)
 
     async def _append(
         self, stream: Stream, mode: str, role: str, epoch: int, position: int, entries: Sequence[bytes], tp: str
@@ -284,8 +356,12 @@ class RunLog:
         for _ in range(2):
             reply = await self.call(what, lambda: script.APPEND.run(self.redis, keys, args))
             answer, detail = (as_text(part) for part in reply)
+            if answer == "DAMAGED":
+                raise await damage.condemn(self, f"stream {stream}", f"at its end: {detail}")
             if answer != "EPOCH_BEHIND":
                 result = AppendResult(answer)
+                if result is AppendResult.FENCED:
+                    await self.current_epoch(role)
                 if result not in (AppendResult.OK, AppendResult.ALREADY):
                     logger.warning(
                         "append refused",
@@ -306,9 +382,14 @@ class RunLog:
             f"writing the epoch of {epoch.role}",
             lambda: script.RAISE_EPOCH.run(self.redis, [self.names.meta], args),
         )
-        answer = AppendResult(as_text(reply[0]))
-        if answer is AppendResult.FENCED and not raises:
-            return False
+        text, detail = (as_text(part) for part in reply)
+        if text == "DAMAGED":
+            raise await damage.condemn(self, "meta", f"in its {detail}")
+        answer = AppendResult(text)
+        if answer is AppendResult.FENCED:
+            await self.current_epoch(epoch.role)  # who fences us must be in the store
+            if not raises:
+                return False
         answer.require(f"epoch {epoch.number} of {epoch.role} of run {self.uid}")
         return True
 
@@ -319,10 +400,7 @@ class RunLog:
 
 def parse_run_hash(run_json: bytes) -> str:
     """The hash of the resolved config that a `run.json` names."""
-    try:
-        document = json.loads(run_json)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict) or not isinstance(document.get("run_hash"), str):
-        raise InternalError("run.json must be a JSON object with the string run_hash", reason="RUN_JSON_INVALID")
+    document = decode_object(run_json, what="run.json", reason="RUN_JSON_INVALID")
+    if not isinstance(document.get("run_hash"), str):
+        raise CorruptObjectError("run.json must have the string run_hash", reason="RUN_JSON_INVALID")
     return document["run_hash"]

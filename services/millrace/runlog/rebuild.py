@@ -7,8 +7,10 @@ Batches and policies are appended again by their writers (`reappend_committed`, 
 `base:{stream}` on; rollouts by the env-servers, which hold what is not resolved.
 
 A copy is stale when Redis came back from a file that misses a rebuild (its generation is below an installed one) or
-events that the store has (new events would get the ids of these). Which generations were installed is marked by
-create-only objects; the rebuilder, or whoever opens the log next, writes the mark.
+events that the store has (new events would get the ids of these), and when it is damaged (`runlog.damage`). Which
+generations were installed is marked by create-only objects; the rebuilder, or whoever opens the log next, writes the
+mark. Damage that comes again after a rebuild is rebuilt again, but ever more seldom: `LogGoneError` (LOG_UNSTABLE) says
+what it is and when the next try is.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ import redis.asyncio as redis_asyncio
 from redis.exceptions import ResponseError
 
 from millrace.errors import LogGoneError, UnavailableError
-from millrace.runlog import script
+from millrace.runlog import connection, script
 from millrace.runlog.connection import as_text
 from millrace.runlog.epochs import GENERATION_ROLE, create_epoch
 from millrace.runlog.event_archive import load_newest_archived
@@ -37,16 +39,27 @@ logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 10  # each repetition means that Redis was wiped once more meanwhile
 _TEMPORARY_S = 600  # the rebuilt events of a dead rebuilder go after that
 _PAGE_ENTRIES = 500
+_MAX_PROMPT = 3  # rebuilds because of damage that need not wait
+_FIRST_PAUSE_S = 5.0
+_MAX_PAUSE_S = 60.0
+_DAMAGE_WINDOW_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rebuild:
-    """One try: its generation, what it replaces ("" = nothing), and who does it."""
+    """One try: its generation, and which one it replaces (b"" = none)."""
 
     log: RunLog
     generation: int
-    stale: str
-    owner: str
+    stale: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Stale:
+    """A copy of the log that is not current: the generation that Redis names, as it stands there, and its damage."""
+
+    generation: bytes
+    damage: str = ""
 
 
 async def open_or_rebuild(
@@ -78,7 +91,7 @@ async def open_or_rebuild(
 async def _is_proven(log: RunLog) -> bool:
     """Whether Redis holds the log, in an instance that was found to be current before."""
     try:
-        await log.reopen()
+        await log.reopen(is_checked=False)
         instance = await log.read_instance()
     except LogGoneError:
         return False
@@ -90,24 +103,49 @@ async def _mend(log: RunLog, owner: str) -> bool:
     stale = await _find_stale(log)
     if stale is None:
         return True
+    if stale.damage:
+        _pace(log, stale.damage)
     await _rebuild(log, stale, owner)
     return False
 
 
-async def _find_stale(log: RunLog) -> str | None:
-    """Which generation a rebuild has to replace, "" if there is none in Redis; None if the log is there and current."""
+async def _find_stale(log: RunLog) -> _Stale | None:
+    """Which copy a rebuild has to replace; None if the log is there and current."""
     proof = proof_of(log)
     try:
-        await log.reopen()
+        await log.reopen(is_checked=False)
         instance = await log.read_instance()
         if proof.instance != instance or not is_nameable(instance):
             proof.instance = ""
+            await log.require_true()
             if not await _is_current(log):
-                return str(log.generation)
+                return _Stale(str(log.generation).encode())
             proof.instance = instance
-    except LogGoneError:
-        return ""
+    except LogGoneError as error:
+        # Whatever stands there now is what is replaced, also if it is no generation at all.
+        held = await connection.call(
+            log.redis, f"looking at the log of run {log.uid}", lambda: script.HELD.run(log.redis, [log.names.meta], [])
+        )
+        return _Stale(held, error.message if error.reason == "LOG_DAMAGED" else "")
     return None
+
+
+def _pace(log: RunLog, damage: str) -> None:
+    """Raise `LogGoneError` if the log was rebuilt because of damage so often of late that the next time has to wait."""
+    proof, now = proof_of(log), time.monotonic()
+    proof.rebuilt = [at for at in proof.rebuilt if now - at < _DAMAGE_WINDOW_S]
+    extra = len(proof.rebuilt) - _MAX_PROMPT
+    if extra >= 0:
+        left_s = proof.rebuilt[-1] + min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**extra) - now
+        if left_s > 0:
+            raise LogGoneError(
+                f"{damage}; it was rebuilt {len(proof.rebuilt)} times within {now - proof.rebuilt[0]:.0f} s and was "
+                f"damaged again each time, the next try is in {left_s:.0f} s",
+                reason="LOG_UNSTABLE",
+                remedy="find out who else writes to this Redis",
+                metadata={"uid": log.uid},
+            )
+    proof.rebuilt.append(now)
 
 
 async def _is_current(log: RunLog) -> bool:
@@ -134,18 +172,25 @@ def _newest_installed(store: ObjectStore, names: Names) -> int:
     return max((int(mark) for mark in marks if mark.isdigit()), default=1)
 
 
-async def _rebuild(log: RunLog, stale: str, owner: str) -> None:
+async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
     """Try once to put a new generation in place; no error if another was faster, or Redis was wiped again."""
     await asyncio.to_thread(require_exists, log.store, log.names)
     epoch = await create_epoch(log.store, log.names, GENERATION_ROLE, owner)
-    rebuild = _Rebuild(log=log, generation=epoch.number, stale=stale, owner=owner)
+    rebuild = _Rebuild(log=log, generation=epoch.number, stale=stale.generation)
+    held_now = {"stale": as_text(stale.generation), "damage": stale.damage}
     logger.warning(
         "rebuilding the log of the run",
-        extra={"uid": log.uid, "generation": epoch.number, "stale": stale, "owner": owner},
+        extra={"uid": log.uid, "generation": epoch.number, "owner": owner, **held_now},
     )
     restored = await asyncio.to_thread(load_restored, log.store, log.names)
     held = await read_events(log)
-    restored = merge_events(restored, held, generation=epoch.number, now_ns=time.time_ns())
+    restored = merge_events(
+        restored,
+        held,
+        generation=epoch.number,
+        now_ns=time.time_ns(),
+        cause=stale.damage.removesuffix("; being rebuilt"),
+    )
     await _fill(rebuild, restored)
     answer = await _install(rebuild, restored)
     if answer != "OK":
@@ -190,8 +235,9 @@ async def _install(rebuild: _Rebuild, restored: Restored) -> str:
         names.rebuilt_events(rebuild.generation),
         names.stream(Stream.BATCHES),
         names.stream(Stream.POLICIES),
+        names.stream(Stream.ROLLOUTS),
     ]
-    args: list[str | int] = [rebuild.generation, rebuild.stale, len(restored.events), "format", FORMAT_MAJOR]
+    args: list[str | int | bytes] = [rebuild.generation, rebuild.stale, len(restored.events), "format", FORMAT_MAJOR]
     for field, value in restored.meta.items():
         args += [field, value]
     reply = await log.call("installing a rebuilt log", lambda: script.INSTALL_LOG.run(log.redis, keys, args))

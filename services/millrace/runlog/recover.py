@@ -2,12 +2,13 @@
 
 import asyncio
 import hashlib
-import json
 import logging
 
+from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.rollouts.batch_wire import decode_header, verify_chunk
+from millrace.runlog import damage
 from millrace.runlog.epochs import Epoch
 from millrace.runlog.frontier import chain_hash
 from millrace.runlog.log import RunLog
@@ -58,8 +59,13 @@ async def load_headers(log: RunLog) -> tuple[list[batch_pb2.BatchHeader], bytes]
 
 
 async def reappend_committed(log: RunLog, epoch: Epoch) -> int:
-    """Append to Redis every committed step that it lacks at its end; returns how many."""
+    """Append to Redis every committed step that it lacks at its end; returns how many.
+
+    `LogGoneError`, and a rebuild, if Redis has a step that was never committed.
+    """
     step = await log.next_position(Stream.BATCHES)
+    if step > 0 and await log.last_id(Stream.BATCHES) is not None:
+        await damage.require_backed(log, Stream.BATCHES, step - 1)
     count = 0
     while (data := await _get_header(log, step)) is not None:
         chunks = await asyncio.to_thread(_load_chunks, log.store, decode_header(data))
@@ -75,8 +81,11 @@ async def reappend_policies(log: RunLog, epoch: Epoch) -> int:
     """Append to Redis every published policy version that it lacks at its end; returns how many.
 
     Of several lineages of a version the newest counts. The manifest's JSON must have the string `digest`.
+    `LogGoneError`, and a rebuild, if Redis has a version that was never published.
     """
     version = await log.next_position(Stream.POLICIES)
+    if await log.last_id(Stream.POLICIES) is not None:
+        await damage.require_backed(log, Stream.POLICIES, version - 1)
     entries = await asyncio.to_thread(_load_policies, log, version)
     for entry in entries:
         data = entry.SerializeToString(deterministic=True)
@@ -121,10 +130,17 @@ def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
                 version=version,
                 manifest_key=key,
                 manifest_sha256=hashlib.sha256(manifest).digest(),
-                digest=json.loads(manifest)["digest"],
+                digest=_digest(manifest, log.store.uri(key)),
             )
         )
     return entries
+
+
+def _digest(manifest: bytes, where: str) -> str:
+    found = decode_object(manifest, what=where, reason="POLICY_CORRUPT").get("digest")
+    if not isinstance(found, str):
+        raise CorruptObjectError(f"{where} names no digest", reason="POLICY_CORRUPT")
+    return found
 
 
 def _require_end(log: RunLog, step: int, rest: list[bytes | None]) -> None:

@@ -2,18 +2,23 @@
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from millrace.runlog.entry import FORMAT_MAJOR, Entry
+from millrace.errors import LogGoneError
+from millrace.runlog.entry import FORMAT_MAJOR, Entry, id_order
 from millrace.runlog.epochs import GENERATION_ROLE, latest_epoch
 from millrace.runlog.event_archive import load_archived_events, read_page
+from millrace.runlog.events import readable_event
 from millrace.runlog.log import RunLog, parse_run_hash
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.origin import Origin, parse_origin
 from millrace.storage import ObjectStore
 from millrace.v1 import event_pb2
+
+logger = logging.getLogger(__name__)
 
 REBUILDER = "log"
 """Name of the writer of the event that a rebuild leaves."""
@@ -50,27 +55,45 @@ def load_restored(store: ObjectStore, names: Names) -> Restored:
 
 
 async def read_events(log: RunLog) -> list[Entry]:
-    """The events that Redis still has, whatever generation it says it is of."""
+    """The events that Redis still has, whatever generation it says it is of; none if the key is no stream."""
     found: list[Entry] = []
-    while page := await read_page(log, f"({found[-1].id}" if found else "-"):
-        found += page
+    try:
+        while page := await read_page(log, f"({found[-1].id}" if found else "-"):
+            found += page
+    except LogGoneError as error:
+        logger.warning("events in Redis cannot be read", extra={"uid": log.uid, "error": error.message})
+        return []
     return found
 
 
-def merge_events(restored: Restored, held: Sequence[Entry], *, generation: int, now_ns: int) -> Restored:
+def merge_events(
+    restored: Restored, held: Sequence[Entry], *, generation: int, now_ns: int, cause: str = ""
+) -> Restored:
     """Add what only Redis holds, under ids of the new generation, then the event that tells of the rebuild.
+
+    What is damaged is left out, and so is what the store has under ids of generations that are still to come. `cause`
+    is what was damaged in Redis; without one it had lost the log.
 
     Their old ids may be those of other events that the store has. Their bytes stay, and so do their numbers unless an
     archived event of the writer has that number (of a process that died, whose successor did not know it).
     """
-    events, hashes = list(restored.events), {entry.h for entry in restored.events}
+    hashes = {entry.h for entry in restored.events}
     newest: dict[str, tuple[int, str]] = {}  # by writer: number and hash, as meta has them
-    for entry in events:
-        _note(newest, event_pb2.Event.FromString(entry.d), entry.h)
+    events: list[Entry] = []
+    for entry in restored.events:
+        event = readable_event(entry)
+        if event is not None and id_order(entry.id) < (generation, 0):
+            events.append(entry)
+            _note(newest, event, entry.h)
+    num_damaged = len(restored.events) - len(events)
     extra: list[Entry] = []
     for entry in held:
-        if entry.h not in hashes:
-            event = event_pb2.Event.FromString(entry.d)
+        if entry.damage or entry.h not in hashes:
+            event = readable_event(entry)
+            if event is None:
+                num_damaged += 1
+                continue
+            event.ClearField("cursor")
             known, _ = newest.get(event.writer, (0, ""))
             if event.writer_sequence <= known:
                 event.writer_sequence = known + 1
@@ -78,12 +101,13 @@ def merge_events(restored: Restored, held: Sequence[Entry], *, generation: int, 
             _note(newest, event, entry.h)
             extra.append(entry)
     summary = restored.summary + (f"; kept {len(extra)} events that only Redis had" if extra else "")
+    summary += f"; left out {num_damaged} damaged entries" if num_damaged else ""
     event = event_pb2.Event(writer=REBUILDER, writer_sequence=newest.get(REBUILDER, (0, ""))[0] + 1)
     event.time.FromNanoseconds(now_ns)
     event.warning.reason = "LOG_REBUILT"
     event.warning.message = (
-        f"Redis had lost the log of the run; generation {generation} {summary}; events of the last seconds that "
-        "no living process holds are lost, nothing else is"
+        f"{cause or 'Redis had lost the log of the run'}; generation {generation} {summary}; events of the last "
+        "seconds that no living process holds are lost, nothing else is"
     )
     extra.append(_entry(event))
     _note(newest, event, extra[-1].h)

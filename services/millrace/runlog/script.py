@@ -41,7 +41,8 @@ class Script:
 #                 stream is new; the last step is known from last-generated-id, which trimming does not change
 #   mode "writer" ids <generation>-*; role is the writer's name, position its sequence number, last + 1 in seq:{writer}
 #                 of meta or 1: a repeated append of the newest entry is known by its hash
-# Answer: {code, detail}; ids of the detail are for messages only.
+# Answer: {code, detail}; ids of the detail are for messages only. DAMAGED: a field of meta or the newest id of the
+# stream is not ours, the detail says what.
 APPEND = Script.of(
     """
 local stream, meta = KEYS[1], KEYS[2]
@@ -58,6 +59,7 @@ local ids = {}
 local writer_field = nil
 if mode == 'step' then
   local held = redis.call('HGET', meta, 'epoch:' .. role)
+  if held and not string.match(held, '^%d+$') then return {'DAMAGED', 'field epoch:' .. role .. ' of meta'} end
   if (not held) or tonumber(held) < tonumber(epoch) then
     return {'EPOCH_BEHIND', held or ''}
   elseif tonumber(held) > tonumber(epoch) then
@@ -73,7 +75,9 @@ if mode == 'step' then
     end
     expected = tonumber(string.match(last, '^(%d+)%-')) + 1
   else
-    expected = tonumber(redis.call('HGET', meta, 'base:' .. ARGV[7 + 4 * count]) or '0')
+    local field = 'base:' .. ARGV[7 + 4 * count]
+    expected = tonumber(redis.call('HGET', meta, field) or '0')
+    if not expected then return {'DAMAGED', 'field ' .. field .. ' of meta'} end
   end
   if step < expected then
     local found = redis.call('XRANGE', stream, position .. '-1', position .. '-1')
@@ -92,6 +96,7 @@ elseif mode == 'writer' then
   local last = redis.call('HGET', meta, writer_field)
   if last then
     local number, hash = string.match(last, '^(%d+) (%x+)$')
+    if not number then return {'DAMAGED', 'field ' .. writer_field .. ' of meta'} end
     if number == position and hash == first_hash then return {'ALREADY', number} end
     if tonumber(position) ~= tonumber(number) + 1 then return {'CONFLICT', 'sequence ' .. number} end
   elseif position ~= '1' then
@@ -107,7 +112,13 @@ end
 local id
 for i = 1, count do
   local at = 7 + (i - 1) * 4
-  id = redis.call('XADD', stream, ids[i], 'v', ARGV[at], 'h', ARGV[at + 1], 'd', ARGV[at + 2], 'tp', ARGV[at + 3])
+  id = redis.pcall('XADD', stream, ids[i], 'v', ARGV[at], 'h', ARGV[at + 1], 'd', ARGV[at + 2], 'tp', ARGV[at + 3])
+  if type(id) == 'table' and id.err then
+    if string.find(id.err, 'equal or smaller') or string.find(id.err, 'exhausted') then
+      return {'DAMAGED', 'its newest id is so high that none of ours can follow'}
+    end
+    return id
+  end
 end
 if writer_field then
   redis.call('HSET', meta, writer_field, position .. ' ' .. first_hash)
@@ -123,6 +134,7 @@ local stored = redis.call('HGET', KEYS[1], 'generation')
 if stored ~= ARGV[1] then return {'LOGGONE', stored or 'no meta'} end
 local field = 'epoch:' .. ARGV[2]
 local held = redis.call('HGET', KEYS[1], field)
+if held and not string.match(held, '^%d+$') then return {'DAMAGED', 'field ' .. field .. ' of meta'} end
 if held and tonumber(held) > tonumber(ARGV[3]) then return {'FENCED', held} end
 redis.call('HSET', KEYS[1], field, ARGV[3])
 return {'OK', ARGV[3]}
@@ -141,16 +153,62 @@ return {'OK', ARGV[1]}
 """
 )
 
+# What meta says its generation is; "" if there is none. KEYS: meta.
+HELD = Script.of(
+    """
+if redis.call('TYPE', KEYS[1])['ok'] ~= 'hash' then return '' end
+return redis.call('HGET', KEYS[1], 'generation') or ''
+"""
+)
+
+# Give a damaged copy up: its generation becomes none that anybody holds, so that nothing is appended to it or read from
+# it any more, and the next look rebuilds it. KEYS: meta. ARGV: generation, what is damaged, in words.
+CONDEMN = Script.of(
+    """
+if redis.call('TYPE', KEYS[1])['ok'] ~= 'hash' then return {'LOGGONE', 'no meta'} end
+local stored = redis.call('HGET', KEYS[1], 'generation')
+if stored ~= ARGV[1] then return {'LOGGONE', stored or 'no meta'} end
+redis.call('HSET', KEYS[1], 'generation', 'damaged ' .. ARGV[1], 'damage', ARGV[2])
+return {'OK', ''}
+"""
+)
+
 # Install a rebuilt log where there is none, or in place of the stale generation that the rebuilder saw.
-# KEYS: meta, events, rebuilt events, batches, policies. ARGV: generation, stale generation or "", number of rebuilt
-# events, then field, value, ... of meta. Batches and policies are dropped: their writers append them again from the
-# store, from base:{stream} on. Rollouts stay: what Redis has of them nobody else may have.
+# KEYS: meta, events, rebuilt events, batches, policies, rollouts. ARGV: generation, stale generation or "", number of
+# rebuilt events, then field, value, ... of meta. Batches and policies are dropped: their writers append them again from
+# the store, from base:{stream} on. Rollouts stay: what Redis has of them nobody else may have. Only where no rollout
+# could be appended any more (the key is no stream, or its newest id is above what a clock says, 10^15 ms) they are
+# moved into a new stream, without the entries that have such ids.
 INSTALL_LOG = Script.of(
     """
-local meta, events, rebuilt = KEYS[1], KEYS[2], KEYS[3]
-local stored = redis.call('HGET', meta, 'generation')
+local meta, events, rebuilt, rollouts = KEYS[1], KEYS[2], KEYS[3], KEYS[6]
+local stored = redis.call('TYPE', meta)['ok'] == 'hash' and redis.call('HGET', meta, 'generation')
 if stored and stored ~= ARGV[2] then return {'HELD', stored} end
 if redis.call('XLEN', rebuilt) ~= tonumber(ARGV[3]) then return {'INCOMPLETE', ''} end
+local kind = redis.call('TYPE', rollouts)['ok']
+if kind == 'stream' then
+  local info = redis.call('XINFO', 'STREAM', rollouts)
+  local last = ''
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then last = info[i + 1] end
+  end
+  if tonumber(string.match(last, '^(%d+)%-')) >= 1e15 then
+    local moved, after = rollouts .. ':moved', '-'
+    redis.call('DEL', moved)
+    while after do
+      local page = redis.call('XRANGE', rollouts, after, '999999999999999', 'COUNT', 64)
+      after = nil
+      for _, entry in ipairs(page) do
+        if #entry[2] <= 64 then redis.call('XADD', moved, entry[1], unpack(entry[2])) end
+        after = '(' .. entry[1]
+      end
+    end
+    redis.call('DEL', rollouts)
+    if redis.call('EXISTS', moved) == 1 then redis.call('RENAME', moved, rollouts) end
+  end
+elseif kind ~= 'none' then
+  redis.call('DEL', rollouts)
+end
 redis.call('DEL', meta, KEYS[4], KEYS[5])
 redis.call('RENAME', rebuilt, events)
 redis.call('PERSIST', events)

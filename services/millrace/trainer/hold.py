@@ -227,7 +227,9 @@ async def reopened(run_log: RunLog) -> None:
 
 def _wait_for(wait: waits.LastingWait, error: MillraceError) -> None:
     """Says what is waited for, and whom that is up to."""
-    if isinstance(error, LogGoneError):
+    if error.reason == "LOG_DAMAGED":
+        wait.on(f"the run's log to be rebuilt: {error.message}", waits_on="orchestrator", key=error.message)
+    elif isinstance(error, LogGoneError):
         wait.on("the run's log to be rebuilt, which Redis lost", waits_on="orchestrator", key=error.reason)
     else:
         waits_on = "object store" if error.reason.startswith("STORE_") else "redis"

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -257,8 +258,14 @@ class FakeTrainer:
         epoch = await log.acquire_epoch("trainer", self.worker_id)
         version = 0
         while True:
+            manifest_key, digest = log.names.policy_manifest(0, version), f"{version:064x}"
+            manifest = json.dumps({"digest": digest}).encode()
+            await asyncio.to_thread(log.store.create, manifest_key, manifest)
             entry = policy_pb2.PolicyEntry(
-                version=version, manifest_key=log.names.policy_manifest(0, version), digest=f"{version:064x}"
+                version=version,
+                manifest_key=manifest_key,
+                manifest_sha256=hashlib.sha256(manifest).digest(),
+                digest=digest,
             )
             (await log.append_policy(epoch, entry.SerializeToString(), version)).require("policy")
             header, _, _ = await log.read_batch(version, timeout_s=60.0)

@@ -5,15 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from orchestrator_runs import bodies, create, watch
 
-from millrace.errors import MillraceError
 from millrace.internal.v1 import batch_pb2, rollout_pb2, worker_service_pb2
 from millrace.orchestrator import workers
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
-from millrace.runlog import Names, RunLog, Stream, load_headers
+from millrace.runlog import RunLog, load_headers
 from millrace.v1 import run_pb2, run_service_pb2
 
 
@@ -71,20 +69,6 @@ async def test_a_run_closes_once_even_if_the_trainer_gives_up_behind_the_closing
     log = await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
     headers, _ = await load_headers(log)
     assert [header.kind for header in headers].count(batch_pb2.BATCH_KIND_CLOSE) == 1
-
-
-async def test_a_sick_run_does_not_hurt_the_others(stack) -> None:
-    sick = await create(stack, run_id="sick")
-    events_key = Names(stack.prefix, sick.uid).stream(Stream.EVENTS)
-    await stack.deps["redis"].execute_command("XADD", events_key, "1-0", "v", "1", "h", "0" * 64, "d", "?", "tp", "")
-    await stack.env_server()
-    await stack.inference()
-    await stack.trainer()
-    events = await watch(stack, await create(stack, run_id="healthy"))
-    assert bodies(events, "state_changed")[-1].new_state == run_pb2.RUN_STATE_SUCCEEDED
-    with pytest.raises(MillraceError, match="has not the sha256"):
-        await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name="sick"))
-    assert stack.orchestrator is not None and not stack.orchestrator.done()
 
 
 async def test_two_runs_share_one_trainer_in_the_order_of_their_creation(stack) -> None:

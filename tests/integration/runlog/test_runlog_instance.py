@@ -12,12 +12,21 @@ from millrace.runlog import AppendResult, RunLog, new_uid, open_redis
 async def test_an_instance_names_generation_and_server(log, redis):
     run_id = (await redis.info("server"))["run_id"]
     assert await log.read_instance() == f"1.{run_id}"
+    log.store.create(log.names.epoch("log", 2), b"")
     await redis.hset(log.names.meta, "generation", "2")
     with pytest.raises(LogGoneError):
         await log.read_instance()
     await log.reopen()
     assert await log.read_instance() == f"2.{run_id}"
     assert await log.append_rollout(b"x") is AppendResult.OK
+
+
+async def test_a_generation_that_never_was_is_not_adopted(log, redis):
+    await redis.hset(log.names.meta, "generation", "7")
+    for _ in range(2):
+        with pytest.raises(LogGoneError, match="generation"):
+            await log.reopen()
+    assert log.generation == 1
 
 
 async def test_there_is_nothing_to_adopt_while_the_log_is_gone(log, redis):
