@@ -7,7 +7,8 @@ Batches and policies are appended again by their writers (`reappend_committed`, 
 `base:{stream}` on; rollouts by the env-servers, which hold what is not resolved.
 
 A copy is stale when Redis came back from a file that misses a rebuild (its generation is below an installed one) or
-events that the store has (new events would get the ids of these). Which generations were installed is marked by
+events that the store has (new events would get the ids of these), and when it holds a closing header that does not end
+the run any more (`revisions`): an entry cannot be taken back. Which generations were installed is marked by
 create-only objects; the rebuilder, or whoever opens the log next, writes the mark.
 """
 
@@ -28,7 +29,8 @@ from millrace.runlog.log import FORMAT_MAJOR, RunLog
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.origin import require_exists
 from millrace.runlog.proof import is_nameable, proof_of
-from millrace.runlog.restore import Restored, load_restored, merge_events, read_events
+from millrace.runlog.restore import LOST, Restored, load_restored, merge_events, read_events
+from millrace.runlog.revisions import load_reopenings
 from millrace.storage import ObjectStore
 from millrace.telemetry import waits
 
@@ -37,6 +39,15 @@ logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 10  # each repetition means that Redis was wiped once more meanwhile
 _TEMPORARY_S = 600  # the rebuilt events of a dead rebuilder go after that
 _PAGE_ENTRIES = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stale:
+    """What a rebuild replaces."""
+
+    generation: str
+    """Empty if Redis holds none."""
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,39 +105,50 @@ async def _mend(log: RunLog, owner: str) -> bool:
     return False
 
 
-async def _find_stale(log: RunLog) -> str | None:
-    """Which generation a rebuild has to replace, "" if there is none in Redis; None if the log is there and current."""
+async def open_reopened(redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str, owner: str) -> RunLog:
+    """As `open_or_rebuild`, of a run that was reopened since Redis' copy was looked at."""
+    proof_of(RunLog(redis, store, names=Names(prefix, uid), generation=0, run_hash="")).instance = ""
+    return await open_or_rebuild(redis, store, prefix=prefix, uid=uid, owner=owner)
+
+
+async def _find_stale(log: RunLog) -> _Stale | None:
+    """What a rebuild has to replace; None if the log is there and current."""
     proof = proof_of(log)
     try:
         await log.reopen()
         instance = await log.read_instance()
         if proof.instance != instance or not is_nameable(instance):
             proof.instance = ""
-            if not await _is_current(log):
-                return str(log.generation)
+            if why := await _why_stale(log):
+                return _Stale(generation=str(log.generation), why=why)
             proof.instance = instance
     except LogGoneError:
-        return ""
+        return _Stale(generation="", why=LOST)
     return None
 
 
-async def _is_current(log: RunLog) -> bool:
-    """Whether the copy that Redis holds is not behind the store."""
+async def _why_stale(log: RunLog) -> str:
+    """Why the copy that Redis holds cannot stay; empty if it is not behind the store."""
     installed = await asyncio.to_thread(_newest_installed, log.store, log.names)
     where = {"uid": log.uid, "held": log.generation, "installed": installed}
     if log.generation < installed:
         logger.warning("Redis holds an older generation of the log than was installed", extra=where)
-        return False
+        return LOST
     newest = await asyncio.to_thread(load_newest_archived, log.store, log.names)
     if newest is not None:
         held = await log.read_range(Stream.EVENTS, newest.id, newest.id)
         await log.check()
         if [entry.h for entry in held] != [newest.h]:
             logger.warning("Redis lost events that the store has", extra={**where, "event": newest.id})
-            return False
+            return LOST
+    for record in await asyncio.to_thread(load_reopenings, log.store, log.names):
+        id_ = f"{record.step}-1"
+        held = await log.read_range(Stream.BATCHES, id_, id_)
+        if [entry.h for entry in held] == [record.closing_sha256]:
+            return f"the run was reopened at step {record.step}, and Redis had the closing header of its end"
     if log.generation > max(installed, 1):  # its rebuilder died before it could
         await asyncio.to_thread(log.store.create, log.names.generation(log.generation), b"")
-    return True
+    return ""
 
 
 def _newest_installed(store: ObjectStore, names: Names) -> int:
@@ -134,18 +156,18 @@ def _newest_installed(store: ObjectStore, names: Names) -> int:
     return max((int(mark) for mark in marks if mark.isdigit()), default=1)
 
 
-async def _rebuild(log: RunLog, stale: str, owner: str) -> None:
+async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
     """Try once to put a new generation in place; no error if another was faster, or Redis was wiped again."""
     await asyncio.to_thread(require_exists, log.store, log.names)
     epoch = await create_epoch(log.store, log.names, GENERATION_ROLE, owner)
-    rebuild = _Rebuild(log=log, generation=epoch.number, stale=stale, owner=owner)
+    rebuild = _Rebuild(log=log, generation=epoch.number, stale=stale.generation, owner=owner)
     logger.warning(
         "rebuilding the log of the run",
-        extra={"uid": log.uid, "generation": epoch.number, "stale": stale, "owner": owner},
+        extra={"uid": log.uid, "generation": epoch.number, "stale": stale.generation, "owner": owner, "why": stale.why},
     )
     restored = await asyncio.to_thread(load_restored, log.store, log.names)
     held = await read_events(log)
-    restored = merge_events(restored, held, generation=epoch.number, now_ns=time.time_ns())
+    restored = merge_events(restored, held, generation=epoch.number, now_ns=time.time_ns(), why=stale.why)
     await _fill(rebuild, restored)
     answer = await _install(rebuild, restored)
     if answer != "OK":

@@ -17,6 +17,8 @@ from millrace.v1 import event_pb2
 
 REBUILDER = "log"
 """Name of the writer of the event that a rebuild leaves."""
+LOST = "Redis had lost the log of the run"
+"""Why a log is rebuilt, for people, where nothing else is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,9 @@ async def read_events(log: RunLog) -> list[Entry]:
     return found
 
 
-def merge_events(restored: Restored, held: Sequence[Entry], *, generation: int, now_ns: int) -> Restored:
+def merge_events(
+    restored: Restored, held: Sequence[Entry], *, generation: int, now_ns: int, why: str = LOST
+) -> Restored:
     """Add what only Redis holds, under ids of the new generation, then the event that tells of the rebuild.
 
     Their old ids may be those of other events that the store has. Their bytes stay, and so do their numbers unless an
@@ -82,8 +86,8 @@ def merge_events(restored: Restored, held: Sequence[Entry], *, generation: int, 
     event.time.FromNanoseconds(now_ns)
     event.warning.reason = "LOG_REBUILT"
     event.warning.message = (
-        f"Redis had lost the log of the run; generation {generation} {summary}; events of the last seconds that "
-        "no living process holds are lost, nothing else is"
+        f"{why}; generation {generation} {summary}; events of the last seconds that no living process holds are "
+        "lost, nothing else is"
     )
     extra.append(_entry(event))
     _note(newest, event, extra[-1].h)
