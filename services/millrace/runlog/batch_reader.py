@@ -52,8 +52,8 @@ async def read_batch(
 async def _wait_in_force(log: "RunLog", step: int, *, timeout_s: float | None) -> bytes:
     """The header of a step that counts: a failed closing header may be superseded, whatever Redis still holds."""
     started = time.monotonic()
+    left_s = timeout_s
     while True:
-        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
         data = await wait_for_header(log, step, timeout_s=left_s)
         if not is_failed_closing(decode_header(data)):
             return data
@@ -65,6 +65,7 @@ async def _wait_in_force(log: "RunLog", step: int, *, timeout_s: float | None) -
             raise _timed_out(log, step, timeout_s)
         with waits.waiting(f"batch {step}, at which the run was reopened", waits_on="orchestrator"):
             await asyncio.sleep(_REOPENED_POLL_S)
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
 
 
 async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None = None) -> bytes:
