@@ -187,6 +187,8 @@ class Progress:
 
     def _change_state(self, change: event_pb2.StateChanged) -> None:
         self.state = change.new_state
+        if change.old_state == run_pb2.RUN_STATE_FAILED:
+            self.error = None  # it was reopened
         self.entered.setdefault(change.new_state, self.last_time)
         self.waits.clear()
         if change.HasField("error"):

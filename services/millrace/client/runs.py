@@ -101,7 +101,10 @@ class RunsClient:
         return response.run
 
     async def resume(self, name: str, *, request_id: str | None = None) -> run_pb2.Run:
-        """Let a paused run go on as soon as a trainer is free; one that is not paused goes on as it does."""
+        """Let a paused or FAILED run go on as soon as a trainer is free; an open one goes on as it does.
+
+        InvalidStateError for a run that has ended otherwise.
+        """
         request = rs.ResumeRunRequest(name=name, request_id=request_id or str(uuid.uuid4()))
         response = await call(self._stub.ResumeRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
@@ -166,6 +169,8 @@ class RunsClient:
     ) -> AsyncGenerator[event_pb2.Event, None]:
         """Every event behind the cursor `after`, then new ones as they come; ends after the terminal state.
 
+        FAILED does not end it where the run was reopened since.
+
         A lost server is called again with the last cursor, so nothing is missed and nothing comes twice; `on_reconnect`
         hears of it (the error, and the seconds until the next try). UnavailableError after `give_up_s` without a word
         from any server; a connection that is silent for `silence_s` counts as lost.
@@ -182,7 +187,7 @@ class RunsClient:
                             continue
                         cursor = response.event.cursor or cursor
                         yield response.event
-                        if _is_last(response.event):
+                        if await self._is_end(name, response.event):
                             return
                 # The server may end the stream without our having seen the terminal event (the cursor was behind it).
                 if is_terminal((await self.get(name)).state):
@@ -211,6 +216,13 @@ class RunsClient:
                 except (StopAsyncIteration, TimeoutError):
                     return found
 
+    async def _is_end(self, name: str, event: event_pb2.Event) -> bool:
+        """Whether nothing comes behind the event. A run that has FAILED may have been reopened."""
+        if not event.HasField("state_changed") or not is_terminal(event.state_changed.new_state):
+            return False
+        is_failed = event.state_changed.new_state == run_pb2.RUN_STATE_FAILED
+        return not is_failed or is_terminal((await self.get(name)).state)
+
     async def _watch_once(self, name: str, after: str, silence_s: float) -> AsyncGenerator[rs.WatchRunResponse, None]:
         """One call of WatchRun; UnavailableError when it says nothing for `silence_s`."""
         request = rs.WatchRunRequest(name=name, after=after)
@@ -226,7 +238,3 @@ class RunsClient:
                         f"{self._to} said nothing for {silence_s:g} s", reason="STREAM_SILENT"
                     ) from None
                 yield response
-
-
-def _is_last(event: event_pb2.Event) -> bool:
-    return event.HasField("state_changed") and is_terminal(event.state_changed.new_state)

@@ -8,7 +8,6 @@ from millrace import __version__
 from millrace.env_server.main import EnvServerSettings
 from millrace.env_server.meters import registry_of
 from millrace.env_server.pool import PoolLimits
-from millrace.env_server.run_end import has_ended
 from millrace.env_server.service import EnvService, teacher_key_problem
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.spool import Spool
@@ -30,6 +29,7 @@ from millrace.rpc.worker import WorkerAgent, new_worker_id
 from millrace.runlog.connection import open_redis
 from millrace.runlog.log import FORMAT_MAJOR, RunLog
 from millrace.runlog.names import Names
+from millrace.runlog.revisions import has_ended
 from millrace.storage.base import open_store
 from millrace.telemetry.settings import Settings
 

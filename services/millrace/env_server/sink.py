@@ -80,7 +80,10 @@ class RolloutSink:
         self._heard_of[run_uid] = time.monotonic()
         if log_instance:
             self._instances[run_uid] = log_instance
-        self._resolved_below[run_uid] = below = max(resolved_below, self._resolved_below.get(run_uid, 0))
+        known = self._resolved_below.get(run_uid, 0)
+        if known >= EVERYTHING > resolved_below:
+            known = 0  # it had ended as FAILED, and `run resume` reopened it
+        self._resolved_below[run_uid] = below = max(resolved_below, known)
         appender = self._appenders.get(run_uid)
         if appender is None:
             return

@@ -1,7 +1,7 @@
 """Stand-ins for what an evaluation run does without: a policy that changes, and a trainer."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from millrace.orchestrator.policy_driver import PolicyDriver, Replica
 from millrace.orchestrator.trainer_watch import TrainerWatch
@@ -39,7 +39,7 @@ class FixedEndpoints(PolicyDriver):
 class NoTrainer(TrainerWatch):
     """A run that trains nothing takes no trainer from others."""
 
-    async def run(self) -> None:
+    async def run(self, *, is_closing: Callable[[], bool] = lambda: False) -> None:
         """Ends by cancellation."""
         await asyncio.Event().wait()
 

@@ -172,7 +172,8 @@ class Housekeeper:
         store, names, ledger = self._log.store, self._log.names, self._parts.ledger
         by = f"{self._parts.epoch.role}, epoch {self._parts.epoch.number}"
         try:
-            await asyncio.to_thread(write_seal, store, names, ledger.known, chain=ledger.chain, state=state, by=by)
+            key = names.seal(ledger.num_reopened)
+            await asyncio.to_thread(write_seal, store, names, key, ledger.known, chain=ledger.chain, state=state, by=by)
         except MillraceError as error:
             log.warning("run not sealed, trying again later", extra={"uid": names.uid, "error": str(error)})
 

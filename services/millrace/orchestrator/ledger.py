@@ -31,6 +31,7 @@ from millrace.rollouts.wire import encode_archive
 from millrace.runlog import Epoch, Frontier, Lease, RunLog, chain_hash, commit_batch
 from millrace.runlog.known import KnownObjects
 from millrace.runlog.origin import Origin
+from millrace.runlog.recover import Committed
 from millrace.runlog.scores import name_scores
 from millrace.v1 import run_pb2
 
@@ -73,29 +74,38 @@ class Ledger:
         """Lineage of the newest published policy; the driver keeps it up to date."""
         self.closing: batch_pb2.BatchHeader | None = None
         """The closing header once it is committed; nothing may follow it."""
+        self.is_closing = False
+        """The closing header is being written, or is: a trainer may have finished."""
         self.step = 0
+        self._revision = 0
         self.frontier = Frontier()
         self.chain = bytes(32)
         self.known = KnownObjects()
         """What the committed headers name."""
+        self.num_reopened = 0
+        """How often the run had failed and went on."""
         self._pending: list[Resolved] = []
         self._committing: frozenset[int] = frozenset()
         self._archive: list[Rollout] = []
         self._num_empty = 0
         self._cursor = 0
 
-    def restore(
-        self, headers: Sequence[batch_pb2.BatchHeader], chain: bytes, *, origin: Origin, table: GroupTable
-    ) -> None:
-        """Continue behind the last committed header, or at the log's origin; `chain` is the chain hash there."""
-        self.chain, self.known = chain, KnownObjects(headers)
-        last = headers[-1] if headers else None
+    def restore(self, committed: Committed, *, origin: Origin, table: GroupTable) -> None:
+        """Continue behind the last committed header, or at the log's origin.
+
+        Behind a closing header that was reopened: at its step, which it did not train, with the ordinals behind those
+        that it dropped.
+        """
+        self.chain, last, self.known = committed.chain, committed.last, KnownObjects(committed.headers)
+        self.num_reopened = committed.num_reopened
         if last is None:
             self.step, self.frontier = origin.base_step, origin.frontier
         else:
-            self.closing = last if last.kind == batch_pb2.BATCH_KIND_CLOSE else None
+            is_closing = last.kind == batch_pb2.BATCH_KIND_CLOSE
+            self.closing = last if is_closing and not committed.is_reopened else None
             self.lineage = last.lineage
-            self.step = last.step + 1
+            self.step = last.step + (not committed.is_reopened)
+            self._revision = last.revision + 1 if committed.is_reopened else 0
             self.frontier = Frontier.from_header(last)
             table.num_duplicates, table.counted_until = decode_state(last.orchestrator_state)
         self._cursor = self.frontier.resolved_below
@@ -188,6 +198,7 @@ class Ledger:
         error: run_pb2.RunError | None = None,
     ) -> None:
         """Write the closing header: every open ordinal ends, and the final evaluation's samples go to the trainer."""
+        self.is_closing = True
         await self._hold_lease()
         for group in list(table):
             self.drop(group, table, reason=reason)
@@ -223,6 +234,7 @@ class Ledger:
             run_uid=self._log.uid,
             kind=kind,
             step=self.step,
+            revision=self._revision,
             resolutions=resolutions(resolved),
             previous_chain_hash=self.chain,
             writer_epoch=self._epoch.number,
@@ -263,6 +275,7 @@ class Ledger:
         self.frontier = self.frontier.resolve(item.ordinal for item in resolved)
         self._committing = frozenset()
         self.step += 1
+        self._revision = 0
 
     async def _hold_lease(self) -> None:
         """Renew the lease if it is not fresh, because Redis or we stood still for a while."""

@@ -20,16 +20,17 @@ from millrace.orchestrator.run_driver import RunDriver
 from millrace.orchestrator.run_view import EVAL, RunView
 from millrace.orchestrator.sealing import Sealer
 from millrace.orchestrator.watchdog import Watchdog, tell_takeover
+from millrace.orchestrator.wish_calls import ROLE
 from millrace.orchestrator.wishes import POLL_S, Wish, WishBook
 from millrace.orchestrator.workers import LET_GO_S, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
+from millrace.runlog.revisions import load_reopenings
 from millrace.storage import ObjectStore
-from millrace.telemetry import waits
+from millrace.telemetry import faults, waits
 from millrace.v1 import run_pb2
 
 log = logging.getLogger(__name__)
 
-ROLE = "orchestrator"
 LEASE_TTL_S = 15.0
 SCAN_S = 0.5
 """How often open runs are looked for; CreateRun also wakes the scan at once."""
@@ -160,6 +161,8 @@ class RunManager:
 
     def _work_on(self, view: RunView, wish: Wish) -> Work | None:
         """Drive the run if it gets a trainer, or needs none for what is left; None if there is nothing to do now."""
+        if view.is_reopened:
+            return self._reopen
         is_paused = view.run.state == run_pb2.RUN_STATE_PAUSED
         is_closing = view.is_closed or view.run.state == run_pb2.RUN_STATE_STOPPING
         if wish.is_paused and not is_closing:
@@ -167,10 +170,11 @@ class RunManager:
                 self._tell_once(view, has_ended=False)
                 return None
             return self._drive  # says that it is paused, and gives everything back
-        self._told.discard(view.record.uid)
+        self._forget_end(view.record.uid)
         if view.record.kind == EVAL:
             return self._drive  # it needs neither a trainer nor a replica
-        trainers = self._registry.claim(worker_service_pb2.WORKER_KIND_TRAINER, view.record.uid, limit=1)
+        kind, uid = worker_service_pb2.WORKER_KIND_TRAINER, view.record.uid
+        trainers = self._registry.claim(kind, uid, limit=1, fresh=not is_closing)
         if trainers or wish.is_cancelled or is_closing:
             return self._drive
         return self._queue_again if is_paused else None
@@ -275,14 +279,32 @@ class RunManager:
 
     async def _queue_again(self, view: RunView) -> None:
         """Say that a resumed run waits for a trainer."""
-        run_log = await self._catalog.open_log(view.record.uid)
+        await self._queue(view, await self._catalog.open_log(view.record.uid), "resumed; no trainer is free")
+
+    async def _reopen(self, view: RunView) -> None:
+        """Say that a run which had failed goes on, with a copy of its log that does not hold its end."""
+        uid = view.record.uid
+        run_log = await self._catalog.open_reopened(uid)
+        records = await asyncio.to_thread(load_reopenings, self._store, run_log.names)
+        reason = f"reopened: it goes on at step {records[-1].step}, at which it had failed"
+        await self._queue(view, run_log, reason, was=run_pb2.RUN_STATE_FAILED)
+        faults.reach(faults.Point.ORCHESTRATOR_REOPEN_TOLD, step=records[-1].step)
+        self._forget_end(uid)
+        log.info("run reopened", extra={"run": view.record.name, "step": records[-1].step, "number": len(records)})
+
+    async def _queue(self, view: RunView, run_log: RunLog, reason: str, *, was: run_pb2.RunState | None = None) -> None:
+        """Write that the run is QUEUED, under its lease; `was` is its state until now, else that of the view."""
         lease = await Lease.acquire(run_log, ROLE, self._owner, LEASE_TTL_S, slot=self.slot)
         if lease is None:
             self._not_before[view.record.uid] = time.monotonic() + SCAN_S
             return
         events = await self._events(view)
         try:
-            await events.state_changed(run_pb2.RUN_STATE_QUEUED, "resumed; no trainer is free")
+            if was is not None:
+                if not (await self._catalog.find(view.record.uid)).is_reopened:
+                    return  # another replica was faster, and has given the lease back since
+                events.state = was
+            await events.state_changed(run_pb2.RUN_STATE_QUEUED, reason)
         finally:
             await _try_to("write the last events", events.close())
             await _try_to("release the lease", lease.release())
@@ -317,6 +339,12 @@ class RunManager:
         self._end_pause(view.record.uid)
         if view.record.uid not in self._claims:  # else whoever ended it here is about to seal it
             self._sealer.note(view)
+
+    def _forget_end(self, uid: str) -> None:
+        """A run that workers were told to let go of goes on."""
+        if uid in self._told:
+            self._told.discard(uid)
+            self._registry.goes_on(uid)
 
     def _tell_once(self, view: RunView, *, has_ended: bool) -> None:
         if view.record.uid not in self._told and view.record.uid not in self._claims:

@@ -29,8 +29,8 @@ from millrace.orchestrator.loop import RolloutLoop
 from millrace.orchestrator.trainer_watch import TrainerFailedError
 from millrace.orchestrator.wishes import Wish
 from millrace.rollouts.types import Rollout
-from millrace.runlog import load_headers
 from millrace.runlog.origin import load_origin
+from millrace.runlog.recover import load_history
 from millrace.telemetry import faults, waits
 from millrace.v1 import run_pb2
 
@@ -123,8 +123,8 @@ class RunDriver:
         """Take over what the store has of the run, and bring Redis up to date with it."""
         run_log = self._parts.log
         origin = await asyncio.to_thread(load_origin, run_log.store, run_log.names)
-        headers, chain = await load_headers(run_log)
-        self._ledger.restore(headers, chain, origin=origin, table=self._parts.table)
+        committed = await load_history(run_log)
+        self._ledger.restore(committed, origin=origin, table=self._parts.table)
         self._is_restored = True
         await self._keeper.start()
 
@@ -132,7 +132,7 @@ class RunDriver:
         keeper = self._keeper
         return [
             self._parts.policies.run(),
-            self._parts.trainer.run(),
+            self._parts.trainer.run(is_closing=lambda: self._ledger.is_closing),
             keeper.follow_policies(),
             keeper.watch_workers(),
             keeper.watch_log(),
@@ -294,7 +294,8 @@ class RunDriver:
 
     async def _fail(self, error: MillraceError) -> None:
         """Close the run as failed, unless it is closed; the header says why even if the events are lost."""
-        detail = run_pb2.RunError(reason=error.reason, message=str(error), component=_component(error))
+        mended = f"`millrace run resume {self._parts.record.name}` goes on with the run once the cause is removed"
+        detail = run_pb2.RunError(reason=error.reason, message=f"{error}; {mended}", component=_component(error))
         if self._ledger.closing is None:
             await self._parts.envs.cancel([])
             await self._abandon("run_failed")

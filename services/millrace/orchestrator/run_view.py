@@ -90,6 +90,10 @@ class RunView:
         """Which copy of the log the events were read from; empty before the first look."""
         self.is_closed = False
         """Known to be committed to its closing header: events that said so may be lost with Redis."""
+        self.is_reopened = False
+        """It had FAILED, and `run resume` reopened it; the event that says so is still to be written."""
+        self.num_reopened = 0
+        """How often it was reopened, at the last look."""
         self.done_evals: set[tuple[str, int]] = set()
         """Environment and step of every evaluation that is finished."""
         self._served: dict[str, int] = {}
@@ -120,6 +124,16 @@ class RunView:
     def is_terminal(self) -> bool:
         """Whether the run has ended."""
         return self.run.state in TERMINAL
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run has ended as FAILED, which can be reopened."""
+        return self.run.state == run_pb2.RUN_STATE_FAILED
+
+    def reopen(self) -> None:
+        """The run that had failed goes on; its state is that of the event that comes next."""
+        self.is_reopened, self.is_closed = True, False
+        self._leave_end(run_pb2.RUN_STATE_QUEUED)
 
     def apply(self, event: event_pb2.Event) -> None:
         """Fold one event in; events come in the order of their cursors."""
@@ -154,13 +168,21 @@ class RunView:
 
     def _apply_state(self, event: event_pb2.Event) -> None:
         change = event.state_changed
-        self.run.state = change.new_state
+        self.is_reopened = False
+        self._leave_end(change.new_state)
         if change.new_state == run_pb2.RUN_STATE_STARTING and not self.run.HasField("start_time"):
             self.run.start_time.CopyFrom(event.time)
         if change.new_state in TERMINAL:
             self.run.end_time.CopyFrom(event.time)
         if change.HasField("error"):
             self.run.error.CopyFrom(change.error)
+
+    def _leave_end(self, state: run_pb2.RunState) -> None:
+        """Enter a state; what a reopened run had as an end is none."""
+        self.run.state = state
+        if state not in TERMINAL:
+            self.run.ClearField("end_time")
+            self.run.ClearField("error")
 
 
 def _timestamp(text: str) -> Timestamp:

@@ -80,7 +80,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self._registry = registry
         self._owner = owner
         self._draining = draining
-        self._wishes = WishCalls(store=store, prefix=prefix, on_wish=manager.heed)
+        self._wishes = WishCalls(store=store, prefix=prefix, owner=owner, on_wish=manager.heed)
         self._auditing = asyncio.Semaphore(1)  # an audit reads everything of a run: one at a time
         self._validating = asyncio.Semaphore(MAX_VALIDATIONS)
 
@@ -180,19 +180,20 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ResumeRun(
         self, request: run_service_pb2.ResumeRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ResumeRunResponse:
-        """Write the intent, then look for a free trainer. A run that is not paused goes on as it does."""
+        """Write the intent, then look for a free trainer. A failed run is reopened; an open one goes on as it does."""
         view = await self._catalog.find(request.name)
         _check_wish("", request.request_id)
         await self._wishes.resume(view, request_id=request.request_id)
         return run_service_pb2.ResumeRunResponse(run=view.run)
 
     async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):
-        """Replay, then follow; ends behind the terminal state."""
+        """Replay, then follow; ends behind the terminal state, which FAILED is not for a run that was reopened."""
         view = await self._catalog.find(request.name)
         if request.after and not _CURSOR.fullmatch(request.after):
             problem = Violation(field="after", value=request.after[:80], message="is not the cursor of an event")
             raise InvalidSpecError([problem], reason="CURSOR_INVALID", remedy="leave it out, or pass one that was sent")
-        feed = EventFeed(self._catalog, view.record.uid, after=request.after)
+        uid = view.record.uid
+        feed = EventFeed(self._catalog, uid, after=request.after)
         last_sent, has_ended = time.monotonic(), False
         while not has_ended:
             if self._draining.is_set():
@@ -207,6 +208,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 last_sent = time.monotonic()
                 has_ended = event.HasField("state_changed") and event.state_changed.new_state in TERMINAL
                 yield run_service_pb2.WatchRunResponse(event=event)
+            if has_ended:
+                view = await self._catalog.find(uid)
+                has_ended = view.is_terminal
             if time.monotonic() - last_sent > HEARTBEAT_S:
                 last_sent = time.monotonic()
                 yield run_service_pb2.WatchRunResponse()

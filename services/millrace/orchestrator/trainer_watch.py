@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from millrace.errors import InternalError
 from millrace.internal.v1 import worker_service_pb2
@@ -26,10 +27,16 @@ class TrainerWatch:
         self._run_uid = run_uid
         self._registry = registry
 
-    async def run(self) -> None:
-        """Keep a trainer assigned; raises TrainerFailedError when it gives up. Ends by cancellation."""
+    async def run(self, *, is_closing: Callable[[], bool] = lambda: False) -> None:
+        """Keep a trainer assigned; raises TrainerFailedError when it gives up. Ends by cancellation.
+
+        A trainer that has finished although the run is not `is_closing` read the closing header of a run that was then
+        reopened: it is given back, and comes again as soon as it has forgotten that.
+        """
         while True:
-            self._look()
+            self._look(fresh=True)
+            if not is_closing() and (status := self._status()) is not None and status.is_finished:
+                self._registry.give_back(_TRAINER, self._run_uid)
             await asyncio.sleep(POLL_S)
 
     async def wait_finished(self, *, is_needed: bool, spare_s: float = 0.0) -> None:
@@ -56,8 +63,8 @@ class TrainerWatch:
                 remedy="look at the trainer's log",
             ) from error
 
-    def _look(self) -> None:
-        self._registry.claim(_TRAINER, self._run_uid, limit=1)
+    def _look(self, *, fresh: bool = False) -> None:
+        self._registry.claim(_TRAINER, self._run_uid, limit=1, fresh=fresh)
         status = self._status()
         if status is not None and status.error_reason:
             raise TrainerFailedError(status.error_message, reason=status.error_reason)

@@ -28,7 +28,7 @@ class Wish:
             reason = str(intent.payload.get("reason") or "")
             if intent.kind == "cancel":
                 wish = Wish(is_cancelled=True, reason=reason)
-            elif intent.kind in ("pause", "resume") and not wish.is_cancelled:
+            elif intent.kind in ("pause", "resume", "reopen") and not wish.is_cancelled:
                 wish = Wish(is_paused=intent.kind == "pause", reason=reason)
         return wish
 

@@ -78,6 +78,11 @@ class WorkerRecord:
         """Run that a trainer says it works on and has not finished; empty for the others."""
         return self.trainer.run_uid if self.trainer is not None and not self.trainer.is_finished else ""
 
+    def is_over(self, run_uid: str) -> bool:
+        """Whether it is a trainer that says that it has finished that run, or given it up."""
+        status = self.trainer
+        return status is not None and status.run_uid == run_uid and (status.is_finished or bool(status.error_reason))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LetGo:
@@ -154,15 +159,19 @@ class WorkerRegistry:
         """Workers of a kind that are given to a run."""
         return [record for record in self.alive(kind) if record.run_uid == run_uid]
 
-    def claim(self, kind: worker_service_pb2.WorkerKind, run_uid: str, *, limit: int | None = None) -> int:
+    def claim(
+        self, kind: worker_service_pb2.WorkerKind, run_uid: str, *, limit: int | None = None, fresh: bool = False
+    ) -> int:
         """Give free workers of a kind to a run, `limit` at most; returns how many it has then.
 
         A worker that reports to work on the run already (we restarted) goes first; one that reports another run is
-        not free. One that leaves does not count: its work goes to another.
+        not free. One that leaves does not count: its work goes to another. `fresh`: nor is a trainer free that says how
+        the run ended for it, before the run was reopened perhaps; without an assignment it forgets that.
         """
         self._let_go.pop(run_uid, None)
         mine = [record for record in self.owned(kind, run_uid) if not record.is_leaving]
         free = [record for record in self.accepting(kind) if record.run_uid == "" and record.reported in ("", run_uid)]
+        free = [record for record in free if not (fresh and record.is_over(run_uid))]
         for record in sorted(free, key=lambda record: record.reported != run_uid):
             if limit is not None and len(mine) >= limit:
                 break
@@ -178,6 +187,16 @@ class WorkerRegistry:
         self._resolved_below.pop(run_uid, None)
         self._log_instances.pop(run_uid, None)
         self.notify()
+
+    def give_back(self, kind: worker_service_pb2.WorkerKind, run_uid: str) -> None:
+        """Take the run's workers of a kind from it; it goes on with others, or with these once they are free."""
+        for record in self.owned(kind, run_uid):
+            record.run_uid = ""
+        self.notify()
+
+    def goes_on(self, run_uid: str) -> None:
+        """Workers need not let go of the run any more: it was resumed."""
+        self._let_go.pop(run_uid, None)
 
     def let_go(self, run_uid: str, *, has_ended: bool) -> None:
         """Tell workers for a while to let go of a run, because it is paused or has ended."""

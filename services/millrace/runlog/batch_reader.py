@@ -13,6 +13,7 @@ from millrace.runlog import damage
 from millrace.runlog.connection import MAX_BLOCK_S
 from millrace.runlog.names import Stream
 from millrace.runlog.origin import require_exists
+from millrace.runlog.revisions import is_failed_closing, load_step
 from millrace.telemetry import waits
 
 if TYPE_CHECKING:
@@ -23,13 +24,14 @@ logger = logging.getLogger(__name__)
 
 _PARALLEL_GETS = 4
 _POLL_S = 0.5
+_REOPENED_POLL_S = 1.0  # each time the store is asked, too
 
 
 async def read_batch(
     log: "RunLog", step: int, *, want_chunks: Sequence[int] | None = None, timeout_s: float | None = None
 ) -> tuple[batch_pb2.BatchHeader, bytes, dict[int, bytes]]:
     """See `RunLog.read_batch`. Every chunk is checked against the sha256 in the header."""
-    header_bytes = await wait_for_header(log, step, timeout_s=timeout_s)
+    header_bytes = await _wait_in_force(log, step, timeout_s=timeout_s)
     header = decode_header(header_bytes)
     if header.step != step or header.run_uid != log.uid:
         raise CorruptObjectError(
@@ -46,6 +48,25 @@ async def read_batch(
 
     found = await asyncio.gather(*(fetch(index) for index in wanted))
     return header, header_bytes, dict(zip(wanted, found, strict=True))
+
+
+async def _wait_in_force(log: "RunLog", step: int, *, timeout_s: float | None) -> bytes:
+    """The header of a step that counts: a failed closing header may be superseded, whatever Redis still holds."""
+    started = time.monotonic()
+    left_s = timeout_s
+    while True:
+        data = await wait_for_header(log, step, timeout_s=left_s)
+        if not is_failed_closing(decode_header(data)):
+            return data
+        found = await asyncio.to_thread(load_step, log.store, log.names, step)
+        in_force = data if found is None else found.in_force
+        if in_force is not None:
+            return in_force
+        if left_s == 0.0:
+            raise _timed_out(log, step, timeout_s)
+        with waits.waiting(f"batch {step}, at which the run was reopened", waits_on="orchestrator"):
+            await asyncio.sleep(_REOPENED_POLL_S)
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
 
 
 async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None = None) -> bytes:
@@ -77,12 +98,16 @@ async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None =
                     )
                 return stored
             if timeout_s is not None and time.monotonic() - started >= timeout_s:
-                raise UnavailableError(
-                    f"batch {step} of run {log.uid} did not come within {timeout_s:g} s",
-                    reason="BATCH_WAIT_TIMEOUT",
-                    remedy="see `millrace run why` for what the orchestrator waits for",
-                    metadata={"uid": log.uid, "step": str(step)},
-                )
+                raise _timed_out(log, step, timeout_s)
+
+
+def _timed_out(log: "RunLog", step: int, timeout_s: float | None) -> UnavailableError:
+    return UnavailableError(
+        f"batch {step} of run {log.uid} did not come within {timeout_s or 0.0:g} s",
+        reason="BATCH_WAIT_TIMEOUT",
+        remedy="see `millrace run why` for what the orchestrator waits for",
+        metadata={"uid": log.uid, "step": str(step)},
+    )
 
 
 async def _read_or_adopt(log: "RunLog", step: int, block_s: float) -> "list[Entry] | None":

@@ -104,7 +104,7 @@ async def _upload(
 
 async def _write_header(log: RunLog, header: batch_pb2.BatchHeader) -> bytes:
     """Create the header object, or find that this very batch was committed before; returns the stored bytes."""
-    key = log.names.batch_header(header.step)
+    key = log.names.batch_header(header.step, header.revision)
     data = header.SerializeToString(deterministic=True)
     if await asyncio.to_thread(log.store.create, key, data):
         return data

@@ -124,8 +124,8 @@ def _decode_policy(data: bytes) -> policy_pb2.PolicyEntry:
 def _is_in_store(log: "RunLog", stream: Stream, position: int, data: bytes | None = None) -> bool:
     """Whether the store has a batch or policy of that number, or a later policy; with `data`: this very one."""
     if stream is Stream.BATCHES:
-        stored = _get(log, log.names.batch_header(position))
-        return stored is not None and data in (None, stored)
+        stored = _headers(log, position)
+        return data in stored if data is not None else bool(stored)
     if data is not None:
         try:
             policy = _decode_policy(data)
@@ -136,6 +136,14 @@ def _is_in_store(log: "RunLog", stream: Stream, position: int, data: bytes | Non
     names = (prefix.removeprefix(log.names.policies) for prefix in log.store.list_prefixes(log.names.policies))
     found = (re.fullmatch(r"(\d+)-(\d+)/?", name) for name in names)
     return any(int(match[2]) >= position for match in found if match)
+
+
+def _headers(log: "RunLog", step: int) -> list[bytes]:
+    """The stored bytes of every header of a step: more than one where a run was reopened."""
+    found: list[bytes] = []
+    while (data := _get(log, log.names.batch_header(step, len(found)))) is not None:
+        found.append(data)
+    return found
 
 
 def _get(log: "RunLog", key: str) -> bytes | None:

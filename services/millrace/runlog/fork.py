@@ -2,7 +2,8 @@
 
     planned    `parent` of the fork's run.json says what it is made of, for good: base_step (the newest checkpoint of
                the parent at or before the step), the chain hash and the resolved ordinals there
-    copied     headers base_step … step - 1 with their chunks and archives, and checkpoint base_step, under the own uid
+    copied     headers base_step … step - 1 with their chunks and archives, and checkpoint base_step, under the own uid;
+               where the parent failed and was reopened, the closing header too: what it resolved stays resolved
     committed  by the fork's name, as every run is (see `index`)
 
 The fork's trainer begins with that checkpoint, replays the copied batches and goes on; versions and steps keep their
@@ -16,7 +17,7 @@ import logging
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.frontier import Frontier, chain_hash
 from millrace.runlog.names import Names
 from millrace.runlog.origin import Origin, load_origin, parse_origin
+from millrace.runlog.revisions import list_headers, load_reopenings, load_step
 from millrace.storage import ObjectStore
 from millrace.storage.base import check_key
 from millrace.storage.commit_points import newest_revision, require_checksum, with_checksum
@@ -145,11 +147,12 @@ class _Copy:
     run_hash: str
     origin: Origin
     _todo: list[Callable[[], None]] = field(default_factory=list)
+    _num_reopened: int = 0
 
     def run(self, *, base_step: int, step: int) -> None:
         chain, own_chain = self.origin.parent_chain_hash, self.origin.chain_hash
         for number in range(base_step, step):
-            chain, own_chain = self._header(number, chain, own_chain)
+            chain, own_chain = self._headers(number, chain, own_chain)
         self._verify_follower(step, chain)
         manifest = self._checkpoint(base_step)
         with ThreadPoolExecutor(_PARALLEL_COPIES, thread_name_prefix="fork") as pool:
@@ -162,27 +165,42 @@ class _Copy:
             extra={"uid": self.target.uid, "parent": self.source.uid, "base_step": base_step, "step": step},
         )
 
-    def _read_header(self, step: int, chain: bytes) -> tuple[batch_pb2.BatchHeader, bytes]:
-        """A header of the parent and its stored bytes; `CorruptObjectError` unless it continues `chain`."""
-        key = self.source.batch_header(step)
-        data = self.store.get(key)
+    def _decode_header(self, step: int, revision: int, data: bytes, chain: bytes) -> batch_pb2.BatchHeader:
+        """A header of the parent; `CorruptObjectError` unless it continues `chain`."""
         header = decode_header(data)
-        if header.previous_chain_hash != chain or header.step != step:
+        if header.previous_chain_hash != chain or (header.step, header.revision) != (step, revision):
+            key = self.source.batch_header(step, revision)
             raise CorruptObjectError(
                 f"{self.store.uri(key)} does not continue the chain of step {step - 1}",
                 reason="CHAIN_BROKEN",
                 remedy="restore the header objects of the parent from a replica of the bucket",
             )
-        return header, data
+        return header
 
     def _verify_follower(self, step: int, chain: bytes) -> None:
         """The header behind the last copied one proves that one, if it is committed already."""
         if self.store.head(self.source.batch_header(step)) is not None:
-            self._read_header(step, chain)
+            self._decode_header(step, 0, self.store.get(self.source.batch_header(step)), chain)
 
-    def _header(self, step: int, chain: bytes, own_chain: bytes) -> tuple[bytes, bytes]:
-        """Rewrite one header as the fork's own; returns the chain hashes behind it, the parent's and the fork's."""
-        header, data = self._read_header(step, chain)
+    def _headers(self, step: int, chain: bytes, own_chain: bytes) -> tuple[bytes, bytes]:
+        """Rewrite a step's headers as the fork's own; returns both chain hashes behind them."""
+        found = load_step(self.store, self.source, step)
+        if found is None:
+            raise NotFoundError(f"{self.store.uri(self.source.batch_header(step))} does not exist")
+        records = {record.closing_sha256: record for record in load_reopenings(self.store, self.source)}
+        for revision, data in enumerate(found.revisions):
+            chain, own_chain, own = self._header(step, revision, data, chain, own_chain)
+            if record := records.get(hashlib.sha256(data).hexdigest()):
+                copied = replace(record, closing_sha256=hashlib.sha256(own).hexdigest(), epoch=0)
+                self._num_reopened += 1
+                self._create(self.target.reopened(self._num_reopened), copied.encode())
+        return chain, own_chain
+
+    def _header(
+        self, step: int, revision: int, data: bytes, chain: bytes, own_chain: bytes
+    ) -> tuple[bytes, bytes, bytes]:
+        """Rewrite one header as the fork's own; returns the chain hashes behind it, and its own bytes."""
+        header = self._decode_header(step, revision, data, chain)
         for chunk in header.chunks:
             chunk.key = self._later(chunk.key, sha256=chunk.sha256.hex(), size_bytes=chunk.size_bytes)
         if header.rollouts_key:
@@ -191,8 +209,8 @@ class _Copy:
         header.writer_epoch = header.config_revision = 0  # of nobody's epoch: the fork's own begin at 1
         del header.objects[:]  # they are the parent's
         own = header.SerializeToString(deterministic=True)
-        self._create(self.target.batch_header(step), own)
-        return chain_hash(chain, data), chain_hash(own_chain, own)
+        self._create(self.target.batch_header(step, revision), own)
+        return chain_hash(chain, data), chain_hash(own_chain, own), own
 
     def _checkpoint(self, step: int) -> bytes | None:
         """The manifest of the copied checkpoint, None for the start model; its objects are noted to be copied."""
@@ -243,11 +261,7 @@ class _Copy:
 
 def _count_steps(store: ObjectStore, names: Names, origin: Origin) -> int:
     """The number of the step behind the last committed training step."""
-    steps = [origin.base_step - 1]
-    for info in store.list(names.batches):
-        name = info.key.removeprefix(names.batches)
-        if name.endswith(".pb") and "/" not in name:
-            steps.append(int(name.removesuffix(".pb")))
+    steps = [origin.base_step - 1, *(step for step, revision in list_headers(store, names) if not revision)]
     for before, after in pairwise(steps):
         if after != before + 1:
             raise CorruptObjectError(
@@ -257,7 +271,7 @@ def _count_steps(store: ObjectStore, names: Names, origin: Origin) -> int:
             )
     if steps[-1] < origin.base_step:
         return origin.base_step
-    last = decode_header(store.get(names.batch_header(steps[-1])))
+    last = decode_header(_last_header(store, names, steps[-1]))
     return steps[-1] if last.kind == batch_pb2.BATCH_KIND_CLOSE else steps[-1] + 1
 
 
@@ -282,9 +296,17 @@ def _state_before(store: ObjectStore, names: Names, origin: Origin, step: int) -
     """H(step - 1) and the ordinals that are resolved before `step`."""
     if step == origin.base_step:
         return origin.chain_hash, origin.frontier
-    data = store.get(names.batch_header(step - 1))
+    data = _last_header(store, names, step - 1)
     header = decode_header(data)
     return chain_hash(header.previous_chain_hash, data), Frontier.from_header(header)
+
+
+def _last_header(store: ObjectStore, names: Names, step: int) -> bytes:
+    """The newest header of a committed step, as stored."""
+    found = load_step(store, names, step)
+    if found is None:
+        raise NotFoundError(f"{store.uri(names.batch_header(step))} does not exist")
+    return found.revisions[-1]
 
 
 def _load_manifest(store: ObjectStore, first_key: str) -> dict[str, Any]:

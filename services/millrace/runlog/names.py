@@ -200,9 +200,13 @@ class Names:
         """Prefix of headers and batch data."""
         return f"{self.root}batches/"
 
-    def batch_header(self, step: int) -> str:
-        """Create-only commit point of a step."""
-        return f"{self.batches}{step:08d}.pb"
+    def batch_header(self, step: int, revision: int = 0) -> str:
+        """Create-only commit point of a step; from revision 1 on the successor of a failed closing header."""
+        return f"{self.batches}{step:08d}.r{revision}.pb" if revision else f"{self.batches}{step:08d}.pb"
+
+    def reopened(self, number: int) -> str:
+        """Create-only: the closing header that it names does not end the run; numbered from 1."""
+        return f"{self.reopenings}{number:08d}.json"
 
     def batch_data(self, step: int, epoch: int, nonce: str) -> str:
         """Prefix of the chunks that one writer uploads for a step."""

@@ -7,10 +7,11 @@ Batches and policies are appended again by their writers (`reappend_committed`, 
 `base:{stream}` on; rollouts by the env-servers, which hold what is not resolved.
 
 A copy is stale when Redis came back from a file that misses a rebuild (its generation is below an installed one) or
-events that the store has (new events would get the ids of these), and when it is damaged (`runlog.damage`). Which
-generations were installed is marked by create-only objects; the rebuilder, or whoever opens the log next, writes the
-mark. Damage that comes again after a rebuild is rebuilt again, but ever more seldom: `LogGoneError` (LOG_UNSTABLE) says
-what it is and when the next try is.
+events that the store has (new events would get the ids of these), when it holds a closing header that does not end the
+run any more (`revisions`: an entry cannot be taken back), and when it is damaged (`runlog.damage`). Which generations
+were installed is marked by create-only objects; the rebuilder, or whoever opens the log next, writes the mark. Damage
+that comes again after a rebuild is rebuilt again, but ever more seldom: `LogGoneError` (LOG_UNSTABLE) says what it is
+and when the next try is.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ from millrace.runlog.log import FORMAT_MAJOR, RunLog
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.origin import require_exists
 from millrace.runlog.proof import is_nameable, proof_of
-from millrace.runlog.restore import Restored, load_restored, merge_events, read_events
+from millrace.runlog.restore import LOST, Restored, load_restored, merge_events, read_events
+from millrace.runlog.revisions import load_reopenings
 from millrace.storage import ObjectStore
 from millrace.telemetry import waits
 
@@ -54,12 +56,14 @@ class _Rebuild:
     stale: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Stale:
-    """A copy of the log that is not current: the generation that Redis names, as it stands there, and its damage."""
+    """What a rebuild replaces: a copy of the log that is not current, or nothing."""
 
     generation: bytes
-    damage: str = ""
+    """What Redis names as its generation, as it stands there; b"" if it holds none."""
+    why: str
+    is_damaged: bool = False
 
 
 async def open_or_rebuild(
@@ -103,10 +107,16 @@ async def _mend(log: RunLog, owner: str) -> bool:
     stale = await _find_stale(log)
     if stale is None:
         return True
-    if stale.damage:
-        _pace(log, stale.damage)
+    if stale.is_damaged:
+        _pace(log, stale.why)
     await _rebuild(log, stale, owner)
     return False
+
+
+async def open_reopened(redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str, owner: str) -> RunLog:
+    """As `open_or_rebuild`, of a run that was reopened since Redis' copy was looked at."""
+    proof_of(RunLog(redis, store, names=Names(prefix, uid), generation=0, run_hash="")).instance = ""
+    return await open_or_rebuild(redis, store, prefix=prefix, uid=uid, owner=owner)
 
 
 async def _find_stale(log: RunLog) -> _Stale | None:
@@ -118,15 +128,17 @@ async def _find_stale(log: RunLog) -> _Stale | None:
         if proof.instance != instance or not is_nameable(instance):
             proof.instance = ""
             await log.require_true()
-            if not await _is_current(log):
-                return _Stale(str(log.generation).encode())
+            if why := await _why_stale(log):
+                return _Stale(generation=str(log.generation).encode(), why=why)
             proof.instance = instance
     except LogGoneError as error:
         # Whatever stands there now is what is replaced, also if it is no generation at all.
         held = await connection.call(
             log.redis, f"looking at the log of run {log.uid}", lambda: script.HELD.run(log.redis, [log.names.meta], [])
         )
-        return _Stale(held, error.message if error.reason == "LOG_DAMAGED" else "")
+        is_damaged = error.reason == "LOG_DAMAGED"
+        why = error.message.removesuffix("; being rebuilt") if is_damaged else LOST
+        return _Stale(generation=held, why=why, is_damaged=is_damaged)
     return None
 
 
@@ -148,23 +160,28 @@ def _pace(log: RunLog, damage: str) -> None:
     proof.rebuilt.append(now)
 
 
-async def _is_current(log: RunLog) -> bool:
-    """Whether the copy that Redis holds is not behind the store."""
+async def _why_stale(log: RunLog) -> str:
+    """Why the copy that Redis holds cannot stay; empty if it is not behind the store."""
     installed = await asyncio.to_thread(_newest_installed, log.store, log.names)
     where = {"uid": log.uid, "held": log.generation, "installed": installed}
     if log.generation < installed:
         logger.warning("Redis holds an older generation of the log than was installed", extra=where)
-        return False
+        return LOST
     newest = await asyncio.to_thread(load_newest_archived, log.store, log.names)
     if newest is not None:
         held = await log.read_range(Stream.EVENTS, newest.id, newest.id)
         await log.check()
         if [entry.h for entry in held] != [newest.h]:
             logger.warning("Redis lost events that the store has", extra={**where, "event": newest.id})
-            return False
+            return LOST
+    for record in await asyncio.to_thread(load_reopenings, log.store, log.names):
+        id_ = f"{record.step}-1"
+        held = await log.read_range(Stream.BATCHES, id_, id_)
+        if [entry.h for entry in held] == [record.closing_sha256]:
+            return f"the run was reopened at step {record.step}, and Redis had the closing header of its end"
     if log.generation > max(installed, 1):  # its rebuilder died before it could
         await asyncio.to_thread(log.store.create, log.names.generation(log.generation), b"")
-    return True
+    return ""
 
 
 def _newest_installed(store: ObjectStore, names: Names) -> int:
@@ -177,20 +194,14 @@ async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
     await asyncio.to_thread(require_exists, log.store, log.names)
     epoch = await create_epoch(log.store, log.names, GENERATION_ROLE, owner)
     rebuild = _Rebuild(log=log, generation=epoch.number, stale=stale.generation)
-    held_now = {"stale": as_text(stale.generation), "damage": stale.damage}
+    replaced = {"stale": as_text(stale.generation), "why": stale.why}
     logger.warning(
         "rebuilding the log of the run",
-        extra={"uid": log.uid, "generation": epoch.number, "owner": owner, **held_now},
+        extra={"uid": log.uid, "generation": epoch.number, "owner": owner, **replaced},
     )
     restored = await asyncio.to_thread(load_restored, log.store, log.names)
     held = await read_events(log)
-    restored = merge_events(
-        restored,
-        held,
-        generation=epoch.number,
-        now_ns=time.time_ns(),
-        cause=stale.damage.removesuffix("; being rebuilt"),
-    )
+    restored = merge_events(restored, held, generation=epoch.number, now_ns=time.time_ns(), why=stale.why)
     await _fill(rebuild, restored)
     answer = await _install(rebuild, restored)
     if answer != "OK":

@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
@@ -14,6 +16,7 @@ from millrace.runlog.frontier import chain_hash
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
 from millrace.runlog.origin import load_origin
+from millrace.runlog.revisions import StepHeaders, is_failed_closing, load_step
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -24,38 +27,76 @@ MAX_REDIS_BATCH_BYTES = 32 << 20
 _WINDOW = 16  # headers fetched at once
 
 
-async def load_committed(log: RunLog) -> tuple[batch_pb2.BatchHeader | None, bytes]:
-    """The last committed header and the chain hash behind it; (None, the origin's) if nothing is committed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What the store has of a log."""
 
-    The origin's chain hash is 32 zero bytes but for a fork (`load_origin`). Walks every header and checks the chain,
-    so a header that was replaced or lost is found here.
-    """
-    headers, chain = await load_headers(log)
-    return (headers[-1] if headers else None), chain
+    headers: list[batch_pb2.BatchHeader]
+    """Every header in the order of the chain, the superseded ones included (`revisions`)."""
+    chain: bytes
+    """The chain hash behind the last of them, or behind the log's origin."""
+    is_reopened: bool
+    """The last one is a closing header that does not end the run: its successor comes next."""
+
+    @property
+    def last(self) -> batch_pb2.BatchHeader | None:
+        """The last header; None if nothing is committed."""
+        return self.headers[-1] if self.headers else None
+
+    @property
+    def num_reopened(self) -> int:
+        """How many failed closing headers do not end the run."""
+        ends = self.last is not None and is_failed_closing(self.last) and not self.is_reopened
+        return sum(map(is_failed_closing, self.headers)) - ends
+
+
+async def load_committed(log: RunLog) -> tuple[batch_pb2.BatchHeader | None, bytes]:
+    """The last committed header and the chain hash behind it; (None, the origin's) if nothing is committed."""
+    committed = await load_history(log)
+    return committed.last, committed.chain
 
 
 async def load_headers(log: RunLog) -> tuple[list[batch_pb2.BatchHeader], bytes]:
-    """Every committed header in order from the log's origin on, chain checked, and the chain hash behind the last."""
+    """Every committed header in the order of the chain, and the chain hash behind the last."""
+    committed = await load_history(log)
+    return committed.headers, committed.chain
+
+
+async def load_history(log: RunLog) -> Committed:
+    """Every committed header from the log's origin on, chain checked: one that was replaced or lost is found here.
+
+    The origin's chain hash is 32 zero bytes but for a fork (`load_origin`).
+    """
     headers: list[batch_pb2.BatchHeader] = []
     origin = await asyncio.to_thread(load_origin, log.store, log.names)
-    chain = origin.chain_hash
+    chain, step = origin.chain_hash, origin.base_step
     while True:
-        first = origin.base_step + len(headers)
-        found = await asyncio.gather(*(_get_header(log, step) for step in range(first, first + _WINDOW)))
-        for step, data in enumerate(found, start=first):
-            if data is None:
-                _require_end(log, step, found[step - first :])
-                return headers, chain
-            header = decode_header(data)
-            if header.step != step or header.previous_chain_hash != chain:
-                raise CorruptObjectError(
-                    f"{log.store.uri(log.names.batch_header(step))} does not continue the chain of step {step - 1}",
-                    reason="CHAIN_BROKEN",
-                    remedy="restore the header objects of the run from a replica of the bucket",
-                    metadata={"uid": log.uid, "step": str(step)},
-                )
-            chain = chain_hash(chain, data)
-            headers.append(header)
+        window = range(step, step + _WINDOW)
+        found = await asyncio.gather(*(_get_step(log, each) for each in window))
+        for step, committed in zip(window, found, strict=True):
+            if committed is None:
+                _require_end(log, step, found[step - window.start :])
+                return Committed(headers=headers, chain=chain, is_reopened=False)
+            for revision, data in enumerate(committed.revisions):
+                headers.append(_next_header(log, step, revision, data, chain))
+                chain = chain_hash(chain, data)
+            if committed.is_reopened:
+                _require_end(log, step, [None, *found[step + 1 - window.start :]])
+                return Committed(headers=headers, chain=chain, is_reopened=True)
+        step += 1
+
+
+def _next_header(log: RunLog, step: int, revision: int, data: bytes, chain: bytes) -> batch_pb2.BatchHeader:
+    """The header that these bytes hold; `CorruptObjectError` unless it comes next behind `chain`."""
+    header = decode_header(data)
+    if (header.step, header.revision) != (step, revision) or header.previous_chain_hash != chain:
+        raise CorruptObjectError(
+            f"{log.store.uri(log.names.batch_header(step, revision))} does not continue the chain of step {step - 1}",
+            reason="CHAIN_BROKEN",
+            remedy="restore the header objects of the run from a replica of the bucket",
+            metadata={"uid": log.uid, "step": str(step)},
+        )
+    return header
 
 
 async def reappend_committed(log: RunLog, epoch: Epoch) -> int:
@@ -67,7 +108,7 @@ async def reappend_committed(log: RunLog, epoch: Epoch) -> int:
     if step > 0 and await log.last_id(Stream.BATCHES) is not None:
         await damage.require_backed(log, Stream.BATCHES, step - 1)
     count = 0
-    while (data := await _get_header(log, step)) is not None:
+    while (data := await _get_header_in_force(log, step)) is not None:
         chunks = await asyncio.to_thread(_load_chunks, log.store, decode_header(data))
         (await log.append_batch(epoch, data, chunks)).require(f"repeating step {step} of run {log.uid}")
         step += 1
@@ -143,7 +184,7 @@ def _digest(manifest: bytes, where: str) -> str:
     return found
 
 
-def _require_end(log: RunLog, step: int, rest: list[bytes | None]) -> None:
+def _require_end(log: RunLog, step: int, rest: Sequence[StepHeaders | None]) -> None:
     """Headers are written one after the other: one behind a missing one means that an object was lost."""
     behind = [step + offset for offset, data in enumerate(rest) if data is not None]
     if behind:
@@ -155,8 +196,10 @@ def _require_end(log: RunLog, step: int, rest: list[bytes | None]) -> None:
         )
 
 
-async def _get_header(log: RunLog, step: int) -> bytes | None:
-    try:
-        return await asyncio.to_thread(log.store.get, log.names.batch_header(step))
-    except NotFoundError:
-        return None
+async def _get_step(log: RunLog, step: int) -> StepHeaders | None:
+    return await asyncio.to_thread(load_step, log.store, log.names, step)
+
+
+async def _get_header_in_force(log: RunLog, step: int) -> bytes | None:
+    found = await _get_step(log, step)
+    return None if found is None else found.in_force

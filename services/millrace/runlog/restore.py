@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 REBUILDER = "log"
 """Name of the writer of the event that a rebuild leaves."""
+LOST = "Redis had lost the log of the run"
+"""Why a log is rebuilt, for people, where nothing else is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ async def read_events(log: RunLog) -> list[Entry]:
 
 
 def merge_events(
-    restored: Restored, held: Sequence[Entry], *, generation: int, now_ns: int, cause: str = ""
+    restored: Restored, held: Sequence[Entry], *, generation: int, now_ns: int, why: str = LOST
 ) -> Restored:
     """Add what only Redis holds, under ids of the new generation, then the event that tells of the rebuild.
 
@@ -106,8 +108,8 @@ def merge_events(
     event.time.FromNanoseconds(now_ns)
     event.warning.reason = "LOG_REBUILT"
     event.warning.message = (
-        f"{cause or 'Redis had lost the log of the run'}; generation {generation} {summary}; events of the last "
-        "seconds that no living process holds are lost, nothing else is"
+        f"{why}; generation {generation} {summary}; events of the last seconds that no living process holds are "
+        "lost, nothing else is"
     )
     extra.append(_entry(event))
     _note(newest, event, extra[-1].h)

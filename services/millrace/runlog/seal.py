@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.internal.v1 import batch_pb2
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.known import KnownObjects
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Names
-from millrace.runlog.recover import load_headers
+from millrace.runlog.recover import load_history
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,14 @@ def seal_key(store: ObjectStore, names: Names) -> str:
     return names.seal(sum(1 for _ in store.list(names.reopenings)))
 
 
-def write_seal(store: ObjectStore, names: Names, known: KnownObjects, *, chain: bytes, state: str, by: str) -> bool:
+def write_seal(
+    store: ObjectStore, names: Names, key: str, known: KnownObjects, *, chain: bytes, state: str, by: str
+) -> bool:
     """Seal a run whose terminal state is archived (blocking); False if it is sealed already.
 
-    `known` are the objects that its headers name, `chain` is the chain hash behind the closing one.
+    `key` is that of the end that is sealed: the run may have been reopened since. `known` are the objects that its
+    headers name, `chain` is the chain hash behind the closing one.
     """
-    key = seal_key(store, names)
     if store.head(key) is not None:
         return False
     objects = {ref.key: ref.sha256.hex() for ref in known.find_new(store, names)}
@@ -104,9 +107,13 @@ async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
     if await asyncio.to_thread(log.store.head, await asyncio.to_thread(seal_key, log.store, log.names)) is not None:
         return False
     await EventArchive(log).archive()
-    headers, chain = await load_headers(log)
-    known = KnownObjects(headers)
-    return await asyncio.to_thread(write_seal, log.store, log.names, known, chain=chain, state=state, by=by)
+    committed = await load_history(log)
+    if committed.is_reopened or committed.last is None or committed.last.kind != batch_pb2.BATCH_KIND_CLOSE:
+        return False  # it goes on
+    key, known = log.names.seal(committed.num_reopened), KnownObjects(committed.headers)
+    return await asyncio.to_thread(
+        write_seal, log.store, log.names, key, known, chain=committed.chain, state=state, by=by
+    )
 
 
 def _others(store: ObjectStore, names: Names) -> list[str]:

@@ -30,6 +30,10 @@ class BatchLog(Protocol):
         """The header of a step as stored, or None if it is not there within the time."""
         ...
 
+    def read_superseded(self, step: int, revisions: int) -> list[bytes]:
+        """The first so many headers of a step, as stored: failed closing headers that have a successor."""
+        ...
+
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
         """The named chunks of a committed step."""
         ...
@@ -105,7 +109,11 @@ class Batches:
         header_bytes = self._wait_for_header(step)
         arrived = time.monotonic()
         header = decode_header(header_bytes)
-        self._verify(header, step)
+        for revision, data in enumerate(self._log.read_superseded(step, header.revision)):
+            closing = decode_header(data)
+            self._verify(closing, step, revision)
+            self._chain_hash = chain_hash(self._chain_hash, data)
+        self._verify(header, step, header.revision)
         self._chain_hash = chain_hash(self._chain_hash, header_bytes)
         micro_batches = self._micro_batches(header)
         if header.kind != batch_pb2.BATCH_KIND_CLOSE and self._gang.is_leader:
@@ -152,11 +160,12 @@ class Batches:
             for part in mine
         ]
 
-    def _verify(self, header: batch_pb2.BatchHeader, step: int) -> None:
+    def _verify(self, header: batch_pb2.BatchHeader, step: int, revision: int) -> None:
         """CorruptObjectError unless the header continues this run's chain at this step."""
         expected = {
             "run_uid": (header.run_uid, self._run_uid),
             "step": (header.step, step),
+            "revision": (header.revision, revision),
             "run_hash": (header.run_hash, self._run_hash),
             "previous_chain_hash": (header.previous_chain_hash.hex(), self._chain_hash.hex()),
         }

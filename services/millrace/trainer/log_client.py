@@ -109,6 +109,10 @@ class LogClient:
         done, _ = concurrent.futures.wait([self._reading[1]], timeout_s)
         return self._reading[1].result()[1] if done else None
 
+    def read_superseded(self, step: int, revisions: int) -> list[bytes]:
+        """The first so many headers of a step, as stored; every rank reads them itself."""
+        return [self._store.get(self._names.batch_header(step, revision)) for revision in range(revisions)]
+
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
         """The named chunks of a committed step, each verified against the header."""
         if not chunks:

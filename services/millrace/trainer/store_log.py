@@ -7,6 +7,7 @@ from millrace.errors import InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header, verify_chunk
 from millrace.runlog.names import Names
+from millrace.runlog.revisions import list_headers, load_step
 from millrace.storage.base import ObjectStore
 
 _MANIFEST = "manifest.json"
@@ -34,12 +35,16 @@ class StoreLog:
 
     def poll_header(self, step: int, *, timeout_s: float) -> bytes | None:
         """The header of a committed step; InvalidStateError naming the kept range if it is not there."""
-        try:
-            data = self._store.get(self._names.batch_header(step))
-        except NotFoundError as error:
-            raise self.not_kept(step) from error
+        found = load_step(self._store, self._names, step)
+        if found is None:
+            raise self.not_kept(step)
+        data = found.revisions[-1]
         self._headers[step] = decode_header(data)
         return data
+
+    def read_superseded(self, step: int, revisions: int) -> list[bytes]:
+        """The first so many headers of a step, as stored."""
+        return [self._store.get(self._names.batch_header(step, revision)) for revision in range(revisions)]
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
         """The named chunks of a step whose header was read; InvalidStateError if retention has removed one."""
@@ -61,11 +66,7 @@ class StoreLog:
 
     def kept(self) -> KeptRange:
         """What can be recomputed: from the oldest checkpoint, or from the start while its batches are kept."""
-        last = -1
-        for info in self._store.list(self._names.batches):
-            name = info.key.removeprefix(self._names.batches)
-            if name.endswith(".pb") and "/" not in name:
-                last = int(name.removesuffix(".pb"))
+        last = max((step for step, _ in list_headers(self._store, self._names)), default=-1)
         if last >= 0 and self._header(last).kind == batch_pb2.BATCH_KIND_CLOSE:
             last -= 1
         first = next(self._checkpoints(), last + 1)
@@ -92,7 +93,10 @@ class StoreLog:
         )
 
     def _header(self, step: int) -> batch_pb2.BatchHeader:
-        return decode_header(self._store.get(self._names.batch_header(step)))
+        found = load_step(self._store, self._names, step)
+        if found is None:
+            raise NotFoundError(f"step {step} of run {self._names.uid} was deleted just now", reason="RUN_NOT_FOUND")
+        return decode_header(found.revisions[-1])
 
     def _has_data(self, step: int) -> bool:
         return all(self._store.head(chunk.key) is not None for chunk in self._header(step).chunks)

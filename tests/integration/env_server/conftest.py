@@ -17,7 +17,6 @@ from aiohttp import web
 from patience import patient
 
 from millrace.env_server.pool import PoolLimits
-from millrace.env_server.run_end import has_ended
 from millrace.env_server.service import EnvService, teacher_key_problem
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.spool import Spool
@@ -34,6 +33,7 @@ from millrace.rpc.serve import serve
 from millrace.runlog.connection import open_redis
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Names, Stream
+from millrace.runlog.revisions import has_ended
 from millrace.storage.local import LocalStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"

@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
 
-from millrace.env_server.run_end import has_ended
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.spool import Spool
 from millrace.errors import UnavailableError
@@ -19,6 +18,7 @@ from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.runlog.connection import open_redis
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Names, Stream
+from millrace.runlog.revisions import has_ended
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
 

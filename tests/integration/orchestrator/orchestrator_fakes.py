@@ -223,9 +223,12 @@ class FakeTrainer:
             self.status = worker_service_pb2.TrainerStatus()
             if self.task is not None:
                 self.task.cancel()
+        is_over = self.status.is_finished or bool(self.status.error_reason)
+        if is_over and not reply.assignments:
+            self.status = worker_service_pb2.TrainerStatus()  # the orchestrator took note of how the run ended
         for assignment in reply.assignments:
             has_restarted = bool(self.log_instance) and assignment.log_instance not in ("", self.log_instance)
-            if self.status.run_uid == assignment.run_uid and not has_restarted:
+            if self.status.run_uid == assignment.run_uid and (is_over or not has_restarted):
                 continue
             self.log_instance = assignment.log_instance
             self.status = worker_service_pb2.TrainerStatus(run_uid=assignment.run_uid)

@@ -147,6 +147,7 @@ def test_watch_of_a_failed_run_is_1(server, capsys):
     server.add("alpha")
     error = run_pb2.RunError(reason="ENV_LOAD_FAILED", message="load_environment raised", component="env-server")
     server.events = [state(1, "STARTING", "FAILED", "", error=error)]
+    server.runs["runs/alpha"].state = run_pb2.RUN_STATE_FAILED
     code, _, err = run(capsys, "watch", "alpha")
     assert code == 1
     assert "Error: runs/alpha failed: load_environment raised [ENV_LOAD_FAILED] (env-server)" in err

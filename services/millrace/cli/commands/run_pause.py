@@ -47,7 +47,12 @@ def pause(name: str, reason: str, server: str | None) -> None:
 @_NAME
 @_server
 def resume(name: str, server: str | None) -> None:
-    """Let a paused run go on where it stopped, as soon as a trainer is free."""
+    """Let a paused run go on where it stopped, as soon as a trainer is free.
+
+    Also a run that has FAILED, once the cause is removed: it goes on at the step at which it failed, under the same
+    name and uid, and keeps what it has learned. What was being played when it failed stays dropped. A run that
+    SUCCEEDED or was CANCELLED has ended for good.
+    """
 
     async def ask(client: "Client", found: "run_pb2.Run") -> str:
         asked = await client.runs.resume(found.name)

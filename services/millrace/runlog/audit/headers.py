@@ -1,7 +1,7 @@
 """The committed headers in order: no gap, one chain, one run, and everything that they name."""
 
+import hashlib
 import json
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -15,8 +15,8 @@ from millrace.runlog.audit.rollouts import Archives, RolloutFact
 from millrace.runlog.audit.samples import check_chunks, check_samples
 from millrace.runlog.frontier import chain_hash
 from millrace.runlog.origin import Origin
+from millrace.runlog.revisions import is_failed_closing, list_headers, parse_reopening
 
-_HEADER = re.compile(r"(\d{8,})\.pb")
 _AHEAD = 16  # headers fetched at once
 _PROGRESS_EVERY = 16
 
@@ -41,6 +41,9 @@ class HeaderCheck:
         """Behind the last training step."""
         self._chain: bytes | None = origin.chain_hash
         self._last_epoch = 0
+        self._records: set[str] = set()
+        """sha256 of the closing headers that were reopened."""
+        self._reopened: tuple[int, int] | None = None
         self._chunks_verified = 0
         self._chunks_gone = 0
         self._scored_whole: frozenset[str] = frozenset()
@@ -50,11 +53,12 @@ class HeaderCheck:
         """Check all headers; `in_redis` are the rollouts that Redis holds, by (ordinal, member)."""
         audit, report = self._audit, self._audit.report
         steps = self._steps()
+        self._read_records()
         archives = Archives(audit, in_redis)
-        for number, (step, data) in enumerate(self._load(steps)):
+        for number, (step, revision, data) in enumerate(self._load(steps)):
             if number % _PROGRESS_EVERY == 0:
-                audit.progress(f"step {step} of {steps[-1]}")
-            self._check(step, data, archives)
+                audit.progress(f"step {step} of {steps[-1][0]}")
+            self._check(step, revision, data, archives)
         archives.check_rest(self._scored_whole)
         if self._chunks_gone:
             audit.findings.note(
@@ -88,19 +92,34 @@ class HeaderCheck:
         if self.closing is not None:
             ordinals.check_closed(self.closing.step)
 
-    def _steps(self) -> list[int]:
-        """The steps that have a header object, ascending; gaps and what does not belong are violations."""
+    def _read_records(self) -> None:
+        """Which closing headers do not end the run."""
+        audit = self._audit
+        for info in audit.store.list(audit.names.reopenings):
+            data = audit.get(info.key, missing="REOPENING_CORRUPT", what="record of a reopening")
+            if data is None:
+                continue
+            try:
+                self._records.add(parse_reopening(data, where=audit.uri(info.key)).closing_sha256)
+            except CorruptObjectError as error:
+                audit.findings.violation("REOPENING_CORRUPT", error.message)
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """(step, revision) of every header object, ascending; gaps and what does not belong are violations."""
         audit, names = self._audit, self._audit.names
-        found: list[int] = []
-        for info in audit.store.list(names.batches):
-            match = _HEADER.fullmatch(info.key.removeprefix(names.batches))
-            if match is not None and names.batch_header(int(match[1])) == info.key:
-                found.append(int(match[1]))
+        found = list_headers(audit.store, names)
         base = self._origin.base_step
-        for step in (step for step in found if step < base):
+        for step in sorted({step for step, _ in found if step < base}):
             audit.findings.violation("HEADER_BEFORE_ORIGIN", f"step {step} is committed, but the log begins at {base}")
-        found = [step for step in found if step >= base]
-        for before, step in pairwise([base - 1, *found]):
+        found = [at for at in found if at[0] >= base]
+        for before, (step, revision) in pairwise([(base - 1, 0), *found]):
+            if revision and before != (step, revision - 1):
+                audit.findings.violation(
+                    "HEADER_MISSING",
+                    f"revision {revision - 1} of header {step} does not exist, but revision {revision} does "
+                    f"({audit.uri(names.batch_header(step, revision - 1))})",
+                )
+        for before, step in pairwise([base - 1, *sorted({step for step, _ in found})]):
             if step != before + 1:
                 first, last = before + 1, step - 1
                 missing = f"header {first}" if first == last else f"headers {first} to {last}"
@@ -110,19 +129,19 @@ class HeaderCheck:
                 )
         return found
 
-    def _load(self, steps: list[int]) -> Iterator[tuple[int, bytes | None]]:
+    def _load(self, steps: list[tuple[int, int]]) -> Iterator[tuple[int, int, bytes | None]]:
         """Header bytes in order, a window ahead."""
         audit = self._audit
 
-        def fetch(step: int) -> bytes | None:
-            return audit.get(audit.names.batch_header(step), missing="HEADER_MISSING", what=f"header {step}")
+        def fetch(at: tuple[int, int]) -> tuple[int, int, bytes | None]:
+            what = f"header {at[0]}"
+            return *at, audit.get(audit.names.batch_header(*at), missing="HEADER_MISSING", what=what)
 
         with ThreadPoolExecutor(_AHEAD, thread_name_prefix="audit-headers") as pool:
             for first in range(0, len(steps), _AHEAD):
-                window = steps[first : first + _AHEAD]
-                yield from zip(window, pool.map(fetch, window), strict=True)
+                yield from pool.map(fetch, steps[first : first + _AHEAD])
 
-    def _check(self, step: int, data: bytes | None, archives: Archives) -> None:
+    def _check(self, step: int, revision: int, data: bytes | None, archives: Archives) -> None:
         if step - 1 not in self.chains:  # the header before is missing: nothing to compare with
             self._chain = None
             self.ordinals.skip()
@@ -134,14 +153,22 @@ class HeaderCheck:
             self.ordinals.skip()
             return
         self._check_chain(step, data, header)
-        self._check_identity(step, header)
+        self._check_identity(step, revision, header)
         if self.closing is not None:
             self._audit.findings.violation(
                 "HEADER_BEHIND_CLOSING", f"step {step} is committed behind the closing header {self.closing.step}"
             )
+        if revision and self._reopened != (step, revision - 1):
+            self._audit.findings.violation(
+                "REOPENED_WITHOUT_RECORD",
+                f"revision {revision} of header {step} is committed, but no record says that the failed closing header "
+                "before it was reopened",
+            )
         is_closing = header.kind == batch_pb2.BATCH_KIND_CLOSE
         trained = self.ordinals.add(header)
-        if is_closing:
+        if is_failed_closing(header) and hashlib.sha256(data).hexdigest() in self._records:
+            self._reopened = step, revision
+        elif is_closing:
             self.closing = header
         else:
             check_samples(self._audit, header, trained)
@@ -174,10 +201,11 @@ class HeaderCheck:
         # Go on from what this header says, so that one break is one finding.
         self._chain = self.chains[step] = chain_hash(claimed, data)
 
-    def _check_identity(self, step: int, header: batch_pb2.BatchHeader) -> None:
+    def _check_identity(self, step: int, revision: int, header: batch_pb2.BatchHeader) -> None:
         findings = self._audit.findings
         expected = {
             "HEADER_STEP_WRONG": ("step", header.step, step),
+            "HEADER_REVISION_WRONG": ("revision", header.revision, revision),
             "HEADER_OF_OTHER_RUN": ("run_uid", header.run_uid, self._audit.names.uid),
             "RUN_HASH_MISMATCH": ("run_hash", header.run_hash, self._run_hash),
         }

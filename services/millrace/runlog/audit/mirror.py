@@ -106,7 +106,12 @@ class Mirror:
                 self._compare_chunk(header, number - 2, entry)
 
     def _compare_header(self, step: int, entry: Entry) -> batch_pb2.BatchHeader | None:
-        audit, key = self._audit, self._audit.names.batch_header(step)
+        audit = self._audit
+        try:
+            revision = decode_header(entry.d).revision
+        except CorruptObjectError:
+            revision = 0
+        key = audit.names.batch_header(step, revision)
         stored = audit.get(key, missing="MIRROR_AHEAD", what=f"Redis holds step {step}, but its header")
         if stored is None:
             return None
