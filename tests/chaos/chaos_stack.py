@@ -305,7 +305,7 @@ class ChaosStack:
         """The audit's report; AssertionError with every violation."""
 
         async def ask() -> Any:
-            client = redis.asyncio.Redis.from_url(self._place()["redis"])
+            client = redis.asyncio.Redis.from_url(self.redis_url)
             try:
                 return await audit_run(client, self.store(), prefix=PREFIX, uid=run.uid)
             finally:
@@ -320,9 +320,15 @@ class ChaosStack:
         """The stack's object store."""
         return open_store(self._place()["store"])
 
+    @property
+    def redis_url(self) -> str:
+        """The URL of the stack's Redis, with its password; `stack.json` only says where that stands."""
+        given = self._env.get("MILLRACE_REDIS_URL")
+        return given or Path(self._place()["redis_url_file"]).read_text().strip()
+
     def redis(self) -> redis.Redis:
         """A client of the stack's Redis."""
-        return redis.Redis.from_url(self._place()["redis"])
+        return redis.Redis.from_url(self.redis_url)
 
     def _serves(self, name: str) -> bool:
         if name == "redis":

@@ -151,7 +151,7 @@ def test_a_trainer_that_wakes_up_creates_no_version(first: ChaosStack, spare_tra
 def second_stack(warm, first_stack: ChaosStack) -> Iterator[ChaosStack]:
     """A whole stack on the Redis and the object store of the first."""
     place = json.loads((first_stack.directory / "stack.json").read_text())
-    env = {"MILLRACE_REDIS_URL": place["redis"], "MILLRACE_STORE_URL": place["store"]}
+    env = {"MILLRACE_REDIS_URL": first_stack.redis_url, "MILLRACE_STORE_URL": place["store"]}
     with ChaosStack(warm, "second", options=("--no-liveness",), env=env) as stack:
         yield stack
 

@@ -49,9 +49,7 @@ class Told:
         return said
 
     async def _read(self) -> tuple[list[event_pb2.Event], str]:
-        with self._chaos.redis() as client:
-            url = client.connection_pool.connection_kwargs
-        connection = redis.asyncio.Redis(host=url["host"], port=url["port"])
+        connection = redis.asyncio.Redis.from_url(self._chaos.redis_url)
         found: list[event_pb2.Event] = []
         cursor = self._cursor
         try:

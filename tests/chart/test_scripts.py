@@ -67,9 +67,9 @@ def test_environment_images_are_copied_by_path_and_never_as_code(render):
 
 def test_the_bundled_redis_starts_with_its_configuration(render, tmp_path):
     """Under a real server (Valkey); the password is asked for and stands in no argument."""
-    from millrace.local.redis import EmbeddedRedis, free_port
+    from millrace.local.redis import find_server, free_port
 
-    binary = EmbeddedRedis(tmp_path, port=free_port()).command()[0]
+    binary = find_server()
     (bin_folder := tmp_path / "bin").mkdir()
     (bin_folder / "redis-server").symlink_to(binary)
     port = free_port()

@@ -37,6 +37,7 @@ SLEEPING_LOOPS = {
     "local/reaper.py:end_all": "stands alone, with nothing imported, when everything else is dead",
     "local/redis.py:wait_ready": LOCAL,
     "local/stack.py:_report_waits": TICKER,
+    "local/watched.py:_replace": "a pause between two reapers of which the first died at once; it is noted",
     "rpc/worker.py:_live": TICKER,
     "env_server/sink.py:_tidy": TICKER,
     "orchestrator/housekeeping.py:archive_events": TICKER,

@@ -51,6 +51,19 @@ def naming(option: str | None) -> Iterator[None]:
         raise InvalidSpecError(found, remedy=error.remedy) from error
 
 
+def redis_url(text: str) -> str:
+    """What `--redis` says: a URL, or else the path of a file that holds one."""
+    if "://" in text:
+        return text
+    try:
+        return Settings.from_env({"MILLRACE_REDIS_URL_FILE": text}).require("redis_url")
+    except InvalidSpecError as error:
+        raise CliError(
+            f"--redis {text} is neither a URL nor a file that holds one: {error.violations[0].message}",
+            hint="a stack on this machine names the file in its stack.json (redis_url_file)",
+        ) from None
+
+
 def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ) -> str:
     """The prefix of the deployment: the option, MILLRACE_PREFIX, or its default."""
     return prefix or Settings.from_env(environ).prefix

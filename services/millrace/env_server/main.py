@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.errors import InvalidSpecError, MillraceError, Violation
+from millrace.telemetry import lifeline
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
@@ -74,6 +75,7 @@ def _spool_dir_problem(text: str) -> str:
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT; exits with the code of the error that ended it."""
+    lifeline.hold()
     try:
         settings, own = _read_settings(os.environ)
         setup("env-server", level=settings.log_level, json_lines=settings.log_json)

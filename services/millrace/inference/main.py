@@ -16,6 +16,7 @@ from typing import Any
 
 from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, Violation
 from millrace.inference import launch_env
+from millrace.telemetry import lifeline
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
@@ -117,6 +118,7 @@ def main() -> None:
         own = InferenceSettings.from_env(os.environ)
         if own.engine == "vllm":
             _enter_vllm_interpreter()
+        lifeline.hold()  # in the interpreter that stays
         has_model = own.model_dir or own.vllm_model
         required = ["listen", "http_listen"] + ([] if has_model else ["store_url", "orchestrator"])
         settings = Settings.from_env(os.environ, required=required)

@@ -1,50 +1,91 @@
-"""A directory is one stack's at a time: until its last process is gone, not only its supervisor."""
+"""A directory is one stack's at a time: until its last process is gone, not only its supervisor.
+
+The lock is one of the kernel's on an open file that everything of the stack shares: the supervisor, its reaper, every
+service, and Redis (`Supervisor.kept_open`). So whoever gets the lock knows that nobody writes to the same append-only
+file, store and spool any more. What a killed stack has left behind ends by itself within seconds (its reaper sees to
+it, or each service for itself); a new stack waits for that, and then ends what is still there, such as a process that
+is stopped by a signal.
+"""
 
 import asyncio
 import fcntl
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from millrace.errors import InvalidStateError
-from millrace.local.reaper import is_running
+from millrace.local import reaper
+from millrace.local.identity import StackId, place_of
 from millrace.telemetry import waits
 
-LEFTOVERS_S = 20.0
-"""Longest wait for what a killed stack has left behind; its reaper needs at most 8 s."""
+LEAVING_S = reaper.TERM_GRACE_S + reaper.KILL_WAIT_S + 4.0
+"""How long what a killed stack has left behind may take to end by itself."""
+KILL_WAIT_S = 5.0
+"""How long it may take to end after a SIGKILL."""
+BEGIN_S = 2.0
+"""How long a stack that has just got the lock may take to write who it is."""
 _POLL_S = 0.1
 
 
-async def hold_directory(directory: Path, *, note: Callable[[str], None]) -> IO[str]:
-    """Lock the directory; InvalidStateError (STACK_RUNNING) if another stack has it.
+async def hold_directory(directory: Path, stack: StackId, *, note: Callable[[str], None]) -> IO[str]:
+    """Lock the directory for a stack of this process; InvalidStateError (STACK_RUNNING) if another one lives there.
 
-    The lock is one of the kernel's on an open file that the supervisor's reaper shares (`Supervisor.kept_open`): after
-    a SIGKILL of the supervisor it is held until the reaper has ended the processes, which still write to the same
-    append-only file, store and spool. For that one waits, and says so.
+    `note` hears whom one waits for and who is ended.
     """
     file = (directory / ".lock").open("a+")
-    ends = time.monotonic() + LEFTOVERS_S
-    with waits.waiting("the processes of the stack before to end", waits_on="operator", deadline_s=LEFTOVERS_S):
-        is_told = False
-        while not _try(file):
-            holder = _holder(file)
-            if not holder.isdigit() or is_running(int(holder)) or time.monotonic() > ends:
-                file.close()
-                raise InvalidStateError(
-                    f"another stack (pid {holder or 'unknown'}) runs in {directory}",
-                    reason="STACK_RUNNING",
-                    remedy="end it with Ctrl-C, or choose another directory",
-                )
-            if not is_told:
-                note(f"waiting for the processes of the stack before (pid {holder}, killed) to end")
-                is_told = True
-            await asyncio.sleep(_POLL_S)
+    try:
+        await _take(file, directory, note)
+        await _sweep(directory, note)
+    except BaseException:  # the lock goes with the file, then raises
+        file.close()
+        raise
     file.truncate(0)
-    file.write(str(os.getpid()))
+    file.write(str(stack))
     file.flush()
     return file
+
+
+async def _take(file: IO[str], directory: Path, note: Callable[[str], None]) -> None:
+    """Lock the file, once nothing of a stack whose supervisor is dead holds it any more."""
+    began, is_told, is_killed = time.monotonic(), False, False
+    deadline_s = LEAVING_S + KILL_WAIT_S
+    with waits.waiting("the processes of the stack before to end", waits_on="operator", deadline_s=deadline_s):
+        while not _try(file):
+            age_s = time.monotonic() - began
+            before = StackId.parse(_read(file))
+            if before is None and age_s < BEGIN_S:
+                await asyncio.sleep(_POLL_S)
+                continue
+            left = await asyncio.to_thread(_holders, file)
+            if before is None or before.is_supervised or age_s > deadline_s or (is_killed and not left):
+                raise _taken(directory, before, left)
+            if not is_told:
+                note(f"waiting for what the killed stack (pid {before.supervisor}) has left behind: {_named(left)}")
+                is_told = True
+            if age_s > LEAVING_S and not is_killed:
+                note(f"ending what the killed stack (pid {before.supervisor}) has left behind: {_named(left)}")
+                reaper.send(left, signal.SIGKILL)
+                is_killed = True
+            await asyncio.sleep(_POLL_S)
+
+
+async def _sweep(directory: Path, note: Callable[[str], None]) -> None:
+    """End what bears the mark of a stack of this directory without holding its lock, such as environments' workers."""
+    ends = time.monotonic() + KILL_WAIT_S
+    is_told = False
+    with waits.waiting("leftovers of the stack before to end", waits_on="operator", deadline_s=KILL_WAIT_S):
+        while left := await asyncio.to_thread(_marked, directory):
+            alive = next((stack for stack in left.values() if stack.is_supervised), None)
+            if alive is not None or time.monotonic() > ends:
+                raise _taken(directory, alive, set(left))
+            if not is_told:
+                note(f"ending what a killed stack has left behind: {_named(set(left))}")
+                is_told = True
+            reaper.send(set(left), signal.SIGKILL)
+            await asyncio.sleep(_POLL_S)
 
 
 def _try(file: IO[str]) -> bool:
@@ -55,6 +96,73 @@ def _try(file: IO[str]) -> bool:
     return True
 
 
-def _holder(file: IO[str]) -> str:
+def _read(file: IO[str]) -> str:
     file.seek(0)
     return file.read().strip()
+
+
+def _holders(file: IO[str]) -> set[int]:
+    """The processes, of those that this one may look into, that hold the lock of the file (not only have it open)."""
+    wanted = os.fstat(file.fileno())
+    found: set[int] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) != os.getpid() and _holds(entry, wanted):
+            found.add(int(entry.name))
+    return found
+
+
+def _holds(process: Path, wanted: os.stat_result) -> bool:
+    try:
+        for descriptor in (process / "fd").iterdir():
+            try:
+                it = descriptor.stat()
+                if (it.st_dev, it.st_ino) != (wanted.st_dev, wanted.st_ino):
+                    continue
+                if "FLOCK" in (process / "fdinfo" / descriptor.name).read_text():
+                    return True
+            except OSError:  # a socket, or closed meanwhile
+                continue
+    except OSError:  # it has ended, or is another user's
+        return False
+    return False
+
+
+def _marked(directory: Path) -> dict[int, StackId]:
+    """The running processes whose environment names a stack of this directory."""
+    place, found = place_of(directory), {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        stack = StackId.parse(reaper.stack_of(pid))
+        if stack is not None and stack.place == place and pid != os.getpid() and reaper.is_running(pid):
+            found[pid] = stack
+    return found
+
+
+def _taken(directory: Path, stack: StackId | None, holders: set[int]) -> InvalidStateError:
+    if stack is not None and stack.is_supervised:
+        return InvalidStateError(
+            f"another stack (pid {stack.supervisor}) runs in {directory}",
+            reason="STACK_RUNNING",
+            remedy="end it with Ctrl-C, or choose another directory",
+        )
+    return InvalidStateError(
+        f"{directory} is in use by what another stack has left behind: {_named(holders)}",
+        reason="STACK_RUNNING",
+        remedy="end these processes, or choose another directory",
+    )
+
+
+def _named(pids: set[int]) -> str:
+    """`pid 4711 (valkey-server), …`."""
+    if not pids:
+        return "processes that cannot be seen from here (of another user, container or machine)"
+    return ", ".join(f"pid {pid} ({_command(pid)})" for pid in sorted(pids))
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "ended meanwhile"
+    module = words[2] if words[1:2] == ["-m"] and len(words) > 2 else words[0]
+    return Path(module).name or "ended meanwhile"

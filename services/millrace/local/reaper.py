@@ -8,7 +8,11 @@ its parent's business, who would otherwise see it die for no reason while it is 
 
 Two ways find the processes, since each misses some: the process groups (a child may leave its group), and the marker
 `MILLRACE_STACK_ID` in the environment, which descendants inherit (a process may overwrite its own: Valkey does).
-PR_SET_PDEATHSIG is not used: it reaches direct children only, and needs a fork hook in a process with gRPC threads.
+PR_SET_PDEATHSIG does not do: it reaches direct children only, and needs a fork hook in a process with gRPC threads.
+
+A reaper that is killed is replaced by the supervisor. If both are killed at once, every service starts one of these for
+itself and what it has started (`millrace.telemetry.lifeline`), and the next stack in the directory ends what is still
+left (`millrace.local.directory`).
 
 Standard library only, and nothing of Millrace: it runs with `-I -S` so that it starts in 20 ms and costs 8 MB.
 """
@@ -36,6 +40,16 @@ def start_ticks(pid: int) -> int:
         return 0
     # The command name is in parentheses and may hold spaces and parentheses itself; field 22 counts from the pid.
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def stack_of(pid: int) -> str:
+    """The id of the stack that a process says it belongs to; empty for none, and for a process of somebody else."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return ""
+    needle = f"{MARKER}=".encode()
+    return next((entry[len(needle) :].decode() for entry in environ.split(b"\0") if entry.startswith(needle)), "")
 
 
 def is_running(pid: int) -> bool:
@@ -112,8 +126,8 @@ def end_all(
     return set()
 
 
-def main(stack_id: str) -> int:
-    """Follow the supervisor's lines until `done` or its death."""
+def main(mark: str, variable: str = MARKER) -> int:
+    """Follow the supervisor's lines until `done` or its death, then end what bears the mark in the variable."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal to the whole terminal must not end the last one to clean up
     groups: dict[int, int] = {}
@@ -123,7 +137,7 @@ def main(stack_id: str) -> int:
                 groups[int(pid)] = int(ticks)
             case ["done"]:
                 return 0
-    return 1 if end_all(stack_id, groups, term_grace_s=TERM_GRACE_S) else 0
+    return 1 if end_all(mark, groups, term_grace_s=TERM_GRACE_S, variable=variable) else 0
 
 
 def _leaders(groups: dict[int, int]) -> set[int]:
@@ -140,4 +154,4 @@ def _answers(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -2,6 +2,10 @@
 
 Only the binary is used: the package's own launcher leaves its server behind when the parent is killed. Here the server
 gets its own process group and dies with its parent (PR_SET_PDEATHSIG), whatever kills that.
+
+Every process of the machine can connect to a loopback port, so the server asks for a password: random, new with every
+`EmbeddedRedis`, in two files that only their owner can read. `redis.conf` is the server's, `redis.url` is for those who
+shall call it. No argv and no environment names it.
 """
 
 import contextlib
@@ -9,6 +13,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,6 +31,7 @@ READY_POLL_S = 0.02
 _STOP_S = 5.0  # SIGTERM makes the server flush its append-only file; it takes milliseconds unless the disk hangs
 _CONNECT_S = 1.0
 _LOG_TAIL_BYTES = 2000
+_PASSWORD_BYTES = 32
 
 AppendOnly = Literal["none", "everysec", "always"]
 
@@ -74,14 +80,17 @@ class EmbeddedRedis:
         """Where the server's output goes: sent there by `start`, or by the supervisor that runs `command()`."""
         self.host = "127.0.0.1"
         self.port = free_port() if port is None else port
+        self.url_file = directory / "redis.url"
+        """Holds `url`, for MILLRACE_REDIS_URL_FILE and `--redis`; written by `command`."""
+        self._password = secrets.token_urlsafe(_PASSWORD_BYTES)
         self._append_only = append_only
         self._max_memory_bytes = max_memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        """What MILLRACE_REDIS_URL says for this server."""
-        return f"redis://{self.host}:{self.port}/0"
+        """How to call this server, with its password."""
+        return f"redis://:{self._password}@{self.host}:{self.port}/0"
 
     @property
     def pid(self) -> int | None:
@@ -89,14 +98,19 @@ class EmbeddedRedis:
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def command(self) -> list[str]:
-        """The server's argv. Never evicts: the log must fail loudly, not forget. The directory must exist."""
+        """The server's argv, whose config is written here, as is `url_file`. Makes the directory its owner's alone.
+
+        The server never evicts: the log must fail loudly, not forget.
+        """
         is_durable = self._append_only != "none"
         options = {
             "bind": self.host,
             "port": str(self.port),
+            "requirepass": self._password,
             "dir": str(self.directory.resolve()),
             "daemonize": "no",
             "protected-mode": "yes",
+            "set-proc-title": "no",  # which overwrites the environment, by which those that are left behind are found
             "save": "",
             "appendonly": "yes" if is_durable else "no",
             "appendfsync": self._append_only if is_durable else "no",
@@ -104,16 +118,21 @@ class EmbeddedRedis:
             "maxmemory-policy": "noeviction",
             "stream-node-max-bytes": "65536",  # entries are large: more per node only slows trimming
         }
-        return [str(find_server()), *(word for name, value in options.items() for word in (f"--{name}", value))]
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o700)  # what the server writes there is the log
+        config = self.directory / "redis.conf"
+        _write_private(config, "".join(f"{name} {_quoted(value)}\n" for name, value in options.items()))
+        _write_private(self.url_file, f"{self.url}\n")
+        return [str(find_server()), str(config)]
 
     def start(self, *, deadline_s: float = 20.0) -> None:
         """Start the server and wait until it answers PING; `UnavailableError` carries its last output."""
         if self.pid is not None:
             raise InvalidStateError(f"the server of {self.directory} runs already", reason="ALREADY_STARTED")
-        self.directory.mkdir(parents=True, exist_ok=True)
+        command = self.command()
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command(),
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -167,11 +186,11 @@ class EmbeddedRedis:
         self.stop()
 
     def is_ready(self, *, timeout_s: float = _CONNECT_S) -> bool:
-        """Whether it answers PING with PONG, within a second (it answers LOADING while it reads its file)."""
+        """Whether it takes its password and answers PING, within a second (LOADING is what it answers at first)."""
         try:
             with socket.create_connection((self.host, self.port), timeout=timeout_s) as connection:
-                connection.sendall(b"PING\r\n")
-                return connection.recv(64).startswith(b"+PONG")
+                connection.sendall(f"AUTH {self._password}\r\nPING\r\n".encode())
+                return _read_lines(connection, 2) == [b"+OK", b"+PONG"]
         except OSError:
             return False
 
@@ -186,3 +205,30 @@ class EmbeddedRedis:
             remedy=f"choose another port if this one is taken; the full output is in {self.log_path}",
             metadata={"address": f"{self.host}:{self.port}"},
         )
+
+
+def _read_lines(connection: socket.socket, count: int) -> list[bytes]:
+    """The first lines that arrive, at most 512 bytes; fewer if the other side hangs up."""
+    read = b""
+    while read.count(b"\r\n") < count and len(read) < 512:
+        more = connection.recv(512)
+        if not more:
+            break
+        read += more
+    return read.split(b"\r\n")[:count]
+
+
+def _quoted(value: str) -> str:
+    """A value of the config file."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Put a file there that only its owner can read, at no moment otherwise."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    fresh.rename(path)

@@ -6,8 +6,9 @@
 
 Everything lies in one directory: `logs/<process>.log`, `store/` (the object store), `redis/`, `spool/` (finished
 rollouts of the env-server), `scratch/` (checkpoints on their way), `logs/stack.log` (what died, was started again or
-does not answer), and `stack.json`, which says where the stack listens and the pids. Services start at the same time,
-because each spends seconds on imports. Once all were ready, what dies is started again (see `millrace.local.keeper`).
+does not answer), and `stack.json`: where the stack listens, which file holds the URL of its Redis, the pids. Services
+start at the same time, because each spends seconds on imports. Once all were ready, what dies is started again (see
+`millrace.local.keeper`).
 """
 
 import asyncio
@@ -23,7 +24,9 @@ from typing import IO, NoReturn, Self, TypeVar
 
 from millrace.errors import UnavailableError
 from millrace.inference.launch_env import engine_python
+from millrace.local import tied
 from millrace.local.directory import hold_directory
+from millrace.local.identity import StackId
 from millrace.local.keeper import Keeper
 from millrace.local.liveness import Answer, Probe, probe_redis, probe_service
 from millrace.local.ports import free_ports, require_free
@@ -109,7 +112,8 @@ class LocalStack:
         """`note` hears of long waits, in words. `modules` names the service processes by their main modules."""
         self.options = options
         self.directory = options.directory.resolve()
-        self.supervisor = Supervisor()
+        self._id = StackId.new(self.directory)
+        self.supervisor = Supervisor(stack_id=str(self._id), note=self._tell)
         self.address = ""
         """host:port of the orchestrator, once started."""
         self._note = note
@@ -118,6 +122,7 @@ class LocalStack:
         self._modules = modules
         self._ready_deadline_s = ready_deadline_s
         self._lock: IO[str] | None = None
+        self._redis_url_file = options.redis_url_file
         self._where: dict[str, object] = {}
         self._log_sizes: dict[str, int] = {}
         self._keeper: Keeper | None = None
@@ -140,9 +145,9 @@ class LocalStack:
 
     async def __aenter__(self) -> Self:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = await hold_directory(self.directory, note=self._note)
+        lock = self._lock = await hold_directory(self.directory, self._id, note=self._note)
         sweep(self.directory / "scratch")  # of who was killed before
-        self.supervisor.kept_open = (self._lock.fileno(),)
+        self.supervisor.lock = lock.fileno()
         await self.supervisor.__aenter__()
         return self
 
@@ -167,12 +172,12 @@ class LocalStack:
         self._engine_python = engine_python(self.options.engine, self._environ)
         ports = self._choose_ports()
         probes: dict[str, Probe] = {}
-        if self.options.redis_url:
-            await check_redis(self.options.redis_url)
-            redis_url = self.options.redis_url
+        if redis_url := self.options.redis_url:
+            await check_redis(redis_url)
         else:
             redis = await self._start_redis(ports["redis"])
             redis_url, probes["redis"] = redis.url, probe_redis(redis)
+            self._redis_url_file = str(redis.url_file)
         store_url = self.options.store_url or (self.directory / "store").as_uri()
         if self.options.store_url:
             await check_store(store_url, prefix=self.options.prefix)
@@ -196,6 +201,7 @@ class LocalStack:
             "pid": os.getpid(),
             "addresses": addresses,
             "redis": redact(redis_url),
+            "redis_url_file": self._redis_url_file,
             "store": store_url,
         }
         access = self._peers()
@@ -272,19 +278,13 @@ class LocalStack:
         return ports
 
     async def _start_redis(self, port: int) -> EmbeddedRedis:
-        directory = self.directory / "redis"
-        directory.mkdir(exist_ok=True)
-        redis = EmbeddedRedis(
-            directory,
-            port=port,
-            append_only="everysec" if self.options.is_durable else "none",
-            log_path=self.logs / "redis.log",
-        )
+        kept = "everysec" if self.options.is_durable else "none"
+        redis = EmbeddedRedis(self.directory / "redis", port=port, append_only=kept, log_path=self.logs / "redis.log")
         await self.supervisor.start(
             ProcessSpec(
                 name="redis",
-                argv=redis.command(),
-                env=dict(self._environ),
+                argv=[sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *redis.command()],
+                env={},  # it needs none of the keys that services do
                 log_path=redis.log_path,
                 tier=0,
             )
@@ -306,7 +306,7 @@ class LocalStack:
             token=None,  # the clients' own
             token_file=None,
             redis_url=redis_url,
-            redis_url_file=self.options.redis_url_file,
+            redis_url_file=self._redis_url_file,
             store_url=store_url,
             prefix=self.options.prefix,
             listen=addresses[name],

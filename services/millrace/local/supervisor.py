@@ -5,6 +5,8 @@ Who is started again is not decided here, see `millrace.local.keeper`.
 Each process leads a session of its own, so a Ctrl-C in the terminal reaches the supervisor alone and the order of the
 shutdown is ours: TERM in reverse order of `tier`, KILL to the process groups after the grace, then a sweep for
 descendants that left their group (see `millrace.local.reaper`, which also does this when the supervisor is killed).
+Each process inherits the read end of a pipe that only the supervisor and the reaper could write to: its end says that
+both are gone (see `millrace.telemetry.lifeline`).
 """
 
 import asyncio
@@ -14,18 +16,18 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
 
 from millrace.errors import InternalError, NotFoundError
 from millrace.local import reaper
-from millrace.telemetry import waits
+from millrace.local.watched import WatchedReaper
+from millrace.telemetry import lifeline, waits
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +101,17 @@ class ProcessDiedError(InternalError):
 class Supervisor:
     """The processes of one stack. Use as `async with Supervisor(...) as s`: leaving the block stops everything."""
 
-    def __init__(self, *, stack_id: str | None = None, term_grace_s: float = TERM_GRACE_S) -> None:
-        """`term_grace_s`: seconds between TERM and KILL."""
+    def __init__(
+        self,
+        *,
+        stack_id: str | None = None,
+        term_grace_s: float = TERM_GRACE_S,
+        note: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`term_grace_s`: seconds between TERM and KILL. `note` hears of a reaper that died."""
         self.stack_id = stack_id or uuid.uuid4().hex
-        self.kept_open: tuple[int, ...] = ()
-        """Files that the reaper keeps open, too: a lock among them is held until all that was started is gone."""
+        self.lock: int | None = None
+        """An open file that everything that is started keeps open, too: its lock is held until all of it is gone."""
         self.hurry = asyncio.Event()
         """Set it to skip the rest of the grace (a second Ctrl-C)."""
         self._term_grace_s = term_grace_s
@@ -111,24 +119,25 @@ class Supervisor:
         self._numbers = itertools.count(1)
         self._is_stopping = False
         self._died: asyncio.Queue[Child] = asyncio.Queue()
-        self._reaper: subprocess.Popen[str] | None = None
+        self._note = note
+        self._reaper: WatchedReaper | None = None
+        self._lifeline: tuple[int, int] | None = None
 
     @property
     def children(self) -> Mapping[str, Child]:
         """Every process that was started, by name; of one that was started again, its newest life."""
         return self._children
 
+    @property
+    def reaper_pid(self) -> int | None:
+        """Process id of the reaper of now."""
+        return self._reaper.pid if self._reaper else None
+
     async def __aenter__(self) -> Self:
-        self._reaper = subprocess.Popen(  # noqa: ASYNC220 - returns at once; it must exist before the first child
-            [sys.executable, "-I", "-S", reaper.__file__, self.stack_id],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
-            bufsize=1,
-            pass_fds=self.kept_open,
-        )
+        self._lifeline = os.pipe()
+        kept = (self._lifeline[1],) if self.lock is None else (self._lifeline[1], self.lock)
+        self._reaper = WatchedReaper(self.stack_id, groups=self._groups, note=self._note, kept_open=kept)
+        await self._reaper.start()  # before the first child
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -136,19 +145,22 @@ class Supervisor:
 
     async def start(self, spec: ProcessSpec) -> Child:
         """Start a process; NotFoundError if its program does not exist."""
-        if self._is_stopping or self._reaper is None:
+        if self._is_stopping or self._reaper is None or self._lifeline is None:
             raise RuntimeError("the supervisor is not running")
+        inherited = {lifeline.PIPE: self._lifeline[0], **({} if self.lock is None else {lifeline.LOCK: self.lock})}
+        marks = {name: str(number) for name, number in inherited.items()}
         mark = f"{self.stack_id}/{spec.name}/{next(self._numbers)}"
         with _sink(spec.log_path) as sink:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.argv,
-                    env={**spec.env, reaper.MARKER: self.stack_id, reaper.PROCESS_MARKER: mark},
+                    env={**spec.env, **marks, reaper.MARKER: self.stack_id, reaper.PROCESS_MARKER: mark},
                     cwd=spec.cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
                     stderr=None if sink is None else subprocess.STDOUT,
                     start_new_session=True,
+                    pass_fds=tuple(inherited.values()),
                 )
             except FileNotFoundError as error:
                 raise NotFoundError(
@@ -167,7 +179,7 @@ class Supervisor:
         )
         exited.add_done_callback(lambda _: self._note_exit(child))
         self._children[spec.name] = child
-        self._tell_reaper(f"add {child.pid} {child.start_ticks}")
+        self._reaper.tell(f"add {child.pid} {child.start_ticks}")
         return child
 
     async def wait_death(self) -> ProcessDiedError:
@@ -212,13 +224,19 @@ class Supervisor:
         for tier in sorted({child.spec.tier for child in self._children.values()}, reverse=True):
             group = [child for child in self._children.values() if child.spec.tier == tier]
             await self._stop_group(group, self._term_grace_s if tier else self._term_grace_s / 3)
-        groups = {child.pid: child.start_ticks for child in self._children.values()}
         left = await asyncio.to_thread(
-            reaper.end_all, self.stack_id, groups, term_grace_s=0.0, kill_wait_s=SWEEP_WAIT_S
+            reaper.end_all, self.stack_id, self._groups(), term_grace_s=0.0, kill_wait_s=SWEEP_WAIT_S
         )
         if left:
             log.error("processes would not end: pids %s", sorted(left))
-        await self._end_reaper(is_done=not left)
+        if self._reaper is not None:
+            await self._reaper.end(is_done=not left)
+        for end in self._lifeline or ():
+            os.close(end)
+        self._reaper = self._lifeline = None
+
+    def _groups(self) -> dict[int, int]:
+        return {child.pid: child.start_ticks for child in self._children.values()}
 
     async def _stop_group(self, group: Sequence[Child], grace_s: float) -> None:
         alive = [child for child in group if child.is_alive]
@@ -243,23 +261,6 @@ class Supervisor:
     def _note_exit(self, child: Child) -> None:
         if not self._is_stopping:
             self._died.put_nowait(child)
-
-    def _tell_reaper(self, line: str) -> None:
-        if self._reaper is not None and self._reaper.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # somebody killed it: the orderly way out still works
-                self._reaper.stdin.write(f"{line}\n")
-
-    async def _end_reaper(self, *, is_done: bool) -> None:
-        if self._reaper is None:
-            return
-        if is_done:
-            self._tell_reaper("done")
-        if self._reaper.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._reaper.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._reaper.wait, reaper.TERM_GRACE_S + reaper.KILL_WAIT_S + 1)
-        self._reaper = None
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from millrace.orchestrator.run_view import RunView
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.rpc.waits_wire import to_proto
 from millrace.telemetry import waits
+from millrace.telemetry.standstill import METER, Meter
 from millrace.v1 import event_pb2, run_pb2, run_service_pb2
 
 TRAINER = worker_service_pb2.WORKER_KIND_TRAINER
@@ -21,6 +22,8 @@ INFERENCE = worker_service_pb2.WORKER_KIND_INFERENCE
 KIND_NAMES = {TRAINER: "trainer", ENV_SERVER: "env-server", INFERENCE: "inference"}
 
 
+RECENT_S = 60.0
+"""So long after this process stood still it says so: until then what others are blamed for may be its own doing."""
 NameOf = Callable[[str], str]
 """Name of a run by its uid; the uid itself if it is unknown."""
 
@@ -44,6 +47,16 @@ def unanswered(owner: str) -> str:
     """The longest wait of this process for Redis or the store, in words; empty if both answer."""
     found = [wait for wait in waits.snapshot(owner) if wait.waits_on in (REDIS, STORE)]
     return f"it waits for {found[0].reason}, {found[0].age_s:.1f} s" if found else ""
+
+
+def stood_still(owner: str, *, meter: Meter = METER) -> str:
+    """That this process did not run lately, in words; empty if it did."""
+    now = time.monotonic()
+    last = next((each for each in reversed(meter.found) if each.seconds > SILENT_S), None)
+    if last is None or now - last.ended > RECENT_S:
+        return ""
+    when = f"for {last.seconds:.0f} s until {now - last.ended:.0f} s ago"
+    return f"orchestrator {owner} stood still {when} (it was frozen, or its machine was overloaded)"
 
 
 def chain_of(uid: str, registry: WorkerRegistry, *, owner: str) -> Chain:
@@ -75,7 +88,7 @@ def serves(record: WorkerRecord, uid: str) -> bool:
 
 
 def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = False) -> Component:
-    age_s = max(0.0, now - record.last_seen)
+    age_s = max(0.0, now - record.last_seen - METER.within(record.last_seen, now))  # not heard is not silent
     waiting = []
     for reported in _of_run(record.waits, uid):
         wait = event_pb2.Wait()
@@ -140,7 +153,7 @@ def _summary(
             return f"paused: nothing works on it until `millrace run resume {view.record.name}`"
         case _:
             pass
-    parts = []
+    parts = [said] if (said := stood_still(owner)) else []
     if not any(component.kind == "trainer" for component in found):
         parts.append(f"no trainer is assigned to the run ({_trainers(registry, name_of)})")
     if chain := str(_chain(found, owner=owner)):

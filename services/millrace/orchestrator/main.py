@@ -5,12 +5,14 @@ import os
 import sys
 
 from millrace.errors import MillraceError
+from millrace.telemetry import lifeline
 from millrace.telemetry import logging as telemetry_logging
 from millrace.telemetry.settings import Settings
 
 
 def main() -> int:
     """Read the placement, then serve until a signal; returns the exit code."""
+    lifeline.hold()
     try:
         settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "listen"])
         telemetry_logging.setup("orchestrator")

@@ -29,8 +29,10 @@ from millrace.orchestrator.chain import SILENT_S, Chain, is_overdue
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.explain import KIND_NAMES, chain_of, components, serves
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
-from millrace.runlog.connection import OUTAGES, Outage
+from millrace.runlog.connection import OUTAGES
 from millrace.runlog.epochs import epoch_owner
+from millrace.telemetry import standstill
+from millrace.telemetry.standstill import METER, Meter
 from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class Watchdog:
         events: RunEvents,
         progress: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
+        meter: Meter = METER,
     ) -> None:
         self._run_uid = run_uid
         self._owner = owner
@@ -84,7 +87,8 @@ class Watchdog:
         self._events = events
         self._progress = progress
         self._clock = clock
-        self._ticked = clock()
+        self._meter = meter
+        self._looked = clock()
         self._seen: dict[str, _Seen] = {}
         self._gone: dict[str, float] = {}
         self._at = progress()
@@ -93,7 +97,6 @@ class Watchdog:
         self._patience = 1.0
         self._has_accused = False
         self._overdue: dict[tuple[str, str, str], float] = {}
-        self._stills: deque[tuple[float, float]] = deque(maxlen=16)
         self._outages_until = clock() - OUTAGE_MEMORY_S
         self._sent: deque[float] = deque()
 
@@ -122,6 +125,7 @@ class Watchdog:
 
     async def run(self) -> None:
         """Look and tell; ends by cancellation."""
+        standstill.watch()
         while True:
             await asyncio.sleep(TICK_S)
             await self.look()
@@ -129,11 +133,10 @@ class Watchdog:
     async def look(self) -> None:
         """One look."""
         now = self._clock()
-        still_s = now - self._ticked - TICK_S
-        began, self._ticked = self._ticked, now
+        still_s = self._meter.within(self._looked, now)
+        self._looked = now
         if still_s > SILENT_S:
             # Nothing that was seen before is true by now, and whoever seems silent was not heard: look again later.
-            self._stills.append((began, now))
             self._moved, self._num_told = now, 0
             if still_s > TELL_STILL_S:
                 await self._warn(
@@ -224,13 +227,9 @@ class Watchdog:
             if not self._outages_until < outage.ended < now - OUTAGE_SETTLES_S:
                 continue
             self._outages_until = outage.ended
-            if self._seconds_of(outage) > TELL_OUTAGE_S:
-                await self._warn("REDIS_SILENT", f"Redis at {outage.address} did not answer for {outage.seconds:.0f} s")
-
-    def _seconds_of(self, outage: Outage) -> float:
-        """How long an outage lasted without the time in which this process stood still itself."""
-        still_s = sum(max(0.0, min(outage.ended, end) - max(outage.began, begin)) for begin, end in self._stills)
-        return outage.seconds - still_s
+            seconds = outage.seconds - self._meter.within(outage.began, outage.ended)  # it, and not this process
+            if seconds > TELL_OUTAGE_S:
+                await self._warn("REDIS_SILENT", f"Redis at {outage.address} did not answer for {seconds:.0f} s")
 
     async def _warn(self, reason: str, message: str) -> None:
         self._has_accused = True

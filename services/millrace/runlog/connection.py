@@ -37,7 +37,7 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
-from millrace.telemetry import waits
+from millrace.telemetry import standstill, waits
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ MAX_BLOCK_S = 5.0  # ARCHITECTURE §3: no read blocks longer, so that a gone log
 RETRY_DEADLINE_S = 30.0  # an append-only file of some GiB loads in that time; then the caller must know
 QUIET_S = 1.0  # a command that lasts longer shows itself as a wait; a blocking one that much beyond its block
 OUTAGE_S = 5.0  # a command that took so long was held up by Redis, not by its own work
+EXCUSED = 3  # tries that failed while this process itself stood still and are repeated as if they had not been made
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
 _MAX_CONNECTIONS = 512  # every blocked reader (a watcher of a run) holds one
@@ -116,17 +117,19 @@ async def call(
 ) -> T:
     """Await `command()`, repeating it while Redis is unreachable; `what` says in words what is being done.
 
-    `block_s` is how long the command itself may wait in Redis for something to come.
+    `block_s` is how long the command itself may wait in Redis for something to come. Time in which this process stood
+    still is not held against Redis.
 
     The deadline of one try is set here and not by redis-py's `socket_timeout`: that one sends through
     `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that arrives while the send completes
     (python/cpython#81839), so that a cancelled reader would go on reading for ever.
     """
+    standstill.watch()
     address, began = describe(client), time.monotonic()
     reason = f"Redis at {address}, which does not answer ({what})"
     with waits.shared(reason, waits_on="redis", deadline_s=SOCKET_TIMEOUT_S, quiet_s=block_s + QUIET_S) as wait:
         result = await _retry(client, what, command, deadline_s=deadline_s, on_failure=wait.show)
-    if time.monotonic() - began > block_s + OUTAGE_S:
+    if _awake_s(began) > block_s + OUTAGE_S:
         _note_outage(address, began + block_s)
     return result
 
@@ -140,8 +143,9 @@ async def _retry(
     on_failure: Callable[[], None],
 ) -> T:
     """Tries for `deadline_s` behind the first failure; that and the recovery are one log line each."""
-    address, delay_s, began = describe(client), _FIRST_DELAY_S, 0.0
+    address, delay_s, began, excused = describe(client), _FIRST_DELAY_S, 0.0, 0
     while True:
+        tried = time.monotonic()
         try:
             async with asyncio.timeout(SOCKET_TIMEOUT_S):
                 result = await command()
@@ -155,11 +159,15 @@ async def _retry(
             if began:
                 logger.info("Redis at %s answers again: %s", address, what)
             return result
+        if not began and excused < EXCUSED and standstill.METER.within(tried, time.monotonic()):
+            excused += 1
+            logger.info("this process stood still while it was %s: once more", what)
+            continue
         if not began:
             began = time.monotonic()
             on_failure()
             logger.warning("Redis at %s is not reachable, retrying: %s: %s", address, what, failure)
-        if time.monotonic() - began >= deadline_s:
+        if _awake_s(began) >= deadline_s:
             raise UnavailableError(
                 f"cannot reach Redis at {address} for {deadline_s:g} s ({what}): {failure}",
                 reason="REDIS_UNREACHABLE",
@@ -168,6 +176,12 @@ async def _retry(
             ) from failure
         await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
         delay_s = min(2 * delay_s, _MAX_DELAY_S)
+
+
+def _awake_s(began: float) -> float:
+    """Seconds since a moment in which this process ran."""
+    now = time.monotonic()
+    return now - began - standstill.METER.within(began, now)
 
 
 def _note_outage(address: str, began: float) -> None:

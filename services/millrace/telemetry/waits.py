@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
+from millrace.telemetry.standstill import METER
+
 COUNT = "{n}"
 """Stands in the reason of a shared wait for how many wait."""
 
@@ -38,7 +40,7 @@ class Wait:
     waits_on: str = ""
     """The component that it waits on ("trainer", "env-server", ...); empty if none is known."""
     age_s: float = 0.0
-    """Seconds since the wait began."""
+    """Seconds since the wait began in which this process ran: what it missed while it stood still is nobody's fault."""
     deadline_s: float = 0.0
     """Seconds after which the owner gives up or acts; 0 is a wait without end that reports itself."""
     run: str = ""
@@ -50,11 +52,15 @@ class Wait:
         return 0 < self.deadline_s < self.age_s
 
 
+AgeOf = Callable[[float], float]
+"""Seconds since a moment on the registry's clock."""
+
+
 class Registered(Protocol):
     """What a registry holds."""
 
-    def describe(self, owner: str, now: float) -> Wait | None:
-        """The wait as a value, `now` on the registry's clock; None while it is too young to be shown."""
+    def describe(self, owner: str, age_of: "AgeOf") -> Wait | None:
+        """The wait as a value; None while it is too young to be shown."""
         ...
 
 
@@ -95,9 +101,9 @@ class Waiting:
     ) -> None:
         self._registry.remove(self._key)
 
-    def describe(self, owner: str, now: float) -> Wait | None:
+    def describe(self, owner: str, age_of: AgeOf) -> Wait | None:
         """See `Registered`."""
-        age_s = max(0.0, now - self._began)
+        age_s = age_of(self._began)
         if age_s < self._quiet_s:
             return None
         return Wait(
@@ -127,11 +133,10 @@ class Crowd:
         """It is known to be no ordinary moment: the wait is shown from now on, however young."""
         self.quiet_s = 0.0
 
-    def describe(self, owner: str, now: float) -> Wait | None:
+    def describe(self, owner: str, age_of: AgeOf) -> Wait | None:
         """See `Registered`; called under the registry's lock."""
         count = len(self.began)
-        age_s = max(0.0, now - next(iter(self.began.values()), now))
-        if count == 0 or age_s < self.quiet_s:
+        if count == 0 or (age_s := age_of(next(iter(self.began.values())))) < self.quiet_s:
             return None
         if COUNT in self.reason:
             reason = self.reason.replace(COUNT, str(count))
@@ -150,9 +155,18 @@ class Crowd:
 class WaitRegistry:
     """The waits of one process. The module functions use one shared registry; tests make their own."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Make an empty registry; `clock` gives monotonic seconds."""
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        stood_still: Callable[[float, float], float] = lambda began, ended: 0.0,
+    ) -> None:
+        """Make an empty registry; `clock` gives monotonic seconds.
+
+        `stood_still` says for how long this process did not run between two of its moments.
+        """
         self.clock = clock
+        self._stood_still = stood_still
         self.lock = threading.Lock()
         self._keys = itertools.count(1)
         self._waits: dict[int, Registered] = {}
@@ -199,8 +213,12 @@ class WaitRegistry:
     def snapshot(self, owner: str, *, min_age_s: float = 0.0) -> list[Wait]:
         """The waits that are at least `min_age_s` old, longest first."""
         now = self.clock()
+
+        def age_of(began: float) -> float:
+            return max(0.0, now - began - self._stood_still(began, now))
+
         with self.lock:
-            found = [wait.describe(owner, now) for wait in self._waits.values()]
+            found = [wait.describe(owner, age_of) for wait in self._waits.values()]
         shown = (wait for wait in found if wait is not None and wait.age_s >= min_age_s)
         return sorted(shown, key=lambda wait: -wait.age_s)
 
@@ -237,7 +255,7 @@ class LastingWait:
             self._waiting = None
 
 
-_REGISTRY = WaitRegistry()
+_REGISTRY = WaitRegistry(stood_still=METER.within)
 _RUN: ContextVar[str] = ContextVar("millrace_waits_run", default="")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.errors import InvalidSpecError, MillraceError
+from millrace.telemetry import lifeline
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 
@@ -19,6 +20,7 @@ from millrace.telemetry.settings import Settings
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs and exits with the code of the error that ended it (0, 130 for Ctrl-C)."""
     arguments = _parser().parse_args(argv)
+    lifeline.hold()
     try:
         code = _sft(arguments.config) if arguments.command == "sft" else _worker()
     except MillraceError as error:

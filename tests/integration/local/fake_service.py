@@ -22,6 +22,7 @@ from millrace.policies.publish import publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.rpc.serve import serve
 from millrace.storage import open_store
+from millrace.telemetry import lifeline
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_pb2
 from millrace.v1 import run_service_pb2 as rs
@@ -114,6 +115,7 @@ async def serve_fake(name: str) -> None:
 
 def main(name: str) -> int:
     """Be the service `name`."""
+    lifeline.hold()
     print(f"{name} starts", flush=True)
     if chosen("FAKE_DIE", name):
         raise SystemExit(f"{name} cannot start: no such model")

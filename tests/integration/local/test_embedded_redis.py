@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -29,6 +30,45 @@ def test_it_starts_answers_and_stops(tmp_path):
     assert server.pid is None and not Path(f"/proc/{pid}").exists()
     with EmbeddedRedis(tmp_path / "data", port=server.port) as again:
         assert redis.Redis.from_url(again.url).get("a") == b"b", "the append-only file must hold it"
+
+
+def test_a_local_process_without_the_password_gets_nothing(tmp_path):
+    with EmbeddedRedis(tmp_path / 'a "strange" directory') as server:
+        redis.Redis.from_url(server.url).set("a", "b")
+        for stranger in (redis.Redis(port=server.port), redis.Redis(port=server.port, password="guessed")):
+            for attempt in (
+                lambda client: client.get("a"),
+                lambda client: client.set("a", "c"),
+                lambda client: client.xadd("s", {"a": "b"}),
+                lambda client: client.flushall(),
+                lambda client: client.config_get("requirepass"),
+                lambda client: client.acl_whoami(),
+            ):
+                with pytest.raises(redis.AuthenticationError):
+                    attempt(stranger)
+        assert redis.Redis.from_url(server.url_file.read_text().strip()).get("a") == b"b"
+        with EmbeddedRedis(tmp_path / "other") as other:
+            assert other.url.partition("@")[0] != server.url.partition("@")[0], "each has its own"
+
+
+def test_the_password_stands_in_files_of_its_owner_alone(tmp_path):
+    before = os.umask(0)  # the most careless user there is
+    try:
+        with EmbeddedRedis(tmp_path / "data") as server:
+            secret = server.url.removeprefix("redis://:").partition("@")[0]
+            assert len(secret) >= 32
+            at = Path(f"/proc/{server.pid}")
+            assert secret.encode() not in (at / "cmdline").read_bytes() + (at / "environ").read_bytes()
+            assert stat.S_IMODE(server.directory.stat().st_mode) == 0o700
+            bearing = [path for path in server.directory.rglob("*") if path.is_file() and secret in _text(path)]
+            assert sorted(path.name for path in bearing) == ["redis.conf", "redis.url"]
+            assert {stat.S_IMODE(path.stat().st_mode) for path in bearing} == {0o600}
+    finally:
+        os.umask(before)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace")
 
 
 def test_a_port_in_use_is_named(tmp_path):

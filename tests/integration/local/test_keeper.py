@@ -20,7 +20,8 @@ MODULES = {name: f"fake_{name.replace('-', '_')}" for name in ("orchestrator", "
 @contextlib.asynccontextmanager
 async def stack_in(directory: Path, **options) -> AsyncIterator[tuple[LocalStack, list[str]]]:
     notes: list[str] = []
-    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(HERE)}
+    paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": paths}
     async with LocalStack(
         StackOptions(directory=directory, **options), note=notes.append, environ=environ, modules=MODULES
     ) as stack:

@@ -4,16 +4,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import processes
-import psutil
 import pytest
+from stack_commands import finish, free_port, leftovers, run, start, wait_for
 
-HERE = Path(__file__).parent
 RL = """
 max_steps = 3
 seq_len = 64
@@ -34,49 +30,6 @@ def project(tmp_path) -> Path:
     (model / "config.json").write_text("{}")
     (tmp_path / "rl.toml").write_text(RL)
     return tmp_path
-
-
-def environment(directory: Path, **more: str) -> dict[str, str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MILLRACE_")}
-    return {
-        **clean,
-        "PYTHONPATH": str(HERE),
-        "FAKE_FLAG": str(directory / "created"),
-        "FAKE_TEST": str(directory),  # finds every process of this test, whatever its parent is
-        **more,
-    }
-
-
-def leftovers(directory: Path) -> list[psutil.Process]:
-    """Processes of this test that are still there, found by their environment or, for Redis, by where they work."""
-    return processes.bearing("FAKE_TEST", str(directory), works_in=directory)
-
-
-def start(project: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "fake_cli.py"), *arguments],
-        cwd=project,
-        env=environment(project, **more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 90) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
-
-
-def run(project: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
-    return finish(start(project, *arguments, **more))
-
-
-def wait_for(condition, what: str, timeout_s: float = 60) -> None:
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)
 
 
 def test_a_run_from_command_to_summary_twice(project):
@@ -191,12 +144,6 @@ def test_unreachable_redis_and_store_exit_5(project):
     assert code == 5
     assert "127.0.0.1:1" in err and "MILLRACE_STORE_URL" in err and "unset it" in err
     assert leftovers(project) == []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_up_serves_runs_and_its_directory_is_locked(project):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from millrace.errors import UnavailableError
 from millrace.local.ports import free_port
 from millrace.local.redis import die_with_parent
 from millrace.rpc.channel import call, open_channel, stream
+from millrace.runlog.events import EventReader
 from millrace.runlog.lease import lease_holder
 from millrace.runlog.log import RunLog
 from millrace.telemetry import faults
@@ -35,6 +37,7 @@ class Process:
     async def start(self) -> None:
         environ = {
             "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "MILLRACE_REDIS_URL": self.stack.redis_url,
             "MILLRACE_STORE_URL": self.stack.store_url,
             "MILLRACE_PREFIX": self.stack.prefix,
@@ -120,6 +123,43 @@ async def test_it_continues_soon_after_it_was_killed(stack, process, point, reco
     resolutions(trainer.steps)
     assert len({header.writer_epoch for header in trainer.steps}) == 2
     assert env.requests
+
+
+@pytest.mark.parametrize("frozen_s", [12.5, 20.0])
+async def test_its_own_freeze_is_told_as_its_own(stack, process, frozen_s) -> None:
+    """Its reads of a healthy Redis time out while it is stopped; of the longer freeze, its lease runs out, too."""
+    _, trainer = await workers(stack)
+    trainer.hold.clear()
+    await process.listens()
+    run = await create(stack, max_steps=6)
+    await until(lambda: trainer.headers, timeout_s=30.0)
+    await asyncio.sleep(1.0)
+    process.send(signal.SIGSTOP)
+    await asyncio.sleep(frozen_s)
+    process.send(signal.SIGCONT)
+
+    async def summary() -> str:
+        return (await call(stack.runs.ExplainRun, run_service_pb2.ExplainRunRequest(name=run.name))).summary
+
+    said = await summary()
+    assert re.match(r"orchestrator \S+ stood still for [12]\d s until \d+ s ago", said), said
+    assert "Redis" not in said
+    log = await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
+
+    async def accusations() -> list[str]:
+        found, cursor = [], ""
+        while events := await EventReader(log).read(after=cursor):
+            found += [event.warning.reason for event in events if event.HasField("warning")]
+            waits = [event.wait_reported.wait for event in events if event.HasField("wait_reported")]
+            found += [wait.waits_on for wait in waits if wait.waits_on == "redis"]
+            cursor = events[-1].cursor
+        return [reason for reason in found if reason.startswith(("ORCHESTRATOR_", "REDIS_", "WORKER_", "redis"))]
+
+    await until(accusations, timeout_s=30.0, what="a word about the freeze")
+    await asyncio.sleep(4.0)  # longer than what an outage takes to settle
+    assert await accusations() == ["ORCHESTRATOR_STOOD_STILL"]
+    trainer.hold.set()
+    assert states(await watch(stack, run, timeout_s=60.0))[-1] == "SUCCEEDED"
 
 
 async def test_a_term_gives_runs_back_before_the_drain_and_tells_watchers_where_to_go_on(stack, process) -> None:

@@ -35,8 +35,9 @@ async def millrace(run, *options: str) -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_a_clean_run_with_and_without_redis(run, redis_url):
-    for options in ((), ("--redis", redis_url)):
+async def test_a_clean_run_with_and_without_redis(run, redis_url, tmp_path):
+    (tmp_path / "redis.url").write_text(f"{redis_url}\n")
+    for options in ((), ("--redis", redis_url), ("--redis", str(tmp_path / "redis.url"))):
         code, out, err = await millrace(run, *options)
         assert (code, err) == (0, "") and out.endswith("audit clean\n")
         assert "  ordinals   6 trained, 4 dropped (run_ended 1, zero_advantage 3), 0 open\n" in out

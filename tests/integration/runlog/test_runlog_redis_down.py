@@ -107,3 +107,24 @@ async def test_a_frozen_redis_is_a_wait_that_names_it_and_an_outage_when_it_is_b
     finally:
         await client.aclose()
         await asyncio.to_thread(server.kill)
+
+
+async def test_a_loop_that_stood_still_itself_blames_no_redis(
+    redis_url, local_store, run_json, monkeypatch, caplog
+) -> None:
+    """Its reads have timed out by the time it goes on: they are repeated at once, and nobody hears of an outage."""
+    monkeypatch.setattr(connection, "SOCKET_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(connection, "OUTAGE_S", 1.5)
+    client = open_redis(redis_url)
+    try:
+        log = await RunLog.create(client, local_store, "t", new_uid(), run_json())
+        told = len(connection.OUTAGES)
+        reading = asyncio.create_task(log.read("batches", block_s=0.5))
+        await asyncio.sleep(0.1)
+        time.sleep(4.0)
+        assert await reading == []
+        assert len(connection.OUTAGES) == told
+        assert not [record for record in caplog.records if "not reachable" in record.message]
+        assert not [wait for wait in waits.snapshot("t") if "Redis" in wait.reason]
+    finally:
+        await client.aclose()

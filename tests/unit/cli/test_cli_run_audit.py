@@ -166,8 +166,14 @@ def test_bad_addresses_name_their_option(tmp_path, capsys):
     assert code == 2 and err.startswith("Error: --store: must begin with file:// or s3://")
     store = open_store(tmp_path.as_uri())
     store.put(f"{Deployment('millrace').names_prefix}alpha", b"uid-alpha")
-    code, _, err = run(capsys, "audit", "alpha", "--store", tmp_path.as_uri(), "--redis", "nonsense")
+    code, _, err = run(capsys, "audit", "alpha", "--store", tmp_path.as_uri(), "--redis", "nonsense://x")
     assert code == 2 and err.startswith("Error: --redis: must be redis://[user:password@]host:port/db")
+    missing = tmp_path / "redis.url"
+    code, _, err = run(capsys, "audit", "alpha", "--store", tmp_path.as_uri(), "--redis", str(missing))
+    assert code == 2 and f"--redis {missing} is neither a URL nor a file that holds one: cannot be read" in err
+    missing.write_text("hunter2hunter2")
+    code, _, err = run(capsys, "audit", "alpha", "--store", tmp_path.as_uri(), "--redis", str(missing))
+    assert code == 2 and "must be a URL" in err and "hunter2" not in err
 
 
 def test_fork_sends_the_parents_config_with_the_changes_on_top(server, capsys):

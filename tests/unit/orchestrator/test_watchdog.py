@@ -6,12 +6,13 @@ import pytest
 
 from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator import watchdog as watchdog_module
-from millrace.orchestrator.explain import explain
+from millrace.orchestrator.explain import explain, stood_still
 from millrace.orchestrator.run_view import RunRecord, RunView
 from millrace.orchestrator.watchdog import Watchdog
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.connection import OUTAGES, Outage
 from millrace.telemetry import waits
+from millrace.telemetry.standstill import Meter
 from millrace.v1 import event_pb2, run_pb2
 
 UID, OWNER = "r-1", "orchestrator-0"
@@ -43,6 +44,8 @@ class World:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.registry, self.events, self.at = WorkerRegistry(), Events(), 0
         self.frozen: set[str] = set()
+        self.meter = Meter(clock=lambda: self.now)
+        self.meter.begin()
         self.reported: dict[str, event_pb2.Wait | None] = {}
         self.dog = Watchdog(
             run_uid=UID,
@@ -51,6 +54,7 @@ class World:
             events=self.events,  # type: ignore[arg-type]
             progress=lambda: self.at,
             clock=lambda: self.now,
+            meter=self.meter,
         )
 
     def add(self, worker_id: str, kind: ws.WorkerKind, *, slot: str = "", waits_for: event_pb2.Wait | None = None):
@@ -77,6 +81,7 @@ class World:
                 if worker_id not in self.frozen:
                     self.beat(worker_id)
             self.registry.alive(ws.WORKER_KIND_TRAINER)
+            self.meter.tick()
             await self.dog.look()
 
 
@@ -203,8 +208,29 @@ async def test_whoever_stood_still_itself_blames_nobody(world):
         world.beat(worker_id)
     await world.run(4)
     assert world.events.reasons == ["ORCHESTRATOR_STOOD_STILL"]
-    assert "orchestrator orchestrator-0 stood still for 39 s" in world.events.warnings[0][1]
+    assert "orchestrator orchestrator-0 stood still for 40 s" in world.events.warnings[0][1]
     assert world.events.waits == []
+
+
+async def test_an_outage_that_outlasts_its_own_standstill_is_told_without_it(world):
+    await world.run(10, progress=True)
+    world.now += 20
+    OUTAGES.append(Outage(address="127.0.0.1:1", began=world.now - 20, ended=world.now + 7))
+    await world.run(12, progress=True)
+    assert world.events.reasons == ["ORCHESTRATOR_STOOD_STILL", "REDIS_SILENT"]
+    assert world.events.warnings[1][1] in [f"Redis at 127.0.0.1:1 did not answer for {s} s" for s in (7, 8)]
+
+
+async def test_explain_says_for_a_minute_that_this_process_stood_still(world):
+    world.add("trainer-0", ws.WORKER_KIND_TRAINER, waits_for=trainer_waits())
+    assert stood_still(OWNER, meter=world.meter) == ""
+    await world.run(5)
+    world.now += 14
+    await world.run(4)
+    said = stood_still(OWNER, meter=world.meter)
+    assert said.startswith(f"orchestrator {OWNER} stood still for 14 s until 3 s ago (it was frozen")
+    await world.run(60)
+    assert stood_still(OWNER, meter=world.meter) == ""
 
 
 async def test_an_outage_of_redis_is_told_when_it_is_over(world):

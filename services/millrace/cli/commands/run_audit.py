@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     help=f"host:port of the orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN} (millrace up).",
 )
 @click.option("--store", metavar="URL", help="Audit this object store from here, without any server.")
-@click.option("--redis", metavar="URL", help="With --store: also compare this Redis with it.")
+@click.option(
+    "--redis",
+    metavar="URL|FILE",
+    help="With --store: also compare this Redis with it; a file that holds its URL keeps a password out of the command "
+    "line, such as redis/redis.url of a stack's directory.",
+)
 @click.option("--prefix", metavar="NAME", help="With --store: the deployment; else MILLRACE_PREFIX, else millrace.")
 def audit(
     name: str, as_json: bool, server: str | None, store: str | None, redis: str | None, prefix: str | None
@@ -73,7 +78,7 @@ def _offline(
     name: str, store: str, redis: str | None, prefix: str | None, say: Callable[[str], None]
 ) -> "audit_pb2.AuditReport":
     from millrace.cli import interrupts
-    from millrace.cli.run_store import find_uid, naming, open_run_store, store_prefix
+    from millrace.cli.run_store import find_uid, naming, open_run_store, redis_url, store_prefix
     from millrace.runlog import open_redis
     from millrace.runlog.audit import audit_run
 
@@ -82,7 +87,7 @@ def _offline(
 
     async def work(_: interrupts.Interrupts) -> "audit_pb2.AuditReport":
         with naming("--redis"):
-            client = open_redis(redis) if redis is not None else None
+            client = open_redis(redis_url(redis)) if redis is not None else None
         try:
             return await audit_run(client, objects, prefix=deployment, uid=uid, on_progress=say)
         finally:

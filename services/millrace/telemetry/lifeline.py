@@ -1,0 +1,74 @@
+"""How a process of a one-machine stack notices that nobody looks after it any more, and ends.
+
+The supervisor and its reaper (`millrace.local`) hold the write end of a pipe whose read end every service inherits.
+When both are gone, killed at the same moment, the pipe ends: the service then starts a reaper for itself, which asks it
+to end, and after a grace kills it and all that it has started, also what does not listen.
+
+A service also inherits the open file whose lock says that its directory is in use, so that the lock lasts as long as
+anything of the stack does. Both are numbers of files in variables, which go no further than the service itself.
+"""
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import millrace
+
+PIPE, LOCK, PROCESS = "MILLRACE_STACK_PIPE", "MILLRACE_STACK_LOCK", "MILLRACE_STACK_PROCESS"
+_REAPER = Path(millrace.__file__).parent / "local" / "reaper.py"
+
+log = logging.getLogger(__name__)
+
+
+def hold(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Watch the lifeline from now on, where there is one. To be called before anything is imported that takes long."""
+    pipe, lock = _take(environ, PIPE), _take(environ, LOCK)
+    if lock is not None:
+        os.set_inheritable(lock, False)
+    if pipe is None or not stat.S_ISFIFO(os.fstat(pipe).st_mode):
+        return
+    os.set_inheritable(pipe, False)
+    mark = environ.get(PROCESS, "")
+    threading.Thread(target=_watch, args=(pipe, mark), name="lifeline", daemon=True).start()
+
+
+def _take(environ: MutableMapping[str, str], name: str) -> int | None:
+    """The number of an open file that a variable holds; the variable is removed. None for what is not open here."""
+    text = environ.pop(name, "")
+    if not text.isdecimal():
+        return None
+    try:
+        os.fstat(int(text))
+    except OSError:  # of a parent that did not hand it on, such as a shell in between
+        return None
+    return int(text)
+
+
+def _watch(pipe: int, mark: str) -> None:
+    """Wait for the end of the pipe, as long as that takes: nobody ever writes."""
+    os.read(pipe, 1)
+    log.error("the stack's supervisor and its reaper are gone: this process ends")
+    reaper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_REAPER), mark, PROCESS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={},
+        text=True,
+    )
+    # Which process to ask first; the end of the file tells the reaper to begin.
+    reaper.communicate(f"add {os.getpid()} {_start_ticks()}\n")
+
+
+def _start_ticks() -> int:
+    """When this process started, as the reaper reads it: by that it tells it from another that got its number."""
+    try:
+        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:  # no /proc here: the reaper does not look either
+        return 0
