@@ -2,16 +2,16 @@
 
 import importlib
 import importlib.util
-import json
 import sys
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
+from millrace.decoding import decode_object
 from millrace.env_server.outcome import Outcome
 from millrace.env_server.tasks import TaskTable
-from millrace.errors import InvalidSpecError, NotFoundError, Violation
+from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError, Violation
 from millrace.internal.v1 import env_service_pb2
 
 # Keys of an environment's args that are the env-server's own and not passed to the environment.
@@ -51,21 +51,18 @@ def module_name(env_id: str) -> str:
 def parse_args(env: env_service_pb2.EnvSpec) -> dict[str, Any]:
     """The environment's arguments. Raises InvalidSpecError."""
     try:
-        args = json.loads(env.args_json or "{}")
-    except json.JSONDecodeError as error:
-        args = error
-    if not isinstance(args, dict):
+        return decode_object(env.args_json or "{}", what=f"args of {env.id}", reason="ENV_ARGS_INVALID")
+    except CorruptObjectError as error:
         raise InvalidSpecError(
             [
                 Violation(
                     field="env.args_json",
                     value=env.args_json[:200],
-                    message=f"the args of environment {env.id!r} must be a JSON object ({args})",
+                    message=f"the args of environment {env.id!r} must be a JSON object ({error})",
                     source="request",
                 )
             ]
-        )
-    return args
+        ) from error
 
 
 def find_module(env_id: str) -> ModuleType:

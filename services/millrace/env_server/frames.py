@@ -4,8 +4,9 @@ import asyncio
 import struct
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
+from millrace.decoding import decode_message
 from millrace.errors import CorruptObjectError
 
 _LENGTH = struct.Struct("<I")
@@ -27,8 +28,8 @@ def encode_frame(message: Message) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-async def read_frame(reader: asyncio.StreamReader, message: MessageT) -> MessageT | None:
-    """Read one frame into `message`; None when the other side closed. Waits as long as the other side lives."""
+async def read_frame(reader: asyncio.StreamReader, message_type: type[MessageT]) -> MessageT | None:
+    """Read one frame; None when the other side closed. Waits as long as the other side lives."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if length > MAX_FRAME_BYTES:
@@ -40,12 +41,11 @@ async def read_frame(reader: asyncio.StreamReader, message: MessageT) -> Message
         data = await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise CorruptObjectError(
-            f"env worker frame of {length} bytes is not a {message.DESCRIPTOR.name}: {error}",
-            reason="FRAME_UNREADABLE",
-            remedy="something else wrote to the worker's socket; restart the env-server",
-        ) from error
-    return message
+    return decode_message(
+        message_type,
+        data,
+        what=f"env worker frame of {length} bytes",
+        reason="FRAME_UNREADABLE",
+        remedy="something else wrote to the worker's socket; restart the env-server",
+        max_bytes=MAX_FRAME_BYTES,
+    )
