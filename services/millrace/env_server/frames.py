@@ -48,10 +48,10 @@ def decode_frame(kind: type[MessageT], data: bytes) -> MessageT:
     return decode_message(kind, data, what=what, reason="FRAME_UNREADABLE", remedy=_REMEDY, max_bytes=MAX_FRAME_BYTES)
 
 
-async def read_frame(reader: asyncio.StreamReader, message: MessageT) -> MessageT | None:
-    """Read one frame of the message's type; None when the other side closed. Waits as long as the other side lives."""
+async def read_frame(reader: asyncio.StreamReader, message_type: type[MessageT]) -> MessageT | None:
+    """Read one frame; None when the other side closed. Waits as long as the other side lives."""
     try:
         data = await reader.readexactly(frame_length(await reader.readexactly(HEAD_BYTES)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    return decode_frame(type(message), data)
+    return decode_frame(message_type, data)
