@@ -25,6 +25,7 @@ from typing import IO, Self
 
 from millrace.errors import InternalError, NotFoundError
 from millrace.local import reaper
+from millrace.local.forked import ForkedProcess, ForkServerProcess
 from millrace.telemetry import waits
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class ProcessSpec:
     log_path: Path | None
     """None: the supervisor's own output."""
     cwd: Path | None = None
+    module: str | None = None
+    """The main module that `argv` runs, if the fork server may do so instead."""
     tier: int = 1
     """Higher tiers are stopped first: what others need (Redis) has a lower one."""
 
@@ -54,7 +57,7 @@ class Child:
     """A started process."""
 
     spec: ProcessSpec
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | ForkedProcess
     started_s: float
     start_ticks: int
     mark: str
@@ -104,6 +107,8 @@ class Supervisor:
         self.stack_id = stack_id or uuid.uuid4().hex
         self.kept_open: tuple[int, ...] = ()
         """Files that the reaper keeps open, too: a lock among them is held until all that was started is gone."""
+        self.fork_server: ForkServerProcess | None = None
+        """What starts processes that say their `module`, where it can."""
         self.hurry = asyncio.Event()
         """Set it to skip the rest of the grace (a second Ctrl-C)."""
         self._term_grace_s = term_grace_s
@@ -139,23 +144,9 @@ class Supervisor:
         if self._is_stopping or self._reaper is None:
             raise RuntimeError("the supervisor is not running")
         mark = f"{self.stack_id}/{spec.name}/{next(self._numbers)}"
+        env = {**spec.env, reaper.MARKER: self.stack_id, reaper.PROCESS_MARKER: mark}
         with _sink(spec.log_path) as sink:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *spec.argv,
-                    env={**spec.env, reaper.MARKER: self.stack_id, reaper.PROCESS_MARKER: mark},
-                    cwd=spec.cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=None if sink is None else subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except FileNotFoundError as error:
-                raise NotFoundError(
-                    f"cannot start {spec.name}: {error.filename} does not exist",
-                    reason="PROGRAM_NOT_FOUND",
-                    remedy="install millrace[local]",
-                ) from error
+            process = await self._fork(spec, env, sink) or await _execute(spec, env, sink)
         exited = asyncio.create_task(process.wait(), name=f"exit of {spec.name}")
         child = Child(
             spec=spec,
@@ -169,6 +160,21 @@ class Supervisor:
         self._children[spec.name] = child
         self._tell_reaper(f"add {child.pid} {child.start_ticks}")
         return child
+
+    def start_fork_server(self, server: ForkServerProcess) -> None:
+        """From now on it starts the processes that say their `module`, where it can."""
+        self.fork_server = server
+        server.start({reaper.MARKER: self.stack_id})
+
+    async def _fork(self, spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None) -> ForkedProcess | None:
+        """The process by the fork server; None if that cannot, which is started for the next one where it is dead."""
+        server = self.fork_server
+        if server is None or spec.module is None or spec.cwd is not None or sink is None:
+            return None
+        marks = {name: env[name] for name in (reaper.MARKER, reaper.PROCESS_MARKER)}
+        process = await server.fork(spec.module, spec.argv, env=env, marks=marks, output=sink.fileno())
+        server.start({reaper.MARKER: self.stack_id})  # unless it runs
+        return process
 
     async def wait_death(self) -> ProcessDiedError:
         """Returns when a process ends unasked, with what to tell the user. May be cancelled."""
@@ -212,6 +218,8 @@ class Supervisor:
         for tier in sorted({child.spec.tier for child in self._children.values()}, reverse=True):
             group = [child for child in self._children.values() if child.spec.tier == tier]
             await self._stop_group(group, self._term_grace_s if tier else self._term_grace_s / 3)
+        if self.fork_server is not None:
+            self.fork_server.stop()
         groups = {child.pid: child.start_ticks for child in self._children.values()}
         left = await asyncio.to_thread(
             reaper.end_all, self.stack_id, groups, term_grace_s=0.0, kill_wait_s=SWEEP_WAIT_S
@@ -260,6 +268,26 @@ class Supervisor:
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._reaper.wait, reaper.TERM_GRACE_S + reaper.KILL_WAIT_S + 1)
         self._reaper = None
+
+
+async def _execute(spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None) -> asyncio.subprocess.Process:
+    """The process as a program of its own; NotFoundError if there is no such program."""
+    try:
+        return await asyncio.create_subprocess_exec(
+            *spec.argv,
+            env=env,
+            cwd=spec.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=None if sink is None else subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"cannot start {spec.name}: {error.filename} does not exist",
+            reason="PROGRAM_NOT_FOUND",
+            remedy="install millrace[local]",
+        ) from error
 
 
 @contextlib.contextmanager

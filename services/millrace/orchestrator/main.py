@@ -7,6 +7,7 @@ import sys
 from millrace.errors import MillraceError
 from millrace.telemetry import logging as telemetry_logging
 from millrace.telemetry.settings import Settings
+from millrace.telemetry.startup import without_gc
 
 
 def main() -> int:
@@ -14,7 +15,8 @@ def main() -> int:
     try:
         settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "listen"])
         telemetry_logging.setup("orchestrator")
-        from millrace.orchestrator.serve import serve_orchestrator
+        with without_gc():
+            from millrace.orchestrator.serve import serve_orchestrator
 
         asyncio.run(serve_orchestrator(settings))
     except MillraceError as error:
