@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 _ROOMS = {"millrace.orchestrator": "orchestrator", "millrace.env_server": "env-server"}
+_ROOMS["millrace.local"] = "orchestrator"  # the fork server's children have its clock: set all alike
 _ROOMS |= {"millrace.inference": "inference", "millrace.trainer": "trainer"}
 
 

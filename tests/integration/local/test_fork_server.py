@@ -1,4 +1,4 @@
-"""The fork server: children are processes like others to the supervisor, the reaper and `ps`; and without it all goes on."""
+"""The fork server: its children are like other processes to supervisor, reaper and `ps`; without it all goes on."""
 
 import asyncio
 import json
