@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-unit test-vllm test-compose test-slow soak lint format types protos bench chart clean
+.PHONY: help setup setup-dev setup-vllm demo test test-unit test-vllm test-compose test-slow soak torture lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
@@ -38,6 +38,11 @@ test-compose: setup-dev ## Build the images and test the compose stacks; gets a 
 
 soak: setup-dev ## Kill processes at random for MILLRACE_SOAK_MINUTES (20), then audit the log.
 	$(PY) -m pytest tests/chaos/test_soak.py -m slow -s
+
+torture: setup-dev ## Kills, freezes, full stores, flipped bits, clock jumps at once for MILLRACE_TORTURE_MINUTES (30).
+	@scripts/install_faketime.sh
+	MILLRACE_TORTURE_REPORT=$${MILLRACE_TORTURE_REPORT:-benchmarks/results/torture.md} \
+	  $(PY) -m pytest tests/chaos/test_torture.py tests/chaos/test_clock_skew.py -m "slow or not slow" -s
 
 lint: setup-dev ## ruff, import rules, types, protos.
 	.venv/bin/ruff check .

@@ -45,6 +45,8 @@ class ChaosRun:
     name: str
     uid: str
     events: list[Event] = field(default_factory=list)
+    heard: list[float] = field(default_factory=list)
+    """When each event came here, as `time.time()`: writers' clocks may be wrong."""
     reconnects: list[str] = field(default_factory=list)
     """What the watch stream said whenever it was lost."""
     error: str = ""
@@ -152,6 +154,12 @@ class ChaosRun:
         found = [event for event in list(self.events) if event.WhichOneof("body") in PROGRESS]
         return sorted(event.time.seconds + event.time.nanos / 1e9 for event in found)
 
+    def heard_standstill_s(self, since: float) -> float:
+        """As `standstill_s`, by when the events came here instead of by the clocks of their writers."""
+        events = zip(list(self.events), list(self.heard), strict=False)
+        times = [at for event, at in events if event.WhichOneof("body") in PROGRESS]
+        return longest_gap(times, since=since)
+
     def recovery_s(self, killed_at: float) -> float:
         """Seconds from a kill to the next progress event, of whichever service."""
         later = [at for at in self.progress_times() if at > killed_at]
@@ -213,6 +221,7 @@ class ChaosRun:
         ):
             async for event in events:
                 with self._news:
+                    self.heard.append(time.time())
                     self.events.append(event)
                     self._over = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
                     self._news.notify_all()

@@ -24,8 +24,9 @@ from typing import IO, NoReturn, Self, TypeVar
 
 from millrace.errors import UnavailableError
 from millrace.inference.launch_env import engine_python
-from millrace.local import tied
+from millrace.local import forked, tied
 from millrace.local.directory import hold_directory
+from millrace.local.forked import ForkServerProcess
 from millrace.local.identity import StackId
 from millrace.local.keeper import Keeper
 from millrace.local.liveness import Answer, Probe, probe_redis, probe_service
@@ -187,6 +188,7 @@ class LocalStack:
         exported = {name: f"{HOST}:{ports[f'metrics of {name}']}" for name in self._modules if name != "inference"}
         self.address = addresses["orchestrator"] = self.options.listen or addresses["orchestrator"]
         http = f"{self.options.http_host}:{ports['http']}"
+        self._start_fork_server()
         for name in self._modules:
             path = self.logs / f"{name}.log"
             self._log_sizes[name] = path.stat().st_size if path.exists() else 0
@@ -257,7 +259,9 @@ class LocalStack:
         pids = {name: child.pid for name, child in self.supervisor.children.items()}
         again = self._keeper.restarts() if self._keeper else {}
         fresh = self.directory / "stack.json.new"
-        fresh.write_text(json.dumps({**self._where, "pids": pids, "restarts": again}, indent=2) + "\n")
+        server = self.supervisor.fork_server
+        found = {**self._where, "pids": pids, "restarts": again, "fork_server": server and server.pid}
+        fresh.write_text(json.dumps(found, indent=2) + "\n")
         fresh.rename(self.directory / "stack.json")
 
     def _choose_ports(self) -> dict[str, int]:
@@ -323,15 +327,29 @@ class LocalStack:
         inherited = {key: value for key, value in self._environ.items() if key not in placement}
         if name == "inference" and self.options.engine == "vllm":
             inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # vLLM imports in 16 s without bytecode, in 8 s with it
-        # More threads than cores collapse throughput, and there are four services on this machine.
-        defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-        defaults[SCRATCH_VARIABLE] = str(self.directory / "scratch")  # /tmp is memory on many machines
+        python = self._engine_python if name == "inference" else sys.executable
         return ProcessSpec(
             name=name,
-            argv=[self._engine_python if name == "inference" else sys.executable, "-m", self._modules[name]],
-            env={**defaults, **inherited, **settings.to_environ(), **self._own(name)},
+            argv=[python, "-m", self._modules[name]],
+            env={**self._defaults(), **inherited, **settings.to_environ(), **self._own(name)},
             log_path=self.logs / f"{name}.log",
+            module=self._modules[name] if python == sys.executable else None,
         )
+
+    def _defaults(self) -> dict[str, str]:
+        """Of every service, unless the environment says otherwise."""
+        # More threads than cores collapse throughput, and there are four services on this machine.
+        defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        return {**defaults, SCRATCH_VARIABLE: str(self.directory / "scratch")}  # /tmp is memory on many machines
+
+    def _start_fork_server(self) -> None:
+        """From now on services are forked from a process that has imported what they need, where that can be."""
+        is_vllm = self.options.engine == "vllm"
+        modules = [module for name, module in self._modules.items() if not (is_vllm and name == "inference")]
+        if needs := forked.needs(modules, self._environ):
+            env = {**self._defaults(), **self._environ}
+            server = ForkServerProcess(needs, env=env, log_path=self.logs / "fork-server.log")
+            self.supervisor.start_fork_server(server)
 
     def _peers(self) -> ClientAccess:
         """How the stack's processes call each other."""

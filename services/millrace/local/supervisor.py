@@ -26,6 +26,7 @@ from typing import IO, Self
 
 from millrace.errors import InternalError, NotFoundError
 from millrace.local import reaper
+from millrace.local.forked import ForkedProcess, ForkServerProcess
 from millrace.local.watched import WatchedReaper
 from millrace.telemetry import lifeline, waits
 
@@ -47,6 +48,8 @@ class ProcessSpec:
     log_path: Path | None
     """None: the supervisor's own output."""
     cwd: Path | None = None
+    module: str | None = None
+    """The main module that `argv` runs, if the fork server may do so instead."""
     tier: int = 1
     """Higher tiers are stopped first: what others need (Redis) has a lower one."""
 
@@ -56,7 +59,7 @@ class Child:
     """A started process."""
 
     spec: ProcessSpec
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | ForkedProcess
     started_s: float
     start_ticks: int
     mark: str
@@ -112,6 +115,8 @@ class Supervisor:
         self.stack_id = stack_id or uuid.uuid4().hex
         self.lock: int | None = None
         """An open file that everything that is started keeps open, too: its lock is held until all of it is gone."""
+        self.fork_server: ForkServerProcess | None = None
+        """What starts processes that say their `module`, where it can."""
         self.hurry = asyncio.Event()
         """Set it to skip the rest of the grace (a second Ctrl-C)."""
         self._term_grace_s = term_grace_s
@@ -147,27 +152,11 @@ class Supervisor:
         """Start a process; NotFoundError if its program does not exist."""
         if self._is_stopping or self._reaper is None or self._lifeline is None:
             raise RuntimeError("the supervisor is not running")
-        inherited = {lifeline.PIPE: self._lifeline[0], **({} if self.lock is None else {lifeline.LOCK: self.lock})}
-        marks = {name: str(number) for name, number in inherited.items()}
         mark = f"{self.stack_id}/{spec.name}/{next(self._numbers)}"
+        ties = {name: str(number) for name, number in self._inherited().items()}
+        env = {**spec.env, **ties, reaper.MARKER: self.stack_id, reaper.PROCESS_MARKER: mark}
         with _sink(spec.log_path) as sink:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *spec.argv,
-                    env={**spec.env, **marks, reaper.MARKER: self.stack_id, reaper.PROCESS_MARKER: mark},
-                    cwd=spec.cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=None if sink is None else subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=tuple(inherited.values()),
-                )
-            except FileNotFoundError as error:
-                raise NotFoundError(
-                    f"cannot start {spec.name}: {error.filename} does not exist",
-                    reason="PROGRAM_NOT_FOUND",
-                    remedy="install millrace[local]",
-                ) from error
+            process = await self._fork(spec, env, sink) or await self._execute(spec, env, sink)
         exited = asyncio.create_task(process.wait(), name=f"exit of {spec.name}")
         child = Child(
             spec=spec,
@@ -181,6 +170,52 @@ class Supervisor:
         self._children[spec.name] = child
         self._reaper.tell(f"add {child.pid} {child.start_ticks}")
         return child
+
+    def start_fork_server(self, server: ForkServerProcess) -> None:
+        """From now on it starts the processes that say their `module`, where it can."""
+        self.fork_server = server
+        self._start_fork_server(server)
+
+    def _start_fork_server(self, server: ForkServerProcess) -> None:
+        """Start it unless it runs. What its children keep open has the same number there as here."""
+        server.start({reaper.MARKER: self.stack_id}, pass_fds=tuple(self._inherited().values()))
+
+    def _inherited(self) -> dict[str, int]:
+        """The open files that every process of the stack keeps open, by the variable that names them to it."""
+        assert self._lifeline is not None, "the supervisor is not running"
+        return {lifeline.PIPE: self._lifeline[0], **({} if self.lock is None else {lifeline.LOCK: self.lock})}
+
+    async def _fork(self, spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None) -> ForkedProcess | None:
+        """The process by the fork server; None if that cannot, which is started for the next one where it is dead."""
+        server = self.fork_server
+        if server is None or spec.module is None or spec.cwd is not None or sink is None:
+            return None
+        marks = {name: env[name] for name in (reaper.MARKER, reaper.PROCESS_MARKER)}
+        process = await server.fork(spec.module, spec.argv, env=env, marks=marks, output=sink.fileno())
+        self._start_fork_server(server)
+        return process
+
+    async def _execute(
+        self, spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None
+    ) -> asyncio.subprocess.Process:
+        """The process as a program of its own; NotFoundError if there is no such program."""
+        try:
+            return await asyncio.create_subprocess_exec(
+                *spec.argv,
+                env=env,
+                cwd=spec.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=None if sink is None else subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=tuple(self._inherited().values()),
+            )
+        except FileNotFoundError as error:
+            raise NotFoundError(
+                f"cannot start {spec.name}: {error.filename} does not exist",
+                reason="PROGRAM_NOT_FOUND",
+                remedy="install millrace[local]",
+            ) from error
 
     async def wait_death(self) -> ProcessDiedError:
         """Returns when a process ends unasked, with what to tell the user. May be cancelled."""
@@ -224,6 +259,8 @@ class Supervisor:
         for tier in sorted({child.spec.tier for child in self._children.values()}, reverse=True):
             group = [child for child in self._children.values() if child.spec.tier == tier]
             await self._stop_group(group, self._term_grace_s if tier else self._term_grace_s / 3)
+        if self.fork_server is not None:
+            self.fork_server.stop()
         left = await asyncio.to_thread(
             reaper.end_all, self.stack_id, self._groups(), term_grace_s=0.0, kill_wait_s=SWEEP_WAIT_S
         )

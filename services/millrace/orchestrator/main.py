@@ -8,6 +8,7 @@ from millrace.errors import MillraceError
 from millrace.telemetry import lifeline
 from millrace.telemetry import logging as telemetry_logging
 from millrace.telemetry.settings import Settings
+from millrace.telemetry.startup import without_gc
 
 
 def main() -> int:
@@ -16,7 +17,8 @@ def main() -> int:
     try:
         settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "listen"])
         telemetry_logging.setup("orchestrator")
-        from millrace.orchestrator.serve import serve_orchestrator
+        with without_gc():
+            from millrace.orchestrator.serve import serve_orchestrator
 
         asyncio.run(serve_orchestrator(settings))
     except MillraceError as error:

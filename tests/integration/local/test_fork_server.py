@@ -1,0 +1,140 @@
+"""The fork server: its children are like other processes to supervisor, reaper and `ps`; without it all goes on."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from millrace.local import forked, reaper
+from millrace.local.forked import ForkServerProcess
+from millrace.local.supervisor import Child, ProcessSpec, Supervisor, describe_death
+
+GOOD, BAD = "forked_service", "broken_service"
+WITHIN_S = 30.0
+PATH = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+
+
+@pytest.fixture
+async def supervisor(tmp_path: Path) -> AsyncIterator[Supervisor]:
+    env = {**os.environ, "PYTHONPATH": PATH, "OF_SERVER": "1"}
+    server = ForkServerProcess({GOOD: [GOOD, "json"], BAD: [BAD]}, env=env, log_path=tmp_path / "fork-server.log")
+    async with Supervisor() as supervisor:
+        supervisor.start_fork_server(server)
+        yield supervisor
+
+
+def spec_of(tmp_path: Path, what: str, *, module: str = GOOD, name: str = "service") -> ProcessSpec:
+    code = f"import {module}, sys; sys.exit({module}.main())"
+    return ProcessSpec(
+        name=name,
+        argv=[sys.executable, "-c", code],
+        env={"PYTHONPATH": PATH, "WHO": name, "WHAT": what},
+        log_path=tmp_path / f"{name}.log",
+        module=module,
+    )
+
+
+def is_forked(child: Child) -> bool:
+    return isinstance(child.process, forked.ForkedProcess)
+
+
+async def said(child: Child) -> dict:
+    """What the newest life of a service has said of itself."""
+    assert child.spec.log_path is not None
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            for line in reversed(child.spec.log_path.read_text().splitlines()):
+                if line.startswith("{") and (found := json.loads(line))["pid"] == child.pid:
+                    return found
+            await asyncio.sleep(0.05)
+
+
+async def exit_code(child: Child) -> int:
+    async with asyncio.timeout(WITHIN_S):
+        return await asyncio.shield(child.exited)
+
+
+async def test_a_forked_service_is_a_process_like_others(supervisor: Supervisor, tmp_path: Path) -> None:
+    one = await supervisor.start(spec_of(tmp_path, "sleep", name="one"))
+    two = await supervisor.start(spec_of(tmp_path, "sleep", name="two"))
+    first, second = await said(one), await said(two)
+    assert is_forked(one) and is_forked(two)
+    assert (first["who"], second["who"]) == ("one", "two")
+    assert not first["left"], "it has its own environment alone"
+    assert first["session"] == one.pid != second["session"]
+    assert first["dice"] != second["dice"], "random numbers are its own"
+    shown = Path(f"/proc/{one.pid}/cmdline").read_bytes()
+    assert shown.rstrip(b"\0").split(b"\0") == [os.fsencode(word) for word in one.spec.argv]
+    assert reaper.marked(one.mark, variable=reaper.PROCESS_MARKER) == {one.pid}
+    assert {one.pid, two.pid} <= reaper.marked(supervisor.stack_id)
+
+
+@pytest.mark.parametrize(("what", "code"), [("exit 0", 0), ("exit 7", 7), ("raise", 1)])
+async def test_how_it_ends_is_known(supervisor: Supervisor, tmp_path: Path, what: str, code: int) -> None:
+    child = await supervisor.start(spec_of(tmp_path, what))
+    assert is_forked(child) and await exit_code(child) == code
+    assert await supervisor.next_death() is child
+    assert ("as asked" in "\n".join(describe_death(child).last_lines)) == (what == "raise")
+
+
+async def test_a_killed_one_is_known_by_its_signal(supervisor: Supervisor, tmp_path: Path) -> None:
+    child = await supervisor.start(spec_of(tmp_path, "sleep"))
+    await said(child)
+    os.kill(child.pid, signal.SIGTERM)
+    assert await exit_code(child) == -signal.SIGTERM
+
+
+async def test_what_cannot_be_imported_is_started_by_itself_and_shows_why(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    child = await supervisor.start(spec_of(tmp_path, "sleep", module=BAD))
+    assert not is_forked(child) and await exit_code(child) == 1
+    assert "a library is missing" in child.spec.log_path.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_without_the_server_all_goes_on(
+    supervisor: Supervisor, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked, "ANSWERS_WITHIN_S", 0.5)
+    server = supervisor.fork_server
+    assert server is not None and server.pid is not None
+    old = await supervisor.start(spec_of(tmp_path, "sleep", name="old"))
+    await said(old)
+    await asyncio.sleep(0.2)  # everything is loaded
+    before = server.pid
+    os.kill(before, number)
+    new = await supervisor.start(spec_of(tmp_path, "sleep", name="new"))
+    assert (await said(new))["who"] == "new"
+    assert old.is_alive, "what it has forked lives on"
+    os.kill(old.pid, signal.SIGKILL)
+    assert await exit_code(old) == -signal.SIGKILL, "its end is noticed without the server"
+    assert server.pid not in (None, before), "another one was started"
+    async with asyncio.timeout(WITHIN_S):
+        while not is_forked(await supervisor.start(spec_of(tmp_path, "exit 0", name="later"))):
+            await asyncio.sleep(0.1)
+
+
+async def test_a_stop_ends_children_and_server(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": PATH}
+    async with Supervisor() as supervisor:
+        supervisor.start_fork_server(ForkServerProcess({GOOD: [GOOD]}, env=env, log_path=tmp_path / "server.log"))
+        child = await supervisor.start(spec_of(tmp_path, "sleep"))
+        await said(child)
+        assert supervisor.fork_server is not None
+        pids = {child.pid, supervisor.fork_server.pid}
+    assert not reaper.marked(supervisor.stack_id)
+    assert not any(reaper.is_running(pid) for pid in pids if pid)
+
+
+def test_who_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [*forked.NEEDS, "somebody.else"]
+    assert list(forked.needs(wanted, {})) == list(forked.NEEDS)
+    assert forked.needs(wanted, {forked.VARIABLE: "0"}) == {}
+    monkeypatch.setattr(forked, "_GPUS", ("/dev/null",))
+    assert set(forked.needs(wanted, {})) == set(forked.NEEDS) - set(forked.WITH_TORCH)
