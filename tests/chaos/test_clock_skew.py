@@ -11,6 +11,7 @@ SKEW = {
     "millrace.trainer.main": -HOUR,
     "millrace.env_server.main": 24 * HOUR,
     "millrace.env_server.worker": 24 * HOUR,
+    "millrace.env_server.template": 24 * HOUR,  # workers are copies of it
     "millrace.inference.main": -24 * HOUR,
 }
 

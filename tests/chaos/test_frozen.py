@@ -8,12 +8,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import redis.asyncio
 from chaos_run import ChaosRun
 from chaos_stack import PREFIX, ChaosStack
+from processes import env_workers_of
 
 from millrace.client import Client
 from millrace.runlog import EventReader, RunLog
@@ -97,14 +97,9 @@ def wait_why(chaos: ChaosStack, run: ChaosRun, matches: Callable[[str], bool]) -
 
 def env_worker_of(pid: int) -> int:
     """The process that hosts the environment of an env-server."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and "millrace.env_server.worker" in (path / "cmdline").read_text():
-                return int(path.name)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    raise AssertionError(f"env-server {pid} has no environment worker")
+    found = env_workers_of(pid)
+    assert found, f"env-server {pid} has no environment worker"
+    return found[0]
 
 
 @pytest.fixture(scope="module")

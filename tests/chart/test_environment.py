@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.env_server.main import EnvServerSettings
+from millrace.env_server.settings import EnvServerSettings
 from millrace.inference.main import InferenceSettings
 from millrace.rpc.access import ServerAccess
 from millrace.rpc.tokens import new_token, token_line

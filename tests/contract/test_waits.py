@@ -40,6 +40,8 @@ SLEEPING_LOOPS = {
     "local/watched.py:_replace": "a pause between two reapers of which the first died at once; it is noted",
     "rpc/worker.py:_live": TICKER,
     "env_server/sink.py:_tidy": TICKER,
+    "env_server/warm.py:run": TICKER,
+    "env_server/census.py:kill_all": "between looks at processes that were just ended, for a fifth of a second in all",
     "orchestrator/housekeeping.py:archive_events": TICKER,
     "orchestrator/housekeeping.py:trim_batches": TICKER,
     "orchestrator/housekeeping.py:watch_log": TICKER,

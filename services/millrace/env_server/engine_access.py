@@ -93,6 +93,8 @@ class EngineToken:
         self._workers = None if path is None else WorkersFile(Path(path), field="MILLRACE_WORKER_TOKEN_FILE")
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._written: tuple[str, ...] = ()
+        self.owner: tuple[int, int] | None = None
+        """uid and gid of the workers, if they are not those of this process."""
 
     def environ(self) -> dict[str, str]:
         """Variables for an env worker."""
@@ -110,6 +112,9 @@ class EngineToken:
         fresh = path.with_suffix(".new")
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write("".join(f"{token}\n" for token in tokens))
+        if self.owner is not None:
+            os.chown(fresh, *self.owner)
+            os.chown(path.parent, *self.owner)
         fresh.rename(path)
         self._written = tokens
 

@@ -21,7 +21,19 @@ SPOOL_BYTES = Family("millrace_env_server_spool_bytes", "Bytes that the spool ke
 SPOOL_LIMIT = Family("millrace_env_server_spool_limit_bytes", "Bytes from which on no new groups are taken.")
 QUARANTINED = Family("millrace_env_server_quarantined_tasks", "Tasks that are not played any more.", ("env",))
 WORKERS = Family("millrace_env_server_workers", "Loaded env workers that live.", ("env",))
-FAMILIES = (ROLLOUTS, CAPACITY, SPOOL_ROLLOUTS, SPOOL_BYTES, SPOOL_LIMIT, QUARANTINED, WORKERS)
+IDLE_WORKERS = Family("millrace_env_server_idle_workers", "Env workers that live and whose environment nobody plays.")
+WORKER_MEMORY = Family("millrace_env_server_worker_memory_bytes", "Memory of env workers and their children.", ("env",))
+FAMILIES = (
+    ROLLOUTS,
+    CAPACITY,
+    SPOOL_ROLLOUTS,
+    SPOOL_BYTES,
+    SPOOL_LIMIT,
+    QUARANTINED,
+    WORKERS,
+    IDLE_WORKERS,
+    WORKER_MEMORY,
+)
 
 
 def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
@@ -37,14 +49,18 @@ def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
         sheet.put(SPOOL_ROLLOUTS, sink.spool.num_rollouts)
         sheet.put(SPOOL_BYTES, sink.spool.num_bytes)
         sheet.put(SPOOL_LIMIT, sink.spool.limit_bytes)
-        quarantined, workers = Count[str](), Count[str]()
+        quarantined, workers, memory = Count[str](), Count[str](), Count[str]()
         for pool in service.pools:
             env = env_label(pool.env.name or pool.env.id)
             env_opened(env)  # before `COUNTED` is asked, which comes later
             quarantined[env] += len(pool.quarantined_tasks)
             workers[env] += pool.num_workers
+            memory[env] += sum(worker.memory_bytes for worker in pool.workers)
         for env in quarantined:
             sheet.put(QUARANTINED, quarantined[env], env)
             sheet.put(WORKERS, workers[env], env)
+            sheet.put(WORKER_MEMORY, memory[env], env)
+        idle = [pool.num_workers for pool in service.pools if pool.idle_since is not None]
+        sheet.put(IDLE_WORKERS, sum(idle))
 
     return make_registry("env-server", [StateCollector(FAMILIES, read), *COUNTED])

@@ -30,7 +30,13 @@ WORKER_DEATHS = Counter(
     ["env"],
     registry=None,
 )
-COUNTED = (ROLLOUTS, ROLLOUT_SECONDS, APPEND_SECONDS, WORKER_DEATHS)
+WORKER_STARTS = Counter(
+    "millrace_env_server_worker_starts_total",
+    "Env workers that were started, by how: fork (from the template) or spawn (by themselves, which takes seconds).",
+    ["how"],
+    registry=None,
+)
+COUNTED = (ROLLOUTS, ROLLOUT_SECONDS, APPEND_SECONDS, WORKER_DEATHS, WORKER_STARTS)
 
 env_label = BoundedLabel()
 
@@ -51,3 +57,8 @@ def env_opened(env: str) -> None:
 def worker_died(env: str) -> None:
     """A worker of the environment ended by itself."""
     WORKER_DEATHS.labels(env_label(env)).inc()
+
+
+def worker_started(how: str) -> None:
+    """A worker process exists."""
+    WORKER_STARTS.labels(how).inc()

@@ -7,34 +7,37 @@ Every rollout ends, whatever its environment does, and one bad task does not tak
 * A worker that somebody killed or stopped from outside (SIGKILL, SIGSTOP) makes no suspects the first time: what it
   played is played again at once, side by side. If that happens to a rollout twice, its task is a suspect like others:
   the kernel's out-of-memory killer strikes from outside, too.
-* Suspects are replayed one at a time in a separate probe worker. A task that ends its rollout there is cleared, and its
-  other rollouts go back to the shared workers. A task that kills the probe worker, alone, has now been in flight in two
-  deaths: it is quarantined, and its rollouts end as QUARANTINED from then on.
+* Suspects are replayed alone in probe workers, several tasks side by side (`probes`). A task that ends its rollout
+  there is cleared, and its other rollouts go back to the shared workers. A task that kills a probe worker, alone, and
+  has been in flight in two deaths, is quarantined, and its rollouts end as QUARANTINED from then on.
+* While an environment's tasks do so often, those that were not tried yet are probed from the start, and when most of
+  them do, the environment is given up: ENV_KILLS_WORKERS names tasks and exit codes (`verdicts`).
 * A worker that was asked to end (SIGTERM, SIGINT, SIGHUP), wherever it played, accuses nobody: the rollout is played
   again, twice at most; after that such an end counts like others.
 * While the env-server leaves, the death of a worker is no news at all: what is around it is being stopped. Workers
   are not started again, and a rollout that lost its worker does not end here (PlayAbandonedError): others play it.
-* A rollout is started at most three times (twice shared, once probed), and twice more if workers are asked to end, so
+* A rollout is started at most four times (twice shared, twice probed), and twice more if workers are asked to end, so
   it ends even if workers die for other reasons.
+
+An environment that nobody plays rests: its workers end, and what is known of it stays (`rest`). The next play wakes it.
 """
 
 import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from millrace.env_server import play_meters
+from millrace.env_server.deaths import Cause, EnvLoadError, WorkerDiedError
 from millrace.env_server.outcome import Outcome, failed, make_rollout
-from millrace.env_server.supervisor import (
-    DEFAULT_BLOCKED_GRACE_S,
-    DEFAULT_FROZEN_S,
-    EnvLoadError,
-    WorkerDiedError,
-    WorkerProcess,
-)
+from millrace.env_server.probes import Probes
+from millrace.env_server.starter import WorkerStarter
+from millrace.env_server.supervisor import DEFAULT_BLOCKED_GRACE_S, DEFAULT_FROZEN_S, WorkerProcess
+from millrace.env_server.verdicts import Verdicts
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
@@ -56,6 +59,8 @@ _STABLE_S = 60.0
 _MAX_ASKED_ENDS = 2
 # Loads that may be ended from outside, one after the other, before the environment counts as failed.
 _MAX_KILLED_LOADS = 3
+KILLS_WORKERS = "ENV_KILLS_WORKERS"
+"""Error type of an environment that is given up because most of its tasks end their workers."""
 
 
 class PlayAbandonedError(Exception):
@@ -70,13 +75,14 @@ class PoolLimits:
     load_timeout_s: float = LOAD_TIMEOUT_S
     blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S
     frozen_s: float = DEFAULT_FROZEN_S
+    num_probes: int = 4
     probe_idle_s: float = 60.0
 
 
 class EnvPool:
-    """The shared workers and the probe worker of one environment."""
+    """The shared workers and the probe workers of one environment."""
 
-    def __init__(self, env: env_service_pb2.EnvSpec, limits: PoolLimits) -> None:
+    def __init__(self, env: env_service_pb2.EnvSpec, limits: PoolLimits, starter: WorkerStarter) -> None:
         self.env = env
         self.info: env_worker_pb2.EnvLoaded | None = None
         self.failure: EnvLoadError | None = None
@@ -84,36 +90,66 @@ class EnvPool:
         self.num_deaths = 0
         self.num_playing = 0
         """Rollouts that workers play."""
+        self.runs: set[str] = set()
+        """Uids of the runs that played here."""
+        self.verdicts = Verdicts()
         self._limits = limits
+        self._starter = starter
         self._workers: list[WorkerProcess | None] = [None] * limits.num_workers
         self._changed = asyncio.Condition()
         self._supervisors: list[asyncio.Task[None]] = []
-        self._probe: WorkerProcess | None = None
-        self._probe_lane = asyncio.Lock()
-        self._probe_retirement: asyncio.TimerHandle | None = None
-        self._retiring: set[asyncio.Task[None]] = set()
-        self._suspects: set[str] = set()
-        self._quarantined: dict[str, str] = {}
+        self.probes = Probes(env.id, self._start_probe, limit=limits.num_probes, idle_s=limits.probe_idle_s)
+        self._ending: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
+        self._num_plays = 0
+        self._used_at = time.monotonic()
         self._is_leaving = False
 
     def start(self) -> None:
-        """Begin to load, in the background."""
+        """Begin to load, in the background; nothing if it is loaded, or being loaded."""
+        self._used_at = time.monotonic()
+        if self._supervisors or self._is_leaving or self.failure is not None:
+            return
         for slot in range(self._limits.num_workers):
             name = f"supervise {self.env.id} {slot}"
             self._supervisors.append(asyncio.create_task(self._supervise(slot), name=name))
+
+    @property
+    def idle_since(self) -> float | None:
+        """Monotonic time since which nobody plays here; None while somebody does, or while it is being loaded."""
+        is_loading = self.failure is None and self.info is None
+        return None if self._num_plays or is_loading else self._used_at
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it has no workers, and is going to have none until it is used."""
+        return not self._supervisors and not self.num_workers
+
+    def rest(self) -> asyncio.Task[None]:
+        """End the workers of an idle environment; what it is known for stays, and the next play starts them again."""
+        supervisors, self._supervisors = self._supervisors, []
+        running = [worker for worker in self._workers if worker is not None]
+        self._workers = [None] * self._limits.num_workers
+        return self._in_background(self._end(supervisors, running))
 
     async def close(self) -> None:
         """End every worker; rollouts that are still played end as ENV_ERROR."""
         if self.failure is None:
             await self._fail(EnvLoadError("PoolClosed", "the env-server ended the environment's workers"))
-        for supervisor in self._supervisors:
+        await self.rest()
+        await asyncio.gather(*self._ending)
+
+    async def _end(self, supervisors: Sequence[asyncio.Task[None]], workers: Sequence[WorkerProcess]) -> None:
+        for supervisor in supervisors:
             supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
-        if self._probe_retirement is not None:
-            self._probe_retirement.cancel()
-        running = [worker for worker in (*self._workers, self._probe) if worker is not None]
-        await asyncio.gather(*(worker.close() for worker in running), *self._retiring)
+        await asyncio.gather(*supervisors, return_exceptions=True)
+        await asyncio.gather(*(worker.close() for worker in workers), self.probes.close())
+
+    def _in_background(self, ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(ending, name=f"end workers of {self.env.id}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
 
     async def leave(self) -> None:
         """The env-server is about to end: what workers play may finish, and their deaths accuse nobody from now on."""
@@ -123,30 +159,47 @@ class EnvPool:
     @property
     def quarantined_tasks(self) -> Sequence[str]:
         """Ids of the tasks that are not played any more."""
-        return tuple(self._quarantined)
+        return tuple(self.verdicts.quarantined)
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """Workers that have loaded the environment and live, probe workers included."""
+        shared = [worker for worker in self._workers if worker is not None and worker.is_ready]
+        return [*shared, *self.probes.workers]
 
     @property
     def num_workers(self) -> int:
-        """Workers that have loaded the environment and live, the probe worker included."""
-        return sum(1 for worker in (*self._workers, self._probe) if worker is not None and worker.is_ready)
+        """How many `workers` there are."""
+        return len(self.workers)
 
     async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
         """Play the request's members together; one rollout per member, whatever happens.
 
         Raises PlayAbandonedError while the env-server leaves, and only then.
         """
+        self.runs.add(request.run_uid)
+        self._num_plays += 1
+        try:
+            self.start()
+            return await self._play(request, tokenizer_dir)
+        finally:
+            self._num_plays -= 1
+            self._used_at = time.monotonic()
+
+    async def _play(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
+        """Play it until it ends."""
         task_id = self.task_id(request)
-        shared_deaths = num_asked = 0
+        num_deaths = num_asked = 0
         while True:
             if self._is_forsaken:
                 raise PlayAbandonedError
             if self.failure is not None:
                 kind, message = self.failure.error_type, str(self.failure)
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, kind, message))
-            if reason := self._quarantined.get(task_id):
+            if reason := self.verdicts.why_not(task_id):
                 return self._failures(request, failed(RolloutStatus.QUARANTINED, "TaskQuarantined", reason))
-            must_probe = shared_deaths >= _MAX_SHARED_DEATHS
-            is_probed = must_probe or task_id in self._suspects
+            must_probe = num_deaths >= _MAX_SHARED_DEATHS
+            is_probed = must_probe or self.verdicts.is_suspect(task_id)
             began = time.monotonic()
             try:
                 if is_probed:
@@ -154,19 +207,22 @@ class EnvPool:
                 else:
                     rollouts = await self._play_shared(request, tokenizer_dir)
                 if rollouts is not None:
+                    self.verdicts.clear(task_id)
                     return rollouts
             except WorkerDiedError as error:
                 logger.warning("rollout lost its worker", extra={"task": task_id, "reason": str(error)})
                 if self._is_leaving:
                     raise PlayAbandonedError from error
-                if error.is_asked and num_asked < _MAX_ASKED_ENDS:
+                if error.death.cause is Cause.ASKED and num_asked < _MAX_ASKED_ENDS:
                     num_asked += 1
-                elif is_probed:
-                    return self._condemn(request, task_id, error, seconds=time.monotonic() - began)
+                elif self.failure is not None:
+                    continue  # its workers are ended for that
+                elif is_probed and (num_deaths or task_id in self.verdicts.suspects):
+                    return await self._condemn(request, task_id, error, seconds=time.monotonic() - began)
                 else:
-                    shared_deaths += 1
-                    if not error.is_from_outside or shared_deaths > 1:
-                        self._suspects.add(task_id)
+                    num_deaths += 1
+                    if not error.death.is_from_outside or num_deaths > 1:
+                        self.verdicts.suspect(task_id)
 
     def task_id(self, request: env_service_pb2.PlayGroupRequest) -> str:
         """Id of the request's task; the pool must be READY and the index in range."""
@@ -196,19 +252,18 @@ class EnvPool:
     async def _play_probed(
         self, request: env_service_pb2.PlayGroupRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
     ) -> list[rollout_pb2.Rollout] | None:
-        """Play alone in the probe worker; None if the task's standing changed while this rollout was in the queue.
+        """Play alone in a probe worker; None if the task's standing changed while this rollout was in the queue.
 
         Raises WorkerDiedError; PlayAbandonedError while the env-server leaves.
         """
-        with waits.waiting(f"probe of suspect task {task_id} of {self.env.id}", waits_on="env worker"):
-            await self._probe_lane.acquire()
-        try:
-            if task_id in self._quarantined or (task_id not in self._suspects and not must_probe):
+        async with self.probes.turn(task_id):
+            is_settled = not must_probe and not self.verdicts.is_suspect(task_id)
+            if is_settled or self.failure is not None or self.verdicts.why_not(task_id):
                 return None
             try:
-                worker = await self._probe_worker()
-                with self._playing(request):
-                    rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
+                async with self.probes.worker() as worker:
+                    with self._playing(request):
+                        rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
             except EnvLoadError as error:
                 if self._is_leaving:
                     raise PlayAbandonedError from error
@@ -216,23 +271,25 @@ class EnvPool:
             except OSError as error:
                 message = f"cannot start a probe worker: {error}"
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, type(error).__name__, message))
-            self._suspects.discard(task_id)
+            self.verdicts.clear(task_id)  # before the next one of its task has its turn
             return rollouts
-        finally:
-            self._schedule_probe_retirement()
-            self._probe_lane.release()
 
-    def _condemn(
+    async def _condemn(
         self, request: env_service_pb2.PlayGroupRequest, task_id: str, error: WorkerDiedError, *, seconds: float
     ) -> list[rollout_pb2.Rollout]:
-        self._suspects.discard(task_id)
         play_meters.worker_died(self.env.name or self.env.id)
-        self._quarantined[task_id] = (
+        reason = (
             f"task {task_id} of environment {self.env.id} ended two worker processes, the second one alone ({error}); "
             "it is not played again until the env-server restarts: fix the environment or drop the task"
         )
+        self.verdicts.quarantine(task_id, reason, end=error.death.how)
         logger.error("task quarantined", extra={"task": task_id, "env": self.env.id, "reason": str(error)})
-        if error.is_blocked:
+        hopeless = self.verdicts.hopeless(num_probing=self.probes.num_probing)
+        if hopeless and self.failure is None:
+            remedy = "mend the environment, or raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
+            await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}; {remedy}"))
+            self.rest()
+        if error.death.cause is Cause.BLOCKED:
             outcome = failed(RolloutStatus.TIMEOUT, "WorkerBlocked", str(error))
         else:
             outcome = failed(RolloutStatus.WORKER_DIED, "WorkerDied", str(error))
@@ -320,16 +377,24 @@ class EnvPool:
         self.failed_at = time.monotonic()
         await self._notify()
 
-    async def _start_worker(self, name: str, slot: int | None) -> WorkerProcess:
+    async def _start_worker(self, name: str, slot: int | None = None) -> WorkerProcess:
         """Start a worker and wait until it has loaded the same tasks as the first one. Raises EnvLoadError."""
         limits = self._limits
         worker = await WorkerProcess.spawn(
-            self.env, name=name, blocked_grace_s=limits.blocked_grace_s, frozen_s=limits.frozen_s
+            self.env, self._starter, name=name, blocked_grace_s=limits.blocked_grace_s, frozen_s=limits.frozen_s
         )
         if slot is not None:
-            self._workers[slot] = worker  # close() finds it while it loads
-        else:
-            self._probe = worker
+            self._workers[slot] = worker  # `rest` finds it while it loads
+        try:
+            await self._loaded(worker)
+        except asyncio.CancelledError:
+            if slot is None:
+                self._in_background(worker.close())
+            raise
+        return worker
+
+    async def _loaded(self, worker: WorkerProcess) -> None:
+        """Wait until the worker has loaded the tasks of the others. Raises EnvLoadError."""
         timeout_s = self._limits.load_timeout_s
         with waits.waiting(f"environment {self.env.id} to load", waits_on="env worker", deadline_s=timeout_s):
             try:
@@ -348,34 +413,17 @@ class EnvPool:
                 f"a new worker of environment {self.env.id} loaded other tasks than the first one; "
                 "make its data a function of its args (a fixed seed)",
             )
-        return worker
 
-    async def _probe_worker(self) -> WorkerProcess:
-        if self._probe_retirement is not None:
-            self._probe_retirement.cancel()
+    async def _start_probe(self) -> WorkerProcess:
+        """Start a probe worker; again if loading was ended from outside. Raises EnvLoadError, OSError."""
         num_killed_loads = 0
-        while self._probe is None or not self._probe.is_ready:
+        while True:
             if self._is_leaving:
-                raise PlayAbandonedError
+                raise EnvLoadError("Leaving", "the env-server leaves")
             try:
-                return await self._start_worker(f"{self.env.id}#probe{next(self._numbers)}", None)
+                return await self._start_worker(f"{self.env.id}#probe{next(self._numbers)}")
             except EnvLoadError as error:
                 num_killed_loads += 1
                 if not error.is_from_outside or num_killed_loads >= _MAX_KILLED_LOADS:
                     raise
                 logger.warning("loading was ended from outside, trying again", extra={"env": self.env.id})
-        return self._probe
-
-    def _schedule_probe_retirement(self) -> None:
-        """A probe worker is needed seldom and holds 250 MB: it ends after a while without suspects."""
-        if self._probe_retirement is not None:
-            self._probe_retirement.cancel()
-        loop = asyncio.get_running_loop()
-        self._probe_retirement = loop.call_later(self._limits.probe_idle_s, self._retire_probe)
-
-    def _retire_probe(self) -> None:
-        if self._probe is not None and not self._probe_lane.locked():
-            worker, self._probe = self._probe, None
-            task = asyncio.create_task(worker.close())
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)

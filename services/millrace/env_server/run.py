@@ -2,17 +2,22 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
 from millrace import __version__
-from millrace.env_server.main import EnvServerSettings
+from millrace.env_server import landlock
+from millrace.env_server.confinement import Confinement
 from millrace.env_server.meters import registry_of
 from millrace.env_server.pool import PoolLimits
 from millrace.env_server.service import EnvService, teacher_key_problem
+from millrace.env_server.settings import EnvServerSettings
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.spool import Spool
+from millrace.env_server.starter import WorkerStarter
 from millrace.env_server.teacher import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
+from millrace.env_server.warm import WarmKeeper, WarmLimits
 from millrace.errors import first_error
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import (
@@ -38,12 +43,22 @@ SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_na
 # instead of playing it again; an unreachable log must not keep it from registering.
 _RECOVER_S = 3.0
 _FAREWELL_S = 1.0
+# Watermark of a run that has ended.
+_EVERYTHING = 2**63 - 1
+
+logger = logging.getLogger(__name__)
 
 
-async def run(settings: Settings, own: EnvServerSettings) -> None:
+async def run(settings: Settings, own: EnvServerSettings, confinement: Confinement) -> None:
     """Serve until SIGTERM or SIGINT. Raises MillraceError if it cannot start or is refused for good."""
+    own.make_private()
+    extra = {"isolation": confinement.isolation.value, "landlock": landlock.version()}
+    logger.info("environments are confined", extra=extra)
+    starter = WorkerStarter(confinement)
+    warming = asyncio.create_task(starter.warm(), name="warm the template")  # while the rest starts
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
-    tokenizers = await asyncio.to_thread(TokenizerFiles, store)
+    readable = starter.directory if confinement.user is not None else None
+    tokenizers = await asyncio.to_thread(TokenizerFiles, store, parent=readable)
     teachers = Teachers(store, tokenizers, prefix=settings.prefix, key_problem=teacher_key_problem)
     worker_id = new_worker_id("env-server")
     async with _open_sink(settings, own) as sink:
@@ -51,16 +66,20 @@ async def run(settings: Settings, own: EnvServerSettings) -> None:
             sink=sink,
             tokenizers=tokenizers,
             worker_id=worker_id,
+            starter=starter,
             capacity=own.capacity,
-            limits=PoolLimits(num_workers=own.num_workers),
+            limits=PoolLimits(num_workers=own.num_workers, num_probes=own.num_probes),
             teachers=teachers,
         )
+        keeper = WarmKeeper(service=service, limits=WarmLimits(idle_s=own.idle_s, num_workers=own.idle_workers))
         try:
             await sink.recover(timeout_s=_RECOVER_S)
             async with metrics_server(settings.metrics_listen, registry_of(service, sink)):
-                await _Registered(settings, service, sink, worker_id).serve()
+                await _Registered(settings, service, sink, keeper, worker_id).serve()
         finally:
+            warming.cancel()
             await service.close()
+            await starter.close()
             await teachers.close()
             tokenizers.close()
 
@@ -89,7 +108,10 @@ async def _open_sink(settings: Settings, own: EnvServerSettings) -> AsyncIterato
 class _Registered:
     """Serves gRPC, and keeps the worker registered from the moment that the port is known until the last moment."""
 
-    def __init__(self, settings: Settings, service: EnvService, sink: RolloutSink, worker_id: str) -> None:
+    def __init__(
+        self, settings: Settings, service: EnvService, sink: RolloutSink, keeper: WarmKeeper, worker_id: str
+    ) -> None:
+        self._keeper = keeper
         self._settings = settings
         self._service = service
         self._sink = sink
@@ -105,6 +127,7 @@ class _Registered:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._announce(), name="announce")
                 group.create_task(self._leave(), name="leave")
+                keeping = group.create_task(self._keeper.run(), name="keep warm")
                 await serve(
                     self._settings.require("listen"),
                     self._add_service,
@@ -115,6 +138,7 @@ class _Registered:
                     before_stop=self._drain,
                 )
                 self._is_gone.set()
+                keeping.cancel()
         except BaseExceptionGroup as errors:
             # One of them failed and the others were cancelled; the caller wants the error, not the group.
             raise first_error(errors) from None
@@ -161,5 +185,7 @@ class _Registered:
         return HeartbeatRequest(num_playing=self._service.num_rollouts, is_leaving=self._service.is_leaving)
 
     def _note_assignments(self, reply: HeartbeatResponse) -> None:
+        live = (assignment.run_uid for assignment in reply.assignments if assignment.resolved_below != _EVERYTHING)
+        self._keeper.live_runs = frozenset(live)
         for assignment in reply.assignments:
             self._sink.note_run(assignment.run_uid, assignment.resolved_below, assignment.log_instance)

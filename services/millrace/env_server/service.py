@@ -12,10 +12,11 @@ from millrace.decoding import decode_object
 from millrace.env_server import play_meters
 from millrace.env_server.adapter import MAX_ARGS_BYTES, parse_args
 from millrace.env_server.groups import Groups, PlayingGroup, group_key
+from millrace.env_server.inherited import is_ours, worker_environ
 from millrace.env_server.outcome import failed, make_rollout
 from millrace.env_server.pool import EnvPool, PlayAbandonedError, PoolLimits
 from millrace.env_server.sink import RolloutSink
-from millrace.env_server.supervisor import is_ours, worker_environ
+from millrace.env_server.starter import WorkerStarter
 from millrace.env_server.tasks import canonical_json
 from millrace.env_server.teacher import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
@@ -57,6 +58,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         sink: RolloutSink,
         tokenizers: TokenizerFiles,
         worker_id: str,
+        starter: WorkerStarter,
         capacity: int = DEFAULT_CAPACITY,
         limits: PoolLimits | None = None,
         teachers: Teachers | None = None,
@@ -71,6 +73,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         self._teachers = teachers
         self._worker_id = worker_id
         self._limits = limits or PoolLimits()
+        self._starter = starter
         self._pools: dict[bytes, EnvPool] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -83,6 +86,10 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     def pools(self) -> list[EnvPool]:
         """The environments that were opened."""
         return list(self._pools.values())
+
+    def forget(self, pool: EnvPool) -> None:
+        """An environment that rests is unknown from now on; the next OpenEnv loads it."""
+        self._pools = {key: known for key, known in self._pools.items() if known is not pool}
 
     async def leave(self) -> None:
         """Take nothing new; workers that end from now on are no news."""
@@ -185,8 +192,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             closing.add_done_callback(self._closing.discard)
             pool = None
         if pool is None:
-            pool = self._pools[key] = EnvPool(env, self._limits)
-            pool.start()
+            pool = self._pools[key] = EnvPool(env, self._limits, self._starter)
+        pool.start()
         return pool
 
     def _ready_pool(self, request: env_service_pb2.PlayGroupRequest) -> EnvPool:

@@ -3,24 +3,23 @@
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import socket
-import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Self
 
-from millrace.config.client import WITHHELD_KEY_PREFIX
+from millrace.env_server import census
+from millrace.env_server.deaths import Cause, Death, EnvLoadError, WorkerDiedError, describe_death
 from millrace.env_server.engine_access import engine_token_for_workers
+from millrace.env_server.forkserver import ForkedProcess
 from millrace.env_server.frames import encode_frame, read_frame
+from millrace.env_server.limits import WorkerLimits
 from millrace.env_server.pulse import Pulse
+from millrace.env_server.starter import Process, Started, WorkerStarter
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.telemetry import faults, waits
 from millrace.telemetry.faults import Point
-from millrace.telemetry.settings import Settings, variable_name
 
 logger = logging.getLogger(__name__)
 
@@ -37,55 +36,30 @@ _SILENT_S = 3.0
 _SILENT_OVERDUE_S = 8.0
 DEFAULT_FROZEN_S = 20.0
 _FROZEN_LOADING_S = 60.0
-# Where our processes are is no business of an environment; how to log is its worker's.
-_WITHHELD = {variable_name(part.name) for part in fields(Settings)} - {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON"}
-_STORE_CREDENTIALS = "AWS_"
-_ASKED = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
-
-
-class WorkerDiedError(Exception):
-    """The worker ended while it played.
-
-    `is_blocked` says that the env-server killed it because its loop did not answer, `is_from_outside` that what ended
-    it came from outside: somebody killed it, or stopped it and the env-server then killed it. `is_asked` says that it
-    was asked to end (SIGTERM and the like): that, unlike SIGKILL, is nothing that a want of memory does.
-    """
-
-    def __init__(
-        self, message: str, *, is_blocked: bool, is_from_outside: bool = False, is_asked: bool = False
-    ) -> None:
-        super().__init__(message)
-        self.is_blocked = is_blocked
-        self.is_from_outside = is_from_outside
-        self.is_asked = is_asked
-
-
-class EnvLoadError(Exception):
-    """The environment could not be loaded; `is_from_outside` says that it was not its own doing."""
-
-    def __init__(self, error_type: str, message: str, *, is_from_outside: bool = False) -> None:
-        super().__init__(message)
-        self.error_type = error_type
-        self.is_from_outside = is_from_outside
 
 
 @dataclass(eq=False, kw_only=True)
 class WorkerProcess:
     """A running worker. Made by `spawn`; `loaded` and `exited` tell where it is."""
 
-    process: asyncio.subprocess.Process
+    started: Started
+    limits: WorkerLimits
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     name: str
     blocked_grace_s: float
     frozen_s: float
     pulse: Pulse
+    memory_bytes: int = field(default=0, init=False)
+    """Memory of it and its children when it was looked at last."""
+    peak_bytes: int = field(default=0, init=False)
+    """Most memory that was seen of it."""
     loaded: asyncio.Future[env_worker_pb2.EnvLoaded] = field(init=False)
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _plays: dict[int, asyncio.Future[list[rollout_pb2.Rollout]]] = field(default_factory=dict, init=False)
     _next_play_id: int = field(default=1, init=False)
-    _blocked_reason: str = field(default="", init=False)
-    _is_frozen: bool = field(default=False, init=False)
+    _is_closing: bool = field(default=False, init=False)
+    _killed: tuple[Cause, str] | None = field(default=None, init=False)
     _heard: float = field(default=0.0, init=False)
     _listener: asyncio.Task[None] = field(init=False)
     _watch: asyncio.Task[None] = field(init=False)
@@ -94,6 +68,7 @@ class WorkerProcess:
     async def spawn(
         cls,
         env: env_service_pb2.EnvSpec,
+        starter: WorkerStarter,
         *,
         name: str,
         blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S,
@@ -103,18 +78,8 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         our_pulse, their_pulse = socket.socketpair()
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "millrace.env_server.worker",
-                f"--fd={theirs.fileno()}",
-                f"--pulse-fd={their_pulse.fileno()}",
-                pass_fds=[theirs.fileno(), their_pulse.fileno()],
-                env={**worker_environ(os.environ), **engine_token_for_workers().environ()},
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError:
+            started = await starter.start(theirs.fileno(), their_pulse.fileno())
+        except BaseException:  # raised on
             ours.close()
             our_pulse.close()
             raise
@@ -123,7 +88,8 @@ class WorkerProcess:
             their_pulse.close()
         reader, writer = await asyncio.open_connection(sock=ours)
         worker = cls(
-            process=process,
+            started=started,
+            limits=starter.confinement.limits,
             reader=reader,
             writer=writer,
             name=name,
@@ -135,8 +101,13 @@ class WorkerProcess:
         worker._listener = asyncio.create_task(worker._listen(), name=f"listen {name}")
         worker._watch = asyncio.create_task(worker._watch_life(), name=f"watch {name}")
         await worker._send(env_worker_pb2.WorkerCommand(load=env_worker_pb2.LoadEnv(env=env)))
-        logger.info("env worker started", extra={"worker": name, "pid": process.pid, "env": env.id})
+        logger.info("env worker started", extra={"worker": name, "pid": worker.process.pid, "env": env.id})
         return worker
+
+    @property
+    def process(self) -> Process:
+        """Its process."""
+        return self.started.process
 
     @property
     def num_playing(self) -> int:
@@ -145,8 +116,15 @@ class WorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Loaded and alive."""
-        return not self._ended.is_set() and self.loaded.done() and self.loaded.exception() is None
+        """Loaded, alive, and not asked to end."""
+        return (
+            not self._ended.is_set() and not self._is_closing and self.loaded.done() and self.loaded.exception() is None
+        )
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._ended.is_set()
 
     async def wait_ended(self) -> None:
         """Wait for its end, as long as it takes."""
@@ -156,8 +134,8 @@ class WorkerProcess:
         """Play the request's members; one rollout per member. Raises WorkerDiedError."""
         if self._ended.is_set():
             # Nothing of this play has begun, so it is as little its fault as if somebody had asked the worker to end.
-            message = f"worker {self.name} had ended already"
-            raise WorkerDiedError(message, is_blocked=False, is_from_outside=True, is_asked=True)
+            how = "it had ended already"
+            raise WorkerDiedError(f"worker {self.name} died: {how}", Death(cause=Cause.ASKED, how=how))
         play_id, self._next_play_id = self._next_play_id, self._next_play_id + 1
         answer: asyncio.Future[list[rollout_pb2.Rollout]] = asyncio.get_running_loop().create_future()
         self._plays[play_id] = answer
@@ -184,16 +162,17 @@ class WorkerProcess:
             await self._ended.wait()  # SIGKILL: the kernel ends it
         return await answer
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, cause: Cause = Cause.BLOCKED) -> None:
         """SIGKILL its process group; its plays end with WorkerDiedError."""
         if not self._ended.is_set():
             logger.warning("env worker killed", extra={"worker": self.name, "reason": reason})
-            self._blocked_reason = self._blocked_reason or reason
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self._killed = self._killed or (cause, reason)
+            # Its children first: once it is dead those that left its session are nobody's.
+            census.kill_all(self.process.pid)
 
     async def close(self) -> None:
         """Close the socket, which ends it; kill it if it does not end."""
+        self._is_closing = True
         self.writer.close()
         try:
             async with asyncio.timeout(_CLOSE_S):
@@ -221,10 +200,19 @@ class WorkerProcess:
                 looked = now
                 if self.loaded.done():
                     self.writer.write(encode_frame(env_worker_pb2.WorkerCommand()))
+                self._weigh()
                 self._judge(wait, frozen_s=self.pulse.ask(), silent_s=now - self._heard)
         finally:
             wait.over()
             self.pulse.close()
+
+    def _weigh(self) -> None:
+        """Look at what its processes use, and kill it if that is more than it may."""
+        usage = census.CENSUS.usage(self.process.pid)
+        self.memory_bytes = usage.rss_bytes
+        self.peak_bytes = max(self.peak_bytes, usage.rss_bytes, census.peak_bytes(self.process.pid))
+        if problem := self.limits.exceeded_by(usage):
+            self.kill(problem, Cause.LIMIT)
 
     def _judge(self, wait: waits.LastingWait, *, frozen_s: float, silent_s: float) -> None:
         """Say what is wrong with the worker, and kill it if its process does not run."""
@@ -232,8 +220,7 @@ class WorkerProcess:
         who = f"env worker {self.name} (pid {self.process.pid}), which has not answered for"
         waiting = f"{len(self._plays)} rollouts wait"
         if frozen_s > limit_s:
-            self._is_frozen = True
-            self.kill(f"frozen: its process gave no sign of life for {frozen_s:.0f} s")
+            self.kill(f"frozen: its process gave no sign of life for {frozen_s:.0f} s", Cause.FROZEN)
         elif frozen_s >= _SILENT_S:
             reason = f"{who} {frozen_s:.0f} s: its process is frozen, and is killed after {limit_s:g} s; {waiting}"
             wait.on(
@@ -265,8 +252,8 @@ class WorkerProcess:
             self.kill("closed its socket and did not end")
             await self.process.wait()
         # Children of the environment outlive a worker that crashed.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(census.kill_all, self.process.pid)
+        await self.started.forget()
 
     def _take(self, report: env_worker_pb2.WorkerReport) -> None:
         self._heard = time.monotonic()
@@ -287,50 +274,17 @@ class WorkerProcess:
                 logger.error("unknown report of an env worker", extra={"worker": self.name, "report": other})
 
     def _end(self) -> None:
-        how = self._blocked_reason or describe_exit(self.process.returncode)
+        if isinstance(self.process, ForkedProcess):
+            self.peak_bytes = max(self.peak_bytes, self.process.peak_bytes)
+        death = describe_death(self.process.returncode, killed=self._killed, peak_bytes=self.peak_bytes)
         self._ended.set()
-        # These signals come from outside, as a rule; the environment's own crashes look else.
-        is_asked = not self._blocked_reason and self.process.returncode in _ASKED
-        is_killed = not self._blocked_reason and self.process.returncode == -signal.SIGKILL
-        is_from_outside = self._is_frozen or is_killed or is_asked
         self._watch.cancel()
         self.writer.close()
         if not self.loaded.done():
-            message = f"the environment's process ended while loading: {how}"
-            self.loaded.set_exception(EnvLoadError("WorkerDied", message, is_from_outside=is_from_outside))
+            message = f"the environment's process ended while loading: {death.how}"
+            self.loaded.set_exception(EnvLoadError("WorkerDied", message, is_from_outside=death.is_from_outside))
         self.loaded.exception()  # retrieved: nobody may be waiting for it any more
         for answer in self._plays.values():
             if not answer.done():
-                is_blocked = bool(self._blocked_reason) and not self._is_frozen
-                message = f"worker {self.name} died: {how}"
-                error = WorkerDiedError(
-                    message, is_blocked=is_blocked, is_from_outside=is_from_outside, is_asked=is_asked
-                )
-                answer.set_exception(error)
-        logger.info("env worker ended", extra={"worker": self.name, "how": how})
-
-
-def worker_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a worker inherits: everything but what is ours and the keys that only the env-server uses (a teacher's)."""
-    return {
-        key: value for key, value in environ.items() if not is_ours(key) and not key.startswith(WITHHELD_KEY_PREFIX)
-    }
-
-
-def is_ours(variable: str) -> bool:
-    """Whether it is our placement (Redis and its password, the store, the files of tokens) or the store's keys.
-
-    Environments are foreign code that runs code of models: neither may write to the log or the store. All `AWS_*` goes,
-    because profiles and role files lead to the same keys; an environment that needs AWS of its own gets it by its args.
-    """
-    return variable in _WITHHELD or variable.startswith(_STORE_CREDENTIALS)
-
-
-def describe_exit(returncode: int | None) -> str:
-    """`exit code 17` or `killed by SIGKILL`."""
-    if returncode is not None and returncode < 0:
-        try:
-            return f"killed by {signal.Signals(-returncode).name}"
-        except ValueError:
-            return f"killed by signal {-returncode}"
-    return f"exit code {returncode}"
+                answer.set_exception(WorkerDiedError(f"worker {self.name} died: {death.how}", death))
+        logger.info("env worker ended", extra={"worker": self.name, "how": death.how})

@@ -19,10 +19,13 @@ _MAX_DIRECTORIES = 8
 class TokenizerFiles:
     """A cache of directories. Manifests with equal files share one, so a new version costs no new tokenizer."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, *, parent: Path | None = None) -> None:
+        """In a directory of `parent` that every user can read, by default one of the scratch files, for this user."""
         self._store = store
         self._owned = ExitStack()
-        self._root = self._owned.enter_context(owned_directory("tokenizers"))
+        self._root = self._owned.enter_context(owned_directory("tokenizers", parent=parent))
+        if parent is not None:
+            self._root.chmod(0o711)
         self._by_manifest: OrderedDict[str, Path] = OrderedDict()
         self._lock = asyncio.Lock()
 
@@ -55,6 +58,8 @@ class TokenizerFiles:
                     remedy="publish the policy again",
                 )
             (partial / name).write_bytes(data)
+            (partial / name).chmod(0o644)
+        partial.chmod(0o755)  # whether workers of another user come here is said by the directory above
         partial.rename(target)
         return target
 

@@ -1,4 +1,4 @@
-"""An environment worker: `python -m millrace.env_server.worker --fd N --pulse-fd M`.
+"""An environment worker: `python -m millrace.env_server.worker --fd N --pulse-fd M …`, or a copy of `template`.
 
 Hosts one environment: loads it in the main thread, then plays rollouts in one event loop. It speaks frames over the
 socket that it inherits and ends when the socket closes. Its own deadline ends a rollout that waits or overruns; what
@@ -7,17 +7,17 @@ blocks the whole loop is the parent's to kill.
 
 import argparse
 import asyncio
-import ctypes
 import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from millrace.decoding import decode_object
 from millrace.env_server.adapter import EnvAdapter, describe_load_error, load_adapter
+from millrace.env_server.confinement import Confinement
 from millrace.env_server.frames import HEAD_BYTES, decode_frame, encode_frame, frame_length, read_frame
 from millrace.env_server.outcome import Outcome, failed, make_rollout
 from millrace.env_server.pulse import start_answering
@@ -35,22 +35,29 @@ CANCEL_GRACE_S = 2.0
 # The libraries hop to threads per turn; two cores' default of six threads would queue them.
 _EXECUTOR_THREADS = 32
 _EXIT_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Load, report, play."""
+    """Started by itself."""
     parser = argparse.ArgumentParser(description="Millrace environment worker; started by the env-server.")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket")
     parser.add_argument("--pulse-fd", type=int, required=True, help="inherited socket on which every byte is answered")
+    parser.add_argument("--directory", required=True, help="working directory of this worker alone")
+    parser.add_argument("--confinement", required=True, help="what it may, as JSON")
     args = parser.parse_args()
-    channel = socket.socket(fileno=args.fd)
-    start_answering(socket.socket(fileno=args.pulse_fd))
-    _die_with_parent()
+    confinement = decode_object(args.confinement, what="--confinement", reason="SETTINGS_INVALID")
+    run(args.fd, args.pulse_fd, args.directory, Confinement.from_json(confinement))
+
+
+def run(channel_fd: int, pulse_fd: int, directory: str, confinement: Confinement) -> None:
+    """Confine this process, then load, report, play."""
+    confinement.enter(directory)
+    for inherited in (channel_fd, pulse_fd):
+        os.set_inheritable(inherited, False)  # what the environment starts does not get them
+    channel = socket.socket(fileno=channel_fd)
+    start_answering(socket.socket(fileno=pulse_fd))
     # What environments print belongs to the log, not to a pipe that nobody reads.
     os.dup2(2, 1)
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     setup("env-worker")
     channel.setblocking(True)
     command = _read_first(channel)
@@ -70,12 +77,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     asyncio.run(_Worker(adapter, channel).run())
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when the env-server dies, even while environment code blocks the loop."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _read_first(channel: socket.socket) -> env_worker_pb2.WorkerCommand | None:

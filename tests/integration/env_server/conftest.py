@@ -20,6 +20,7 @@ from millrace.env_server.pool import PoolLimits
 from millrace.env_server.service import EnvService, teacher_key_problem
 from millrace.env_server.sink import RolloutSink
 from millrace.env_server.spool import Spool
+from millrace.env_server.starter import WorkerStarter
 from millrace.env_server.teacher import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
@@ -45,7 +46,7 @@ LOAD_S = 240.0
 def environments_on_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Workers are children of this process: they inherit its PYTHONPATH."""
     before = os.environ.get("PYTHONPATH")
-    paths = [str(FIXTURES / name) for name in ("faulty_v0", "faulty_v1", "rev_text_v1")]
+    paths = [str(FIXTURES / name) for name in ("faulty_v0", "faulty_v1", "rev_text_v1", "spying_env", "hungry_env")]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([before] if before else [])])
     os.environ["FAULTY_MARKER"] = str(tmp_path_factory.mktemp("faulty") / "marker")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -341,8 +342,18 @@ def tokenizer_manifest_key(server: "Server", tokenizer: Any, tmp_path_factory: p
     return published.manifest_key
 
 
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def starter(environments_on_path: None) -> AsyncIterator[WorkerStarter]:
+    """What starts workers: its template imports once per session what they need."""
+    made = WorkerStarter()
+    yield made
+    await made.close()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def server(engine: FakeEngine, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+async def server(
+    engine: FakeEngine, starter: WorkerStarter, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Server]:
     """One env-server per test module: a worker takes seconds to start."""
     store = LocalStore(tmp_path_factory.mktemp("store"))
     redis = open_redis(redis_url)
@@ -361,6 +372,7 @@ async def server(engine: FakeEngine, redis_url: str, tmp_path_factory: pytest.Te
         sink=sink,
         tokenizers=tokenizers,
         worker_id="env-server-test",
+        starter=starter,
         capacity=64,
         limits=PoolLimits(blocked_grace_s=4.0),
         teachers=teachers,

@@ -4,7 +4,6 @@ import asyncio
 import os
 import resource
 import signal
-import subprocess
 import sys
 import uuid
 from collections import Counter
@@ -18,6 +17,7 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
 from patience import patient
+from processes import env_workers_of
 
 from millrace.errors import CapacityError, UnavailableError
 from millrace.internal.v1 import (
@@ -97,7 +97,7 @@ class Place:
                 state = (await call(self.stub.OpenEnv, request, timeout_s=60)).state
                 await asyncio.sleep(0.1)
         assert state == env_service_pb2.ENV_STATE_READY
-        self.workers = workers_of(self.process.pid)
+        self.workers = env_workers_of(self.process.pid)
         return worker
 
     spec = env_service_pb2.EnvSpec(name="faulty", id="faulty-v0")
@@ -145,13 +145,6 @@ class Place:
 
     def spooled(self) -> list[Path]:
         return sorted(self.directory.glob("*/*.rollout"))
-
-
-def workers_of(pid: int) -> list[int]:
-    """Process ids of the environment workers of an env-server."""
-    found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = (line.split(None, 2) for line in found.splitlines()[1:])
-    return [int(row[0]) for row in rows if int(row[1]) == pid and "env_server.worker" in row[2]]
 
 
 def is_running(pid: int) -> bool:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import grpc.aio
 import pytest
 import pytest_asyncio
+from processes import env_workers_of
 
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2, worker_service_pb2_grpc
 from millrace.rpc.channel import call, open_channel
@@ -58,13 +58,6 @@ async def process(redis_url: str, tmp_path: Path) -> AsyncIterator[tuple[asyncio
     await server.stop(0)
 
 
-def workers_of(pid: int) -> list[int]:
-    """Process ids of the environment workers that this env-server started."""
-    found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = (line.split(None, 2) for line in found.splitlines()[1:])
-    return [int(row[0]) for row in rows if int(row[1]) == pid and "env_server.worker" in row[2]]
-
-
 async def open_environment(orchestrator: Orchestrator) -> worker_service_pb2.Worker:
     worker = await asyncio.wait_for(orchestrator.worker, 120)
     async with open_channel(worker.address) as channel:
@@ -93,7 +86,7 @@ async def test_registers_serves_and_drains(process: tuple[Any, Orchestrator]) ->
     running, orchestrator = process
     worker = await open_environment(orchestrator)
     assert worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER and worker.capacity == 32
-    pids = workers_of(running.pid)
+    pids = env_workers_of(running.pid)
     assert len(pids) == 1
     running.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(running.wait(), 120) == 0
@@ -103,7 +96,7 @@ async def test_registers_serves_and_drains(process: tuple[Any, Orchestrator]) ->
 async def test_sigkill_leaves_no_worker_behind(process: tuple[Any, Orchestrator]) -> None:
     running, orchestrator = process
     await open_environment(orchestrator)
-    pids = workers_of(running.pid)
+    pids = env_workers_of(running.pid)
     assert len(pids) == 1
     running.kill()
     await running.wait()

@@ -47,9 +47,9 @@ async def until_there(text: str) -> waits.Wait:
     return wait
 
 
-async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine) -> None:
+async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine, starter) -> None:
     env = env_service_pb2.EnvSpec(name="r", id="reverse-text", args_json='{"num_train": 4, "num_eval": 2}')
-    worker = await WorkerProcess.spawn(env, name="reverse-text#7")
+    worker = await WorkerProcess.spawn(env, starter, name="reverse-text#7")
     try:
         await worker.loaded
         await asyncio.sleep(4)
@@ -85,7 +85,7 @@ async def test_a_worker_that_stays_frozen_is_killed_and_its_rollouts_are_played_
     assert wait.reason.endswith("s: its process is frozen, and is killed after 4 s; 8 rollouts wait")
     rollouts = await playing
     assert [rollout.status for rollout in rollouts] == ["ok"] * 8
-    assert worker.process.returncode == -signal.SIGKILL and not pool._suspects and pool._probe is None
+    assert worker.process.returncode == -signal.SIGKILL and not pool.verdicts.suspects and not pool.probes.workers
 
 
 async def test_code_that_blocks_its_worker_for_longer_is_no_frozen_process(server) -> None:
@@ -143,21 +143,21 @@ async def test_workers_that_are_asked_to_end_accuse_nobody_wherever_they_play(se
     async with asyncio.timeout(120):
         while pool._workers[0] in (None, first) or not pool._workers[0].num_playing:
             await asyncio.sleep(0.01)
-    assert not pool._suspects
-    assert [rollout.status for rollout in await playing] == ["ok", "ok"] and pool._probe is None
-    # A suspect whose probe worker is asked to end, while it loads and while it plays, is no culprit.
+    assert not pool.verdicts.suspects
+    assert [rollout.status for rollout in await playing] == ["ok", "ok"] and not pool.probes.workers
+    # A suspect whose probe worker is asked to end while it plays, twice, is no culprit.
     task_id = pool.task_id(server.request("faulty-v0", 1, args=args))
-    pool._suspects.add(task_id)
+    pool.verdicts.suspect(task_id)
     playing = asyncio.create_task(server.play(server.request("faulty-v0", 1, args=args, size=1)))
     probes = []
     async with asyncio.timeout(120):
-        for is_loading in (True, False):
-            while pool._probe is None or pool._probe in probes or not (is_loading or pool._probe.num_playing):
+        for _ in range(2):
+            while not (fresh := [probe for probe in pool.probes.workers if probe.num_playing and probe not in probes]):
                 await asyncio.sleep(0.01)
-            probes.append(pool._probe)
-            os.kill(pool._probe.process.pid, signal.SIGTERM)
+            probes += fresh
+            os.kill(fresh[0].process.pid, signal.SIGTERM)
     assert [rollout.status for rollout in await playing] == ["ok"]
-    assert not pool._suspects and not pool.quarantined_tasks
+    assert not pool.verdicts.suspects and not pool.quarantined_tasks
 
 
 async def test_a_leaving_env_server_leaves_rollouts_without_a_worker_to_others(server) -> None:
@@ -181,7 +181,7 @@ async def test_a_leaving_env_server_leaves_rollouts_without_a_worker_to_others(s
         async with asyncio.timeout(60):  # it does not wait for a new worker, nor for the grace
             await server.service.drain(grace_s=600)
         assert len(await server.log.read(Stream.ROLLOUTS, count=10_000)) == before and pool.num_deaths == 1
-        assert not pool._suspects and pool._workers == [None]
+        assert not pool.verdicts.suspects and pool._workers == [None]
     finally:  # the server and its other pools are those of other tests, too
         server.service.is_leaving = False
         for other in server.service._pools.values():

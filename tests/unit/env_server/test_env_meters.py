@@ -8,7 +8,8 @@ from millrace.env_server import meters, play_meters
 def test_deaths_of_workers_are_counted_from_0() -> None:
     """A first burst of deaths is seen as a rise only if the series was there before."""
     env = SimpleNamespace(name="new-here", id="some-env")
-    pool = SimpleNamespace(env=env, num_playing=0, quarantined_tasks=(), num_workers=1)
+    pool = SimpleNamespace(env=env, num_playing=0, quarantined_tasks=(), num_workers=1, idle_since=None)
+    pool.workers = [SimpleNamespace(memory_bytes=5)]
     service = SimpleNamespace(pools=[pool], num_rollouts=0, capacity=1)
     sink = SimpleNamespace(num_pending=0, spool=SimpleNamespace(num_rollouts=0, num_bytes=0, limit_bytes=1))
     exported = meters.registry_of(service, sink)  # type: ignore[arg-type]

@@ -1,0 +1,209 @@
+"""Settings of the env-server alone, beside those of every service (`telemetry.settings`)."""
+
+import os
+import pwd
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from millrace.env_server import landlock
+from millrace.env_server.confinement import Confinement, Isolation
+from millrace.env_server.limits import NO_LIMITS, WorkerLimits
+from millrace.errors import InvalidSpecError, Violation
+from millrace.storage.scratch import SCRATCH_VARIABLE
+
+DEFAULT_SPOOL_BYTES = 2 << 30
+ISOLATION_VARIABLE = "MILLRACE_ENV_ISOLATION"
+USER_VARIABLE = "MILLRACE_ENV_USER"
+PORTS_VARIABLE = "MILLRACE_ENV_CONNECT_PORTS"
+_START_S = 60.0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError("must be a whole number above 0")
+    return int(text)
+
+
+def _bound(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("must be a whole number, or 0 for no limit")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 7 * 86400:
+        raise ValueError("must be seconds from 0 to 604800")
+    return seconds
+
+
+def _isolation(text: str) -> Isolation:
+    if text not in set(Isolation):
+        raise ValueError(f"must be one of {', '.join(Isolation)}")
+    return Isolation(text)
+
+
+def _ports(text: str) -> tuple[int, ...]:
+    parts = [part for part in re.split(r"[,\s]+", text) if part]
+    if not all(part.isdecimal() and 0 < int(part) < 65536 for part in parts):
+        raise ValueError("must be TCP ports separated by commas, such as 8000,443")
+    return tuple(int(part) for part in parts)
+
+
+def _spool_dir(text: str) -> Path:
+    """It need not exist yet."""
+    path = Path(text)
+    if not path.is_absolute():
+        raise ValueError("must be an absolute path")
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise ValueError(f"must be a directory, and {existing} is none")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"must be writable, and {existing} is not")
+    return path
+
+
+def _variable(name: str, parse: Callable[[str], Any], default: Any) -> Any:
+    return field(default=default, metadata={"name": name, "parse": parse})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvServerSettings:
+    """Settings of the env-server alone."""
+
+    num_workers: int = _variable("MILLRACE_ENV_WORKERS", _count, 1)
+    """Worker processes per environment, each about 250 MB."""
+    capacity: int = _variable("MILLRACE_ENV_CAPACITY", _count, 512)
+    """Rollouts that are played, or wait to be appended, at once."""
+    spool_dir: Path | None = _variable("MILLRACE_SPOOL_DIR", _spool_dir, None)  # noqa: RUF009 - it is a field
+    """Where finished rollouts are kept until they are resolved; of this env-server alone. Without it they lie in a
+    temporary directory, and what is not in the log yet dies with this process."""
+    spool_bytes: int = _variable("MILLRACE_SPOOL_BYTES", _count, DEFAULT_SPOOL_BYTES)
+    """Bound of what is kept there; above it no groups are taken."""
+    num_probes: int = _variable("MILLRACE_ENV_PROBES", _count, 4)
+    """Tasks per environment that are played alone at once, after a worker died of one of them."""
+    idle_s: float = _variable("MILLRACE_ENV_IDLE_S", _seconds, 600.0)
+    """Seconds that an environment keeps its workers after its last rollout."""
+    idle_workers: int = _variable("MILLRACE_ENV_IDLE_WORKERS", _bound, 4)
+    """Workers that environments of ended runs keep at once."""
+    isolation: Isolation = _variable(ISOLATION_VARIABLE, _isolation, Isolation.PROCESS)  # noqa: RUF009 - it is a field
+    """What keeps workers from what is around them: none, process, user; container is refused (`confinement`)."""
+    user: str = _variable(USER_VARIABLE, str, "")
+    """User (name or uid) that workers run as at level `user`."""
+    memory_bytes: int = _variable("MILLRACE_ENV_MEMORY_BYTES", _bound, WorkerLimits().memory_bytes)
+    """Memory of a worker and its children; 0 is no limit."""
+    max_processes: int = _variable("MILLRACE_ENV_MAX_PROCESSES", _bound, WorkerLimits().max_processes)
+    """Processes of a worker, itself included; 0 is no limit."""
+    max_files: int = _variable("MILLRACE_ENV_MAX_FILES", _bound, WorkerLimits().max_files)
+    """Open files of each process of a worker; 0 is no limit."""
+    max_file_bytes: int = _variable("MILLRACE_ENV_MAX_FILE_BYTES", _bound, WorkerLimits().max_file_bytes)
+    """Size of each file that a worker writes; 0 is no limit."""
+    connect_ports: tuple[int, ...] = _variable(PORTS_VARIABLE, _ports, ())
+    """TCP ports that workers may connect to: the engines' own, and those of what environments call. Empty: all."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "EnvServerSettings":
+        """Read the variables; InvalidSpecError lists everything that is malformed."""
+        values: dict[str, Any] = {}
+        violations: list[Violation] = []
+        for part in fields(cls):
+            name = part.metadata["name"]
+            if not (text := environ.get(name, "")):
+                continue
+            try:
+                values[part.name] = part.metadata["parse"](text)
+            except ValueError as error:
+                violations.append(Violation(field=name, value=text, message=str(error), source="environment"))
+        if violations:
+            raise InvalidSpecError(violations, reason="SETTINGS_INVALID")
+        return cls(**values)
+
+    def confinement(self) -> Confinement:
+        """How workers are confined. Raises InvalidSpecError where this machine, or this user, cannot do that."""
+        limits = WorkerLimits(
+            memory_bytes=self.memory_bytes,
+            max_processes=self.max_processes,
+            max_files=self.max_files,
+            max_file_bytes=self.max_file_bytes,
+        )
+        problems: list[Violation] = []
+        uid_gid = None
+        match self.isolation:
+            case Isolation.NONE:
+                limits = NO_LIMITS
+            case Isolation.CONTAINER:
+                message = "is not there yet: run the env-server itself in a container or a sandbox, with level user"
+                problems.append(_refused(ISOLATION_VARIABLE, self.isolation.value, message))
+            case Isolation.USER:
+                try:
+                    uid_gid = _find_user(self.user)
+                except ValueError as error:
+                    problems.append(_refused(USER_VARIABLE, self.user, str(error)))
+            case Isolation.PROCESS:
+                pass
+        if self.user and self.isolation is not Isolation.USER:
+            message = f"is used only with {ISOLATION_VARIABLE}=user, which is {self.isolation}"
+            problems.append(_refused(USER_VARIABLE, self.user, message))
+        if self.connect_ports and self.isolation is Isolation.NONE:
+            problems.append(_refused(PORTS_VARIABLE, self.connect_ports, f"needs {ISOLATION_VARIABLE}=process or user"))
+        elif self.connect_ports and landlock.version() < landlock.CONNECT_VERSION:
+            message = "cannot be kept by this kernel: it takes Linux 6.7 with Landlock; use a network policy instead"
+            problems.append(_refused(PORTS_VARIABLE, self.connect_ports, message))
+        if problems:
+            raise InvalidSpecError(problems, reason="SETTINGS_INVALID", remedy="correct these and start again")
+        return Confinement(isolation=self.isolation, limits=limits, user=uid_gid, connect_ports=self.connect_ports)
+
+    def make_private(self) -> None:
+        """At level `user`: let nobody but this process' user into spool and scratch files."""
+        scratch = os.environ.get(SCRATCH_VARIABLE, "")
+        for path in [self.spool_dir, Path(scratch) if scratch else None]:
+            if self.isolation is Isolation.USER and path is not None:
+                path.mkdir(parents=True, exist_ok=True)
+                path.chmod(0o700)
+
+
+def _refused(name: str, value: object, message: str) -> Violation:
+    return Violation(field=name, value=str(value), message=message, source="environment")
+
+
+def _find_user(text: str) -> tuple[int, int]:
+    """uid and gid. Raises ValueError if workers cannot run as that user."""
+    if not text:
+        raise ValueError(f"must name the user that workers run as, with {ISOLATION_VARIABLE}=user")
+    try:
+        entry = pwd.getpwuid(int(text)) if text.isdecimal() else pwd.getpwnam(text)
+    except KeyError:
+        raise ValueError("is no user of this machine; make one with `useradd --system`") from None
+    if entry.pw_uid in (0, os.geteuid()):
+        raise ValueError("must be another user than root and the one that runs the env-server")
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", "import millrace"],
+            user=entry.pw_uid,
+            group=entry.pw_gid,
+            extra_groups=[],
+            cwd="/",
+            capture_output=True,
+            timeout=_START_S,
+            check=False,
+        )
+    except PermissionError as error:
+        if os.geteuid() != 0:
+            message = "cannot be taken: the env-server needs to run as root, or with CAP_SETUID and CAP_SETGID"
+        else:
+            message = f"cannot run {sys.executable}: {error.strerror}; install Python where every user can read it"
+        raise ValueError(message) from None
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"did not start Python within {_START_S:g} s") from None
+    if answer.returncode != 0:
+        last = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
+        raise ValueError(f"cannot import millrace: {last}; install it where that user can read it")
+    return entry.pw_uid, entry.pw_gid

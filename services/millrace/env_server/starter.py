@@ -1,0 +1,148 @@
+"""Starts worker processes: forked from a template, or by themselves where that does not work."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from millrace.env_server import play_meters
+from millrace.env_server.confinement import Confinement
+from millrace.env_server.engine_access import engine_token_for_workers
+from millrace.env_server.forkserver import ForkServer, ForkServerError
+from millrace.env_server.inherited import worker_environ
+from millrace.storage.scratch import owned_directory
+
+logger = logging.getLogger(__name__)
+
+
+class Process(Protocol):
+    """A process, whoever its parent is."""
+
+    @property
+    def pid(self) -> int:
+        """Of it, and of its session and process group."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it lives; negative: the signal that ended it."""
+        ...
+
+    async def wait(self) -> int | None:
+        """Until it has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A worker process and its private directory."""
+
+    process: Process
+    directory: Path
+
+    async def forget(self) -> None:
+        """It has ended: its directory goes."""
+        await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
+
+
+class WorkerStarter:
+    """Of one env-server."""
+
+    def __init__(self, confinement: Confinement | None = None, *, forks: bool = True) -> None:
+        """`forks` False starts every worker by itself."""
+        self.confinement = confinement or Confinement()
+        self._owned = ExitStack()
+        # Not below the scratch directory: its path is no business of a worker.
+        parent = Path(tempfile.gettempdir())
+        self.directory = self._owned.enter_context(owned_directory("env-workers", parent=parent))
+        (self.directory / "template").mkdir()
+        self._fork_server = ForkServer(self._environ, str(self.directory / "template")) if forks else None
+        if self.confinement.user is not None:
+            self.directory.chmod(0o711)
+            self._owned_by_user(self.directory / "home")
+            engine_token_for_workers().owner = self.confinement.user
+
+    async def warm(self) -> None:
+        """Prepare for the first worker."""
+        if self._fork_server is not None:
+            await self._fork_server.warm()
+
+    async def start(self, channel: int, pulse: int) -> Started:
+        """Start a worker with these two sockets. Raises OSError."""
+        directory = Path(tempfile.mkdtemp(prefix="w", dir=self.directory))
+        try:
+            if self.confinement.user is not None:
+                os.chown(directory, *self.confinement.user)
+            environ = {**self._environ(), "TMPDIR": str(directory)}
+            process = await self._fork(channel, pulse, environ, directory)
+            if process is None:
+                process = await self._spawn(channel, pulse, environ, directory)
+            return Started(process=process, directory=directory)
+        except BaseException:  # raised on
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    async def close(self) -> None:
+        """End the template and remove all private directories; the workers have ended before."""
+        if self._fork_server is not None:
+            await self._fork_server.close()
+        await asyncio.to_thread(self._owned.close)
+
+    async def _fork(self, channel: int, pulse: int, environ: Mapping[str, str], directory: Path) -> Process | None:
+        """A copy of the template; None if there is none to be had."""
+        if self._fork_server is None:
+            return None
+        request = {"environ": environ, "directory": str(directory), "confinement": self.confinement.to_json()}
+        try:
+            process = await self._fork_server.fork(request, [channel, pulse])
+        except ForkServerError as error:
+            logger.warning("env worker is started by itself, not forked", extra={"problem": str(error)})
+            return None
+        play_meters.worker_started("fork")
+        return process
+
+    async def _spawn(self, channel: int, pulse: int, environ: Mapping[str, str], directory: Path) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "millrace.env_server.worker",
+            f"--fd={channel}",
+            f"--pulse-fd={pulse}",
+            f"--directory={directory}",
+            f"--confinement={json.dumps(self.confinement.to_json())}",
+            pass_fds=[channel, pulse],
+            env=environ,
+            cwd=self.directory / "template",
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        play_meters.worker_started("spawn")
+        return process
+
+    def _environ(self) -> dict[str, str]:
+        """The variables of a worker, but for its directory."""
+        environ = {**worker_environ(os.environ), **engine_token_for_workers().environ()}
+        # Environments beside the env-server's working directory are found as before.
+        search = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        with contextlib.suppress(FileNotFoundError):
+            search.insert(0, str(Path.cwd()))
+        environ["PYTHONPATH"] = os.pathsep.join(search)
+        environ = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false", **environ}
+        if self.confinement.user is not None:
+            environ = {name: value for name, value in environ.items() if not name.startswith("XDG_")}
+            environ |= {"HOME": str(self.directory / "home"), "USER": "env", "LOGNAME": "env"}
+        return environ
+
+    def _owned_by_user(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700)
+        if self.confinement.user is not None:
+            os.chown(directory, *self.confinement.user)
