@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from millrace.decoding import decode_object
+from millrace.env_server.limits import MEMORY_VARIABLE
 from millrace.env_server.outcome import Outcome
 from millrace.env_server.tasks import TaskTable
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError, Violation
@@ -104,6 +105,9 @@ def describe_load_error(error: BaseException) -> tuple[str, str]:
     """(class, message) of a failed load: message and place of the exception that began it, and what to do."""
     if isinstance(error, NotFoundError):
         return "EnvironmentNotFound", str(error)
+    if isinstance(error, MemoryError):
+        problem = f"it asked for more memory than a worker may have ({MEMORY_VARIABLE} of the env-server)"
+        error = MemoryError(f"{problem}: {error}" if str(error) else problem).with_traceback(error.__traceback__)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return type(error).__name__, f"{error}{where}; correct the environment's args (orchestrator.env.args), or its code"

@@ -36,6 +36,8 @@ RETURN_PAUSE_S, RETURN_LIMIT_S = 1.0, 5.0
 """After a takeover: so long after the last one came back nobody else is expected, and how long that is waited for."""
 SILENCE_S = 3.0
 """How long an env-server that did not answer gets no new groups, so that it does not hold up those for others."""
+KILLS_WORKERS = "ENV_KILLS_WORKERS"
+"""What an env-server answers of an environment that it has given up, and the reason for which its run fails."""
 # INTERNAL: it died in the middle of its answer. UNAUTHENTICATED: tokens are being changed, and not every machine has
 # the new ones yet. None of them says anything about the run: others are asked, and this one again.
 _AWAY = (UnavailableError, InternalError, UnauthenticatedError)
@@ -103,12 +105,17 @@ class EnvPool:
         return all(worker_id in self._ready.get(spec.name, set()) for spec in specs for worker_id in self.alive())
 
     async def refresh(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:
-        """Open the environments on env-servers that joined since; what fails there is logged and tried again."""
+        """Open the environments on env-servers that joined since; what fails there is logged and tried again.
+
+        Raises InvalidStateError if an environment ends its workers again and again, and no env-server plays it any more.
+        """
         self._forget_dead()
         for spec in specs:
             try:
                 await self._open_somewhere(spec)
             except MillraceError as error:
+                if error.reason == KILLS_WORKERS:
+                    raise
                 log.warning("environment not ready on an env-server", extra={"env": spec.name, "error": str(error)})
 
     def _describe_alive(self) -> str:
@@ -146,10 +153,12 @@ class EnvPool:
                 continue
             self._problems.pop(worker_id, None)
             if answer.state == env_service_pb2.ENV_STATE_FAILED:
+                is_killing = answer.error_type == KILLS_WORKERS
+                what = "is given up" if is_killing else "could not be loaded"
                 failure = InvalidStateError(
-                    f"environment {spec.name!r} (id {spec.id!r}) could not be loaded on {worker_id}: "
+                    f"environment {spec.name!r} (id {spec.id!r}) {what} on {worker_id}: "
                     f"{answer.error_type}: {answer.error_message}",
-                    reason="ENV_LOAD_FAILED",
+                    reason=KILLS_WORKERS if is_killing else "ENV_LOAD_FAILED",
                     remedy="mend the environment or its args in the run config, then submit again",
                     metadata={"env": spec.name, "error_type": answer.error_type},
                 )
