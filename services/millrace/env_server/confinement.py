@@ -6,7 +6,7 @@ sockets, no core dumps, and no variables of ours (`inherited`).
 | level | and also |
 |---|---|
 | none | nothing |
-| process | limits of memory, files and processes; no new privileges; Landlock against the processes around it |
+| process | limits of memory, files and processes; no new privileges, and few of root's; Landlock around it |
 | user | another user of the system, with a home of its own, so that our files and processes are not its own |
 | container | refused: there is no such level yet, run the env-server in a container of its own |
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from millrace.env_server import landlock
+from millrace.env_server import capabilities, landlock
 from millrace.env_server.limits import WorkerLimits
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -83,6 +83,7 @@ class Confinement:
             self._become(*self.user)
         die_with_parent()  # after the change of user, which forgets it
         if self.isolation is not Isolation.NONE and sys.platform == "linux":
+            capabilities.drop()
             _prctl(_PR_SET_NO_NEW_PRIVS, 1)
             with _unless_needed(is_needed=bool(self.connect_ports)):
                 landlock.restrict(connect_ports=self.connect_ports or None)

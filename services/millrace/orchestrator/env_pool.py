@@ -107,7 +107,7 @@ class EnvPool:
     async def refresh(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:
         """Open the environments on env-servers that joined since; what fails there is logged and tried again.
 
-        Raises InvalidStateError if an environment ends its workers again and again, and no env-server plays it any more.
+        Raises InvalidStateError if an environment ends its workers again and again and no env-server plays it any more.
         """
         self._forget_dead()
         for spec in specs:

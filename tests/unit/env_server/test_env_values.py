@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from millrace.env_server import adapter
+from millrace.env_server.confinement import Confinement, Isolation
 from millrace.env_server.deaths import describe_exit
 from millrace.env_server.frames import encode_frame, read_frame
 from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
+from millrace.env_server.limits import WorkerLimits
 from millrace.env_server.outcome import Outcome, bounded_json, checked, failed, finite_metrics, make_rollout
 from millrace.env_server.rewards_v0 import recorded_reward_errors, watch_rubric
 from millrace.env_server.settings import EnvServerSettings
@@ -235,3 +237,51 @@ def test_the_service_never_imports_verifiers() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"MILLRACE_ENV_ISOLATION": "container"}, "is not there yet: run the env-server itself in a container"),
+        ({"MILLRACE_ENV_ISOLATION": "user"}, "MILLRACE_ENV_USER: must name the user that workers run as"),
+        ({"MILLRACE_ENV_ISOLATION": "user", "MILLRACE_ENV_USER": "no-such-user"}, "is no user of this machine"),
+        ({"MILLRACE_ENV_ISOLATION": "user", "MILLRACE_ENV_USER": "0"}, "must be another user than root"),
+        ({"MILLRACE_ENV_USER": "nobody"}, "is used only with MILLRACE_ENV_ISOLATION=user, which is process"),
+        ({"MILLRACE_ENV_ISOLATION": "none", "MILLRACE_ENV_CONNECT_PORTS": "8000"}, "needs MILLRACE_ENV_ISOLATION="),
+    ],
+)
+def test_an_isolation_that_cannot_be_kept_is_refused(environ: dict[str, str], says: str) -> None:
+    settings = EnvServerSettings.from_env(environ)
+    with pytest.raises(InvalidSpecError) as caught:
+        settings.confinement()
+    assert says in str(caught.value) and caught.value.reason == "SETTINGS_INVALID"
+
+
+def test_isolation_settings() -> None:
+    environ = {
+        "MILLRACE_ENV_MEMORY_BYTES": "1000",
+        "MILLRACE_ENV_MAX_FILES": "0",
+        "MILLRACE_ENV_CONNECT_PORTS": "80,443",
+    }
+    settings = EnvServerSettings.from_env(environ)
+    assert settings.isolation is Isolation.PROCESS and settings.connect_ports == (80, 443)
+    assert (settings.memory_bytes, settings.max_files, settings.max_processes) == (1000, 0, 256)
+    wrong = {
+        "MILLRACE_ENV_ISOLATION": "vm",
+        "MILLRACE_ENV_MEMORY_BYTES": "4 GiB",
+        "MILLRACE_ENV_CONNECT_PORTS": "http",
+        "MILLRACE_ENV_IDLE_S": "-1",
+    }
+    with pytest.raises(InvalidSpecError) as caught:
+        EnvServerSettings.from_env(wrong)
+    assert {violation.field for violation in caught.value.violations} == set(wrong)
+    confined = Confinement(user=(7, 8), connect_ports=(80,), limits=WorkerLimits(memory_bytes=9))
+    assert Confinement.from_json(json.loads(json.dumps(confined.to_json()))) == confined
+
+
+def test_another_user_lets_nobody_into_spool_and_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_SCRATCH_DIR", str(tmp_path / "scratch"))
+    settings = EnvServerSettings(spool_dir=tmp_path / "spool", isolation=Isolation.USER)
+    settings.make_private()
+    for name in ("spool", "scratch"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o700

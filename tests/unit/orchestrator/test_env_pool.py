@@ -64,3 +64,33 @@ async def test_a_run_that_no_env_server_lets_in_says_so_at_its_deadline(pool: En
     with pytest.raises(InvalidStateError, match="a valid bearer token is required") as caught:
         await pool.open_all([SPEC])
     assert caught.value.reason == "ENV_LOAD_TIMEOUT"
+
+
+async def test_an_environment_that_kills_its_workers_ends_the_run_once_no_env_server_plays_it(
+    pool: EnvPool, monkeypatch
+) -> None:
+    given_up: set[str] = set()
+
+    async def answer(method: object, request: object, *, timeout_s: float, waits_on: str = "") -> object:
+        if isinstance(request, env_service_pb2.PlayGroupRequest) and waits_on in given_up:
+            raise InvalidStateError("it is FAILED", reason="ENV_FAILED")
+        if waits_on in given_up:
+            return env_service_pb2.OpenEnvResponse(
+                state=env_service_pb2.ENV_STATE_FAILED,
+                error_type="ENV_KILLS_WORKERS",
+                error_message="8 of the last 9 tasks that were tried ended their worker (task t7: exit code 3)",
+            )
+        return await Tokens().call(method, request, timeout_s=timeout_s, waits_on=waits_on)
+
+    monkeypatch.setattr(env_pool, "call", answer)
+    await pool.open_all([SPEC])
+    await pool.refresh([SPEC])
+    request = env_service_pb2.PlayGroupRequest(env=SPEC)
+    given_up.add("a")
+    assert not await pool.play("a", request) and await pool.play("b", request)
+    await pool.refresh([SPEC])  # the other one still plays it
+    given_up.add("b")
+    assert not await pool.play("b", request)
+    with pytest.raises(InvalidStateError, match=r"'reverse-text' .* is given up .*task t7: exit code 3") as caught:
+        await pool.refresh([SPEC])
+    assert caught.value.reason == "ENV_KILLS_WORKERS"
