@@ -148,6 +148,8 @@ against the code); the others are for the libraries below it, or are used by a l
   value: {{ $values.workers | quote }}
 - name: MILLRACE_ENV_CAPACITY
   value: {{ $values.capacity | quote }}
+- name: MILLRACE_ENV_ISOLATION
+  value: {{ $values.isolation | quote }}
 - name: MILLRACE_SPOOL_DIR
   value: /var/lib/millrace/spool
 - name: MILLRACE_SPOOL_BYTES

@@ -54,14 +54,12 @@ async def run(settings: Settings, own: EnvServerSettings, confinement: Confineme
     own.make_private()
     extra = {"isolation": confinement.isolation.value, "landlock": landlock.version()}
     logger.info("environments are confined", extra=extra)
-    starter = WorkerStarter(confinement)
-    warming = asyncio.create_task(starter.warm(), name="warm the template")  # while the rest starts
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
-    readable = starter.directory if confinement.user is not None else None
-    tokenizers = await asyncio.to_thread(TokenizerFiles, store, parent=readable)
-    teachers = Teachers(store, tokenizers, prefix=settings.prefix, key_problem=teacher_key_problem)
     worker_id = new_worker_id("env-server")
-    async with _open_sink(settings, own) as sink:
+    async with _open_sink(settings, own) as sink, _open_starter(confinement) as starter:
+        readable = starter.directory if confinement.user is not None else None
+        tokenizers = await asyncio.to_thread(TokenizerFiles, store, parent=readable)
+        teachers = Teachers(store, tokenizers, prefix=settings.prefix, key_problem=teacher_key_problem)
         service = EnvService(
             sink=sink,
             tokenizers=tokenizers,
@@ -77,11 +75,22 @@ async def run(settings: Settings, own: EnvServerSettings, confinement: Confineme
             async with metrics_server(settings.metrics_listen, registry_of(service, sink)):
                 await _Registered(settings, service, sink, keeper, worker_id).serve()
         finally:
-            warming.cancel()
             await service.close()
-            await starter.close()
             await teachers.close()
             tokenizers.close()
+
+
+@contextlib.asynccontextmanager
+async def _open_starter(confinement: Confinement) -> AsyncIterator[WorkerStarter]:
+    """What starts workers; its template imports while the rest starts."""
+    starter = WorkerStarter(confinement)
+    warming = asyncio.create_task(starter.warm(), name="warm the template")
+    try:
+        yield starter
+    finally:
+        warming.cancel()
+        await asyncio.gather(warming, return_exceptions=True)
+        await starter.close()
 
 
 @contextlib.asynccontextmanager

@@ -45,8 +45,9 @@ def main() -> None:
     with without_gc():
         for module in _PRELOADED:
             importlib.import_module(module)
-    channel.send(json.dumps({"ready": True, "threads": num_threads()}).encode())
-    be_worker = _Template(channel).serve()
+    template = _Template(channel)
+    template.send({"ready": True, "threads": num_threads()})
+    be_worker = template.serve()
     if be_worker is not None:
         be_worker()
 
@@ -87,13 +88,13 @@ class _Template:
         threads = num_threads()
         if threads != 1:
             self._close(files)
-            self._send({"refused": request["fork"], "problem": f"the template has {threads} threads"})
+            self.send({"refused": request["fork"], "problem": f"the template has {threads} threads"})
             return None
         try:
             pid = os.fork()
         except OSError as error:
             self._close(files)
-            self._send({"refused": request["fork"], "problem": str(error)})
+            self.send({"refused": request["fork"], "problem": str(error)})
             return None
         if pid == 0:
             return lambda: _be_worker(request, files)
@@ -101,7 +102,7 @@ class _Template:
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = pid
         self._poll.register(pidfd, select.POLLIN)
-        self._send({"forked": request["fork"], "pid": pid})
+        self.send({"forked": request["fork"], "pid": pid})
         return None
 
     def _tell_end(self, pidfd: int) -> None:
@@ -109,9 +110,10 @@ class _Template:
         self._poll.unregister(pidfd)
         os.close(pidfd)
         _, status, used = os.wait4(pid, 0)
-        self._send({"ended": pid, "status": os.waitstatus_to_exitcode(status), "peak_bytes": used.ru_maxrss * 1024})
+        self.send({"ended": pid, "status": os.waitstatus_to_exitcode(status), "peak_bytes": used.ru_maxrss * 1024})
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
+        """Tell the env-server, if it is there."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next look at the socket sees its end
             self._channel.send(json.dumps(message).encode())
 

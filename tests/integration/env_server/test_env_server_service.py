@@ -46,7 +46,7 @@ async def test_open_env_answers_loading_first(server: Any) -> None:
 
 async def test_play_before_loaded_is_unavailable(server: Any) -> None:
     with pytest.raises(MillraceError) as caught:
-        await play_group(server, server.request("reverse-text", 0, args={"seed": 98}))
+        await play_group(server, server.request("faulty-v0", 0, args={"load_seconds": 120.0}))
     assert caught.value.reason == "ENV_LOADING"
 
 
