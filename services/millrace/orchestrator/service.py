@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 import re
 import time
 from dataclasses import replace
@@ -12,6 +11,7 @@ import grpc
 import redis.asyncio
 
 from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.decoding import decode_object
 from millrace.errors import (
     AlreadyExistsError,
     InvalidSpecError,
@@ -285,7 +285,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         for info in self._store.list(names.checkpoints):
             if not info.key.endswith("/manifest.json"):
                 continue
-            manifest = json.loads(self._store.get(info.key))
+            where = self._store.uri(info.key)
+            manifest = decode_object(self._store.get(info.key), what=where, reason="CHECKPOINT_CORRUPT")
             checkpoint = checkpoint_pb2.Checkpoint(
                 name=f"runs/{record.name}/checkpoints/{manifest['step']:08d}",
                 step=manifest["step"],
