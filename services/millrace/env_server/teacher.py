@@ -13,7 +13,6 @@ sample alone is that rollout's failure.
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import time
@@ -23,6 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.config.algo import AlgoConfig, TeacherConfig
+from millrace.decoding import decode_object
 from millrace.env_server.teacher_check import ABOUT_THE_TOKENS, IS_ANOTHER, TEACHER, check_teacher, refusal
 from millrace.env_server.teacher_client import TeacherClient, TeacherLostError, TeacherRefusedError
 from millrace.env_server.tokenizer_files import TokenizerFiles
@@ -181,9 +181,10 @@ class Teachers:
     def _read_scoring(self, run_uid: str) -> _Scoring | None:
         """What `run.json` says (blocking); None if the run has no teacher."""
         try:
-            record = json.loads(self._store.get(Names(self._prefix, run_uid).run_json))
+            data = self._store.get(Names(self._prefix, run_uid).run_json)
         except NotFoundError:  # deleted: what is played for it is nobody's any more
             return None
+        record = decode_object(data, what=f"run.json of run {run_uid}", reason="RUN_JSON_CORRUPT")
         orchestrator = record.get("config", {}).get("orchestrator", {})
         if not orchestrator.get("algo", {}).get("teacher"):
             return None

@@ -4,16 +4,20 @@ Tool calls are parsed in the Hermes form that Qwen models are trained on: `<tool
 </tool_call>`.
 """
 
+import inspect
 import json
 import re
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from millrace.errors import InvalidSpecError, Violation
+from millrace.decoding import decode_json, decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
+_TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -27,6 +31,7 @@ def encode_chat(
     template_kwargs: dict[str, Any] | None = None,
 ) -> list[int]:
     """The prompt's token ids; InvalidSpecError if the messages are not what the template can take."""
+    _check_kwargs(tokenizer, template_kwargs or {})
     prepared = [_prepare(message, index) for index, message in enumerate(messages)]
     try:
         tokens = tokenizer.apply_chat_template(
@@ -38,8 +43,17 @@ def encode_chat(
             continue_final_message=continue_final_message,
             **(template_kwargs or {}),
         )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise _invalid("messages", f"the chat template cannot take them: {error}") from error
+    # The template is the model's own code, run on what a stranger sent: whatever it raises is the messages' fault.
+    except (
+        TemplateError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise _invalid("messages", f"the chat template cannot take them: {str(error)[:500]}") from error
     return list(tokens)  # pyright: ignore[reportArgumentType, reportReturnType] - a list of ints for these arguments
 
 
@@ -52,8 +66,8 @@ def parse_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
 
     def take(match: re.Match[str]) -> str:
         try:
-            raw = json.loads(match[1])
-        except ValueError:
+            raw = decode_object(match[1], what="a tool call", reason="TOOL_CALL_INVALID")
+        except CorruptObjectError:
             return match[0]
         if not isinstance(raw.get("name"), str):
             return match[0]
@@ -72,6 +86,13 @@ def parse_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
 
     rest = _TOOL_CALL.sub(take, text)
     return (rest.strip() or None, calls) if calls else (text, [])
+
+
+def _check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+    """Only variables of the template may be given: its text is code, and the other arguments are ours."""
+    own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    if taken := sorted(own & kwargs.keys()):
+        raise _invalid(f"chat_template_kwargs.{taken[0]}", "is no variable of a chat template; leave it out")
 
 
 def _prepare(message: dict[str, Any], index: int) -> dict[str, Any]:
@@ -104,8 +125,8 @@ def _prepare_call(call: Any, index: int) -> dict[str, Any]:
     try:
         function = dict(call["function"])
         if isinstance(arguments := function.get("arguments"), str):
-            function["arguments"] = json.loads(arguments or "{}")
-    except (KeyError, TypeError, ValueError) as error:
+            function["arguments"] = decode_json(arguments or "{}", what="arguments", reason="REQUEST_INVALID")
+    except (CorruptObjectError, KeyError, TypeError, ValueError) as error:
         raise _invalid(f"messages[{index}].tool_calls", f"not a function call with JSON arguments: {error}") from error
     return {**call, "function": function}
 

@@ -90,11 +90,20 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One completion to generate; `request_id` is unique among the requests in flight."""
+    """One completion to generate; `request_id` is unique among the requests in flight.
+
+    `call_id` is that of the call which asks for it, perhaps among many: calls take turns. Empty is a call of its own.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    call_id: str = ""
+
+    @property
+    def turn(self) -> str:
+        """With whose requests it shares its turns."""
+        return self.call_id or self.request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

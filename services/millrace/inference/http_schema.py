@@ -5,8 +5,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from millrace.inference.engine import SamplingParams
+from millrace.inference.http_limits import MAX_CHOICES, check_stops
 
-MAX_CHOICES = 128
+_MAX_SHOWN_CHARS = 200
 
 # Fields that change what is sampled and that this engine does not implement: refused unless neutral.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -35,6 +36,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # The bounds below are those of the engine's columns (rows.py): what passes here must not overflow there.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ones, one is named
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 PromptLogprobs = Annotated[int | None, Field(ge=0, le=0)]
 """0 gives the log-probs of the prompt's own tokens; this engine has no alternatives to them."""
@@ -53,7 +57,8 @@ class Body(BaseModel):
         for name, neutral in _NEUTRAL.items():
             value = data.get(name) if isinstance(data, dict) else None
             if value is not None and value not in neutral:
-                raise ValueError(f"{name}={value!r} is not supported by this engine; leave it out")
+                shown = repr(value)[:_MAX_SHOWN_CHARS]
+                raise ValueError(f"{name}={shown} is not supported by this engine; leave it out")
         return data
 
 
@@ -64,8 +69,8 @@ class Sampling(Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKENS)
+    stop: str | Texts | None = None
+    stop_token_ids: Tokens | None = Field(default=None, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool = False
     max_tokens: TokenCount | None = None
     skip_special_tokens: bool = True
@@ -83,6 +88,7 @@ class Sampling(Body):
     def _no_empty_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
         if isinstance(stop, list) and not all(stop):
             raise ValueError("stop strings must not be empty")
+        check_stops(stop)
         return stop or None
 
     def params(self, max_tokens: int, *, choice: int = 0) -> SamplingParams:
@@ -124,8 +130,8 @@ class CompletionCommon(Sampling):
 class ChatBody(CompletionCommon):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects = Field(min_length=1)
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
@@ -144,7 +150,7 @@ class ChatBody(CompletionCommon):
 class CompletionBody(CompletionCommon):
     """`POST /v1/completions`."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(fail_fast=True)]
     logprobs: int | None = Field(default=None, ge=0, le=1)
     prompt_logprobs: PromptLogprobs = None
     add_special_tokens: bool = True
@@ -162,9 +168,9 @@ class GenerateBody(Body):
     """`POST /inference/v1/generate`: tokens in, tokens out."""
 
     model: str | None = None
-    token_ids: list[TokenId]
+    token_ids: Tokens
     sampling_params: GenerateSampling = Field(default_factory=lambda: GenerateSampling())
-    request_id: str | None = None
+    request_id: str | None = Field(default=None, max_length=256)
     stream: bool = False
 
     @field_validator("stream")
@@ -180,8 +186,8 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True

@@ -1,11 +1,13 @@
 """Continuous batching of the embedded engine: requests join and leave between two decode steps.
 
-One `step` admits what fits, computes the prompts of the newcomers (which gives their first token), or else adds one
-token to every running request. It never runs while a policy is applied: both happen in the engine's thread.
+One `step` admits what fits and computes prompts of newcomers (which gives their first token), or else adds one token to
+every running request; between two passes over prompts the running ones get a token. Calls take turns, so that one with
+hundreds of completions does not keep others waiting until it ends. A step never runs while a policy is applied: both
+happen in the engine's thread.
 """
 
 import logging
-from collections import deque
+from collections import Counter
 from typing import Protocol
 
 import numpy as np
@@ -16,12 +18,16 @@ from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity
 from millrace.inference.kv_cache import RowCache
 from millrace.inference.rows import RowTable, Running
 from millrace.inference.sampling import sample, uniforms
+from millrace.inference.turns import Turns
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
 log = logging.getLogger(__name__)
 
-PREFILL_TOKENS = 8192  # padded prompt tokens per forward pass: bounds memory and how long running requests stand still
+PREFILL_TOKENS = 8192
+"""Padded prompt tokens per forward pass, which is one step: bounds memory and how long running requests stand still."""
+_RESERVED = 8
+"""One in so many rows, and as much of the cache, is not for a call that has rows already: others come in at once."""
 _IDLE_CACHE_BYTES = 64 << 20  # cache that is kept while nothing runs
 _TAIL_EXTRA_TOKENS = 8  # tokens looked at for a stop string beyond its length: one may span incomplete characters
 
@@ -58,7 +64,8 @@ class Scheduler:
         self._kv_tokens = kv_bytes // token_bytes
         self._rows = RowTable()
         self._cache = RowCache()
-        self._waiting: deque[Running] = deque()
+        self._waiting = Turns()
+        self._is_decode_due = False
 
     @property
     def num_running(self) -> int:
@@ -71,25 +78,23 @@ class Scheduler:
         return len(self._waiting)
 
     def submit(self, entry: Running) -> None:
-        """Queues a request."""
-        self._waiting.append(entry)
+        """Queues a request; one whose id waits already fails."""
+        if not self._waiting.push(entry):
+            entry.fail(InternalError(f"request {entry.request.request_id!r} waits already", reason="REQUEST_REPEATED"))
 
     def abort(self, request_id: str) -> None:
         """Ends a request with what it has; unknown ids are ignored."""
         if (row := self._rows.find(request_id)) is not None:
             self._retire([row], FinishReason.ABORT)
             return
-        for entry in self._waiting:
-            if entry.request.request_id == request_id:
-                self._waiting.remove(entry)
-                entry.finish(FinishReason.ABORT)
-                return
+        if (entry := self._waiting.remove(request_id)) is not None:
+            entry.finish(FinishReason.ABORT)
 
     def abort_all(self) -> None:
         """Ends every request, without tokens. Raises nothing, whatever a failed step left in table and cache."""
-        entries = [*self._rows.running, *self._waiting]
+        entries = [*self._rows.running, *self._waiting.all()]
         self.num_finished += len(self._rows.running)
-        self._rows, self._waiting = RowTable(), deque()
+        self._rows, self._waiting = RowTable(), Turns()
         self._cache.release()
         for entry in entries:
             try:
@@ -100,8 +105,10 @@ class Scheduler:
 
     def step(self) -> bool:
         """One prefill or decode step; False if there was nothing to do."""
-        if admitted := self._admit():
+        is_decode_due, self._is_decode_due = self._is_decode_due and bool(self._rows.count), False
+        if not is_decode_due and (admitted := self._admit()):
             self._prefill_new(admitted)
+            self._is_decode_due = True
             return True
         if self._rows.count:
             self._decode()
@@ -121,18 +128,36 @@ class Scheduler:
                 self._forward_prompts(rows, known[rows], wants_logits=False)
 
     def _admit(self) -> list[Running]:
-        """Takes waiting requests, in order, as long as rows and cache allow; the first one always fits."""
+        """Takes waiting requests by turns, as long as rows, cache and a pass allow; the first one always fits."""
         if not self._rows.count and self._cache.size_bytes > _IDLE_CACHE_BYTES:
             self._cache.release()  # one long request must not make every later row that long
         admitted: list[Running] = []
+        running = Counter(entry.request.turn for entry in self._rows.running) if self._waiting else Counter[str]()
         longest = int(self._rows.limit[: self._rows.count].max(initial=0))
-        while self._waiting and self._rows.count + len(admitted) < self._max_num_seqs:
-            count = self._rows.count + len(admitted)
-            longest = max(longest, self._waiting[0].limit)
-            if count and (count + 1) * longest > self._kv_tokens:
+        longest_prompt = 0
+        shut: set[str] = set()
+        while (entry := self._waiting.next(shut)) is not None:
+            turn = entry.request.turn
+            if not self._fits(len(admitted), max(longest, entry.limit), has_rows=running[turn] > 0):
+                if not running[turn]:
+                    break  # its turn comes when rows end; whoever would fit in its place would keep it waiting
+                shut.add(turn)
+                continue
+            longest_prompt = max(longest_prompt, len(entry.request.prompt_token_ids))
+            if admitted and (len(admitted) + 1) * longest_prompt > PREFILL_TOKENS:
                 break
-            admitted.append(self._waiting.popleft())
+            longest = max(longest, entry.limit)
+            running[turn] += 1
+            admitted.append(self._waiting.take(entry))
         return admitted
+
+    def _fits(self, num_admitted: int, longest: int, *, has_rows: bool) -> bool:
+        """Whether rows and cache take one more request; less of both is for a call that has rows already."""
+        rows, tokens = self._max_num_seqs, self._kv_tokens
+        if has_rows:
+            rows, tokens = rows - rows // _RESERVED, tokens - tokens // _RESERVED
+        count = self._rows.count + num_admitted
+        return count < rows and (not count or (count + 1) * longest <= tokens)
 
     def _prefill_new(self, admitted: list[Running]) -> None:
         # Similar lengths side by side waste the least padding.

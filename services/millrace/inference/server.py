@@ -13,9 +13,11 @@ answers 503, which OpenAI clients retry.
 """
 
 import asyncio
+import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -32,6 +34,7 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
+from millrace.inference import http_limits as limits
 from millrace.inference import http_responses as responses
 from millrace.inference import meters
 from millrace.inference.chat import encode_chat
@@ -40,6 +43,7 @@ from millrace.inference.http_gate import protect
 from millrace.inference.http_schema import (
     ChatBody,
     CompletionBody,
+    CompletionCommon,
     GenerateBody,
     Sampling,
     TokenizeBody,
@@ -49,11 +53,15 @@ from millrace.telemetry.metrics import make_registry
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
+_SMALL = 8192
+"""Bytes, characters or tokens that are worked on without leaving the event loop: about a millisecond."""
+_WORKERS = 2
+_MAX_VIOLATIONS = 20
 _SHUTDOWN_S = 2.0  # for answers on their way after `drain`, which has ended every generation
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -66,13 +74,14 @@ class HttpApi:
         self._metrics = make_registry("inference", meters.collectors(engine.status))
         self.is_draining = False
         """New requests are refused."""
+        self._workers = ThreadPoolExecutor(_WORKERS, "http")
         self._num_open = 0
         self._has_none_open = asyncio.Event()
         self._has_none_open.set()
 
     def make_app(self) -> web.Application:
         """The application; run it with `handler_cancellation=True`."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
+        app = web.Application(client_max_size=limits.MAX_BODY_BYTES, middlewares=[self._errors])
         app.add_routes(
             [
                 web.get("/v1/models", self.models),
@@ -84,7 +93,11 @@ class HttpApi:
                 web.get("/metrics", self.metrics),
             ]
         )
+        app.on_cleanup.append(self._close)
         return app
+
+    async def _close(self, _: web.Application) -> None:
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
     async def models(self, _: web.Request) -> web.Response:
         """`GET /v1/models`."""
@@ -105,66 +118,69 @@ class HttpApi:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
-        body = await _read(request, ChatBody)
+        body = await self._read(request, ChatBody)
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
-        prompt = encode_chat(
-            tokenizer,
-            body.messages,
-            tools=body.tools if body.tool_choice != "none" else None,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            template_kwargs=body.chat_template_kwargs,
-        )
+        tools = body.tools if body.tool_choice != "none" else None
+        prompt = await self._encode_chat(tokenizer, body, tools, status.max_model_len)
         wanted = body.max_completion_tokens or body.max_tokens
         completed = await self._complete([prompt], body, n=body.n, max_tokens=wanted, status=status)
-        whole = responses.chat_body(_id("chatcmpl"), body.model or model.names[0], body, tokenizer, completed)
-        return await _respond(request, whole, is_stream=body.stream, wants_usage=body.wants_usage_chunk)
+        name = body.model or model.names[0]
+        return await self._respond(
+            request,
+            completed,
+            lambda: responses.chat_body(_id("chatcmpl"), name, body, tokenizer, completed),
+            stream=body if body.stream else None,
+        )
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`."""
-        body = await _read(request, CompletionBody)
+        body = await self._read(request, CompletionBody)
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
-        prompts = _prompts(tokenizer, body)
+        prompts = await self._prompts(tokenizer, body, status.max_model_len)
         wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
         completed = await self._complete(prompts, body, n=body.n, max_tokens=wanted, status=status)
-        whole = responses.text_body(_id("cmpl"), body.model or model.names[0], body, tokenizer, completed)
+        scored: list[Any] = []
         if body.prompt_logprobs is not None:
             scored = [row for prompt in prompts for row in [await self._score(prompt, tokenizer)] * body.n]
-            for choice, rows in zip(whole["choices"], scored, strict=True):
-                choice["prompt_logprobs"] = rows
-        return await _respond(request, whole, is_stream=body.stream, wants_usage=body.wants_usage_chunk)
+        name = body.model or model.names[0]
 
-    async def generate(self, request: web.Request) -> web.Response:
+        def whole() -> dict[str, Any]:
+            made = responses.text_body(_id("cmpl"), name, body, tokenizer, completed)
+            for choice, rows in zip(made["choices"], scored, strict=False):  # none where they were not asked for
+                choice["prompt_logprobs"] = rows
+            return made
+
+        return await self._respond(request, completed, whole, stream=body if body.stream else None)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         """`POST /inference/v1/generate`."""
-        body = await _read(request, GenerateBody)
+        body = await self._read(request, GenerateBody)
         model, status = self._require(body.model)
         sampling = body.sampling_params
         completed = await self._complete(
             [body.token_ids], sampling, n=sampling.n, max_tokens=sampling.max_tokens, status=status
         )
-        whole = responses.generate_body(body.request_id or _id("gen"), body, completed)
+        scored = None
         if sampling.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = await self._score(body.token_ids, model.tokenizer)
-        return web.json_response(whole)
+            scored = await self._score(body.token_ids, model.tokenizer)
+
+        def whole() -> dict[str, Any]:
+            return responses.generate_body(body.request_id or _id("gen"), body, completed) | {"prompt_logprobs": scored}
+
+        return await self._respond(request, completed, whole, stream=None)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`POST /tokenize`."""
-        body = await _read(request, TokenizeBody)
+        body = await self._read(request, TokenizeBody)
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         if body.messages is not None:
-            tokens = encode_chat(
-                tokenizer,
-                body.messages,
-                tools=body.tools,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                template_kwargs=body.chat_template_kwargs,
-            )
+            tokens = await self._encode_chat(tokenizer, body, body.tools, status.max_model_len)
         else:
-            tokens = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+            text, is_special = body.prompt or "", body.add_special_tokens is not False
+            [tokens] = await self._encode(tokenizer, [text], status.max_model_len, add_special_tokens=is_special)
         names = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return web.json_response(
             {"count": len(tokens), "max_model_len": status.max_model_len, "tokens": tokens, "token_strs": names}
@@ -204,7 +220,7 @@ class HttpApi:
             )
         if name is not None and name not in model.names:
             raise NotFoundError(
-                f"The model `{name}` does not exist; this server serves {', '.join(model.names)}.",
+                f"The model `{name[:200]}` does not exist; this server serves {', '.join(model.names)}.",
                 reason="MODEL_NOT_FOUND",
             )
         return model, status
@@ -214,18 +230,14 @@ class HttpApi:
     ) -> list[responses.Completed]:
         """`n` completions of each prompt, in order. When one fails the others are aborted."""
         room = status.max_model_len
-        for prompt in prompts:
-            if len(prompt) >= room:
-                raise InvalidStateError(
-                    f"This model's maximum context length is {room} tokens. However, your prompt has {len(prompt)} "
-                    "tokens, which leaves no room for a completion. Please reduce its length.",
-                    reason="PROMPT_TOO_LONG",
-                )
+        limits.check_completions(len(prompts), n)
+        limits.check_tokens(prompts, room)
         batch = _id("req")
         calls = [
             self._generate_one(
                 GenerateRequest(
                     request_id=f"{batch}-{index}-{choice}",
+                    call_id=batch,
                     prompt_token_ids=tuple(prompt),
                     sampling=sampling.params(max_tokens or room, choice=choice),  # the engine cuts it to the context
                 )
@@ -247,6 +259,92 @@ class HttpApi:
             self._num_open -= 1
             if not self._num_open:
                 self._has_none_open.set()
+
+    async def _encode_chat(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        body: ChatBody | TokenizeBody,
+        tools: list[dict[str, Any]] | None,
+        room: int,
+    ) -> list[int]:
+        """The tokens of a chat; InvalidSpecError if it is more than could fit."""
+        messages = body.messages or []
+        limits.check_chat(messages, tools, room)
+        return await self._beside(
+            lambda: encode_chat(
+                tokenizer,
+                messages,
+                tools=tools,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs,
+            ),
+            size=limits.count_chars(messages) + limits.count_chars(tools or ()),
+        )
+
+    async def _encode(
+        self, tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int, *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """The tokens of texts; InvalidSpecError if one is more than could fit."""
+        limits.check_texts(texts, room)
+        return await self._beside(
+            lambda: [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts],
+            size=sum(map(len, texts)),
+        )
+
+    async def _prompts(self, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, room: int) -> list[list[int]]:
+        """The prompts of `/v1/completions`, which come as text or tokens, one or many."""
+        match body.prompt:
+            case str() as text:
+                texts = [text]
+            case [str(), *_] as many:
+                texts = [text for text in many if isinstance(text, str)]  # validated: all are
+            case [int(), *_] as tokens:
+                return [tokens]  # pyright: ignore[reportReturnType] - validated: all are ints then
+            case many:
+                return many  # pyright: ignore[reportReturnType] - validated: lists of ints
+        limits.check_completions(len(texts), body.n)  # before they are tokenized
+        return await self._encode(tokenizer, texts, room, add_special_tokens=body.add_special_tokens)
+
+    async def _beside(self, work: Callable[[], T], *, size: int) -> T:
+        """Runs what takes long beside the event loop, at most `_WORKERS` at a time; what is small runs at once."""
+        if size < _SMALL:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    async def _respond(
+        self,
+        request: web.Request,
+        completed: list[responses.Completed],
+        whole: Callable[[], dict[str, Any]],
+        *,
+        stream: CompletionCommon | None,
+    ) -> web.StreamResponse:
+        """The body that `whole` makes as JSON or, with the body that asked for it, as server-sent events."""
+
+        def encode() -> list[bytes]:
+            if stream is None:
+                return [json.dumps(whole()).encode()]
+            return list(responses.stream_chunks(whole(), wants_usage=stream.wants_usage_chunk))
+
+        chunks = await self._beside(encode, size=sum(len(item.generation.token_ids) for item in completed))
+        if stream is None:
+            return web.Response(body=chunks[0], content_type="application/json", charset="utf-8")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+        await response.write_eof()
+        return response
+
+    async def _read(self, request: web.Request, body: type[B]) -> B:
+        """The body, validated; InvalidSpecError names the fields that are wrong."""
+        try:
+            async with asyncio.timeout(limits.BODY_S):
+                data = await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(reason=f"the body did not arrive within {limits.BODY_S:.0f} s") from None
+        return await self._beside(lambda: _validated(body, data), size=len(data))
 
     async def _score(self, prompt: list[int], tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any] | None]:
         """`prompt_logprobs` of a prompt."""
@@ -277,6 +375,9 @@ class HttpApi:
             status, body = responses.error_body(error)
             headers = {"Retry-After": str(int(error.retry_after_s or 1))} if status in (429, 503) else {}
             return web.json_response(body, status=status, headers=headers)
+        except web.HTTPRequestEntityTooLarge:
+            status, body = limits.body_too_large(request.content_length)
+            return web.json_response(body, status=status, headers={"Connection": "close"})
         except web.HTTPException as error:
             body = {"error": {"message": error.reason, "type": "HTTPError", "param": None, "code": error.status}}
             return web.json_response(body, status=error.status)
@@ -286,44 +387,15 @@ class HttpApi:
             return web.json_response(body, status=status)
 
 
-async def _read(request: web.Request, body: type[B]) -> B:
-    """The body, validated; InvalidSpecError names every field that is wrong."""
+def _validated(body: type[B], data: bytes) -> B:
     try:
-        return body.model_validate_json(await request.read())
+        return body.model_validate_json(data)
     except ValidationError as error:
         violations = [
             Violation(field=".".join(map(str, item["loc"])) or "body", message=item["msg"])
-            for item in error.errors(include_url=False, include_context=False, include_input=False)
+            for item in error.errors(include_url=False, include_context=False, include_input=False)[:_MAX_VIOLATIONS]
         ]
         raise InvalidSpecError(violations, reason="REQUEST_INVALID") from None
-
-
-async def _respond(
-    request: web.Request, whole: dict[str, Any], *, is_stream: bool, wants_usage: bool
-) -> web.StreamResponse:
-    """The body as JSON or as server-sent events."""
-    if not is_stream:
-        return web.json_response(whole)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for chunk in responses.stream_chunks(whole, wants_usage=wants_usage):
-        await response.write(chunk)
-    await response.write_eof()
-    return response
-
-
-def _prompts(tokenizer: PreTrainedTokenizerBase, body: CompletionBody) -> list[list[int]]:
-    """The prompts of `/v1/completions`, which come as text or tokens, one or many."""
-    match body.prompt:
-        case str() as text:
-            return [tokenizer.encode(text, add_special_tokens=body.add_special_tokens)]
-        case [int(), *_] as tokens:
-            return [tokens]  # pyright: ignore[reportReturnType] - validated: all are ints then
-        case many:
-            return [
-                tokenizer.encode(item, add_special_tokens=body.add_special_tokens) if isinstance(item, str) else item
-                for item in many
-            ]  # pyright: ignore[reportReturnType] - validated: strings or lists of ints
 
 
 def _tokenizer(model: ServedModel) -> PreTrainedTokenizerBase:

@@ -113,9 +113,9 @@ def _bind(address: str, access: ServerAccess, read: Read) -> "_Server":
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    """One scraper. `socket` is what closes it: the TLS socket as soon as there is one."""
+    """One scraper. `link` is what closes it: the TLS socket as soon as there is one."""
 
-    socket: socket.socket
+    link: socket.socket
     began: float
     is_asking: bool = True
     """Its request has not arrived as a whole."""
@@ -125,11 +125,11 @@ class _Connection:
         """End it, whatever its thread waits for."""
         self.is_cut = True
         with contextlib.suppress(OSError):  # it has gone by itself
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # TLS's own would drop what the thread works with
+            socket.socket.shutdown(self.link, socket.SHUT_RDWR)  # TLS's own would drop what the thread works with
 
     def secured(self, wrapped: socket.socket) -> None:
         """TLS is spoken over it from now on."""
-        self.socket = wrapped
+        self.link = wrapped
         if self.is_cut:  # while it changed hands
             self.cut()
 
@@ -206,7 +206,7 @@ class _Server(ThreadingMixIn, HTTPServer):
         threading.Thread(target=self._answer, args=arguments, name="metrics scrape", daemon=True).start()
 
     def _answer(self, connection: _Connection, client_address: object) -> None:
-        request = connection.socket
+        request = connection.link
         try:
             request.settimeout(EXCHANGE_S)
             if self._context is not None:
