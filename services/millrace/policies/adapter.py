@@ -1,17 +1,17 @@
 """LoRA adapters as policies: their names, and the `adapter_config.json` that PEFT and vLLM read. No torch."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LOW, HIGH = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of A [rank, in] and B [out, rank]."""
+_MAX_CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 
 Shape = tuple[str, tuple[int, ...]]
@@ -55,28 +55,25 @@ class AdapterSpec:
 
 def parse_adapter_config(data: bytes, *, source: str) -> AdapterSpec:
     """What an `adapter_config.json` says; CorruptObjectError if it is none, or of a kind that we cannot serve."""
+    reason, remedy = "ADAPTER_CONFIG_INVALID", "publish the adapter again"
+    raw = decode_object(data, what=source, reason=reason, remedy=remedy, max_bytes=_MAX_CONFIG_BYTES)
+    fields = Fields(raw)
     try:
-        raw: Mapping[str, Any] = json.loads(data)
         unsupported = [
             key for key in ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern") if raw.get(key)
         ]
-        if raw["peft_type"] != "LORA" or raw.get("bias", "none") != "none" or unsupported:
+        if fields.text("peft_type") != "LORA" or raw.get("bias", "none") != "none" or unsupported:
             raise ValueError(f"it is no plain LoRA ({', '.join(unsupported) or raw['peft_type']})")
-        spec = AdapterSpec(
-            rank=int(raw["r"]),
-            alpha=float(raw["lora_alpha"]),
-            target_modules=tuple(raw["target_modules"]),
-            modules_to_save=tuple(raw.get("modules_to_save") or ()),
+        return AdapterSpec(
+            rank=fields.integer("r", least=1, most=1 << 20),
+            alpha=fields.number("lora_alpha"),
+            target_modules=fields.texts("target_modules"),
+            modules_to_save=fields.texts("modules_to_save") if fields.has("modules_to_save") else (),
         )
-        if spec.rank < 1 or not math.isfinite(spec.alpha):
-            raise ValueError(f"rank {spec.rank} and alpha {spec.alpha}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise CorruptObjectError(
-            f"{source} is not an adapter config that this version reads: {error}",
-            reason="ADAPTER_CONFIG_INVALID",
-            remedy="publish the adapter again",
+            f"{source} is not an adapter config that this version reads: {error}", reason=reason, remedy=remedy
         ) from error
-    return spec
 
 
 def published_name(name: str) -> str:

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from millrace.errors import CorruptObjectError
-from millrace.policies.manifest import ObjectEntry, PolicyManifest, sha256_hex
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.policies.manifest import FileEntry, ObjectEntry, PolicyManifest, sha256_hex
 from millrace.storage.base import ObjectStore
+from millrace.storage.commit_points import newest_revision, revision_key
 
 RANGE_BYTES = 16 << 20
 NUM_CONNECTIONS = 8
@@ -18,12 +19,16 @@ TakeBytes = Callable[[ObjectEntry, int, bytes], None]
 
 
 def read_manifest(store: ObjectStore, key: str, sha256: bytes | None = None) -> PolicyManifest:
-    """Reads a manifest; `sha256` (of the policy stream's entry) must match its bytes unless it is None or empty.
+    """Reads a manifest, or its newest successor: a version that was damaged is published anew under `manifest.r1.json`.
+
+    `sha256` (of the policy stream's entry) must match the bytes unless it is None or empty. A successor has another:
+    the digest proves it, which who knows the announced one compares.
 
     Raises NotFoundError if it does not exist and CorruptObjectError if it is damaged or lies under another's name.
     """
+    first_key, key = revision_key(key, 0), newest_revision(store, key)
     data = store.get(key)
-    if sha256 and hashlib.sha256(data).digest() != sha256:
+    if sha256 and key == first_key and hashlib.sha256(data).digest() != sha256:
         raise CorruptObjectError(
             f"policy manifest {store.uri(key)} has sha256 {sha256_hex(data)}, announced was {sha256.hex()}",
             reason="POLICY_MANIFEST_HASH_MISMATCH",
@@ -43,6 +48,7 @@ def pull_files(store: ObjectStore, manifest: PolicyManifest) -> dict[str, bytes]
     """The small files of the version (`config.json`, tokenizer, …) by name, verified."""
     files: dict[str, bytes] = {}
     for entry in manifest.files:
+        _require_size(store, entry)
         data = store.get(entry.key)
         if (found := sha256_hex(data)) != entry.sha256:
             raise hash_mismatch(store, entry.key, found, entry.sha256)
@@ -59,6 +65,8 @@ def read_objects(
     range_bytes: int = RANGE_BYTES,
 ) -> None:
     """Reads objects whole, in ranges and over parallel connections, and hands the ranges on in order.
+
+    See `require_sizes` first: what is read is as long as the entries say.
 
     Raises CorruptObjectError if the sha256 of an object is not the entry's. Holds at most `2 * connections` ranges.
     """
@@ -84,6 +92,29 @@ def read_objects(
     for entry in objects:
         if (found := digests[entry.key].hexdigest()) != entry.sha256:
             raise hash_mismatch(store, entry.key, found, entry.sha256)
+
+
+def require_sizes(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
+    """Raises CorruptObjectError or NotFoundError unless the objects have the sizes that memory is taken for."""
+    for entry in objects:
+        _require_size(store, entry)
+
+
+def _require_size(store: ObjectStore, entry: ObjectEntry | FileEntry) -> None:
+    where = store.uri(entry.key)
+    found = store.head(entry.key)
+    if found is None:
+        raise NotFoundError(
+            f"object {where} does not exist, and a policy's manifest names it",
+            reason="POLICY_OBJECT_MISSING",
+            remedy="the run's trainer publishes the policy anew when a replica reports it",
+        )
+    if found.size_bytes != entry.size_bytes:
+        raise CorruptObjectError(
+            f"object {where} has {found.size_bytes} bytes, its manifest says {entry.size_bytes}",
+            reason="POLICY_OBJECT_SIZE_MISMATCH",
+            remedy="the object is damaged; the run's trainer publishes the policy anew when a replica reports it",
+        )
 
 
 def hash_mismatch(store: ObjectStore, key: str, found: str, expected: str) -> CorruptObjectError:

@@ -26,7 +26,7 @@ from millrace.policies.change import TensorChange
 from millrace.policies.delta import decode_piece
 from millrace.policies.delta_frame import read_header
 from millrace.policies.digest import bits_digest, change_digest, digest_hex
-from millrace.policies.fetch import read_objects
+from millrace.policies.fetch import read_objects, require_sizes
 from millrace.policies.manifest import ObjectEntry, Piece, PolicyManifest, TensorEntry
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes, TensorPlace, bits_type, plan_safetensors
@@ -118,7 +118,11 @@ class HostCopy:
         Damaged objects are gone around where another chain leads to the version. Raises CorruptObjectError or
         NotFoundError naming what is in the way; UnavailableError if the store is.
         """
-        return self.stage_manifest(self._manifests.read(manifest_key, sha256))
+        try:
+            return self.stage_manifest(self._manifests.read(manifest_key, sha256))
+        except (CorruptObjectError, NotFoundError):
+            self._manifests.forget()  # the next attempt finds what is published anew
+            raise
 
     def stage_manifest(self, manifest: PolicyManifest) -> StagedPolicy:
         """`stage` for a manifest that was read and compared already."""
@@ -197,6 +201,7 @@ class HostCopy:
         """Reads a full encoding. The old version is given up first, so that one copy's memory is enough."""
         self.forget()
         fetched.link, fetched.is_read, manifest = link, False, link.manifest
+        require_sizes(self._store, link.encoding.objects)
         buffer, self._spare = self._spare, None
         if buffer is None or buffer.layout != layout_of(manifest.tensors):
             del buffer  # its memory is free before the new one is taken
@@ -332,6 +337,7 @@ def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetche
 
 def _read_whole(store: ObjectStore, link: Link, fetched: _Fetched) -> dict[str, memoryview]:
     """A delta's objects by key."""
+    require_sizes(store, link.encoding.objects)
     buffers = {entry.key: bytearray(entry.size_bytes) for entry in link.encoding.objects}
 
     def take(entry: ObjectEntry, offset: int, data: bytes) -> None:

@@ -9,15 +9,23 @@ row-major ranges of tensors, because every rank of a trainer encodes and uploads
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millrace.errors import CorruptObjectError
+from millrace.decoding import Fields, decode_object, require_integer, require_number
+from millrace.errors import CorruptObjectError, InvalidSpecError
 from millrace.policies.digest import policy_digest
-from millrace.policies.tensors import element_bytes
+from millrace.policies.tensors import MAX_DIMENSIONS, element_bytes, tensor_bytes
+from millrace.storage.base import check_key
+from millrace.storage.commit_points import revision_key
 
 FORMAT = 2
+MAX_OBJECT_BYTES = 1 << 40
+"""Most bytes of a data object."""
+MAX_FILE_BYTES = 1 << 30
+"""Most bytes of a small file."""
+_MAX_TENSORS, _MAX_OBJECTS, _MAX_FILES, _MAX_ENCODINGS, _MAX_PROBE = 1 << 18, 1 << 16, 1000, 100, 1 << 12
 CODEC_FULL = "full"
 CODEC_DELTA = "delta"
 
@@ -97,31 +105,37 @@ class Encoding:
         }
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any], names: tuple[str, ...]) -> "Encoding":
-        """The opposite; raises ValueError, KeyError, TypeError or IndexError if the data is none."""
-        objects = tuple(ObjectEntry(**entry) for entry in raw["objects"])
-        pieces: list[Piece] = []
-        for row in raw["pieces"]:
-            tensor, start, count, place, offset, length = row
-            if min(row) < 0:
-                raise ValueError("a piece has a negative number")
-            pieces.append(
-                Piece(
-                    tensor=names[tensor],
-                    start=start,
-                    count=count,
-                    object=objects[place].key,
-                    offset=offset,
-                    length_bytes=length,
-                )
+    def from_json(cls, raw: object, names: tuple[str, ...]) -> "Encoding":
+        """The opposite; raises ValueError or InvalidSpecError (an object key that is none) if the data is none."""
+        fields = Fields(raw, what="an encoding")
+        objects = tuple(
+            ObjectEntry(
+                key=check_key(item.text("key")),
+                sha256=item.hexadecimal("sha256", num_bytes=32),
+                size_bytes=item.integer("size_bytes", most=MAX_OBJECT_BYTES),
             )
-        return cls(
-            codec=raw["codec"],
-            base=raw["base"],
-            base_digest=raw["base_digest"],
-            objects=objects,
-            pieces=tuple(pieces),
+            for item in fields.objects("objects", most=_MAX_OBJECTS)
         )
+        keys = [entry.key for entry in objects]
+        if len(set(keys)) != len(keys):
+            raise ValueError("an object is named twice")
+        has_base = fields.has("base")
+        return cls(
+            codec=fields.text("codec", most=100),
+            base=fields.integer("base") if has_base else None,
+            base_digest=fields.hexadecimal("base_digest", num_bytes=32) if has_base else None,
+            objects=objects,
+            pieces=tuple(_piece(row, names, keys) for row in fields.items("pieces")),
+        )
+
+
+def _piece(row: object, names: Sequence[str], keys: Sequence[str]) -> Piece:
+    if not isinstance(row, list) or len(row) != 6:
+        raise ValueError("a piece is not a row of six numbers")
+    tensor, start, count, place, offset, length = (require_integer(n, what="a number of a piece") for n in row)
+    if tensor >= len(names) or place >= len(keys):
+        raise ValueError(f"a piece is of tensor {tensor} and object {place}, which are not named")
+    return Piece(tensor=names[tensor], start=start, count=count, object=keys[place], offset=offset, length_bytes=length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +209,7 @@ class PolicyManifest:
 
     def sibling_key(self, version: int) -> str:
         """Key of the manifest of another version of the same run and lineage."""
-        root = self.key.removesuffix(f"{self.lineage:04d}-{self.version:08d}/manifest.json")
+        root = revision_key(self.key, 0).removesuffix(f"{self.lineage:04d}-{self.version:08d}/manifest.json")
         return f"{root}{self.lineage:04d}-{version:08d}/manifest.json"
 
     @property
@@ -240,37 +254,15 @@ class PolicyManifest:
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> "PolicyManifest":
         """Parses and checks a manifest; raises CorruptObjectError naming `source` if it is damaged or too new."""
+        what, reason = f"policy manifest {source}", "POLICY_MANIFEST_INVALID"
+        remedy = "the object is damaged or of another version of Millrace: the run's trainer publishes it anew when a "
+        remedy += "replica reports it, or read it with the version that wrote it"
+        raw = decode_object(data, what=what, reason=reason, remedy=remedy)
         try:
-            raw = json.loads(data)
-            if raw["format"] != FORMAT:
-                raise ValueError(f"its format is {raw['format']} and this version reads {FORMAT}")
-            tensors = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in raw["tensors"])
-            names = tuple(entry.name for entry in tensors)
-            probe, adapter = raw["probe"], raw["adapter"]
-            manifest = cls(
-                format=raw["format"],
-                key=raw["key"],
-                run_uid=raw["run_uid"],
-                lineage=raw["lineage"],
-                version=raw["version"],
-                anchor=raw["anchor"],
-                tensors=tensors,
-                encodings=tuple(Encoding.from_json(entry, names) for entry in raw["encodings"]),
-                files=tuple(FileEntry(**entry) for entry in raw["files"]),
-                digest=raw["digest"],
-                probe=None if probe is None else Probe(**{key: tuple(value) for key, value in probe.items()}),
-                created=raw["created"],
-                adapter=None if adapter is None else _adapter_of(adapter),
-                is_delta_base=raw.get("is_delta_base", True),
-            )
+            manifest = _manifest_of(Fields(raw))
             manifest._check()
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CorruptObjectError(
-                f"policy manifest {source} is not readable: {error}",
-                reason="POLICY_MANIFEST_INVALID",
-                remedy="the object is damaged or of another version of Millrace; publish the policy again, or read it "
-                "with the version that wrote it",
-            ) from error
+        except (ValueError, InvalidSpecError) as error:  # the second: an object key that is none
+            raise CorruptObjectError(f"{what} is not readable: {error}", reason=reason, remedy=remedy) from error
         return manifest
 
     def _check(self) -> None:
@@ -293,9 +285,66 @@ class PolicyManifest:
                 _check_encoding(encoding, tensors, version=self.version)
 
 
-def _adapter_of(raw: Mapping[str, Any]) -> AdapterEntry:
-    lists = {name: tuple(raw[name]) for name in ("target_modules", "modules_to_save")}
-    return AdapterEntry(**{**raw, **lists})
+def _manifest_of(fields: Fields) -> PolicyManifest:
+    """Every field with its type and within bounds; ValueError or InvalidSpecError if not."""
+    if (found := fields.integer("format")) != FORMAT:
+        raise ValueError(f"its format is {found} and this version reads {FORMAT}")
+    tensors = tuple(_tensor(item) for item in fields.objects("tensors", most=_MAX_TENSORS))
+    names = tuple(entry.name for entry in tensors)
+    probe, adapter = fields.inner("probe"), fields.inner("adapter")
+    return PolicyManifest(
+        format=found,
+        key=check_key(fields.text("key")),
+        run_uid=fields.text("run_uid"),
+        lineage=fields.integer("lineage"),
+        version=fields.integer("version"),
+        anchor=fields.integer("anchor"),
+        tensors=tensors,
+        encodings=tuple(Encoding.from_json(item, names) for item in fields.items("encodings", most=_MAX_ENCODINGS)),
+        files=tuple(_file(item) for item in fields.objects("files", most=_MAX_FILES)),
+        digest=fields.hexadecimal("digest", num_bytes=32),
+        probe=None if probe is None else _probe(probe),
+        created=fields.text("created"),
+        adapter=None if adapter is None else _adapter_of(adapter),
+        is_delta_base=not fields.has("is_delta_base") or fields.flag("is_delta_base"),
+    )
+
+
+def _tensor(fields: Fields) -> TensorEntry:
+    entry = TensorEntry(
+        name=fields.text("name"),
+        shape=fields.integers("shape", most=MAX_DIMENSIONS),
+        dtype=fields.text("dtype", most=100),
+        digest=fields.hexadecimal("digest", num_bytes=16),
+    )
+    tensor_bytes(entry.dtype, entry.shape)
+    return entry
+
+
+def _file(fields: Fields) -> FileEntry:
+    return FileEntry(
+        name=fields.text("name", most=200),
+        key=check_key(fields.text("key")),
+        sha256=fields.hexadecimal("sha256", num_bytes=32),
+        size_bytes=fields.integer("size_bytes", most=MAX_FILE_BYTES),
+    )
+
+
+def _probe(fields: Fields) -> Probe:
+    logprobs = (require_number(value, what="a log-prob") for value in fields.items("logprobs", most=_MAX_PROBE))
+    return Probe(token_ids=fields.integers("token_ids", most=_MAX_PROBE), logprobs=tuple(logprobs))
+
+
+def _adapter_of(fields: Fields) -> AdapterEntry:
+    return AdapterEntry(
+        rank=fields.integer("rank", least=1, most=1 << 20),
+        alpha=fields.number("alpha"),
+        target_modules=fields.texts("target_modules", most=_MAX_TENSORS),
+        modules_to_save=fields.texts("modules_to_save", most=_MAX_TENSORS),
+        base_key=check_key(fields.text("base_key")),
+        base_digest=fields.text("base_digest", most=64),
+        base_bytes=fields.integer("base_bytes"),
+    )
 
 
 def _check_encoding(encoding: Encoding, tensors: Mapping[str, TensorEntry], *, version: int) -> None:

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
+from millrace.decoding import decode_json, decode_object
 from millrace.errors import InternalError
 from millrace.policies.digest import add_digests, digest_hex
 from millrace.policies.manifest import Encoding, TensorEntry
 from millrace.policies.parts import TensorPart
+
+_REASON = "GANG_MESSAGE_INVALID"
 
 
 def pack_digests(parts: Sequence[TensorPart], digests: Mapping[str, int]) -> bytes:
@@ -21,7 +23,7 @@ def merge_digests(shares: Iterable[bytes]) -> tuple[TensorEntry, ...]:
     """The tensors of the version, in the order of the first rank that has each: digests are sums over the ranks'."""
     found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for share in shares:
-        for name, dtype, shape, count, digest in json.loads(share):
+        for name, dtype, shape, count, digest in decode_json(share, what="the digests of a rank", reason=_REASON):
             _, _, held, so_far = found.get(name, (dtype, tuple(shape), 0, 0))
             found[name] = dtype, tuple(shape), held + count, add_digests([so_far, int(digest, 16)])
     entries: list[TensorEntry] = []
@@ -48,7 +50,7 @@ def merge_encodings(shares: Iterable[bytes]) -> tuple[Encoding, ...]:
     """The encodings of the version: those of the ranks, which have the same ones in the same order, put together."""
     merged: list[Encoding] = []
     for share in shares:
-        raw: dict[str, Any] = json.loads(share)
+        raw = decode_object(share, what="the encodings of a rank", reason=_REASON)
         names = tuple(raw["names"])
         for place, item in enumerate(raw["encodings"]):
             encoding = Encoding.from_json(item, names)

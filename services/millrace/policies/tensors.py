@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError
 
 MAX_DIMENSIONS = 16
@@ -19,7 +20,7 @@ MAX_DIMENSIONS = 16
 MAX_TENSOR_BYTES = 1 << 44
 """Most bytes of a tensor that is read."""
 _ALIGNMENT_BYTES = 64
-_MAX_HEADER_BYTES = 100 * 1024 * 1024
+_MAX_HEADER_BYTES = 64 << 20
 
 # dtype tag (torch's name) -> (safetensors' name, unsigned numpy type of one element's bits, numpy type or None)
 _DTYPES: dict[str, tuple[str, str, str | None]] = {
@@ -161,32 +162,37 @@ def pack_safetensors(tensors: Iterable[tuple[str, TensorBytes]]) -> tuple[bytes,
 
 def read_places(data: bytes | memoryview, *, source: str) -> list[TensorPlace]:
     """Reads the header of a safetensors file; raises CorruptObjectError naming `source` if it is not one."""
-    view = memoryview(data)
+    view = memoryview(data).cast("B")
+    what, reason = f"the safetensors header of {source}", "SAFETENSORS_INVALID"
+    remedy = "the object is damaged; publish the policy again"
+    length = int.from_bytes(view[:8], "little")
     try:
-        length = int.from_bytes(view[:8], "little")
         if view.nbytes < 8 or length > min(view.nbytes - 8, _MAX_HEADER_BYTES):
-            raise ValueError(f"the header claims {length} bytes")
-        header = json.loads(bytes(view[8 : 8 + length]))
-        places: list[TensorPlace] = []
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            if not 0 <= begin <= end <= view.nbytes - 8 - length:
-                raise ValueError(f"tensor {name} lies outside the file")
-            places.append(
-                TensorPlace(
-                    name=name,
-                    dtype=_FROM_SAFETENSORS[entry["dtype"]],
-                    shape=tuple(entry["shape"]),
-                    offset=8 + length + begin,
-                    length_bytes=end - begin,
-                )
-            )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it has {view.nbytes} bytes and claims a header of {length}")
+        header = decode_object(bytes(view[8 : 8 + length]), what=what, reason=reason, remedy=remedy)
+        start = 8 + length
+        return [
+            _place(name, Fields(header[name], what=f"tensor {name[:200]!r}"), start=start, size=view.nbytes - start)
+            for name in header
+            if name != "__metadata__"
+        ]
+    except ValueError as error:
         raise CorruptObjectError(
-            f"{source} is not a readable safetensors file: {error}",
-            reason="SAFETENSORS_INVALID",
-            remedy="the object is damaged; publish the policy again",
+            f"{source} is not a readable safetensors file: {error}", reason=reason, remedy=remedy
         ) from error
-    return places
+
+
+def _place(name: str, fields: Fields, *, start: int, size: int) -> TensorPlace:
+    """Where one tensor lies in a file with `size` bytes of data from `start` on; ValueError if it does not."""
+    dtype, shape = fields.text("dtype", most=100), fields.integers("shape", most=MAX_DIMENSIONS)
+    offsets = fields.integers("data_offsets", most=2)
+    if dtype not in _FROM_SAFETENSORS:
+        raise ValueError(f"tensor {name[:200]!r} has the unknown dtype {dtype!r}")
+    if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size:
+        raise ValueError(f"tensor {name[:200]!r} lies outside the file")
+    begin, end = offsets
+    if tensor_bytes(_FROM_SAFETENSORS[dtype], shape) != end - begin:
+        raise ValueError(f"tensor {name[:200]!r} of shape {list(shape)} has {end - begin} bytes")
+    return TensorPlace(
+        name=name, dtype=_FROM_SAFETENSORS[dtype], shape=shape, offset=start + begin, length_bytes=end - begin
+    )

@@ -14,6 +14,7 @@ from millrace.config.rl import RLConfig
 from millrace.policies.publish import publish_policy
 from millrace.policies.pull import pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
+from millrace.storage.commit_points import with_checksum
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 MakeConfig = Callable[..., RLConfig]
@@ -107,6 +108,12 @@ def test_metrics_under_another_loss_beside_the_originals(trained: Recorder, caps
     assert _objects(trained) == before
 
 
+def test_a_damaged_checkpoint_is_left_aside_and_noted(trained: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    trained.store.put(f"{trained.root}checkpoints/00000002/manifest.json", b"{}")
+    assert _replay(trained, 2) == 0
+    assert "note: damaged checkpoints are left aside: checkpoint 2: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
@@ -187,7 +194,7 @@ def test_other_conditions_are_noted(trained: Recorder, capsys: pytest.CaptureFix
     key = f"{trained.root}checkpoints/00000002/manifest.json"
     manifest = json.loads(trained.store.get(key))
     manifest["world_size"] = 4
-    trained.store.put(key, json.dumps(manifest).encode())
+    trained.store.put(key, with_checksum(manifest))
     assert _replay(trained, 2) == 0
     assert "note: last bits may differ, because world_size was 4, is 1" in capsys.readouterr().out
 
