@@ -65,6 +65,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         message = pb.PolicyStatus(
             state=f"POLICY_STATE_{status.state}",
             error=status.error,
+            is_damaged=status.is_damaged,
             pause_seconds=status.pause_s,
             update_seconds=status.update_s,
             num_requests=engine.num_requests,

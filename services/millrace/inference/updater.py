@@ -20,7 +20,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from millrace.errors import CorruptObjectError, FencedError, InternalError, MillraceError, UnavailableError
+from millrace.errors import (
+    CorruptObjectError,
+    FencedError,
+    InternalError,
+    MillraceError,
+    NotFoundError,
+    UnavailableError,
+)
 from millrace.inference import meters, model_files
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyEngine, PolicyIdentity
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
@@ -86,6 +93,7 @@ class UpdateStatus:
     digest: str
     proof: str
     error: str
+    is_damaged: bool
     pause_s: float
     update_s: float
     fetched_bytes: int
@@ -120,7 +128,7 @@ class PolicyUpdater:
         self._settled: DesiredPolicy | None = None
         self._held_files: tuple[tuple[str, str], ...] | None = None
         self._proved: ProvedPolicy | None = None
-        self._error, self._is_leaving = "", False
+        self._error, self._is_damaged, self._is_leaving = "", False, False
         self._pause_s = self._update_s = 0.0
         self._fetched_bytes = self._full_bytes = self._base_bytes = 0
         self._wake, self._change = asyncio.Event(), asyncio.Event()
@@ -141,6 +149,7 @@ class PolicyUpdater:
             digest=proved.held.digest if proved is not None else "",
             proof=proved.held.proof if proved is not None else "",
             error=error,
+            is_damaged=self._is_damaged,
             pause_s=self._pause_s,
             update_s=self._update_s,
             fetched_bytes=self._fetched_bytes,
@@ -222,7 +231,8 @@ class PolicyUpdater:
                 await self._update(desired, wait)
         except Exception as error:  # whatever a bad policy causes must leave the replica alive and say why
             is_broken = self._engine.status().state is EngineState.FAILED
-            self._set(UpdateState.BROKEN if is_broken else UpdateState.UPDATE_FAILED, error=_describe(error))
+            state = UpdateState.BROKEN if is_broken else UpdateState.UPDATE_FAILED
+            self._set(state, error=_describe(error), is_damaged=isinstance(error, CorruptObjectError | NotFoundError))
             meters.update_failed()
             fields["error"] = str(error)
             log.error("policy update failed", extra=fields, exc_info=not isinstance(error, MillraceError))
@@ -372,8 +382,8 @@ class PolicyUpdater:
             raise _no_store()
         return self._store
 
-    def _set(self, state: UpdateState, *, error: str = "") -> None:
-        self._state, self._error = state, error
+    def _set(self, state: UpdateState, *, error: str = "", is_damaged: bool = False) -> None:
+        self._state, self._error, self._is_damaged = state, error, is_damaged
         self._notify()
 
     def _notify(self) -> None:

@@ -203,6 +203,8 @@ class PolicyDriver:
                     )
                 )
         elif status.error:
+            if status.is_damaged:
+                self._registry.report_damage(self._run_uid, desired)
             failure = f"replica {record.worker_id} could not take policy {desired.version}: {status.error}"
             if self._failures.get(record.worker_id) != failure:
                 self._failures[record.worker_id] = failure

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from millrace.errors import CapacityError, InvalidSpecError, Violation
-from millrace.internal.v1 import policy_service_pb2, worker_service_pb2, worker_service_pb2_grpc
+from millrace.internal.v1 import policy_pb2, policy_service_pb2, worker_service_pb2, worker_service_pb2_grpc
 from millrace.telemetry.settings import parse_address
 from millrace.v1 import event_pb2
 
@@ -99,6 +99,7 @@ class WorkerRegistry:
         self._records: dict[str, WorkerRecord] = {}
         self._resolved_below: dict[str, int] = {}
         self._log_instances: dict[str, str] = {}
+        self._damaged: dict[str, tuple[policy_pb2.PolicyEntry, int]] = {}
         self._let_go: dict[str, _LetGo] = {}
         self.on_lost: list[Callable[[WorkerRecord, str], None]] = []
         """Called with each worker that is gone, and the reason: `WORKER_LOST` or `WORKER_REPLACED`."""
@@ -186,6 +187,7 @@ class WorkerRegistry:
                 record.run_uid = ""
         self._resolved_below.pop(run_uid, None)
         self._log_instances.pop(run_uid, None)
+        self._damaged.pop(run_uid, None)
         self.notify()
 
     def give_back(self, kind: worker_service_pb2.WorkerKind, run_uid: str) -> None:
@@ -215,14 +217,22 @@ class WorkerRegistry:
         """Tell workers by heartbeat which copy of a run's log Redis holds."""
         self._log_instances[run_uid] = log_instance
 
+    def report_damage(self, run_uid: str, policy: policy_pb2.PolicyEntry) -> None:
+        """Tell the run's trainer by heartbeat that a replica found a policy damaged, once more."""
+        _, count = self._damaged.get(run_uid, (policy, 0))
+        self._damaged[run_uid] = policy, count + 1
+
     def assignments(self, record: WorkerRecord) -> Iterator[worker_service_pb2.Assignment]:
         """Runs that a worker shall work on: its own, or for an env-server all, those that just ended included."""
         env_server = record.worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER
         for run_uid in list(self._resolved_below) if env_server else filter(None, [record.run_uid]):
+            damaged, num_reports = (None, 0) if env_server else self._damaged.get(run_uid, (None, 0))
             yield worker_service_pb2.Assignment(
                 run_uid=run_uid,
                 resolved_below=self._resolved_below.get(run_uid, 0),
                 log_instance=self._log_instances.get(run_uid, ""),
+                damaged_policy=damaged,
+                num_damage_reports=num_reports,
             )
         for run_uid in self.runs_to_let_go() if env_server else ():
             if self._let_go[run_uid].has_ended and run_uid not in self._resolved_below:

@@ -13,6 +13,7 @@ from millrace.errors import CorruptObjectError, MillraceError, NotFoundError
 from millrace.policies.fetch import read_manifest
 from millrace.policies.manifest import CODEC_DELTA, CODEC_FULL, Encoding, PolicyManifest
 from millrace.storage.base import ObjectStore
+from millrace.storage.commit_points import revision_key
 
 MAX_LINKS = 300  # more than the largest anchor interval has versions
 _MAX_HELD_ENTRIES = 200_000  # pieces and tensors of the manifests that are held: some 40 MB
@@ -36,11 +37,16 @@ Chain = tuple[Link, ...]
 
 
 class Manifests:
-    """The manifests that were read last, by key; they never change."""
+    """The manifests that were read last, by key; only a damaged version's changes, by a successor."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._held: OrderedDict[str, PolicyManifest] = OrderedDict()
+        self._num_entries = 0
+
+    def forget(self) -> None:
+        """What was damaged may have been published anew: everything is read again."""
+        self._held.clear()
         self._num_entries = 0
 
     def read(self, key: str, sha256: bytes | None = None) -> PolicyManifest:
@@ -69,7 +75,7 @@ def find_chain(
 
     `avoid` names links that were found to be damaged. CorruptObjectError saying what is in the way, if there is none.
     """
-    if held is not None and (held.key, held.digest) == (target.key, target.digest):
+    if held is not None and _identity(held) == _identity(target):
         return ()
     search = _Search(manifests=manifests, avoid=avoid)
     direct = None
@@ -87,6 +93,11 @@ def find_chain(
 def _num_entries(manifest: PolicyManifest) -> int:
     """What a manifest's memory grows with; a rank adds a piece per tensor and encoding."""
     return len(manifest.tensors) + sum(len(encoding.pieces) for encoding in manifest.encodings)
+
+
+def _identity(manifest: PolicyManifest) -> tuple[str, str]:
+    """Which weights a manifest is of; it may have been published anew."""
+    return revision_key(manifest.key, 0), manifest.digest
 
 
 def _cost(chain: Chain) -> int:

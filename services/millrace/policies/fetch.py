@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import FileEntry, ObjectEntry, PolicyManifest, sha256_hex
 from millrace.storage.base import ObjectStore
+from millrace.storage.commit_points import newest_revision, revision_key
 
 RANGE_BYTES = 16 << 20
 NUM_CONNECTIONS = 8
@@ -18,12 +19,16 @@ TakeBytes = Callable[[ObjectEntry, int, bytes], None]
 
 
 def read_manifest(store: ObjectStore, key: str, sha256: bytes | None = None) -> PolicyManifest:
-    """Reads a manifest; `sha256` (of the policy stream's entry) must match its bytes unless it is None or empty.
+    """Reads a manifest, or its newest successor: a version that was damaged is published anew under `manifest.r1.json`.
+
+    `sha256` (of the policy stream's entry) must match the bytes unless it is None or empty. A successor has another:
+    the digest proves it, which who knows the announced one compares.
 
     Raises NotFoundError if it does not exist and CorruptObjectError if it is damaged or lies under another's name.
     """
+    first_key, key = revision_key(key, 0), newest_revision(store, key)
     data = store.get(key)
-    if sha256 and hashlib.sha256(data).digest() != sha256:
+    if sha256 and key == first_key and hashlib.sha256(data).digest() != sha256:
         raise CorruptObjectError(
             f"policy manifest {store.uri(key)} has sha256 {sha256_hex(data)}, announced was {sha256.hex()}",
             reason="POLICY_MANIFEST_HASH_MISMATCH",
@@ -60,6 +65,8 @@ def read_objects(
     range_bytes: int = RANGE_BYTES,
 ) -> None:
     """Reads objects, whose sizes are known to be right, whole, in ranges and over parallel connections, and hands the ranges on in order.
+
+    See `require_sizes` first: what is read is as long as the entries say.
 
     Raises CorruptObjectError if the sha256 of an object is not the entry's. Holds at most `2 * connections` ranges.
     """

@@ -18,6 +18,7 @@ from millrace.errors import CorruptObjectError, InvalidSpecError
 from millrace.policies.digest import policy_digest
 from millrace.policies.tensors import MAX_DIMENSIONS, element_bytes, tensor_bytes
 from millrace.storage.base import check_key
+from millrace.storage.commit_points import revision_key
 
 FORMAT = 2
 MAX_OBJECT_BYTES = 1 << 40
@@ -208,7 +209,7 @@ class PolicyManifest:
 
     def sibling_key(self, version: int) -> str:
         """Key of the manifest of another version of the same run and lineage."""
-        root = self.key.removesuffix(f"{self.lineage:04d}-{self.version:08d}/manifest.json")
+        root = revision_key(self.key, 0).removesuffix(f"{self.lineage:04d}-{self.version:08d}/manifest.json")
         return f"{root}{self.lineage:04d}-{version:08d}/manifest.json"
 
     @property

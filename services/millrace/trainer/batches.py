@@ -23,6 +23,18 @@ from millrace.trainer.stop import StopRequested
 POLL_S = 0.5  # how soon a stop is noticed while there is no batch
 
 
+class PolicyMender(Protocol):
+    """Who publishes damaged policies anew; `Mender` is one."""
+
+    def wanted(self, version: int) -> bytes | None:
+        """At rank 0: what to tell all ranks to mend, if there is something."""
+        ...
+
+    def mend(self, policy: bytes) -> None:
+        """Mends it; at every rank."""
+        ...
+
+
 class BatchLog(Protocol):
     """What is needed of the run's log to read batches; `LogClient` is one."""
 
@@ -84,6 +96,7 @@ class Batches:
         previous_chain_hash: bytes,
         micro_batch_tokens: int,
         seq_len: int,
+        mender: PolicyMender | None = None,
     ) -> None:
         self._log = batch_log
         self._gang = gang
@@ -92,6 +105,7 @@ class Batches:
         self._chain_hash = previous_chain_hash
         self._micro_batch_tokens = micro_batch_tokens
         self._seq_len = seq_len
+        self._mender = mender
 
     def follow(self, start_step: int) -> Iterator[Batch]:
         """Every batch from `start_step` on, the closing header last. Raises StopRequested between batches."""
@@ -127,12 +141,14 @@ class Batches:
         )
 
     def _wait_for_header(self, step: int) -> bytes:
-        """Rank 0 polls and tells the gang `wait`, `stop` or the header's bytes."""
+        """Rank 0 polls and tells the gang `wait`, `stop`, which policy to `mend`, or the header's bytes."""
         while True:
             message: bytes | None = None
             if self._gang.is_leader:
                 if self._log.is_stop_requested():
                     message = b"stop"
+                elif self._mender is not None and (policy := self._mender.wanted(step)) is not None:
+                    message = b"mend" + policy
                 else:
                     header = self._log.poll_header(step, timeout_s=POLL_S)  # registers the wait
                     message = b"wait" if header is None else b"head" + header
@@ -142,6 +158,8 @@ class Batches:
                     return told[4:]
                 case b"stop":
                     raise StopRequested
+                case b"mend" if self._mender is not None:
+                    self._mender.mend(told[4:])
                 case b"wait":
                     continue
                 case _:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millrace.config.trainer import PolicyConfig
-from millrace.errors import ConflictError, InvalidStateError, UnavailableError
+from millrace.decoding import decode_json
+from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
+from millrace.policies.fetch import read_manifest
 from millrace.policies.history import Delta, Digests, History
 from millrace.policies.host_copy import decode_threads
 from millrace.policies.manifest import AdapterEntry, Encoding, FileEntry, PolicyManifest, Probe, TensorEntry
@@ -29,9 +31,11 @@ from millrace.policies.publish import (
 )
 from millrace.policies.shares import merge_digests, merge_encodings, pack_digests, pack_encodings
 from millrace.policies.upload import upload_delta, upload_full
+from millrace.policies.verify import damage_of
 from millrace.runlog.epochs import latest_epoch
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
+from millrace.storage.commit_points import newest_revision, next_revision
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
 from millrace.trainer.distributed import Gang
@@ -50,6 +54,14 @@ class CommittedVersion:
 
     published: PublishedPolicy | None
     changed_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MendedVersion:
+    """A version that was published anew, and what was the matter with it."""
+
+    published: PublishedPolicy
+    damage: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +89,7 @@ class Committer:
         files: tuple[FileEntry, ...],
         should_stop: Callable[[], bool] = lambda: False,
         is_strict: bool = True,
+        upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
     ) -> None:
         self._store = store
         self._names = names
@@ -87,6 +100,7 @@ class Committer:
         self._files = files
         self._should_stop = should_stop
         self._is_strict = is_strict
+        self._upload_files = upload_files
         self._threads = max(1, decode_threads() // gang.world_size)
         self._history = History(skip_deltas=config.skip_deltas if config.delta else (), threads=self._threads)
         self._anchor = 0
@@ -97,7 +111,7 @@ class Committer:
 
     def adopt(self, version: int, parts: list[TensorPart]) -> None:
         """Takes the weights of a committed version as what the next one is compared with, if they are its weights."""
-        found = self._committed(version)
+        _, found = self._committed(version)
         digests, entries = self._prove(parts, version)
         if found is None or whole_digest(entries) != found.digest:
             log.info("the next policy is published in full", extra={"version": version + 1})
@@ -121,13 +135,56 @@ class Committer:
                 remedy="the run goes on from its last checkpoint in a new lineage",
             ) from error
 
+    def mend(self, version: VersionInput, *, lineage: int, digest: str) -> MendedVersion | None:
+        """Publishes a committed version anew and in full, under the next successor of its manifest, if it is damaged.
+
+        None at ranks other than 0, and if every byte is as it was written. InvalidStateError if these weights are not
+        the version's, whose `digest` was announced: then nobody has them any more.
+        """
+        found: list[str] = []
+
+        def look() -> bytes:
+            first_key = self._names.policy_manifest(lineage, version.version)
+            if (damage := damage_of(self._store, first_key, digest=digest)) is None:
+                log.info("a policy that was reported damaged is whole", extra={"version": version.version})
+                return b""
+            found.append(damage)
+            return next_revision(self._store, first_key).encode()
+
+        key = self._from_leader(version.version, look).decode()
+        if not key:
+            return None
+        _, entries = self._prove(version.parts, version.version)
+        if whole_digest(entries) != digest:
+            raise InvalidStateError(
+                f"policy {lineage}-{version.version} of run {self._names.uid} is damaged, and this trainer cannot make "
+                f"it again: its digest is {digest}, these weights have {whole_digest(entries)}",
+                reason="POLICY_LOST",
+                remedy="restore its objects from a replica of the bucket, then `millrace run resume` the run",
+            )
+        self._renew_files(version.version)
+        uploaded = self._upload(version, [], full_bytes=0)
+        published = self._write_manifest(self._manifest(version, key, entries, *uploaded, lineage=lineage))
+        if lineage == self._lineage:
+            self._anchor = version.version
+        return MendedVersion(published=published, damage=found[0]) if published is not None else None
+
+    def _renew_files(self, version: int) -> None:
+        """Rank 0 uploads the small files again: they may be what is damaged. Only its manifests name them."""
+
+        def renew() -> bytes:
+            if self._upload_files is not None:
+                self._files = self._upload_files()
+            return b""
+
+        self._from_leader(version, renew)
+
     def _commit(self, version: VersionInput) -> CommittedVersion:
-        found = self._committed(version.version)
+        key, found = self._committed(version.version)
         if found is None:
-            return self._publish(version)
+            return self._publish(version, key)
         digests, entries = self._prove(version.parts, version.version)
         digest = whole_digest(entries)
-        key = self._names.policy_manifest(self._lineage, version.version)
         published = existing_policy(self._store, key, digest) if self._gang.is_leader else None
         if found.digest != digest:  # rank 0 has said so above
             raise digest_conflict(
@@ -136,17 +193,22 @@ class Committer:
         self._advance(version, found, digests)
         return CommittedVersion(published=published, changed_fraction=1.0)
 
-    def _committed(self, version: int) -> "_Found | None":
-        """What is committed of a version, at every rank."""
+    def _committed(self, version: int) -> tuple[str, "_Found | None"]:
+        """What is committed of a version, and its key; where it is not, or damaged, the key to commit it under."""
 
         def look() -> bytes:
-            key, found = self._names.policy_manifest(self._lineage, version), None
-            if self._store.head(key) is not None:
-                found = PolicyManifest.from_bytes(self._store.get(key), source=self._store.uri(key))
-            return json.dumps(None if found is None else [found.run_uid, found.digest, found.anchor]).encode()
+            key, found = newest_revision(self._store, self._names.policy_manifest(self._lineage, version)), None
+            try:
+                if self._store.head(key) is not None:
+                    found = read_manifest(self._store, key)
+            except CorruptObjectError as error:
+                log.warning("a damaged policy is published anew", extra={"version": version, "error": error.message})
+                key = next_revision(self._store, key)
+            return json.dumps([key, None if found is None else [found.run_uid, found.digest, found.anchor]]).encode()
 
-        facts = json.loads(self._from_leader(version, look))
-        return None if facts is None else _Found(run_uid=facts[0], digest=facts[1], anchor=facts[2])
+        told = self._from_leader(version, look)
+        key, facts = decode_json(told, what="what rank 0 found committed", reason="GANG_MESSAGE_INVALID")
+        return key, None if facts is None else _Found(run_uid=facts[0], digest=facts[1], anchor=facts[2])
 
     def _prove(self, parts: Sequence[TensorPart], version: int) -> tuple[Digests, tuple[TensorEntry, ...]]:
         digests: Digests = {}
@@ -158,7 +220,7 @@ class Committer:
         shares = self._gather(version, prove)
         return digests, merge_digests(shares)
 
-    def _publish(self, version: VersionInput) -> CommittedVersion:
+    def _publish(self, version: VersionInput, key: str) -> CommittedVersion:
         parts, deltas, digests = version.parts, list[Delta](), Digests()
 
         def encode() -> bytes:
@@ -175,10 +237,25 @@ class Committer:
         changed = self._gang.sum([deltas[0].num_changed])[0] / max(1, num_elements) if deltas else 1.0
         faults.reach(Point.TRAINER_BEFORE_UPLOAD, version=version.version)
         encodings, anchor = self._upload(version, deltas, full_bytes=sum(entry.size_bytes for entry in entries))
-        manifest = new_manifest(
-            key=self._names.policy_manifest(self._lineage, version.version),
+        manifest = self._manifest(version, key, entries, encodings, anchor, lineage=self._lineage)
+        published = self._write_manifest(manifest)
+        self._advance(version, _Found(run_uid=self._names.uid, digest=manifest.digest, anchor=anchor), digests)
+        return CommittedVersion(published=published, changed_fraction=changed)
+
+    def _manifest(
+        self,
+        version: VersionInput,
+        key: str,
+        entries: tuple[TensorEntry, ...],
+        encodings: tuple[Encoding, ...],
+        anchor: int,
+        *,
+        lineage: int,
+    ) -> PolicyManifest:
+        return new_manifest(
+            key=key,
             uid=self._names.uid,
-            lineage=self._lineage,
+            lineage=lineage,
             version=version.version,
             anchor=anchor,
             tensors=entries,
@@ -188,9 +265,6 @@ class Committer:
             adapter=version.adapter,
             is_delta_base=self._config.delta,
         )
-        published = self._write_manifest(manifest)
-        self._advance(version, _Found(run_uid=self._names.uid, digest=manifest.digest, anchor=anchor), digests)
-        return CommittedVersion(published=published, changed_fraction=changed)
 
     def _upload(
         self, version: VersionInput, deltas: list[Delta], *, full_bytes: int

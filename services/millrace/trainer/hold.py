@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar
 
+from millrace.decoding import decode_message
 from millrace.errors import CapacityError, FencedError, InternalError, LogGoneError, MillraceError, UnavailableError
 from millrace.internal.v1 import policy_pb2
 from millrace.runlog import AppendResult, Epoch, Lease, RunLog, Stream, reappend_policies
@@ -179,9 +180,18 @@ class Hold:
             if await self._log.next_position(Stream.POLICIES) <= entry.version:
                 await reappend_policies(self._log, self.epoch)  # Redis lost its tail; the store has all of it
                 return
-            if is_replay:
+            if is_replay or await self._is_announced(entry):
                 return  # the stream is past this version and trimmed it; its manifest is proven equal
         result.require(what)
+
+    async def _is_announced(self, entry: policy_pb2.PolicyEntry) -> bool:
+        """Whether these weights are announced already: a damaged manifest was written anew, so its hash is another."""
+        id_ = f"{entry.version}-1"
+        for found in await self._log.read_range(Stream.POLICIES, id_, id_):
+            what = f"entry {id_} of the policies of run {self._log.uid}"
+            known = decode_message(policy_pb2.PolicyEntry, found.d, what=what, reason="LOG_ENTRY_CORRUPT")
+            return (known.lineage, known.digest) == (entry.lineage, entry.digest)
+        return False
 
 
 def require_newest(newest: int, *, held: int, uid: str) -> None:

@@ -23,6 +23,7 @@ from millrace.trainer.learner import Learner
 from millrace.trainer.log_client import LogClient
 from millrace.trainer.loop import train
 from millrace.trainer.lora_publisher import AdapterBase
+from millrace.trainer.mend import DamageReport, Mender
 from millrace.trainer.model import policy_files, resolve_model_directory
 from millrace.trainer.publish_plan import PublishPlan, newest_published, plan_publishing
 from millrace.trainer.publisher import Publisher
@@ -51,6 +52,7 @@ class JobContext:
     should_stop: Callable[[], bool]
     on_epoch: Callable[[int], None]
     on_progress: Callable[[int], None]
+    damage: Callable[[], DamageReport | None] = lambda: None
     silence: SilenceTeller = field(default_factory=SilenceTeller)
 
 
@@ -130,6 +132,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
             f"steps {position.version} to {plan.first_version - 1} are replayed and may not be bit-exact: version "
             f"{plan.first_version} begins lineage {plan.lineage}",
         )
+    publisher = make_publisher(context, names, client, learner, directory=directory, plan=plan)
     return Training(
         config=trainer,
         gang=gang,
@@ -147,8 +150,9 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
             previous_chain_hash=position.chain_hash,
             micro_batch_tokens=trainer.micro_batch_tokens,
             seq_len=trainer.model.seq_len,
+            mender=Mender(publisher, context.damage),
         ),
-        publisher=make_publisher(context, names, client, learner, directory=directory, plan=plan),
+        publisher=publisher,
         checkpointer=Checkpointer(
             checkpoints,
             trainer.ckpt,
@@ -210,9 +214,13 @@ def make_publisher(
     shared = policy_files(directory, dtype=learner.publish_dtype)
     if learner.adapter is not None:
         shared[ADAPTER_CONFIG] = learner.adapter.to_config()  # with the base, too: engines see at once what will come
+
+    def upload() -> tuple[FileEntry, ...]:
+        return upload_files(context.store, prefix=names.prefix, uid=names.uid, epoch=client.epoch, files=shared)
+
     files: tuple[FileEntry, ...] = ()
     if context.gang.is_leader:
-        files = upload_files(context.store, prefix=names.prefix, uid=names.uid, epoch=client.epoch, files=shared)
+        files = upload()
     epoch = client.epoch if context.gang.is_leader else None
     base: AdapterBase | None = None
     if learner.adapter is not None:
@@ -234,6 +242,7 @@ def make_publisher(
         gang=context.gang,
         log_client=client if context.gang.is_leader else None,
         files=files,
+        upload_files=upload,
         dtype=learner.publish_dtype,
         vocabulary=int(json.loads(shared["config.json"])["vocab_size"]),
         plan=plan,

@@ -39,7 +39,8 @@ def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None
     found: list[tuple[int, int]] = []
     for prefix in store.list_prefixes(names.policies):
         lineage, _, version = prefix.removeprefix(names.policies).rstrip("/").partition("-")
-        found.append((int(version), int(lineage)))
+        if lineage.isdecimal() and version.isdecimal():
+            found.append((int(version), int(lineage)))
     for version, lineage in sorted(found, reverse=True):
         if store.head(names.policy_manifest(lineage, version)) is not None:
             return lineage, version

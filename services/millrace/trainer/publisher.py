@@ -88,6 +88,7 @@ class Publisher:
         config: PolicyConfig,
         is_strict: bool,
         adapter: Callable[[], AdapterEntry] | None = None,
+        upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
     ) -> None:
         self._model = model
         self._store = store
@@ -109,6 +110,7 @@ class Publisher:
             files=files,
             should_stop=self._is_abandoned.is_set,
             is_strict=is_strict,
+            upload_files=upload_files,
         )
         self._previous: list[TensorPart] = []
         self._under_way: concurrent.futures.Future[None] | None = None
@@ -149,6 +151,27 @@ class Publisher:
         made = VersionInput(version=version, parts=parts, probe=probed, adapter=adapter)
         self._begin(version, parts, lambda: self._commit(made, began=began, step=step))
         return time.monotonic() - began
+
+    def mend(self, entry: policy_pb2.PolicyEntry) -> None:
+        """Begins to publish a damaged version anew; the live weights must be its. Collective in a gang."""
+        self.finish()
+        version = int(entry.version)
+        parts = self._snapshots.take(version)
+        probed = probe(self._model, vocabulary=self._vocabulary, device=self._gang.device)
+        adapter = self._adapter() if self._adapter is not None and version else None
+        made = VersionInput(version=version, parts=parts, probe=probed, adapter=adapter)
+        self._begin(version, parts, lambda: self._mend(entry, made))
+
+    def _mend(self, entry: policy_pb2.PolicyEntry, made: VersionInput) -> None:
+        mended = self._committer.mend(made, lineage=entry.lineage, digest=entry.digest)
+        if mended is not None and self._log_client is not None:
+            message = (
+                f"policy {entry.lineage}-{entry.version} was damaged ({mended.damage}) and is published anew, in full, "
+                f"as {self._store.uri(mended.published.manifest_key)}"
+            )
+            log.warning(message)
+            warning = event_pb2.Warning(reason="POLICY_PUBLISHED_ANEW", message=message)
+            self._log_client.write_event(event_pb2.Event(warning=warning))
 
     def finish(self) -> None:
         """Returns when nothing is under way; raises what publishing raised."""

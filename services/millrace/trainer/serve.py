@@ -75,6 +75,7 @@ def run(settings: Settings) -> int:
                     should_stop=worker.should_stop,
                     on_epoch=worker.on_epoch,
                     on_progress=worker.on_progress,
+                    damage=worker.damage,
                 )
                 worker.run(lambda uid: run_job(context, uid), gang=gang)
             finally:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from millrace.errors import CapacityError, FencedError, MillraceError, UnavailableError
-from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest, HeartbeatResponse, TrainerStatus
+from millrace.internal.v1.policy_pb2 import PolicyEntry
+from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatRequest, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.telemetry import logging, waits
 from millrace.trainer import meters
@@ -83,6 +84,7 @@ class TrainerWorker:
         self._status = Status()
         self._assigned = ""
         self._assigned_at = clock()
+        self._damage: tuple[PolicyEntry, int] | None = None
         self._unwanted: frozenset[str] = frozenset()  # runs to let go of at once
         self._last_progress = clock()
         self._slowest_step_s = 0.0
@@ -114,7 +116,9 @@ class TrainerWorker:
     def hear(self, response: HeartbeatResponse) -> None:
         """Takes what the orchestrator wants: one run, or none; and which runs are paused or over."""
         self._unwanted = frozenset(response.let_go)
-        self._assigned = response.assignments[0].run_uid if response.assignments else ""
+        assignment = response.assignments[0] if response.assignments else Assignment()
+        self._assigned = assignment.run_uid
+        self._damage = (assignment.damaged_policy, assignment.num_damage_reports)
         if self._assigned:
             self._assigned_at = self._clock()
 
@@ -135,6 +139,11 @@ class TrainerWorker:
         if self._assigned:
             return self._assigned != working_on
         return self._clock() - self._assigned_at > _UNASSIGNED_GRACE_S
+
+    def damage(self) -> tuple[PolicyEntry, int] | None:
+        """The policy of the run that replicas found damaged last, and how often they did; None if there is none."""
+        damage = self._damage
+        return damage if damage is not None and damage[1] and self._assigned == self._status.run_uid else None
 
     def on_epoch(self, epoch: int) -> None:
         """The job holds the run."""

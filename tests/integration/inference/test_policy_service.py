@@ -173,6 +173,7 @@ async def test_a_manifest_that_is_not_the_announced_one_is_refused(client, local
             bad.version, bad.digest = 0, "00"
     status = await client.update(bad)
     assert status.state == pb.POLICY_STATE_UPDATE_FAILED and status.error
+    assert status.is_damaged, "the orchestrator asks the trainer to publish it anew"
     assert (status.has_version, status.version) == (True, 0)
     assert (await client.generate()).token_ids.size == 20
 

@@ -188,7 +188,13 @@ class Recorder:
             if self.store.head(prefix + "manifest.json")
         ]
 
-    def train(self, *, stop_at: int | None = None, stop: Callable[[], bool] | None = None) -> int:
+    def train(
+        self,
+        *,
+        stop_at: int | None = None,
+        stop: Callable[[], bool] | None = None,
+        damage: Callable[[], Any] = lambda: None,
+    ) -> int:
         """Trains in this process until the end, or until version `stop_at` is reached; returns the version."""
         reached = [0]
         context = JobContext(
@@ -202,6 +208,7 @@ class Recorder:
             should_stop=stop or (lambda: stop_at is not None and reached[0] >= stop_at),
             on_epoch=lambda epoch: None,
             on_progress=lambda version: reached.__setitem__(0, version),
+            damage=damage,
         )
         try:
             run_job(context, self.uid)

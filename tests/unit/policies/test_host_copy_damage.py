@@ -135,9 +135,9 @@ def test_what_fails_at_one_rank_fails_at_all(
     for rank, committer in enumerate(trainer.committers):
         publish = committer._publish
 
-        def note(version: VersionInput, rank: int = rank, publish=publish):
+        def note(version: VersionInput, key: str, rank: int = rank, publish=publish):
             of_thread.rank = rank
-            return publish(version)
+            return publish(version, key)
 
         monkeypatch.setattr(committer, "_publish", note)
 

@@ -1,4 +1,4 @@
-"""Manifests, safetensors headers and adapter configs that others wrote: whole, or one typed error, and little memory."""
+"""Manifests, safetensors headers and adapter configs of others: whole, or one typed error, and little memory."""
 
 import json
 import tracemalloc
@@ -92,7 +92,7 @@ def test_what_is_wrong_with_a_manifest_is_said(manifest: bytes, change: dict[str
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_mutated_safetensors_header_is_whole_or_refused(data: st.DataObject) -> None:
-    whole, places = pack_safetensors(_TENSORS)
+    whole, _ = pack_safetensors(_TENSORS)
     length = int.from_bytes(whole[:8], "little")
     header = data.draw(st.one_of(mutated_json(whole[8 : 8 + length]), mutated_bytes(whole[8 : 8 + length])))
     file = len(header).to_bytes(8, "little") + header + whole[8 + length :]
@@ -128,7 +128,7 @@ def test_sizes_that_are_not_there_take_no_memory(tmp_path: Path) -> None:
     found = PolicyManifest.from_bytes(json.dumps({**raw, "encodings": [encoding, delta]}).encode(), source="here")
     tracemalloc.start()
     try:
-        with pytest.raises(CorruptObjectError, match="has .* bytes, its manifest says 68719476736"):
+        with pytest.raises(CorruptObjectError, match=r"has .* bytes, its manifest says 68719476736"):
             HostCopy(store).stage_manifest(found)
         with pytest.raises(CorruptObjectError, match="its manifest says 536870912"):
             pull_files(store, found)

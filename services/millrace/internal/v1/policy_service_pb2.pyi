@@ -34,7 +34,7 @@ POLICY_STATE_UPDATE_FAILED: PolicyState
 POLICY_STATE_BROKEN: PolicyState
 
 class PolicyStatus(_message.Message):
-    __slots__ = ("run_uid", "state", "has_version", "lineage", "version", "digest", "proof", "error", "pause_seconds", "update_seconds", "num_requests", "model_name", "max_num_seqs", "max_model_len", "fetched_bytes", "full_bytes", "engine")
+    __slots__ = ("run_uid", "state", "has_version", "lineage", "version", "digest", "proof", "error", "pause_seconds", "update_seconds", "num_requests", "model_name", "max_num_seqs", "max_model_len", "fetched_bytes", "full_bytes", "engine", "is_damaged")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HAS_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class PolicyStatus(_message.Message):
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FULL_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    IS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     state: PolicyState
     has_version: bool
@@ -69,7 +70,8 @@ class PolicyStatus(_message.Message):
     fetched_bytes: int
     full_bytes: int
     engine: str
-    def __init__(self, run_uid: _Optional[str] = ..., state: _Optional[_Union[PolicyState, str]] = ..., has_version: bool = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., proof: _Optional[str] = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., full_bytes: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
+    is_damaged: bool
+    def __init__(self, run_uid: _Optional[str] = ..., state: _Optional[_Union[PolicyState, str]] = ..., has_version: bool = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., proof: _Optional[str] = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., full_bytes: _Optional[int] = ..., engine: _Optional[str] = ..., is_damaged: bool = ...) -> None: ...
 
 class UpdatePolicyRequest(_message.Message):
     __slots__ = ("run_uid", "policy", "inflight_mode", "epoch", "wait_seconds")

@@ -1,3 +1,4 @@
+from millrace.internal.v1 import policy_pb2 as _policy_pb2
 from millrace.internal.v1 import policy_service_pb2 as _policy_service_pb2
 from millrace.v1 import event_pb2 as _event_pb2
 from google.protobuf.internal import containers as _containers
@@ -89,14 +90,18 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., waits: _Optional[_Iterable[_Union[_event_pb2.Wait, _Mapping]]] = ..., policy: _Optional[_Union[_policy_service_pb2.PolicyStatus, _Mapping]] = ..., trainer: _Optional[_Union[TrainerStatus, _Mapping]] = ..., num_playing: _Optional[int] = ..., is_leaving: bool = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("run_uid", "resolved_below", "log_instance")
+    __slots__ = ("run_uid", "resolved_below", "log_instance", "damaged_policy", "num_damage_reports")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     RESOLVED_BELOW_FIELD_NUMBER: _ClassVar[int]
     LOG_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_POLICY_FIELD_NUMBER: _ClassVar[int]
+    NUM_DAMAGE_REPORTS_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     resolved_below: int
     log_instance: str
-    def __init__(self, run_uid: _Optional[str] = ..., resolved_below: _Optional[int] = ..., log_instance: _Optional[str] = ...) -> None: ...
+    damaged_policy: _policy_pb2.PolicyEntry
+    num_damage_reports: int
+    def __init__(self, run_uid: _Optional[str] = ..., resolved_below: _Optional[int] = ..., log_instance: _Optional[str] = ..., damaged_policy: _Optional[_Union[_policy_pb2.PolicyEntry, _Mapping]] = ..., num_damage_reports: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("register_again", "assignments", "let_go")

@@ -1,0 +1,38 @@
+"""A policy that replicas found damaged is published anew by the trainer that still has its weights.
+
+    replica: UPDATE_FAILED, is_damaged ──▶ orchestrator ──heartbeat──▶ trainer, between two steps or while it waits for
+    a batch: is it damaged? ──▶ in full, under fresh names, `manifest.r1.json` ──▶ replicas, at their next attempt
+
+The newest version is what replicas are asked for; whoever trains the next batch has its weights.
+"""
+
+from collections.abc import Callable
+
+from millrace.decoding import decode_message
+from millrace.internal.v1.policy_pb2 import PolicyEntry
+from millrace.trainer.publisher import Publisher
+
+DamageReport = tuple[PolicyEntry, int]
+"""A policy that replicas could not read, and how often they said so."""
+
+
+class Mender:
+    """Follows the reports of damage at rank 0; every rank publishes."""
+
+    def __init__(self, publisher: Publisher, reported: Callable[[], DamageReport | None]) -> None:
+        self._publisher = publisher
+        self._reported = reported
+        self._num_heard = 0
+
+    def wanted(self, version: int) -> bytes | None:
+        """The policy to publish anew, for `mend`, if it is of this version, whose weights are live; once a report."""
+        report = self._reported()
+        if report is None or report[1] == self._num_heard or report[0].version != version:
+            return None
+        self._num_heard = report[1]
+        return report[0].SerializeToString()
+
+    def mend(self, policy: bytes) -> None:
+        """Begins to publish a version anew, beside the training. Collective in a gang."""
+        entry = decode_message(PolicyEntry, policy, what="a report of damage", reason="GANG_MESSAGE_INVALID")
+        self._publisher.mend(entry)

@@ -1,0 +1,148 @@
+"""A damaged policy is published anew by the trainer that has its weights; replicas find it, nothing is overwritten."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config.rl import RLConfig
+from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.internal.v1.policy_pb2 import PolicyEntry
+from millrace.policies.host_copy import HostCopy
+from millrace.policies.pull import read_manifest
+
+Recorder = Any  # conftest.Recorder; tests are not importable from one another
+MakeConfig = Callable[..., RLConfig]
+
+
+def _path(recorder: Recorder, key: str) -> Path:
+    return Path(recorder.store_url.removeprefix("file://")) / key
+
+
+def _key(recorder: Recorder, version: int) -> str:
+    return f"{recorder.root}policies/0000-{version:08d}/manifest.json"
+
+
+def _object(recorder: Recorder, version: int, codec: str) -> Path:
+    raw = json.loads(recorder.store.get(_key(recorder, version)))
+    (encoding,) = [encoding for encoding in raw["encodings"] if encoding["codec"] == codec]
+    return _path(recorder, encoding["objects"][0]["key"])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _stage(recorder: Recorder, version: int) -> str:
+    """What a replica that has nothing puts together."""
+    return HostCopy(recorder.store).stage(_key(recorder, version)).manifest.digest
+
+
+DAMAGE: dict[str, Callable[[Recorder], None]] = {
+    "anchor flipped": lambda recorder: _flip(_object(recorder, 0, "full")),
+    "anchor missing": lambda recorder: _object(recorder, 0, "full").unlink(),
+    "anchor cut": lambda recorder: _object(recorder, 0, "full").write_bytes(b"x"),
+    "delta flipped": lambda recorder: _flip(_object(recorder, 2, "delta")),
+    "manifest flipped": lambda recorder: _flip(_path(recorder, _key(recorder, 2))),
+    "manifest of another version": lambda recorder: _path(recorder, _key(recorder, 2)).write_bytes(
+        _path(recorder, _key(recorder, 1)).read_bytes()
+    ),
+    "manifest of the anchor missing": lambda recorder: _path(recorder, _key(recorder, 0)).unlink(),
+}
+
+
+@pytest.fixture
+def config(make_config: MakeConfig) -> RLConfig:
+    return make_config(
+        optim={"lr": 1e-6}, policy={"anchor_interval": 100}, model={"seq_len": 32, "publish_dtype": "bfloat16"}
+    )
+
+
+def _entry(recorder: Recorder, version: int) -> PolicyEntry:
+    raw = json.loads(recorder.store.get(_key(recorder, version)))
+    return PolicyEntry(lineage=0, version=version, manifest_key=_key(recorder, version), digest=raw["digest"])
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_policy_is_published_anew(recorder: Recorder, config: RLConfig, name: str) -> None:
+    recorder.record(config, steps=2, close=False)
+    state: dict[str, Any] = {}
+
+    def report() -> tuple[PolicyEntry, int] | None:
+        """As soon as version 2 is there: it is damaged, a replica cannot read it, and says so again and again."""
+        if "before" not in state:
+            if 2 not in recorder.digests():
+                return None
+            state["entry"] = _entry(recorder, 2)
+            assert _stage(recorder, 2) == state["entry"].digest
+            DAMAGE[name](recorder)
+            state["before"] = {
+                info.key: recorder.store.get(info.key) for info in recorder.store.list(recorder.root + "policies/")
+            }
+            with pytest.raises((CorruptObjectError, NotFoundError)):
+                _stage(recorder, 2)
+        state["count"] = state.get("count", 0) + 1
+        return state["entry"], state["count"]
+
+    successor = _key(recorder, 2).replace("manifest.json", "manifest.r1.json")
+    recorder.train(stop=lambda: state.get("count", 0) > 6, damage=report)
+    assert recorder.store.head(successor) is not None
+    assert recorder.store.head(successor.replace("r1", "r2")) is None, "one report was true, the others found it whole"
+    assert _stage(recorder, 2) == state["entry"].digest
+    assert read_manifest(recorder.store, _key(recorder, 2), b"x" * 32).anchor == 2
+    assert {key: recorder.store.get(key) for key in state["before"]} == state["before"], "what is damaged stays"
+    (warning,) = [e.warning for e in recorder.events() if e.HasField("warning")]
+    assert warning.reason == "POLICY_PUBLISHED_ANEW" and successor in warning.message
+
+    recorder.commit(2, recorder.make_samples(2))  # goes on from the new anchor
+    recorder.commit(3, recorder.make_samples(3, count=4, version=3), closing=True)
+    recorder.train()
+    assert _stage(recorder, 3) == _entry(recorder, 3).digest
+
+
+def test_a_policy_that_is_whole_is_not_published_again(recorder: Recorder, config: RLConfig) -> None:
+    recorder.record(config, steps=1, close=False)
+    count = [0]
+
+    def report() -> tuple[PolicyEntry, int] | None:
+        if 1 not in recorder.digests():
+            return None
+        count[0] += 1
+        return _entry(recorder, 1), count[0]
+
+    recorder.train(stop=lambda: count[0] > 3, damage=report)
+    assert recorder.store.head(_key(recorder, 1).replace("manifest.json", "manifest.r1.json")) is None
+    assert not [e for e in recorder.events() if e.HasField("warning")]
+
+
+def test_a_policy_that_cannot_be_made_again_ends_the_run_and_says_so(recorder: Recorder, config: RLConfig) -> None:
+    recorder.record(config, steps=1, close=False)
+
+    def report() -> tuple[PolicyEntry, int] | None:
+        if 1 not in recorder.digests():
+            return None
+        return PolicyEntry(lineage=0, version=1, manifest_key=_key(recorder, 1), digest="ab" * 32), 1
+
+    waited = [0]
+
+    def stop() -> bool:
+        waited[0] += 1
+        return waited[0] > 200
+
+    with pytest.raises(InvalidStateError, match="cannot make it again") as raised:
+        recorder.train(stop=stop, damage=report)
+    assert raised.value.reason == "POLICY_LOST"
+
+
+def test_a_damaged_manifest_is_written_anew_when_its_step_is_replayed(recorder: Recorder, config: RLConfig) -> None:
+    recorder.record(config, steps=3, close=False)
+    recorder.train(stop_at=3)
+    digests = recorder.digests()
+    _flip(_path(recorder, _key(recorder, 2)))
+    recorder.train(stop_at=3)
+    assert read_manifest(recorder.store, _key(recorder, 2)).digest == digests[2]
+    assert _stage(recorder, 3) == digests[3]
