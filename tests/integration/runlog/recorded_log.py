@@ -37,6 +37,10 @@ from millrace.v1 import event_pb2, run_pb2
 STEPS = 3
 MEMBERS = 2
 RUN_HASH = "ab" * 32
+NUM_REPORTS = 1 + 2 * STEPS + 2
+"""Events of the trainer: its versions, its steps, two checkpoints."""
+NUM_EVENTS = NUM_REPORTS + STEPS + 1
+"""With those of the orchestrator: its batches, and the end."""
 ENDED_AT = 1_700_000_000
 """When the recorded runs ended: long ago (seconds since the epoch)."""
 
@@ -67,7 +71,7 @@ def rollout(uid: str, *, ordinal: int, member: int, attempt: int = 0, **fields) 
     status = fields.pop("status", RolloutStatus.OK)
     is_ok = status is RolloutStatus.OK
     sample = Sample(
-        token_ids=np.arange(5, dtype=np.int32),
+        token_ids=np.arange(5, dtype=np.int32) + fields.pop("first_token", 0),
         loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
         inference_logprobs=np.array([0, 0, -1, -1, -1], np.float32),
         policy_spans=(PolicySpan(lineage=0, version=0, start=2, end=5),),
@@ -129,7 +133,7 @@ def publish(run: Recorded, version: int, *, lineage: int = 0) -> policy_pb2.Poli
 
 def checkpoint(run: Recorded, step: int) -> event_pb2.Event:
     """A checkpoint's object and manifest, as the trainer's CheckpointStore names them; returns its event."""
-    names, data = run.names, f"state {step}".encode()
+    names, data = run.names, f"state {step}".replace(" ", str(run.seed or " ")).encode()
     key = f"{names.checkpoint(step)}e00000001-abcd/shard.distcp"
     run.store.put(key, data)
     manifest = {
@@ -196,12 +200,13 @@ async def record(
         played = []
         for ordinal in (3 * step, 3 * step + 1):
             for member in range(MEMBERS):
-                fields = {"ordinal": ordinal, "member": member, "dispatched_after": "0-0", "reward": member + seed}
+                fields = {"ordinal": ordinal, "member": member, "dispatched_after": "0-0", "reward": member}
+                fields["first_token"] = seed
                 one = rollout(log.uid, **fields)
                 entry_id = await append_rollout(run, one)
                 one = rollout(log.uid, **fields, entry_id=entry_id)
                 if scored:
-                    scores = [np.array([0, 0, -1, -2, ordinal], np.float32)]
+                    scores = [np.array([0, 0, -1, -2 - seed, ordinal], np.float32)]
                     store_scores(store, log.names, one, scores)
                     one = load_scores(store, log.names, one)
                 played.append(one)

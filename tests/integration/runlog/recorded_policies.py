@@ -35,7 +35,7 @@ class Publisher:
         store, names = self.store, self.names
         parts = self._parts(version)
         if not self._files:
-            files = {"config.json": b'{"vocab_size": 9}'}
+            files = {"config.json": b'{"vocab_size": %d}' % (9 - self.seed)}
             self._files = upload_files(store, prefix=names.prefix, uid=names.uid, epoch=1, files=files)
         base = upload_prefix(names.prefix, names.uid, lineage=self.lineage, version=version, epoch=1)
         encodings, fits = [], self._history.fits(parts, version)

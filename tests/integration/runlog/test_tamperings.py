@@ -1,7 +1,7 @@
 """Every kind of object of a run × every way to tamper with it: which audit finds it, under which name.
 
 `pytest -s` prints the table. `fast` and `deep` read the store alone; `attested` is the fast audit with the key and the
-attestation that was kept elsewhere, without which a history that is rewritten as a whole cannot be told from a true one.
+attestation that was kept elsewhere, without which a history that was rewritten as a whole looks like a true one.
 """
 
 import asyncio
@@ -9,19 +9,21 @@ import hashlib
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from recorded_log import Recorded, flip, record
+from recorded_log import flip, record
 
 from millrace.internal.v1 import batch_pb2
 from millrace.policies.prove import prove_policies
 from millrace.rollouts.batch_wire import decode_header
-from millrace.runlog import RunLog, chain_hash, create_epoch, open_redis
+from millrace.runlog import RunLog, chain_hash, open_redis
 from millrace.runlog.attest import Attestation, SigningKey, load_key, unsigned, write_attestation
 from millrace.runlog.audit import Depth, audit_run
+from millrace.runlog.epochs import create_epoch
 from millrace.runlog.known import describe
 from millrace.runlog.names import Deployment, Names, new_uid
 from millrace.runlog.origin import load_origin
@@ -50,7 +52,7 @@ class Scene:
 
     def copy(self, directory: Path) -> "Scene":
         shutil.copytree(self.directory, directory)
-        return Scene(directory=directory, names=self.names, other=self.other, key=self.key, kept=self.kept)
+        return replace(self, directory=directory)
 
     def audit(self, how: str) -> audit_pb2.AuditReport:
         depth = {
@@ -58,7 +60,10 @@ class Scene:
             "deep": Depth(is_deep=True, prove=prove_policies),
             "attested": Depth(key=self.key, attestations=(self.kept,)),
         }[how]
-        return asyncio.run(audit_run(None, self.store, prefix=PREFIX, uid=self.names.uid, depth=depth))
+        work = audit_run(
+            None, self.store, prefix=PREFIX, uid=self.names.uid, depth=depth, clock=lambda: time.time() + 7200
+        )
+        return asyncio.run(work)
 
 
 async def _record(store: LocalStore, redis_url: str, name: str, uid: str, *, seed: int = 0) -> Names:
@@ -341,7 +346,13 @@ NEEDS_BYTES = {
 }
 """Same name, same size, other bytes: only who reads large objects sees it."""
 NEEDS_ATTESTATION = {"seal: changed, hashes redone", "attestation: deleted", "attestation: changed, hashes redone"}
-"""Nothing in the store names the newest seal's time, or an attestation."""
+"""Nothing in the store names the seal's bytes, or an attestation."""
+
+
+def test_redoing_the_hashes_of_an_untampered_run_changes_nothing(scene):
+    before = {info.key: scene.store.get(info.key) for info in scene.store.list(PREFIX)}
+    rehash(scene)
+    assert {info.key: scene.store.get(info.key) for info in scene.store.list(PREFIX)} == before
 
 
 def test_the_untampered_run_is_clean(recorded):
@@ -357,10 +368,14 @@ def test_a_tampering_is_found(scene, case):
     before = {info.key: scene.store.get(info.key) for info in scene.store.list(PREFIX)}
     CASES[case](scene)
     assert {info.key: scene.store.get(info.key) for info in scene.store.list(PREFIX)} != before, "nothing was tampered"
+    attestation = scene.names.attestation(1)
+    if not case.startswith("attestation"):  # it would tell of most of these by itself
+        scene.store.delete(attestation)
     for how in ("fast", "deep", "attested"):
+        if how == "attested" and not case.startswith("attestation"):
+            scene.store.put(attestation, scene.kept.encode())
         report = scene.audit(how)
         checks = {found.check for found in report.violations}
-        assert not checks & {"AUDIT_FAILED"}
         if checks:
             FOUND[case] = how, ", ".join(sorted(checks))
             break
@@ -438,7 +453,3 @@ def table() -> Iterator[None]:
 def test_the_table_is_large_enough():
     assert len(CASES) + 1 >= 56
     assert {kind for kind in KINDS for way in WAYS if f"{kind}: {way}" in CASES} == set(KINDS)
-
-
-def test_recorded_is_what_it_says(recorded):
-    assert isinstance(Recorded, type) and len([*recorded.store.list_prefixes(recorded.names.policies)]) == STEPS + 1

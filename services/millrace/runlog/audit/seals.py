@@ -8,6 +8,8 @@ from millrace.v1 import run_pb2
 
 GRACE_S = 300.0
 """How long an ended run may be without its seal: an orchestrator that starts again seals it."""
+END_GRACE_S = 3600.0
+"""How long a closed run may be without an event of its end: the trainer writes its last version and checkpoint."""
 
 
 class SealCheck:
@@ -16,6 +18,7 @@ class SealCheck:
     def __init__(self, audit: Audit) -> None:
         self._audit = audit
         self._seals: dict[str, Seal] = {}
+        self._newest = ""
         self.saved: dict[int, str] = {}
         """sha256 (hex) of the manifests of checkpoints that seals name, by step."""
 
@@ -35,8 +38,12 @@ class SealCheck:
                 for key, sha256 in seal.objects.items():
                     self._note_checkpoint(key, sha256)
 
-    def compare(self, told: Told, *, closings: list[bytes], now: float) -> None:
-        """Compare with the closing headers' chain hashes (the newest last) and with the end that events tell of."""
+    def compare(self, told: Told, *, closings: list[bytes], closing_key: str, now: float) -> None:
+        """Compare with the closing headers' chain hashes (the newest last) and with the end that events tell of.
+
+        `closing_key` is that of the closing header in force, empty if there is none.
+        """
+        self._newest = closing_key
         findings, names = self._audit.findings, self._audit.names
         for key, seal in self._seals.items():
             if seal.run_uid != names.uid:
@@ -51,6 +58,12 @@ class SealCheck:
         if told.end is None:
             if wanted in self._seals:
                 findings.violation("END_NOT_REPORTED", "the run is sealed, and no event says that it ended")
+            elif self._is_closed_since(now - END_GRACE_S):
+                findings.violation(
+                    "END_NOT_REPORTED",
+                    "the run was closed long ago, and no event says that it ended: an orchestrator that runs ends it; "
+                    "if one does, somebody removed the events",
+                )
             return
         change, at = told.end
         state = run_pb2.RunState.Name(change.new_state).removeprefix("RUN_STATE_")
@@ -65,6 +78,11 @@ class SealCheck:
             (findings.note if abs(now - at) < GRACE_S else findings.violation)("SEAL_MISSING", message)
         elif seal is not None and " later" in seal.by:
             findings.note("SEALED_LATER", f"sealed by {seal.by} at {seal.time}: what was changed before is not sealed")
+
+    def _is_closed_since(self, at: float) -> bool:
+        """Whether the newest header is a closing one and was written before `at`, on the store's clock."""
+        found = self._audit.store.head(self._newest) if self._newest else None
+        return found is not None and found.modified < at
 
     def _note_checkpoint(self, key: str, sha256: str) -> None:
         full, prefix = self._audit.names.root + key, self._audit.names.checkpoints
