@@ -243,7 +243,7 @@ async def record(
     await reports.close()
     await archive.archive()
     if closes:
-        assert write_seal(store, log.names, known, chain=run.chain, state="SUCCEEDED", by="test")
+        assert write_seal(store, log.names, log.names.seal(0), known, chain=run.chain, state="SUCCEEDED", by="test")
     return run
 
 
@@ -279,7 +279,7 @@ def rewrite(run, step: int, change) -> None:
     for prefix in run.store.list_prefixes(run.names.checkpoints):
         manifest = json.loads(run.store.get(f"{prefix}manifest.json"))
         manifest["chain_hash"] = run.chains[manifest["step"] - 1].hex()
-        run.store.put(f"{prefix}manifest.json", json.dumps(manifest).encode())
+        run.store.put(f"{prefix}manifest.json", with_checksum(manifest))
     restate(run)
 
 
@@ -301,8 +301,9 @@ def restate(run) -> None:
                 case _:
                     pass
             if event.HasField("batch_committed"):
-                dropped = Counter(i.reason for i in run.header(event.batch_committed.step).resolutions if i.reason)
-                trained = sum(not i.reason for i in run.header(event.batch_committed.step).resolutions)
+                items = run.header(event.batch_committed.step).resolutions
+                dropped = Counter(i.reason for i in items if i.outcome == batch_pb2.ORDINAL_OUTCOME_DROPPED)
+                trained = len(items) - dropped.total()
                 event.batch_committed.dropped.clear()
                 event.batch_committed.dropped.update(dropped)
                 event.batch_committed.num_trained = trained

@@ -27,6 +27,7 @@ from millrace.runlog.epochs import create_epoch
 from millrace.runlog.known import describe
 from millrace.runlog.names import Deployment, Names, new_uid
 from millrace.runlog.origin import load_origin
+from millrace.storage.commit_points import with_checksum
 from millrace.storage.local import LocalStore
 from millrace.v1 import audit_pb2
 
@@ -213,7 +214,7 @@ def rehash(scene: Scene) -> None:
         named = [item for each in manifest.get("encodings", ()) for item in each["objects"]]
         for item in (*named, *manifest.get("files", ()), *manifest.get("objects", ())):
             item["sha256"] = hashlib.sha256(store.get(item["key"])).hexdigest()
-        store.put(key, json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+        store.put(key, _canonical(manifest))
 
     for info in list(store.list(names.policies)):
         if info.key.endswith("manifest.json"):
@@ -236,7 +237,14 @@ def rehash(scene: Scene) -> None:
         hashes(names.checkpoint_manifest(step))
         manifest = json.loads(store.get(names.checkpoint_manifest(step)))
         manifest["chain_hash"] = chains[step - 1].hex()
-        store.put(names.checkpoint_manifest(step), json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+        store.put(names.checkpoint_manifest(step), _canonical(manifest))
+
+
+def _canonical(manifest: dict) -> bytes:
+    """With its checksum redone, where it has one."""
+    if "checksum" in manifest:
+        return with_checksum(manifest)
+    return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
 
 
 WAYS = {"deleted": delete, "byte flipped": flip_byte, "another's": swap, "changed, hashes redone": change}

@@ -8,6 +8,7 @@ from typing import Any
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.runlog.audit.findings import Audit
+from millrace.storage.commit_points import newest_revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class CheckpointFact:
     chain_hash: str
     lineage: int
     manifest_sha256: str
+    is_repaired: bool
+    """A later manifest stands in for the first one."""
 
 
 def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
@@ -85,7 +88,7 @@ def compare_saved(
             )
     for step, fact in there.items():
         hashes = saved.get(step, frozenset())
-        if hashes and fact.manifest_sha256 not in hashes:
+        if hashes and not fact.is_repaired and fact.manifest_sha256 not in hashes:
             audit.findings.violation(
                 "CHECKPOINT_CHANGED",
                 f"the manifest of checkpoint {step} has sha256 {fact.manifest_sha256[:16]}…, its event names "
@@ -107,7 +110,11 @@ def _has_no_manifest(audit: Audit, step: int) -> bool:
 
 def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> CheckpointFact | None:
     what = f"manifest of checkpoint {step} ({audit.uri(prefix)})"
-    data = audit.get(f"{prefix}manifest.json", what=what)
+    first = f"{prefix}manifest.json"
+    key = newest_revision(audit.store, first)
+    data = audit.get(key, what=what)
+    if key != first:
+        audit.findings.note("CHECKPOINT_REPAIRED", f"checkpoint {step} was written anew: {audit.uri(key)}")
     if data is None:  # also if it was pruned just now
         return None
     fact: CheckpointFact | None = None
@@ -125,6 +132,7 @@ def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> Checkpoint
             chain_hash=manifest["chain_hash"],
             lineage=manifest.get("lineage", 0),
             manifest_sha256=hashlib.sha256(data).hexdigest(),
+            is_repaired=key != first,
         )
     return fact
 

@@ -15,9 +15,9 @@ from millrace.decoding import decode_object
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog.audit.findings import Audit
 from millrace.runlog.audit.named import NamedCheck
+from millrace.storage.commit_points import newest_revision
 
 _NAME = re.compile(r"(\d{4,})-(\d{8,})/")
-_REPAIR = re.compile(r"manifest\.r(\d+)\.json")
 _CORRUPT = "POLICY_CORRUPT"
 
 
@@ -170,9 +170,8 @@ class PolicyCheck:
         if first is None:
             return
         key, data = f"{prefix}manifest.json", first
-        repairs = [info.key for info in audit.store.list(prefix) if _REPAIR.fullmatch(info.key.removeprefix(prefix))]
-        if repairs:
-            key = max(repairs, key=lambda repair: (len(repair), repair))
+        if (newest := newest_revision(audit.store, key)) != key:
+            key = newest
             data = audit.get(key, missing="POLICY_MISSING", what=what)
             audit.findings.note("POLICY_REPAIRED", f"policy {lineage}-{version} was published anew: {audit.uri(key)}")
         if data is None:
@@ -192,7 +191,7 @@ class PolicyCheck:
                 has_full=any(encoding["base"] is None for encoding in encodings),
                 bases=tuple((int(e["base"]), str(e["base_digest"])) for e in encodings if e["base"] is not None),
                 anchor=int(manifest["anchor"]),
-                is_repaired=bool(repairs),
+                is_repaired=key != f"{prefix}manifest.json",
             )
 
     def _check_objects(self, manifest: Mapping[str, Any], what: str) -> None:
