@@ -4,37 +4,8 @@ from collections.abc import Iterable
 
 from millrace.v1 import audit_pb2
 
-_GAPS = frozenset(
-    {
-        "HEADER_MISSING",
-        "ORDINAL_LOST",
-        "OPEN_AFTER_CLOSE",
-        "GROUP_NOT_WHOLE",
-        "POLICY_MISSING",
-        "EPOCH_MISSING",
-        "EVENT_GAP",
-        "STEP_NOT_REPORTED",
-        "CHUNK_MISSING",
-        "ARCHIVE_MISSING",
-        "POLICY_OBJECT_MISSING",
-        "CHECKPOINT_OBJECT_MISSING",
-    }
-)
-_HASHES = frozenset(
-    {
-        "CHAIN_BROKEN",
-        "CHUNK_CORRUPT",
-        "ARCHIVE_CORRUPT",
-        "OBJECT_CORRUPT",
-        "HEADER_CORRUPT",
-        "CHECKPOINT_CHAIN_MISMATCH",
-        "RUN_HASH_MISMATCH",
-        "MIRROR_DIFFERS",
-        "ENTRY_CORRUPT",
-        "EVENT_ARCHIVE_CORRUPT",
-        "EVENT_NUMBER_REUSED",
-    }
-)
+_GAPS = frozenset({"ORDINAL_LOST", "OPEN_AFTER_CLOSE", "GROUP_NOT_WHOLE", "EVENT_GAP"})
+_HASHES = frozenset({"CHAIN_BROKEN", "OBJECT_CORRUPT", "EVENT_DIFFERS", "MIRROR_DIFFERS", "EVENT_NUMBER_REUSED"})
 _TWICE = frozenset(
     {
         "ORDINAL_RESOLVED_TWICE",
@@ -56,12 +27,13 @@ def report_lines(report: audit_pb2.AuditReport) -> list[str]:
         ("policies", f"{_count(report.num_policies, 'version')} in {_count(report.num_lineages, 'lineage')}"),
         ("events", f"{report.num_events} of {_count(report.num_writers, 'writer')}"),
         ("recovery", _recovery(report)),
-        ("gaps", str(_matching(report, _GAPS))),
+        ("gaps", str(_matching(report, _GAPS, "_MISSING", "_NOT_REPORTED"))),
         ("twice", str(_matching(report, _TWICE))),
-        ("hashes", f"{_matching(report, _HASHES)} differ; chain {report.chain_hash[:16]}…"),
+        ("hashes", f"{_matching(report, _HASHES, '_CORRUPT', '_CHANGED', '_MISMATCH')} differ; {_hashes(report)}"),
     ]
     lines = [f"{report.run} ({report.run_uid})", *(f"  {label:<10} {text}" for label, text in rows)]
     lines += [f"  note       {note.message} [{note.check}]" for note in report.notes]
+    lines += [f"  not seen   {each.message} [{each.check}]" for each in report.not_seen]
     lines += [f"VIOLATION {found.check}: {found.message}" for found in report.violations]
     lines.append(f"audit found {_count(len(report.violations), 'violation')}" if report.violations else "audit clean")
     return lines
@@ -91,8 +63,19 @@ def _recovery(report: audit_pb2.AuditReport) -> str:
     return ", ".join(parts) or "none was needed"
 
 
-def _matching(report: audit_pb2.AuditReport, checks: Iterable[str]) -> int:
-    return sum(found.check in checks for found in report.violations)
+def _hashes(report: audit_pb2.AuditReport) -> str:
+    parts = [f"chain {report.chain_hash[:16]}…"]
+    if report.is_deep:
+        parts.append(f"{report.num_bytes_verified / 1e6:.1f} MB of weights and checkpoints read")
+    if report.replayed_steps:
+        parts.append(f"steps {', '.join(map(str, report.replayed_steps))} computed again")
+    if report.num_attestations:
+        parts.append(f"{_count(report.num_attestations, 'attestation')} checked")
+    return "; ".join(parts)
+
+
+def _matching(report: audit_pb2.AuditReport, checks: Iterable[str], *endings: str) -> int:
+    return sum(found.check in checks or found.check.endswith(endings) for found in report.violations)
 
 
 def _count(number: int, noun: str) -> str:

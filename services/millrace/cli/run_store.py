@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from millrace.telemetry.settings import Settings
 
 if TYPE_CHECKING:
     from millrace.storage import ObjectStore
+
+_UID = re.compile(r"[a-z0-9]{20,60}")
 
 DEFAULT_STORE = Path("outputs/local/store")
 """Where `millrace up` keeps its objects, seen from the directory that it is started in."""
@@ -74,7 +77,9 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     from millrace.runlog.names import Deployment
 
     root = Deployment(prefix).names_prefix
-    uids = {info.key.removeprefix(root): store.get(info.key).decode() for info in store.list(root)}
+    uids = {info.key.removeprefix(root): store.get(info.key).decode(errors="replace") for info in store.list(root)}
+    if text not in uids and _UID.fullmatch(text) and _exists(store, prefix, text):
+        return text  # also where its name leads nowhere
     wanted = text.removeprefix("runs/")
     if wanted == "-" and uids:
         return max(uids.values())  # uids sort by creation
@@ -95,3 +100,9 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
         reason="RUN_NOT_FOUND",
         remedy=f"did you mean {' or '.join(close)}?" if close else "check --store and --prefix",
     )
+
+
+def _exists(store: "ObjectStore", prefix: str, uid: str) -> bool:
+    from millrace.runlog.names import Names
+
+    return next(iter(store.list(Names(prefix, uid).root)), None) is not None

@@ -155,6 +155,11 @@ def _objects(store: ObjectStore, names: Names) -> list[str]:
     return ours
 
 
+def decode_archived(data: bytes, *, where: str) -> list[Entry]:
+    """The entries of one archive object; `CorruptObjectError` if it is none."""
+    return list(_decode(data, where))
+
+
 def _encode(entries: Sequence[Entry]) -> bytes:
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"".join(_fields(entries)))
 

@@ -173,8 +173,8 @@ class Names:
         return f"{self.intents}{sequence:08d}.json"
 
     @property
-    def reopenings(self) -> str:
-        """Prefix of the records that say that a failed run was reopened."""
+    def all_reopened(self) -> str:
+        """Prefix of the records that reopened the run."""
         return f"{self.root}reopened/"
 
     @property

@@ -1,11 +1,14 @@
 """A small run that is recorded as the services record one: three steps, a closing header, policies, events."""
 
+import dataclasses
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 import redis.asyncio as redis_asyncio
+from recorded_policies import Publisher, manifest_sha256, sha256
 
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.rollouts.batch_wire import pack_batch
@@ -19,17 +22,27 @@ from millrace.rollouts.types import (
     TrainSample,
 )
 from millrace.rollouts.wire import decode_archive, encode_archive, encode_rollout
-from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch
+from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch, event_archive
 from millrace.runlog.audit import audit_run
 from millrace.runlog.event_archive import EventArchive
+from millrace.runlog.known import KnownObjects
+from millrace.runlog.names import Deployment
 from millrace.runlog.origin import load_origin
+from millrace.runlog.scores import load_scores, name_scores, store_scores
+from millrace.runlog.seal import write_seal
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import with_checksum
-from millrace.v1 import event_pb2
+from millrace.v1 import event_pb2, run_pb2
 
 STEPS = 3
 MEMBERS = 2
 RUN_HASH = "ab" * 32
+NUM_REPORTS = 1 + 2 * STEPS + 2
+"""Events of the trainer: its versions, its steps, two checkpoints."""
+NUM_EVENTS = NUM_REPORTS + STEPS + 1
+"""With those of the orchestrator: its batches, and the end."""
+ENDED_AT = 1_700_000_000
+"""When the recorded runs ended: long ago (seconds since the epoch)."""
 
 
 @dataclass
@@ -42,6 +55,8 @@ class Recorded:
     chain: bytes = bytes(32)
     chains: list[bytes] = field(default_factory=list)
     headers: list[batch_pb2.BatchHeader] = field(default_factory=list)
+    publishers: dict[int, Publisher] = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def names(self):
@@ -56,7 +71,7 @@ def rollout(uid: str, *, ordinal: int, member: int, attempt: int = 0, **fields) 
     status = fields.pop("status", RolloutStatus.OK)
     is_ok = status is RolloutStatus.OK
     sample = Sample(
-        token_ids=np.arange(5, dtype=np.int32),
+        token_ids=np.arange(5, dtype=np.int32) + fields.pop("first_token", 0),
         loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
         inference_logprobs=np.array([0, 0, -1, -1, -1], np.float32),
         policy_spans=(PolicySpan(lineage=0, version=0, start=2, end=5),),
@@ -74,7 +89,7 @@ def rollout(uid: str, *, ordinal: int, member: int, attempt: int = 0, **fields) 
         status=status,
         error=None if is_ok else RolloutError(type="E", message="m"),
         samples=(sample,) if is_ok else (),
-        reward=float(member),
+        reward=float(fields.pop("reward", member)),
         **fields,
     )
 
@@ -110,35 +125,15 @@ async def append_rollout(run: Recorded, played: Rollout) -> str:
 
 
 def publish(run: Recorded, version: int, *, lineage: int = 0) -> policy_pb2.PolicyEntry:
-    """A policy's object and manifest, as `publish_policy` names them."""
-    names, digest = run.names, f"{version:032x}"
-    key = f"{names.policy(lineage, version)}e1-abcd/model-00001.safetensors"
-    run.store.put(key, b"weights")
-    manifest = {
-        "format": 2,
-        "run_uid": names.uid,
-        "lineage": lineage,
-        "version": version,
-        "digest": digest,
-        "encodings": [
-            {"objects": [{"key": key, "sha256": hashlib.sha256(b"weights").hexdigest(), "size_bytes": 7}]},
-        ],
-        "files": [],
-    }
-    data = json.dumps(manifest).encode()
-    assert run.store.create(names.policy_manifest(lineage, version), data)
-    return policy_pb2.PolicyEntry(
-        lineage=lineage,
-        version=version,
-        manifest_key=names.policy_manifest(lineage, version),
-        manifest_sha256=hashlib.sha256(data).digest(),
-        digest=digest,
-    )
+    """A policy's objects and manifest, as trainers publish them."""
+    if lineage not in run.publishers:
+        run.publishers[lineage] = Publisher(store=run.store, names=run.names, lineage=lineage, seed=run.seed)
+    return run.publishers[lineage].publish(version)
 
 
-def checkpoint(run: Recorded, step: int) -> None:
-    """A checkpoint's object and manifest, as the trainer's CheckpointStore names them."""
-    names, data = run.names, f"state {step}".encode()
+def checkpoint(run: Recorded, step: int) -> event_pb2.Event:
+    """A checkpoint's object and manifest, as the trainer's CheckpointStore names them; returns its event."""
+    names, data = run.names, f"state {step}".replace(" ", str(run.seed or " ")).encode()
     key = f"{names.checkpoint(step)}e00000001-abcd/shard.distcp"
     run.store.put(key, data)
     manifest = {
@@ -152,60 +147,103 @@ def checkpoint(run: Recorded, step: int) -> None:
             {"name": "shard.distcp", "key": key, "sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
         ],
     }
-    assert run.store.create(f"{names.checkpoint(step)}manifest.json", with_checksum(manifest))
+    stored = with_checksum(manifest)
+    assert run.store.create(names.checkpoint_manifest(step), stored)
+    return event_pb2.Event(checkpoint_saved=event_pb2.CheckpointSaved(step=step, manifest_sha256=sha256(stored)))
 
 
-async def record(log: RunLog, redis: redis_asyncio.Redis, store: ObjectStore, *, closes: bool = True) -> Recorded:
-    """Two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2)."""
-    run = Recorded(log=log, redis=redis, store=store, chain=load_origin(store, log.names).chain_hash)
+async def record(
+    log: RunLog,
+    redis: redis_asyncio.Redis,
+    store: ObjectStore,
+    *,
+    closes: bool = True,
+    steps: int = STEPS,
+    checkpoints: tuple[int, ...] = (1, 3),
+    seed: int = 0,
+    scored: bool = False,
+    name: str = "demo",
+) -> Recorded:
+    """Two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2).
+
+    `seed` changes weights and rewards; `scored`: a teacher has scored the rollouts.
+    """
+    run = Recorded(log=log, redis=redis, store=store, chain=load_origin(store, log.names).chain_hash, seed=seed)
+    store.create(Deployment(log.names.prefix).name_object(name), log.uid.encode())
     orchestrator = await log.acquire_epoch("orchestrator", "o")
     trainer = await log.acquire_epoch("trainer", "t")
     events, reports = EventWriter(log, "orchestrator-1"), EventWriter(log, "trainer-1")
+    archive, known = EventArchive(log), KnownObjects()
     frontier = Frontier()
 
     async def announce(version: int) -> None:
         entry = publish(run, version)
         (await log.append_policy(trainer, entry.SerializeToString(), version)).require("policy")
+        published = event_pb2.PolicyPublished(
+            version=version, digest=entry.digest, manifest_sha256=manifest_sha256(entry)
+        )
+        await reports.write(event_pb2.Event(policy_published=published))
 
     async def commit(header: batch_pb2.BatchHeader, samples: list[TrainSample], played: list[Rollout]) -> None:
         header.run_uid, header.run_hash, header.previous_chain_hash = log.uid, log.run_hash, run.chain
         frontier.resolve(()).fill(header)
         header.orchestrator_state = json.dumps({"num_duplicates": header.step}).encode()
         chunks = pack_batch(header, samples, target_chunk_bytes=100)
-        stored = await commit_batch(log, orchestrator, header, chunks, encode_archive(played))
+        header.objects.extend(name_scores(log.names, played))
+        stored = await commit_batch(log, orchestrator, header, chunks, encode_archive(played), known=known)
         run.chain = chain_hash(run.chain, stored)
         run.chains.append(run.chain)
         run.headers.append(batch_pb2.BatchHeader.FromString(stored))
 
     await announce(0)
-    for step in range(STEPS):
+    for step in range(steps):
         played = []
         for ordinal in (3 * step, 3 * step + 1):
             for member in range(MEMBERS):
-                one = rollout(log.uid, ordinal=ordinal, member=member, dispatched_after="0-0")
+                fields = {"ordinal": ordinal, "member": member, "dispatched_after": "0-0", "reward": member}
+                fields["first_token"] = seed
+                one = rollout(log.uid, **fields)
                 entry_id = await append_rollout(run, one)
-                played.append(
-                    rollout(log.uid, ordinal=ordinal, member=member, dispatched_after="0-0", entry_id=entry_id)
-                )
+                one = rollout(log.uid, **fields, entry_id=entry_id)
+                if scored:
+                    scores = [np.array([0, 0, -1, -2 - seed, ordinal], np.float32)]
+                    store_scores(store, log.names, one, scores)
+                    one = load_scores(store, log.names, one)
+                played.append(one)
         ordinals = [3 * step, 3 * step + 1, 3 * step + 2]
         frontier = frontier.resolve(ordinals)
         header = batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_TRAIN, step=step)
         header.resolutions.extend([*map(_resolution, ordinals[:2]), _resolution(ordinals[2], "zero_advantage")])
         await commit(header, [_train_sample(one) for one in played], played)
-        await events.write(event_pb2.Event(batch_committed=event_pb2.BatchCommitted(step=step, num_trained=2)))
+        chain = run.chain.hex()
+        committed = event_pb2.BatchCommitted(step=step, num_trained=2, dropped={"zero_advantage": 1}, chain_hash=chain)
+        await events.write(event_pb2.Event(batch_committed=committed))
         await announce(step + 1)
-        await reports.write(event_pb2.Event(step_completed=event_pb2.StepCompleted(step=step)))
-    for step in (1, 3):
-        checkpoint(run, step)
+        if step + 1 in checkpoints:
+            await reports.write(checkpoint(run, step + 1))
+        await reports.write(event_pb2.Event(step_completed=event_pb2.StepCompleted(step=step, chain_hash=chain)))
+        if step % 5 == 4:
+            await log.write_intent("pause", {"step": step})
+            await events.flush()
+            await reports.flush()
+            await archive.archive()
     if closes:
-        frontier = frontier.resolve([3 * STEPS])
-        header = batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_CLOSE, step=STEPS, final_version=STEPS)
+        frontier = frontier.resolve([3 * steps])
+        header = batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_CLOSE, step=steps, final_version=steps)
         header.outcome = batch_pb2.RUN_OUTCOME_SUCCEEDED
-        header.resolutions.append(_resolution(3 * STEPS, "run_ended"))
+        header.resolutions.append(_resolution(3 * steps, "run_ended"))
         await commit(header, [], [])
+        end = event_pb2.Event()
+        end.time.FromSeconds(ENDED_AT)
+        end.state_changed.new_state = run_pb2.RUN_STATE_SUCCEEDED
+        end.state_changed.chain_hash = run.chain.hex()
+        await reports.flush()
+        await events.write(end)
     await events.close()
     await reports.close()
-    await EventArchive(log).archive()
+    await archive.archive()
+    if closes:
+        assert write_seal(store, log.names, log.names.seal(0), known, chain=run.chain, state="SUCCEEDED", by="test")
     return run
 
 
@@ -229,7 +267,7 @@ def flip(run, key: str) -> None:
 
 def rewrite(run, step: int, change) -> None:
     """Change a header and everything that follows from its bytes, as a faulty orchestrator would write it."""
-    for number in range(step, STEPS + 1):
+    for number in range(step, len(run.chains)):
         header = run.header(number)
         if number == step:
             change(header)
@@ -241,7 +279,49 @@ def rewrite(run, step: int, change) -> None:
     for prefix in run.store.list_prefixes(run.names.checkpoints):
         manifest = json.loads(run.store.get(f"{prefix}manifest.json"))
         manifest["chain_hash"] = run.chains[manifest["step"] - 1].hex()
-        run.store.put(f"{prefix}manifest.json", json.dumps(manifest).encode())
+        run.store.put(f"{prefix}manifest.json", with_checksum(manifest))
+    restate(run)
+
+
+def restate(run) -> None:
+    """Have the archived events and the seal say what the headers and manifests say now."""
+    names, store = run.names, run.store
+    for info in list(store.list(names.event_archive)):
+        entries = []
+        for entry in event_archive.decode_archived(store.get(info.key), where=info.key):
+            event = event_pb2.Event.FromString(entry.d)
+            match event.WhichOneof("body"):
+                case "batch_committed" | "step_completed" as kind:
+                    getattr(event, kind).chain_hash = run.chains[getattr(event, kind).step].hex()
+                case "state_changed":
+                    event.state_changed.chain_hash = run.chains[-1].hex()
+                case "checkpoint_saved":
+                    manifest = store.get(names.checkpoint_manifest(event.checkpoint_saved.step))
+                    event.checkpoint_saved.manifest_sha256 = sha256(manifest)
+                case _:
+                    pass
+            if event.HasField("batch_committed"):
+                items = run.header(event.batch_committed.step).resolutions
+                dropped = Counter(i.reason for i in items if i.outcome == batch_pb2.ORDINAL_OUTCOME_DROPPED)
+                trained = len(items) - dropped.total()
+                event.batch_committed.dropped.clear()
+                event.batch_committed.dropped.update(dropped)
+                event.batch_committed.num_trained = trained
+            data = event.SerializeToString(deterministic=True)
+            entries.append(dataclasses.replace(entry, d=data, h=sha256(data)))
+        store.put(info.key, event_archive._encode(entries))
+    reseal(run)
+
+
+def reseal(run) -> None:
+    """Redo what the seal says."""
+    key = run.names.seal(0)
+    if run.store.head(key) is None:
+        return
+    seal = json.loads(run.store.get(key))
+    seal["chain_hash"] = run.chains[-1].hex()
+    seal["objects"] = {k: sha256(run.store.get(run.names.root + k)) for k in seal["objects"]}
+    run.store.put(key, json.dumps(seal).encode())
 
 
 def rearchive(run, step: int, change) -> None:

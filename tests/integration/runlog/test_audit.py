@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from recorded_log import (
     MEMBERS,
+    NUM_EVENTS,
     STEPS,
     append_rollout,
     audit,
@@ -38,7 +39,7 @@ async def test_a_whole_run_is_clean_and_counted(run):
     assert report.num_duplicates == STEPS
     assert report.num_rollouts == 2 * MEMBERS * STEPS
     assert (report.num_policies, report.num_lineages) == (STEPS + 1, 1)
-    assert (report.num_events, report.num_writers) == (2 * STEPS, 2)
+    assert (report.num_events, report.num_writers) == (NUM_EVENTS, 2)
     assert report.num_generations == 1 and dict(report.epochs) == {"orchestrator": 1, "trainer": 1, "log": 1}
     assert report.chain_hash == run.chain.hex()
     assert {note.check for note in report.notes} == {"CHUNKS_VERIFIED"}
@@ -53,7 +54,7 @@ async def test_the_store_alone_is_enough(run):
     await run.redis.delete(*run.names.all_keys)
     assert list((await audit(run, offline=True)).violations) == []
     report = await audit(run)
-    assert list(report.violations) == [] and "NOT_IN_REDIS" in {note.check for note in report.notes}
+    assert list(report.violations) == [] and "NOT_IN_REDIS" in {each.check for each in report.not_seen}
 
 
 async def test_a_run_that_does_not_exist(run):
@@ -81,14 +82,15 @@ async def test_a_replaced_header_breaks_the_chain(run):
     header = run.header(1)
     header.reward_mean = 0.75
     run.store.put(run.names.batch_header(1), header.SerializeToString(deterministic=True))
-    assert await violations(run, offline=True) == {"CHAIN_BROKEN"}
-    assert await violations(run) == {"CHAIN_BROKEN", "MIRROR_DIFFERS"}
+    found = {"CHAIN_BROKEN", "EVENT_CHAIN_MISMATCH"}
+    assert await violations(run, offline=True) == found
+    assert await violations(run) == found | {"MIRROR_DIFFERS"}
 
 
 async def test_a_header_that_does_not_decode_is_no_traceback(run):
     run.store.put(run.names.batch_header(1), b"\xff\xff\xff")
     found = await violations(run, offline=True)
-    assert found == {"HEADER_CORRUPT", "CHAIN_BROKEN"}
+    assert found == {"HEADER_CORRUPT", "HEADER_MISSING", "CHAIN_BROKEN"}, "events tell of a step that cannot be read"
 
 
 async def test_a_header_behind_the_closing_one(run):
@@ -241,7 +243,7 @@ async def test_chunks(run):
 async def test_chunks_below_the_oldest_kept_checkpoint_may_be_gone(run):
     run.store.delete(run.header(0).chunks[0].key)
     report = await audit(run)
-    assert list(report.violations) == [] and "CHUNKS_RETIRED" in {note.check for note in report.notes}
+    assert list(report.violations) == [] and "CHUNKS_RETIRED" in {each.check for each in report.not_seen}
 
 
 async def test_archives(run):

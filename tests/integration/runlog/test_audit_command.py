@@ -19,9 +19,9 @@ async def run(log, redis, local_store):
     return run
 
 
-async def millrace(run, *options: str) -> tuple[int, str, str]:
+async def millrace(run, *options: str, verb: str = "audit") -> tuple[int, str, str]:
     store = run.store.uri("x").removesuffix("/x")
-    command = ("-m", "millrace.cli", "run", "audit", "demo", "--store", store, "--prefix", run.names.prefix, *options)
+    command = ("-m", "millrace.cli", "run", verb, "demo", "--store", store, "--prefix", run.names.prefix, *options)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
@@ -55,3 +55,42 @@ async def test_a_damaged_run_exits_1(run, redis_url):
 async def test_a_run_that_is_not_there_exits_3(run):
     code, _, err = await millrace(run, "--prefix", "nobody")
     assert code == 3 and "holds no run 'demo'" in err
+
+
+async def test_a_deep_audit_reads_the_weights_and_says_what_it_did_not_do(run):
+    code, out, err = await millrace(run, "--deep")
+    assert (code, err) == (0, "") and " MB of weights and checkpoints read" in out
+    assert "no step was computed again (--replay N) [NOT_REPLAYED]" in out and "[REDIS]" in out
+    (key, *_) = [info.key for info in run.store.list(run.names.policies) if info.key.endswith(".safetensors")]
+    flip(run, key)
+    assert (await millrace(run))[0] == 0, "which the fast audit does not read"
+    code, out, _ = await millrace(run, "--deep")
+    assert code == 1 and "VIOLATION POLICY_OBJECT_CORRUPT: policy 0-0" in out and run.store.uri(key) in out
+
+
+async def test_an_attestation_is_written_kept_and_checked(run, tmp_path):
+    key, kept = tmp_path / "key", tmp_path / "kept.json"
+    key.write_bytes(b"secret" * 8)
+    code, out, err = await millrace(run, "--key", str(key), "--out", str(kept), verb="attest")
+    assert (code, err) == (0, "") and kept.read_text() == out and "secret" not in out
+    assert run.store.get(run.names.attestation(1)) == kept.read_bytes()
+    options = ("--attestation", str(kept), "--attest-key", str(key))
+    code, out, _ = await millrace(run, *options)
+    assert code == 0 and "2 attestations checked" in out
+    run.store.delete(run.names.attestation(1))
+    code, out, _ = await millrace(run, *options)
+    assert code == 1 and "VIOLATION ATTESTATION_MISSING" in out
+    key.write_bytes(b"another" * 8)
+    code, out, _ = await millrace(run, *options)
+    assert code == 1 and "VIOLATION SIGNATURE_WRONG" in out
+    key.write_bytes(b"short")
+    code, out, err = await millrace(run, *options)
+    assert code == 2 and "a key has 32 to" in err and "Traceback" not in err
+
+
+async def test_a_damaged_run_is_not_attested(run, tmp_path):
+    key = tmp_path / "key"
+    key.write_bytes(b"secret" * 8)
+    flip(run, run.header(2).chunks[0].key)
+    code, _, err = await millrace(run, "--key", str(key), verb="attest")
+    assert code != 0 and "CHUNK_CORRUPT" in err and run.store.head(run.names.attestation(1)) is None

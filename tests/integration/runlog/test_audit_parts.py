@@ -4,7 +4,7 @@ import hashlib
 import json
 
 import pytest
-from recorded_log import STEPS, audit, flip, publish, record, violations
+from recorded_log import NUM_EVENTS, NUM_REPORTS, STEPS, audit, flip, publish, record, violations
 
 from millrace.runlog import EventWriter, RunLog, Stream
 from millrace.runlog.entry import FORMAT_MAJOR
@@ -23,9 +23,9 @@ async def run(log, redis, local_store):
 async def test_a_version_that_was_never_published(run):
     run.store.delete(run.names.policy_manifest(0, 1))
     report = await audit(run, offline=True)
-    assert [finding.check for finding in report.violations] == ["POLICY_MISSING"]
+    assert {finding.check for finding in report.violations} == {"POLICY_MISSING", "POLICY_BASE_MISSING"}
     assert "POLICIES_TORN" in {note.check for note in report.notes}
-    assert await violations(run) == {"POLICY_MISSING", "MIRROR_AHEAD"}
+    assert "MIRROR_AHEAD" in await violations(run)
 
 
 async def test_the_final_version_is_published(run):
@@ -51,30 +51,33 @@ async def test_policy_objects_and_manifests(run):
     key = run.names.policy_manifest(0, 2)
     manifest = json.loads(run.store.get(key))
     (item,) = manifest["encodings"][0]["objects"]
+    whole = run.store.get(item["key"])
     run.store.delete(item["key"])
     assert await violations(run) == {"POLICY_OBJECT_MISSING"}
     run.store.put(item["key"], b"short")
     assert await violations(run) == {"POLICY_OBJECT_MISSING"}
-    run.store.put(item["key"], b"weights")
+    run.store.put(item["key"], whole)
     run.store.put(key, json.dumps({**manifest, "version": 9}).encode())
-    assert await violations(run, offline=True) == {"POLICY_MISNAMED"}
+    assert await violations(run, offline=True) == {"POLICY_MISNAMED", "POLICY_CHANGED"}
     run.store.put(key, b"{")
-    assert await violations(run, offline=True) == {"POLICY_CORRUPT"}
+    found = await violations(run, offline=True)
+    assert found == {"POLICY_CORRUPT", "POLICY_CHANGED", "POLICY_BASE_MISSING"}, "the next one is a delta against it"
 
 
 async def test_checkpoints(run):
     key = f"{run.names.checkpoint(3)}manifest.json"
-    manifest = json.loads(run.store.get(key))
+    stored = run.store.get(key)
+    manifest = json.loads(stored)
     changes = {
         "CHECKPOINT_CHAIN_MISMATCH": {"chain_hash": "00" * 32},
         "CHECKPOINT_MISNAMED": {"run_uid": "another"},
-        "CHECKPOINT_OBJECT_MISSING": {"objects": [{"key": "nowhere", "size_bytes": 1}]},
+        "CHECKPOINT_OBJECT_MISSING": {"objects": [{"key": "nowhere", "size_bytes": 1, "sha256": ""}]},
         "CHECKPOINT_CORRUPT": {"objects": 7},
     }
     for check, change in changes.items():
         run.store.put(key, json.dumps({**manifest, **change}).encode())
-        assert await violations(run) == {check}
-    run.store.put(key, json.dumps(manifest).encode())
+        assert await violations(run) == {check, "CHECKPOINT_CHANGED"}
+    run.store.put(key, stored)
     ahead = {**manifest, "step": STEPS + 5}
     run.store.put(f"{run.names.checkpoint(STEPS + 5)}manifest.json", json.dumps(ahead).encode())
     assert await violations(run) == {"CHECKPOINT_AHEAD"}
@@ -137,17 +140,18 @@ async def test_a_gap_in_the_events(run):
     entries = await run.redis.xrange(run.names.stream(Stream.EVENTS))
     of_trainer = [id_ for id_, fields in entries if event_pb2.Event.FromString(fields[b"d"]).writer == "trainer-1"]
     await run.redis.xdel(run.names.stream(Stream.EVENTS), of_trainer[1])
-    assert await violations(run) == {"EVENT_GAP", "STEP_NOT_REPORTED"}
+    found = await violations(run)
+    assert found - {"POLICY_MISSING"} == {"EVENT_GAP", "EVENT_ARCHIVE_MISSING"}, "the seal names the archive"
 
 
 async def test_the_archive_fills_what_redis_lacks(run):
     await run.redis.delete(run.names.stream(Stream.EVENTS))
     report = await audit(run)
-    assert list(report.violations) == [] and report.num_events == 2 * STEPS
+    assert list(report.violations) == [] and report.num_events == NUM_EVENTS
 
 
 async def test_events_that_a_wiped_redis_took_along_are_a_note(run):
-    event = event_pb2.Event(writer="trainer-1", writer_sequence=STEPS + 3)
+    event = event_pb2.Event(writer="trainer-1", writer_sequence=NUM_REPORTS + 3)
     event.warning.reason = "X"
     data = event.SerializeToString(deterministic=True)
     fields = {"v": FORMAT_MAJOR, "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
@@ -172,7 +176,7 @@ async def test_an_event_that_was_repeated_is_counted_once(run):
         run.names.stream(Stream.EVENTS), {"v": FORMAT_MAJOR, "h": entry.h, "d": entry.d, "tp": ""}, id="2-0"
     )
     report = await audit(run)
-    assert list(report.violations) == [] and report.num_events == 2 * STEPS
+    assert list(report.violations) == [] and report.num_events == NUM_EVENTS
 
 
 @pytest.mark.parametrize(
@@ -180,21 +184,25 @@ async def test_an_event_that_was_repeated_is_counted_once(run):
 )
 async def test_a_batch_that_is_committed_twice(run, writer, check):
     events = EventWriter(await reopened(run), writer)
-    await events.write(event_pb2.Event(batch_committed=event_pb2.BatchCommitted(step=1)))
+    again = event_pb2.BatchCommitted(step=1, num_trained=2, dropped={"zero_advantage": 1})
+    await events.write(event_pb2.Event(batch_committed=again))
     await events.close()
     assert await violations(run) == {check}
 
 
 async def test_a_damaged_archive_of_events(run):
     flip(run, next(run.store.list(run.names.event_archive)).key)
-    assert await violations(run) == {"EVENT_ARCHIVE_CORRUPT"}
+    assert await violations(run) == {"EVENT_ARCHIVE_CORRUPT", "EVENT_ARCHIVE_CHANGED"}
 
 
 async def test_a_step_that_nobody_reported(run):
     await run.redis.delete(run.names.stream(Stream.EVENTS))
     run.store.delete(next(run.store.list(run.names.event_archive)).key)
-    assert await violations(run) == {"STEP_NOT_REPORTED"}
-    await run.log.acquire_epoch("trainer", "t2")
+    silent = {"STEP_NOT_REPORTED", "COMMIT_NOT_REPORTED"}
+    gone = {"EVENT_ARCHIVE_MISSING", "END_NOT_REPORTED"}
+    assert await violations(run) == silent | gone
+    for role in ("trainer", "orchestrator"):
+        await run.log.acquire_epoch(role, "t2")
     report = await audit(run)
-    assert list(report.violations) == []
+    assert {found.check for found in report.violations} == gone
     assert "STEP_NOT_REPORTED" in {note.check for note in report.notes}, "a killed trainer may have had it in memory"

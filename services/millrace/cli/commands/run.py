@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from millrace.cli.commands.run_attest import attest
 from millrace.cli.commands.run_audit import audit
 from millrace.cli.commands.run_fork import fork
 from millrace.cli.commands.run_pause import pause, resume
@@ -45,6 +46,7 @@ def run() -> None:
 run.add_command(replay)
 run.add_command(fork)
 run.add_command(audit)
+run.add_command(attest)
 run.add_command(pause)
 run.add_command(resume)
 

@@ -4,10 +4,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from millrace.cli.audit_here import AuditRequest, audit_here
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.errors import EXIT_FAILED
 
@@ -27,26 +29,77 @@ if TYPE_CHECKING:
 @click.option(
     "--redis",
     metavar="URL|FILE",
-    help="With --store: also compare this Redis with it; a file that holds its URL keeps a password out of the command "
-    "line, such as redis/redis.url of a stack's directory.",
+    help="From here: also compare this Redis with the store; a file that holds its URL keeps a password out of the "
+    "command line, such as redis/redis.url of a stack's directory.",
 )
-@click.option("--prefix", metavar="NAME", help="With --store: the deployment; else MILLRACE_PREFIX, else millrace.")
+@click.option("--prefix", metavar="NAME", help="From here: the deployment; else MILLRACE_PREFIX, else millrace.")
+@click.option("--deep", is_flag=True, help="From here: read every byte, and decode every policy.")
+@click.option(
+    "--replay",
+    "num_replays",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="With --deep: also compute N steps again, spread over the run; needs the trainer's packages.",
+)
+@click.option(
+    "--attestation",
+    "attestations",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="From here: what `run attest --out` wrote must be so. May be given several times.",
+)
+@click.option(
+    "--attest-key",
+    metavar="FILE",
+    envvar="MILLRACE_ATTEST_KEY_FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="From here: the key that attestations are signed with; else MILLRACE_ATTEST_KEY_FILE.",
+)
 def audit(
-    name: str, as_json: bool, server: str | None, store: str | None, redis: str | None, prefix: str | None
+    name: str,
+    as_json: bool,
+    server: str | None,
+    store: str | None,
+    redis: str | None,
+    prefix: str | None,
+    deep: bool,
+    num_replays: int | None,
+    attestations: tuple[Path, ...],
+    attest_key: Path | None,
 ) -> int:
-    """Check that nothing of a run was lost or counted twice.
+    """Check that nothing of a run was lost, counted twice, or changed.
 
     Reads everything that the run has written, in Redis and in the object store, and changes nothing. Exits 0 if the log
-    keeps every promise, 1 with each violation if not.
+    keeps every promise, 1 with each violation if not, and says what it could not see.
+
+    A server audits without reading the bytes of weights. --deep, --attestation and --store audit from here: the store
+    is --store, else MILLRACE_STORE_URL, else outputs/local/store.
     """
-    if store is None and (redis is not None or prefix is not None):
-        raise click.UsageError("--redis and --prefix belong to --store")
-    if store is not None and server is not None:
-        raise click.UsageError("--store audits without a server: leave --server out")
+    is_here = store is not None or deep or bool(attestations)
+    if not is_here and (redis is not None or prefix is not None):
+        raise click.UsageError("--redis and --prefix belong to --store, --deep or --attestation")
+    if is_here and server is not None:
+        raise click.UsageError("--store, --deep and --attestation audit without a server: leave --server out")
+    if num_replays and not deep:
+        raise click.UsageError("--replay belongs to --deep")
     from millrace.cli.audit_report import report_lines
 
     with _patience(name) as say:
-        report = _by_server(name, server) if store is None else _offline(name, store, redis, prefix, say)
+        if is_here:
+            request = AuditRequest(
+                name=name,
+                store=store,
+                redis=redis,
+                prefix=prefix,
+                is_deep=deep,
+                num_replays=num_replays or 0,
+                attestations=attestations,
+                key=attest_key,
+            )
+            report = audit_here(request, say)
+        else:
+            report = _by_server(name, server)
     if as_json:
         from google.protobuf.json_format import MessageToDict
 
@@ -72,29 +125,6 @@ def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
 
     with explain_unreachable(origin, address):
         return interrupts.run(work)
-
-
-def _offline(
-    name: str, store: str, redis: str | None, prefix: str | None, say: Callable[[str], None]
-) -> "audit_pb2.AuditReport":
-    from millrace.cli import interrupts
-    from millrace.cli.run_store import find_uid, naming, open_run_store, redis_url, store_prefix
-    from millrace.runlog import open_redis
-    from millrace.runlog.audit import audit_run
-
-    objects, deployment = open_run_store(store), store_prefix(prefix)
-    uid = find_uid(objects, deployment, name)
-
-    async def work(_: interrupts.Interrupts) -> "audit_pb2.AuditReport":
-        with naming("--redis"):
-            client = open_redis(redis_url(redis)) if redis is not None else None
-        try:
-            return await audit_run(client, objects, prefix=deployment, uid=uid, on_progress=say)
-        finally:
-            if client is not None:
-                await client.aclose()
-
-    return interrupts.run(work)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,14 @@
-"""Checkpoints: each proves the batches that it was trained on, and its objects are there."""
+"""Checkpoints: each proves the batches that it was trained on, its objects are there, and none is missing."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError
 from millrace.runlog.audit.findings import Audit
+from millrace.storage.commit_points import newest_revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +17,10 @@ class CheckpointFact:
 
     step: int
     chain_hash: str
+    lineage: int
+    manifest_sha256: str
+    is_repaired: bool
+    """A later manifest stands in for the first one."""
 
 
 def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
@@ -22,16 +30,20 @@ def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
     prefixes = list(audit.store.list_prefixes(audit.names.checkpoints))
     for prefix in prefixes:
         name = prefix.removeprefix(audit.names.checkpoints).rstrip("/")
+        if not (name.isdecimal() and audit.names.checkpoint(int(name)) == prefix):
+            audit.findings.violation("CHECKPOINT_CORRUPT", f"{audit.uri(prefix)} is no checkpoint's place")
+            continue
         if audit.store.head(f"{prefix}manifest.json") is None:
             torn += 1
             continue
-        fact = _check(audit, prefix, name, run_hash=run_hash)
+        fact = _check(audit, prefix, int(name), run_hash=run_hash)
         if fact is not None:
             facts.append(fact)
     if torn:
         audit.findings.note(
             "CHECKPOINTS_TORN", f"{torn} checkpoints were uploaded in part and never committed; nobody reads them"
         )
+    audit.report.num_checkpoints = len(facts)
     return sorted(facts, key=lambda fact: fact.step)
 
 
@@ -52,29 +64,93 @@ def compare_chains(audit: Audit, facts: Sequence[CheckpointFact], chains: Mappin
             )
 
 
-def _check(audit: Audit, prefix: str, name: str, *, run_hash: str) -> CheckpointFact | None:
-    what = f"manifest of checkpoint {name}"
-    manifest = audit.get_json(f"{prefix}manifest.json", missing="", corrupt="CHECKPOINT_CORRUPT", what=what)
-    if manifest is None:  # also if it was pruned just now
+def compare_saved(
+    audit: Audit,
+    facts: Sequence[CheckpointFact],
+    saved: Mapping[int, frozenset[str]],
+    *,
+    kept: tuple[int | None, int | None],
+    base_step: int,
+) -> set[int]:
+    """What was ever saved, as events and seals say, is there unless retention removes it; returns what it removed.
+
+    `saved` are the hashes of manifests by step; `kept` are `keep_last` and `keep_interval`. Retention keeps the newest
+    `keep_last` of those that were saved, and the multiples of `keep_interval`.
+    """
+    there = {fact.step: fact for fact in facts}
+    known = sorted({*there, *saved, *([base_step] if base_step else ())})
+    promised = _promised(known, *kept)
+    for step in known:
+        if step not in there and step in promised and _has_no_manifest(audit, step):
+            uri = audit.uri(audit.names.checkpoint_manifest(step))
+            audit.findings.violation(
+                "CHECKPOINT_MISSING", f"checkpoint {step} was saved and [ckpt] keeps it, but {uri} does not exist"
+            )
+    for step, fact in there.items():
+        hashes = saved.get(step, frozenset())
+        if hashes and not fact.is_repaired and fact.manifest_sha256 not in hashes:
+            audit.findings.violation(
+                "CHECKPOINT_CHANGED",
+                f"the manifest of checkpoint {step} has sha256 {fact.manifest_sha256[:16]}…, its event names "
+                f"{', '.join(sorted(one[:16] for one in hashes))}…",
+            )
+    return {step for step in known if step not in there and step not in promised}
+
+
+def _promised(steps: Sequence[int], keep_last: int | None, keep_interval: int | None) -> set[int]:
+    if keep_last is None:
+        return set(steps)
+    return set(steps[-keep_last:]) | {step for step in steps if keep_interval and step % keep_interval == 0}
+
+
+def _has_no_manifest(audit: Audit, step: int) -> bool:
+    """One that is damaged is told of as such."""
+    return audit.store.head(audit.names.checkpoint_manifest(step)) is None
+
+
+def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> CheckpointFact | None:
+    what = f"manifest of checkpoint {step} ({audit.uri(prefix)})"
+    first = f"{prefix}manifest.json"
+    key = newest_revision(audit.store, first)
+    data = audit.get(key, what=what)
+    if key != first:
+        audit.findings.note("CHECKPOINT_REPAIRED", f"checkpoint {step} was written anew: {audit.uri(key)}")
+    if data is None:  # also if it was pruned just now
         return None
-    try:
-        fact = CheckpointFact(step=int(manifest["step"]), chain_hash=str(manifest["chain_hash"]))
-        _check_identity(audit, name, manifest, run_hash=run_hash)
-        problems = [audit.object_problem(item["key"], int(item["size_bytes"])) for item in manifest["objects"]]
+    fact: CheckpointFact | None = None
+    with audit.reading("CHECKPOINT_CORRUPT", what):
+        manifest = decode_object(data, what=what, reason="CHECKPOINT_CORRUPT")
+        _check_identity(audit, step, manifest, run_hash=run_hash)
+        if not isinstance(manifest["chain_hash"], str) or not isinstance(manifest.get("lineage", 0), int):
+            raise CorruptObjectError("chain_hash or lineage is none", reason="CHECKPOINT_CORRUPT")
+        problems = [_object_problem(audit, item) for item in manifest["objects"]]
         if any(problems) and audit.store.head(f"{prefix}manifest.json") is None:
             return None  # pruned meanwhile, its manifest first
-        for problem in filter(None, problems):
-            audit.findings.violation("CHECKPOINT_OBJECT_MISSING", f"checkpoint {name}: {problem}")
-    except (KeyError, TypeError, ValueError) as error:
-        audit.findings.violation("CHECKPOINT_CORRUPT", f"{what} ({audit.uri(prefix)}) is not readable: {error!r}")
-        return None
+        _tell(audit, step, filter(None, problems))
+        fact = CheckpointFact(
+            step=step,
+            chain_hash=manifest["chain_hash"],
+            lineage=manifest.get("lineage", 0),
+            manifest_sha256=hashlib.sha256(data).hexdigest(),
+            is_repaired=key != first,
+        )
     return fact
 
 
-def _check_identity(audit: Audit, name: str, manifest: Mapping[str, Any], *, run_hash: str) -> None:
-    expected = {"run_uid": audit.names.uid, "run_hash": run_hash, "step": int(name)}
+def _object_problem(audit: Audit, item: Mapping[str, Any]) -> str:
+    return audit.object_problem(item["key"], item["size_bytes"], item["sha256"])
+
+
+def _tell(audit: Audit, step: int, problems: Iterable[str]) -> None:
+    for problem in problems:
+        check = "CHECKPOINT_OBJECT_CORRUPT" if " has sha256 " in problem else "CHECKPOINT_OBJECT_MISSING"
+        audit.findings.violation(check, f"checkpoint {step}: {problem}")
+
+
+def _check_identity(audit: Audit, step: int, manifest: Mapping[str, Any], *, run_hash: str) -> None:
+    expected = {"run_uid": audit.names.uid, "run_hash": run_hash, "step": step}
     for field, wanted in expected.items():
         if manifest[field] != wanted:
             audit.findings.violation(
-                "CHECKPOINT_MISNAMED", f"checkpoint {name} says {field} = {manifest[field]!r}, not {wanted!r}"
+                "CHECKPOINT_MISNAMED", f"checkpoint {step} says {field} = {manifest[field]!r}, not {wanted!r}"
             )

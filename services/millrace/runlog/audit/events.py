@@ -9,9 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from millrace.decoding import decode_message
+from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog.audit.findings import Audit
-from millrace.runlog.entry import Entry
+from millrace.runlog.audit.told import Told
+from millrace.runlog.entry import Entry, id_order
 from millrace.v1 import event_pb2
 
 
@@ -32,38 +35,61 @@ class EventCheck:
         self._findings = audit.findings
         self._report = audit.report
         self._writers: defaultdict[str, _Writer] = defaultdict(_Writer)
-        self._completed: set[int] = set()
+        self.told = Told()
+        """What events say of batches, versions, checkpoints and the end."""
+        self.newest_generation = 1
+        """The newest generation of the Redis copy that an archived event is of."""
 
-    def add(self, entries: Iterable[Entry]) -> None:
+    def add(self, entries: Iterable[Entry], *, archived: bool = False) -> None:
         """Take entries of the event stream or of its archive, in any order."""
         for entry in entries:
             try:
-                self._add(entry, event_pb2.Event.FromString(entry.d))
-            except ValueError as error:  # DecodeError's base class
-                self._findings.violation("EVENT_CORRUPT", f"event {entry.id} does not decode: {error}")
+                event = decode_message(event_pb2.Event, entry.d, what=f"event {entry.id}", reason="EVENT_CORRUPT")
+                generation = id_order(entry.id)[0]
+            except (CorruptObjectError, ValueError) as error:  # ValueError: its id is none
+                self._findings.violation("EVENT_CORRUPT", f"event {entry.id[:80]!r}: {error}")
+                continue
+            self._add(entry, event, generation)
+            if archived:
+                self.newest_generation = max(self.newest_generation, generation)
 
     def finish(
-        self, *, base_step: int, next_step: int, closing: batch_pb2.BatchHeader | None, trainer_epochs: int
+        self,
+        *,
+        base_step: int,
+        next_step: int,
+        closing: batch_pb2.BatchHeader | None,
+        copied_until: int,
+        takeovers: dict[str, bool],
     ) -> None:
-        """Compare what was added with the committed steps; `trainer_epochs` above 1 are takeovers of the trainer."""
+        """Compare what was added with the committed steps.
+
+        `takeovers`: whether another orchestrator or trainer took the run over; steps below `copied_until` are those of
+        the parent of a fork, which its own events do not tell of.
+        """
         lost = sum([self._check_gaps(name, writer) for name, writer in sorted(self._writers.items())])
         self._check_progress()
         self._report.num_events = sum(len(writer.seen) for writer in self._writers.values())
         self._report.num_writers = len(self._writers)
         if closing is None or closing.outcome != batch_pb2.RUN_OUTCOME_SUCCEEDED:
             return
-        silent = sorted(set(range(base_step, next_step)) - self._completed)
-        if not silent:
-            return
-        message = f"no event says that the steps {_some(silent)} were completed"
-        if lost or self._report.num_generations > 1 or trainer_epochs > 1:
-            # What a killed trainer had not sent yet, or a wiped Redis held alone, cannot be said any more.
-            self._findings.note("STEP_NOT_REPORTED", message)
-        else:
-            self._findings.violation("STEP_NOT_REPORTED", message)
+        for check, steps, first, was_taken_over in (
+            ("STEP_NOT_REPORTED", self.told.completed, base_step, takeovers["trainer"]),
+            ("COMMIT_NOT_REPORTED", self.told.committed, copied_until, takeovers["orchestrator"]),
+        ):
+            silent = [step for step in range(first, next_step) if step not in steps]
+            if not silent:
+                continue
+            word = "completed" if check == "STEP_NOT_REPORTED" else "committed"
+            message = f"no event says that the steps {_some(silent)} were {word}"
+            if lost or self._report.num_generations > 1 or was_taken_over:
+                # What a killed process had not sent yet, or a wiped Redis held alone, cannot be said any more.
+                self._findings.note(check, message)
+            else:
+                self._findings.violation(check, message)
 
-    def _add(self, entry: Entry, event: event_pb2.Event) -> None:
-        generation, digest = int(entry.id.partition("-")[0]), bytes.fromhex(entry.h)[:8]
+    def _add(self, entry: Entry, event: event_pb2.Event, generation: int) -> None:
+        digest = bytes.fromhex(entry.h)[:8]
         writer = self._writers[event.writer]
         known = writer.seen.get(event.writer_sequence)
         if known is not None:
@@ -76,13 +102,9 @@ class EventCheck:
             writer.seen[event.writer_sequence] = min(known[0], generation), known[1]
             return
         writer.seen[event.writer_sequence] = generation, digest
-        match event.WhichOneof("body"):
-            case "step_completed":
-                self._completed.add(event.step_completed.step)
-            case "batch_committed":
-                writer.committed[event.writer_sequence] = event.batch_committed.step
-            case _:
-                pass
+        self.told.add(event)
+        if event.HasField("batch_committed"):
+            writer.committed[event.writer_sequence] = event.batch_committed.step
 
     def _check_gaps(self, name: str, writer: _Writer) -> int:
         """Missing numbers of one writer; returns how many a rebuild of Redis may have taken along."""

@@ -1,13 +1,15 @@
 """What an audit finds: violations break a promise, notes break none. All are collected; nothing is raised."""
 
-import json
+import contextlib
+import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
@@ -22,6 +24,7 @@ class Findings:
     def __init__(self) -> None:
         self._violations: list[tuple[str, str]] = []
         self._notes: list[tuple[str, str]] = []
+        self._not_seen: list[tuple[str, str]] = []
         self._counts: Counter[tuple[str, bool]] = Counter()
 
     def violation(self, check: str, message: str) -> None:
@@ -32,12 +35,19 @@ class Findings:
         """Something that is worth knowing and breaks no promise."""
         self._add(check, message, is_violation=False)
 
+    def not_seen(self, check: str, message: str) -> None:
+        """Something that was not looked at, so that nobody takes silence for a verdict."""
+        if (check, message) not in self._not_seen:
+            self._not_seen.append((check, message))
+
     def fill(self, report: audit_pb2.AuditReport) -> None:
         """Write the findings into a report, in the order in which they were found."""
         for check, message in self._violations:
             report.violations.add(check=check, message=message)
         for check, message in self._notes:
             report.notes.add(check=check, message=message)
+        for check, message in self._not_seen:
+            report.not_seen.add(check=check, message=message)
         for (check, is_violation), count in self._counts.items():
             if count > MAX_PER_CHECK:
                 found = report.violations if is_violation else report.notes
@@ -47,6 +57,9 @@ class Findings:
         self._counts[check, is_violation] += 1
         if self._counts[check, is_violation] <= MAX_PER_CHECK:
             (self._violations if is_violation else self._notes).append((check, message))
+
+
+_PIECE_BYTES = 16 << 20
 
 
 class AuditStopped(Exception):
@@ -64,6 +77,8 @@ class Audit:
     on_progress: Callable[[str], None] = lambda text: None
     """Hears what is being looked at, in words ("step 12 of 340"); from another thread."""
     stopping: threading.Event = field(default_factory=threading.Event)
+    is_deep: bool = False
+    """Every byte of every object is read."""
 
     def progress(self, text: str) -> None:
         """Say how far the audit is; ends it if nobody waits for it any more."""
@@ -92,16 +107,52 @@ class Audit:
         if data is None:
             return None
         try:
-            document = json.loads(data)
-            if not isinstance(document, dict):
-                raise ValueError("it is no JSON object")
-        except ValueError as error:  # also UnicodeDecodeError
-            self.findings.violation(corrupt, f"{what} {self.uri(key)} is not readable: {error}")
+            return decode_object(data, what=f"{what} {self.uri(key)}", reason=corrupt)
+        except CorruptObjectError as error:
+            self.findings.violation(corrupt, error.message)
             return None
-        return document
 
-    def object_problem(self, key: str, size_bytes: int) -> str:
-        """What is wrong with an object that a manifest names, in words; empty if it exists with its size."""
+    @contextlib.contextmanager
+    def reading(self, check: str, what: str) -> Iterator[None]:
+        """Around what takes a stored document apart: whatever does not fit is a violation, never a traceback."""
+        try:
+            yield
+        except CorruptObjectError as error:
+            self.findings.violation(check, f"{what}: {error.message}")
+        except (ArithmeticError, AttributeError, InvalidSpecError, LookupError, TypeError, ValueError) as error:
+            self.findings.violation(check, f"{what} is not readable: {error!r}"[:1000])
+
+    def object_problem(self, key: object, size_bytes: object, sha256: object) -> str:
+        """What is wrong with an object that a manifest names, in words; empty if it is as it says.
+
+        The bytes are read by a deep audit only.
+        """
+        if not isinstance(key, str) or not isinstance(size_bytes, int) or not isinstance(sha256, str):
+            return f"{key!r} of {size_bytes!r} bytes with sha256 {sha256!r} is named, which is no object"
+        if not key.startswith(self.names.root):
+            return f"{key} is named, which is no object of this run"
+        problem = self._size_problem(key, size_bytes)
+        if problem or not self.is_deep:
+            return problem
+        self.progress(f"{size_bytes / 1e6:.1f} MB of {key.removeprefix(self.names.root)}")
+        found = self.sha256(key, size_bytes)
+        if found == sha256:
+            return ""
+        return f"{self.uri(key)} has sha256 {found or 'unknown: it is gone'}, its manifest says {sha256}"
+
+    def sha256(self, key: str, size_bytes: int) -> str:
+        """sha256 (hex) of an object that is read in pieces; empty if it is gone or shorter."""
+        digest = hashlib.sha256()
+        try:
+            for start in range(0, size_bytes, _PIECE_BYTES):
+                digest.update(self.store.get_range(key, start, min(_PIECE_BYTES, size_bytes - start)))
+                self.progress(f"{start / 1e6:.0f} of {size_bytes / 1e6:.0f} MB of {key.removeprefix(self.names.root)}")
+        except (NotFoundError, CorruptObjectError):
+            return ""
+        self.report.num_bytes_verified += size_bytes
+        return digest.hexdigest()
+
+    def _size_problem(self, key: str, size_bytes: int) -> str:
         found = self.store.head(key)
         if found is None:
             return f"{self.uri(key)} does not exist"

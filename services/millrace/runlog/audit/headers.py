@@ -1,18 +1,20 @@
 """The committed headers in order: no gap, one chain, one run, and everything that they name."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
+from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.audit.findings import Audit
+from millrace.runlog.audit.named import NamedCheck
 from millrace.runlog.audit.ordinals import OrdinalCheck
 from millrace.runlog.audit.rollouts import Archives, RolloutFact
 from millrace.runlog.audit.samples import check_chunks, check_samples
+from millrace.runlog.audit.told import ToldSteps
 from millrace.runlog.frontier import chain_hash
 from millrace.runlog.origin import Origin
 from millrace.runlog.revisions import is_failed_closing, list_headers, parse_reopening
@@ -27,9 +29,13 @@ ORCHESTRATOR = "orchestrator"
 class HeaderCheck:
     """Walks the headers of a run once; afterwards it knows the chain hash of every step."""
 
-    def __init__(self, audit: Audit, *, run_hash: str, origin: Origin, kept_from: int) -> None:
-        """`kept_from`: chunks of this step and later ones must be there."""
+    def __init__(
+        self, audit: Audit, *, run_hash: str, origin: Origin, kept_from: int, told: ToldSteps, named: NamedCheck
+    ) -> None:
+        """`kept_from`: chunks of this step and later ones must be there. `told` and `named` hear of every header."""
         self._audit = audit
+        self._told = told
+        self._named = named
         self._run_hash = run_hash
         self._origin = origin
         self._kept_from = kept_from
@@ -37,6 +43,10 @@ class HeaderCheck:
         self.chains: dict[int, bytes] = {origin.base_step - 1: origin.chain_hash}
         """H(step) by step."""
         self.closing: batch_pb2.BatchHeader | None = None
+        self.closings: list[bytes] = []
+        """Chain hashes behind the closing headers."""
+        self.copied_until = origin.base_step
+        """For a fork: the first step that its own orchestrator committed."""
         self.next_step = origin.base_step
         """Behind the last training step."""
         self._chain: bytes | None = origin.chain_hash
@@ -61,9 +71,10 @@ class HeaderCheck:
             self._check(step, revision, data, archives)
         archives.check_rest(self._scored_whole)
         if self._chunks_gone:
-            audit.findings.note(
+            audit.findings.not_seen(
                 "CHUNKS_RETIRED",
-                f"{self._chunks_gone} chunks below step {self._kept_from}, the oldest kept checkpoint, are gone",
+                f"{self._chunks_gone} chunks of steps below {self._kept_from}, the oldest kept checkpoint, are gone, "
+                "as retention allows: what they held was not compared with their headers",
             )
         audit.findings.note(
             "CHUNKS_VERIFIED", f"{self._chunks_verified} chunks have the sha256 that their header names"
@@ -173,6 +184,12 @@ class HeaderCheck:
         else:
             check_samples(self._audit, header, trained)
             self.next_step = step + 1
+            if not header.writer_epoch:
+                self.copied_until = step + 1
+        self._told.check(header, step, self.chains[step])
+        self._named.add_header(header)
+        if is_closing:
+            self.closings.append(self.chains[step])
         self._check_chunks(header)
         self._read_state(step, header)
         archives.check(header, trained, scored_whole=self._scored_whole)
@@ -193,7 +210,7 @@ class HeaderCheck:
             self._audit.findings.violation(
                 "CHAIN_BROKEN",
                 f"header {step} continues the chain {claimed.hex()[:16]}…, but the headers before it give "
-                f"{self._chain.hex()[:16]}…: one of them was replaced or damaged",
+                f"{self._chain.hex()[:16]}…: one of them, or run.json, was replaced or damaged",
             )
         if len(claimed) != 32:
             self._audit.findings.violation("CHAIN_BROKEN", f"header {step} has a chain hash of {len(claimed)} bytes")
@@ -227,13 +244,12 @@ class HeaderCheck:
 
     def _read_state(self, step: int, header: batch_pb2.BatchHeader) -> None:
         """Duplicates are counted from a takeover on; the environments that score whole groups are named."""
-        try:
-            state = json.loads(header.orchestrator_state or b"{}")
+        duplicates = 0
+        with self._audit.reading("STATE_CORRUPT", f"header {step}: orchestrator_state"):
+            what = "it"
+            state = decode_object(header.orchestrator_state or b"{}", what=what, reason="STATE_CORRUPT")
             duplicates = int(state.get("num_duplicates", 0))
             self._scored_whole |= frozenset(map(str, state.get("scored_whole", ())))
-        except (ValueError, TypeError, AttributeError) as error:
-            self._audit.findings.violation("STATE_CORRUPT", f"header {step}: orchestrator_state: {error}")
-            return
         if header.writer_epoch:  # else it was copied: what it counts was the parent's
             grown = duplicates - self._last_duplicates
             self._duplicates += grown if grown >= 0 else duplicates

@@ -2,13 +2,13 @@
 
 import asyncio
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
 import redis.asyncio as redis_asyncio
 
+from millrace.decoding import decode_message
 from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.rollouts.batch_wire import decode_header
@@ -20,6 +20,7 @@ from millrace.runlog.audit.rollouts import RolloutFact, is_trainable
 from millrace.runlog.connection import as_text
 from millrace.runlog.entry import Entry, decode_entry
 from millrace.runlog.epochs import GENERATION_ROLE, latest_epoch
+from millrace.runlog.known import manifest_digest
 from millrace.runlog.names import Stream
 
 _PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each
@@ -41,7 +42,9 @@ class Mirror:
         )
         meta = {as_text(name): as_text(value) for name, value in found.items()}
         if "generation" not in meta:
-            audit.findings.note("NOT_IN_REDIS", "Redis does not hold the log of the run: only the store was checked")
+            audit.findings.not_seen(
+                "NOT_IN_REDIS", "Redis does not hold the log of the run: only the store was checked"
+            )
             return None
         return cls(audit, redis, meta)
 
@@ -69,7 +72,9 @@ class Mirror:
         held = await self._read_generation()  # again: a rebuild may have come in between
         newest = await asyncio.to_thread(latest_epoch, self._audit.store, self._audit.names, GENERATION_ROLE)
         if held is None:
-            findings.note("NOT_IN_REDIS", "Redis lost the log of the run during the audit: only the store was checked")
+            findings.not_seen(
+                "NOT_IN_REDIS", "Redis lost the log of the run during the audit: only the store was checked"
+            )
             return
         if not installed <= held <= max(newest, installed):  # the mark of the newest may be still to come
             findings.violation(
@@ -78,7 +83,9 @@ class Mirror:
             )
         for name, value in sorted(self._meta.items()):
             role = name.removeprefix("epoch:")
-            if role != name and int(value) > epochs.get(role, 0):
+            if role != name and not value.isdecimal():
+                findings.violation("ENTRY_CORRUPT", f"meta in Redis has {name[:80]} = {value[:80]!r}")
+            elif role != name and int(value) > epochs.get(role, 0):
                 findings.violation(
                     "EPOCH_AHEAD",
                     f"Redis enforces epoch {value} of {role}, the newest in the store is {epochs.get(role, 0)}",
@@ -93,7 +100,11 @@ class Mirror:
             f"reading the generation of run {self._audit.names.uid}",
             lambda: self._redis.execute_command("HGET", self._audit.names.meta, "generation"),
         )
-        return None if found is None else int(found)
+        text = as_text(found)
+        if found is not None and not text.isdecimal():
+            self._audit.findings.violation("ENTRY_CORRUPT", f"meta in Redis has the generation {text[:80]!r}")
+            return None
+        return None if found is None else int(text)
 
     async def _compare_batches(self) -> None:
         header: batch_pb2.BatchHeader | None = None
@@ -131,9 +142,11 @@ class Mirror:
     def _compare_policy(self, entry: Entry) -> None:
         audit = self._audit
         try:
-            policy = policy_pb2.PolicyEntry.FromString(entry.d)
-        except ValueError as error:  # DecodeError's base class
-            audit.findings.violation("ENTRY_CORRUPT", f"policy {entry.id} in Redis does not decode: {error}")
+            policy = decode_message(
+                policy_pb2.PolicyEntry, entry.d, what=f"policy {entry.id} in Redis", reason="ENTRY_CORRUPT"
+            )
+        except CorruptObjectError as error:
+            audit.findings.violation("ENTRY_CORRUPT", error.message)
             return
         what = f"policy {policy.lineage}-{policy.version} in Redis"
         if entry.id != f"{policy.version}-1":
@@ -144,7 +157,7 @@ class Mirror:
         stored = audit.get(policy.manifest_key, missing="MIRROR_AHEAD", what=f"{what} is announced, but its manifest")
         if stored is None:
             return
-        if hashlib.sha256(stored).digest() != policy.manifest_sha256 or policy.digest != _digest(stored):
+        if hashlib.sha256(stored).digest() != policy.manifest_sha256 or policy.digest != manifest_digest(stored):
             audit.findings.violation(
                 "MIRROR_DIFFERS", f"{what} has another digest than {audit.uri(policy.manifest_key)}"
             )
@@ -170,11 +183,6 @@ class Mirror:
 
 
 def _entry_check(error: MillraceError) -> str:
-    return "ENTRY_TOO_NEW" if isinstance(error, InvalidStateError) else "ENTRY_CORRUPT"
-
-
-def _digest(manifest: bytes) -> str:
-    try:
-        return str(json.loads(manifest)["digest"])
-    except (ValueError, KeyError, TypeError):
-        return ""  # the check of the policies has said so
+    if isinstance(error, InvalidStateError):
+        return "ENTRY_TOO_OLD" if error.reason == "FORMAT_TOO_OLD" else "ENTRY_TOO_NEW"
+    return "ENTRY_CORRUPT"

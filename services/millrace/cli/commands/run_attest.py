@@ -1,0 +1,77 @@
+"""`millrace run attest`: sign the head of a run's log, so that a history that is rewritten later is found."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from millrace.cli.errors import CliError
+
+if TYPE_CHECKING:
+    from millrace.runlog.attest import Attestation
+    from millrace.runlog.names import Names
+    from millrace.storage import ObjectStore
+
+
+@click.command()
+@click.argument("name", metavar="RUN")
+@click.option(
+    "--key",
+    metavar="FILE",
+    envvar="MILLRACE_ATTEST_KEY_FILE",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="32 random bytes or more (HMAC-SHA256), or an Ed25519 key in PEM; else MILLRACE_ATTEST_KEY_FILE.",
+)
+@click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write it here, to be kept where who can write to the store cannot.",
+)
+@click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store.")
+@click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
+def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: str | None) -> int:
+    """Sign the chain hash of a run, and its seal if it has ended, and store that beside the run.
+
+    Whoever may write to the store can make another history whose hashes all fit, but cannot sign it. `millrace run
+    audit RUN --attest-key FILE` checks the signatures in the store, and `--attestation FILE` what --out wrote.
+    """
+    from millrace.cli.run_store import find_uid, open_run_store, store_prefix
+    from millrace.runlog.attest import load_key, write_attestation
+    from millrace.runlog.names import Names
+
+    objects, deployment = open_run_store(store), store_prefix(prefix)
+    names = Names(deployment, find_uid(objects, deployment, name))
+    signed = write_attestation(objects, names, _unsigned(objects, names), load_key(key))
+    if out is not None:
+        try:
+            out.write_bytes(signed.encode())
+        except OSError as error:
+            raise CliError(f"{out} cannot be written: {error.strerror or error}", hint="the store has it") from error
+    click.echo(signed.encode().decode(), nl=False)
+    return 0
+
+
+def _unsigned(store: "ObjectStore", names: "Names") -> "Attestation":
+    """What an audit of the store finds to be the head of the run; CliError if it finds violations."""
+    from millrace.cli import interrupts
+    from millrace.runlog.attest import unsigned
+    from millrace.runlog.audit import audit_run
+    from millrace.runlog.seal import seal_key
+
+    async def work(_: interrupts.Interrupts):
+        return await audit_run(None, store, prefix=names.prefix, uid=names.uid)
+
+    report = interrupts.run(work)
+    if report.violations:
+        raise CliError(
+            f"{report.run} is not attested: its audit finds {len(report.violations)} violations, first "
+            f"{report.violations[0].check}: {report.violations[0].message}",
+            hint="see `millrace run audit`",
+        )
+    key = seal_key(store, names)
+    seal = store.get(key) if store.head(key) is not None else None
+    step = int(report.first_step + report.num_steps) - (0 if report.is_closed else 1)
+    chain = bytes.fromhex(report.chain_hash)
+    return unsigned(names, run=report.run.removeprefix("runs/"), step=step, chain=chain, seal=seal)

@@ -1,0 +1,190 @@
+"""Attestations: a signed chain hash, so that a history that was rewritten as a whole is found, too.
+
+Whoever may write everything can make a new history whose hashes all fit. They cannot sign it: an attestation binds the
+chain hash (and of an ended run the seal) to a key that is not in the store. It is stored create-only under
+`attestations/`, and can be kept elsewhere, which is what makes its removal visible.
+
+The key is a file of 32 bytes or more for HMAC-SHA256, or an Ed25519 private (or, to check, public) key in PEM, which
+needs the package `cryptography`.
+"""
+
+import datetime
+import hashlib
+import hmac
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, UnavailableError, Violation
+from millrace.runlog.names import Names
+from millrace.storage import ObjectStore
+
+FORMAT = 1
+MIN_KEY_BYTES = 32
+MAX_KEY_BYTES = 64 << 10
+_DOMAIN = b"millrace attestation 1\0"
+_MAX_ATTEMPTS = 100
+HMAC = "hmac-sha256"
+ED25519 = "ed25519"
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """A key that signs or checks; its bytes are in no message and no repr."""
+
+    algorithm: str
+    key_id: str
+    """Names the key without giving it away: 16 hex digits."""
+    _material: Any
+
+    def __repr__(self) -> str:
+        return f"SigningKey({self.algorithm}, {self.key_id})"
+
+    def sign(self, message: bytes) -> str:
+        """The signature, hex; `InvalidSpecError` if the key can only check."""
+        if self.algorithm == HMAC:
+            return hmac.new(self._material, message, hashlib.sha256).hexdigest()
+        private, _ = self._material
+        if private is None:
+            raise _bad_key("is a public key, which cannot sign")
+        return private.sign(message).hex()
+
+    def verifies(self, message: bytes, signature: str) -> bool:
+        """Whether a signature (hex) is of this key."""
+        if self.algorithm == HMAC:
+            return hmac.compare_digest(self.sign(message), signature)
+        from cryptography.exceptions import InvalidSignature
+
+        _, public = self._material
+        try:
+            public.verify(bytes.fromhex(signature), message)
+        except (InvalidSignature, ValueError):
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attestation:
+    """What was signed. Times are ISO 8601 with a zone."""
+
+    run_uid: str
+    run: str
+    step: int
+    """The newest header; its step."""
+    chain_hash: str
+    """Chain hash behind it, hex."""
+    seal_sha256: str
+    """sha256 (hex) of the seal; empty if the run had not ended."""
+    time: str
+    algorithm: str
+    key_id: str
+    signature: str = ""
+
+    def message(self) -> bytes:
+        """What is signed."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "signature"}
+        return _DOMAIN + json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+    def encode(self) -> bytes:
+        """JSON, for the store or a file."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps({"format": FORMAT, **fields}, sort_keys=True, indent=1).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: str) -> "Attestation":
+        """Parse one; `CorruptObjectError` if it is none."""
+        raw = decode_object(data, what=where, reason="ATTESTATION_CORRUPT", max_bytes=1 << 20)
+        fields = {name: raw.get(name) for name in cls.__slots__}
+        texts = [value for name, value in fields.items() if name != "step"]
+        step = fields["step"]
+        if (
+            raw.get("format") != FORMAT
+            or set(raw) != {"format", *fields}
+            or not all(isinstance(text, str) for text in texts)
+            or not isinstance(step, int)
+            or isinstance(step, bool)
+        ):
+            raise CorruptObjectError(f"{where} is no attestation", reason="ATTESTATION_CORRUPT")
+        return cls(**fields)  # type: ignore[arg-type]
+
+
+def load_key(path: Path) -> SigningKey:
+    """The key in a file; `InvalidSpecError` naming the file if it is none."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise _bad_key(f"cannot be read: {error.strerror or error}", value=str(path)) from error
+    if data.startswith(b"-----BEGIN"):
+        return _load_ed25519(data, path)
+    if not MIN_KEY_BYTES <= len(data) <= MAX_KEY_BYTES:
+        raise _bad_key(
+            f"has {len(data)} bytes; a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} "
+            f"(`head -c {MIN_KEY_BYTES} /dev/urandom > FILE`)",
+            value=str(path),
+        )
+    key_id = hmac.new(data, b"millrace key id", hashlib.sha256).hexdigest()[:16]
+    return SigningKey(HMAC, key_id, data)
+
+
+def write_attestation(store: ObjectStore, names: Names, attestation: Attestation, key: SigningKey) -> Attestation:
+    """Sign and store one under the next free number (blocking); returns it signed."""
+    signed = replace(attestation, algorithm=key.algorithm, key_id=key.key_id)
+    signed = replace(signed, signature=key.sign(signed.message()))
+    number = sum(1 for _ in store.list(names.attestations)) + 1
+    for _ in range(_MAX_ATTEMPTS):
+        if store.create(names.attestation(number), signed.encode()):
+            return signed
+        number += 1
+    raise UnavailableError(
+        f"lost {_MAX_ATTEMPTS} races for an attestation of run {names.uid}",
+        reason="ATTESTATION_CONTENDED",
+        remedy="find out who keeps attesting this run",
+    )
+
+
+def unsigned(names: Names, *, run: str, step: int, chain: bytes, seal: bytes | None) -> Attestation:
+    """What there is to sign of a run now."""
+    return Attestation(
+        run_uid=names.uid,
+        run=run,
+        step=step,
+        chain_hash=chain.hex(),
+        seal_sha256="" if seal is None else hashlib.sha256(seal).hexdigest(),
+        time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        algorithm="",
+        key_id="",
+    )
+
+
+def _load_ed25519(data: bytes, path: Path) -> SigningKey:
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    except ModuleNotFoundError as error:
+        raise _bad_key(
+            "is in PEM, which needs the package cryptography (pip install cryptography), or use 32 random bytes",
+            value=str(path),
+        ) from error
+    try:
+        is_public = b"PUBLIC KEY" in data.partition(b"\n")[0]
+        loaded = (
+            serialization.load_pem_public_key(data)
+            if is_public
+            else serialization.load_pem_private_key(data, password=None)
+        )
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise _bad_key("holds no key in PEM without a password", value=str(path)) from error
+    private = loaded if isinstance(loaded, Ed25519PrivateKey) else None
+    public = private.public_key() if private is not None else loaded
+    if not isinstance(public, Ed25519PublicKey):
+        raise _bad_key("holds a key that is not of Ed25519", value=str(path))
+    raw = public.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+    return SigningKey(ED25519, hashlib.sha256(raw).hexdigest()[:16], (private, public))
+
+
+def _bad_key(message: str, *, value: str = "") -> InvalidSpecError:
+    return InvalidSpecError([Violation(field="key file", value=value, message=message, source="command line")])

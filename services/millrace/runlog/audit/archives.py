@@ -1,0 +1,38 @@
+"""The archived events, object by object, so that a damaged one hides no other."""
+
+from millrace.errors import CorruptObjectError
+from millrace.runlog.audit.findings import Audit
+from millrace.runlog.entry import Entry, id_order
+from millrace.runlog.event_archive import decode_archived
+
+
+def read_archives(audit: Audit) -> list[Entry]:
+    """Every archived event that can be read, each id once; those of a writer may come in any order."""
+    found: dict[str, Entry] = {}
+    prefix = audit.names.event_archive
+    for info in audit.store.list(prefix):
+        audit.progress(f"events {info.key.removeprefix(prefix)}")
+        data = audit.get(info.key, missing="EVENT_ARCHIVE_MISSING", what="event archive")
+        if data is None:
+            continue
+        where = audit.uri(info.key)
+        with audit.reading("EVENT_ARCHIVE_CORRUPT", where):
+            entries = decode_archived(data, where=where)
+            _check_name(audit, info.key, entries)
+            for entry in entries:
+                if found.setdefault(entry.id, entry).h != entry.h:
+                    audit.findings.violation(
+                        "EVENT_ARCHIVE_CHANGED",
+                        f"{where} has another event {entry.id} than an archive that overlaps it: one was changed",
+                    )
+    return list(found.values())
+
+
+def _check_name(audit: Audit, key: str, entries: list[Entry]) -> None:
+    ids = [id_order(entry.id) for entry in entries]
+    if not entries or ids != sorted(set(ids)):
+        raise CorruptObjectError("its events are not in the order of their ids", reason="EVENT_ARCHIVE_CORRUPT")
+    if audit.names.archived_events(entries[0].id, entries[-1].id) != key:
+        audit.findings.violation(
+            "EVENT_ARCHIVE_CHANGED", f"{audit.uri(key)} holds the events {entries[0].id} to {entries[-1].id}"
+        )

@@ -1,0 +1,91 @@
+"""Seals: an ended run has one, and it says what the log says."""
+
+from millrace.runlog.audit.findings import Audit
+from millrace.runlog.audit.named import NamedCheck
+from millrace.runlog.audit.told import Told
+from millrace.runlog.seal import Seal, seal_key
+from millrace.v1 import run_pb2
+
+GRACE_S = 300.0
+"""How long an ended run may be without its seal: an orchestrator that starts again seals it."""
+END_GRACE_S = 3600.0
+"""How long a closed run may be without an event of its end: the trainer writes its last version and checkpoint."""
+
+
+class SealCheck:
+    """Reads every seal: what they name goes to `NamedCheck`."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+        self._seals: dict[str, Seal] = {}
+        self._newest = ""
+        self.saved: dict[int, str] = {}
+        """sha256 (hex) of the manifests of checkpoints that seals name, by step."""
+
+    def scan(self, named: NamedCheck) -> None:
+        """Read them."""
+        audit, names = self._audit, self._audit.names
+        for number, info in enumerate(list(audit.store.list(names.seals))):
+            what = f"seal {audit.uri(info.key)}"
+            if info.key != names.seal(number):
+                audit.findings.violation("SEAL_MISSING", f"{audit.uri(names.seal(number))} does not exist")
+            data = audit.get(info.key, what=what)
+            if data is None:
+                continue
+            with audit.reading("SEAL_CORRUPT", what):
+                seal = self._seals[info.key] = Seal.decode(data, where=what)
+                named.add_seal(seal.objects, by=what)
+                for key, sha256 in seal.objects.items():
+                    self._note_checkpoint(key, sha256)
+
+    def compare(self, told: Told, *, closings: list[bytes], closing_key: str, now: float) -> None:
+        """Compare with the closing headers' chain hashes (the newest last) and with the end that events tell of.
+
+        `closing_key` is that of the closing header in force, empty if there is none.
+        """
+        self._newest = closing_key
+        findings, names = self._audit.findings, self._audit.names
+        for key, seal in self._seals.items():
+            if seal.run_uid != names.uid:
+                findings.violation("SEAL_CHANGED", f"{self._audit.uri(key)} is that of run {seal.run_uid!r}")
+            if seal.chain_hash not in {chain.hex() for chain in closings}:
+                findings.violation(
+                    "SEAL_CHAIN_MISMATCH",
+                    f"{self._audit.uri(key)} seals the chain {seal.chain_hash[:16]}…, the headers give "
+                    f"{closings[-1].hex()[:16] if closings else 'no end'}…",
+                )
+        wanted = seal_key(self._audit.store, names)
+        if told.end is None:
+            if wanted in self._seals:
+                findings.violation("END_NOT_REPORTED", "the run is sealed, and no event says that it ended")
+            elif self._is_closed_since(now - END_GRACE_S):
+                findings.violation(
+                    "END_NOT_REPORTED",
+                    "the run was closed long ago, and no event says that it ended: an orchestrator that runs ends it; "
+                    "if one does, somebody removed the events",
+                )
+            return
+        change, at = told.end
+        state = run_pb2.RunState.Name(change.new_state).removeprefix("RUN_STATE_")
+        seal = self._seals.get(wanted)
+        if seal is not None and seal.state != state:
+            findings.violation("OUTCOME_MISMATCH", f"the run ended as {state}, its seal says {seal.state!r:.80}")
+        if self._audit.store.head(wanted) is None:
+            message = (
+                f"the run ended as {state}, and {self._audit.uri(wanted)} does not exist: an orchestrator that runs "
+                "seals it; if one does, somebody removed it"
+            )
+            (findings.note if abs(now - at) < GRACE_S else findings.violation)("SEAL_MISSING", message)
+        elif seal is not None and " later" in seal.by:
+            findings.note("SEALED_LATER", f"sealed by {seal.by} at {seal.time}: what was changed before is not sealed")
+
+    def _is_closed_since(self, at: float) -> bool:
+        """Whether the newest header is a closing one and was written before `at`, on the store's clock."""
+        found = self._audit.store.head(self._newest) if self._newest else None
+        return found is not None and found.modified < at
+
+    def _note_checkpoint(self, key: str, sha256: str) -> None:
+        full, prefix = self._audit.names.root + key, self._audit.names.checkpoints
+        step = full.removeprefix(prefix).removesuffix("/manifest.json")
+        if full.startswith(prefix) and step.isdecimal():
+            self.saved[int(step)] = sha256

@@ -1,0 +1,135 @@
+"""What the events of a run say of its batches, versions, checkpoints and its end, against what is there.
+
+Orchestrator and trainer write their events apart from the objects, and each event names the hash of what it tells of:
+a header, a manifest or a checkpoint that was taken away or changed contradicts them.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from millrace.internal.v1 import batch_pb2
+from millrace.runlog.audit.findings import Audit
+from millrace.v1 import event_pb2, run_pb2
+
+TERMINAL = {
+    run_pb2.RUN_STATE_SUCCEEDED: batch_pb2.RUN_OUTCOME_SUCCEEDED,
+    run_pb2.RUN_STATE_FAILED: batch_pb2.RUN_OUTCOME_FAILED,
+    run_pb2.RUN_STATE_CANCELLED: batch_pb2.RUN_OUTCOME_CANCELLED,
+}
+"""States in which a run has ended, and how the closing header says so."""
+
+_MAX_STEP = 1 << 62  # what is above was never counted up to
+
+
+@dataclass(slots=True)
+class Told:
+    """Collected from events, in any order."""
+
+    committed: dict[int, event_pb2.BatchCommitted] = field(default_factory=dict)
+    completed: dict[int, set[str]] = field(default_factory=dict)
+    """Chain hashes (hex) by step."""
+    published: defaultdict[tuple[int, int], set[tuple[str, str]]] = field(default_factory=lambda: defaultdict(set))
+    """Digest and sha256 of the manifest (hex) by lineage and version."""
+    saved: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """sha256 (hex) of manifests of checkpoints by step."""
+    ends: list[tuple[event_pb2.StateChanged, float]] = field(default_factory=list)
+    """Changes to a terminal state, and when (seconds since the epoch, on the writer's clock)."""
+
+    def add(self, event: event_pb2.Event) -> None:
+        """Take an event that was not taken before."""
+        match event.WhichOneof("body"):
+            case "batch_committed":
+                self.committed[event.batch_committed.step] = event.batch_committed
+            case "step_completed":
+                self.completed.setdefault(event.step_completed.step, set()).add(event.step_completed.chain_hash)
+            case "policy_published":
+                body = event.policy_published
+                self.published[body.lineage, body.version].add((body.digest, body.manifest_sha256))
+            case "checkpoint_saved":
+                self.saved[event.checkpoint_saved.step].add(event.checkpoint_saved.manifest_sha256)
+            case "state_changed" if event.state_changed.new_state in TERMINAL:
+                self.ends.append((event.state_changed, event.time.seconds + event.time.nanos / 1e9))
+            case _:
+                pass
+
+    @property
+    def end(self) -> tuple[event_pb2.StateChanged, float] | None:
+        """The newest end."""
+        return max(self.ends, key=lambda end: end[1], default=None)
+
+
+class ToldSteps:
+    """Compares events of batches with headers, one header after the other, so that none is kept."""
+
+    def __init__(self, audit: Audit, told: Told) -> None:
+        self._findings = audit.findings
+        self._told = told
+        self._seen: set[int] = set()
+        self._closing: dict[str, batch_pb2.RunOutcome] = {}
+        """How each closing header says that the run ended, by the chain hash behind it."""
+
+    def check(self, header: batch_pb2.BatchHeader, step: int, chain: bytes) -> None:
+        """Compare what is told of a header; `chain` is the chain hash behind it."""
+        if header.kind == batch_pb2.BATCH_KIND_CLOSE:
+            self._closing[chain.hex()] = header.outcome
+            return
+        self._seen.add(step)
+        hashes = {*self._told.completed.get(step, ())}
+        event = self._told.committed.get(step)
+        if event is not None:
+            hashes.add(event.chain_hash)
+            self._compare_counts(header, step, event)
+        for told in sorted(hashes - {chain.hex(), ""}):
+            self._findings.violation(
+                "EVENT_CHAIN_MISMATCH",
+                f"an event says that the chain behind step {step} is {told[:16]}…, the headers give "
+                f"{chain.hex()[:16]}…: a header up to this one, or run.json, was changed",
+            )
+
+    def finish(self, *, base_step: int) -> None:
+        """Steps and ends that events tell of and no header shows."""
+        told = {step for step in (*self._told.committed, *self._told.completed) if base_step <= step < _MAX_STEP}
+        if lost := sorted(told - self._seen):
+            self._findings.violation(
+                "HEADER_MISSING", f"events say that the steps {_some(lost)} were committed, and no header can be read"
+            )
+        for end, _ in self._told.ends:
+            state = run_pb2.RunState.Name(end.new_state).removeprefix("RUN_STATE_")
+            outcome = self._closing.get(end.chain_hash)
+            if not self._closing:
+                self._findings.violation(
+                    "CLOSING_HEADER_MISSING", f"an event says that the run ended as {state}, and no header closes it"
+                )
+            elif outcome is None and end.chain_hash:
+                self._findings.violation(
+                    "EVENT_CHAIN_MISMATCH",
+                    f"the event of the end ({state}) names the chain {end.chain_hash[:16]}…, the closing header gives "
+                    f"{', '.join(chain[:16] for chain in self._closing)}…",
+                )
+            elif outcome not in (None, TERMINAL[end.new_state]):
+                self._findings.violation(
+                    "OUTCOME_MISMATCH",
+                    f"an event says that the run ended as {state}, the closing header says "
+                    f"{batch_pb2.RunOutcome.Name(outcome) if outcome in range(4) else outcome}",
+                )
+
+    def _compare_counts(self, header: batch_pb2.BatchHeader, step: int, event: event_pb2.BatchCommitted) -> None:
+        dropped: defaultdict[str, int] = defaultdict(int)
+        num_trained = 0
+        for item in header.resolutions:
+            if item.outcome == batch_pb2.ORDINAL_OUTCOME_DROPPED:
+                dropped[item.reason] += 1
+            else:
+                num_trained += 1
+        told = (event.num_trained, dict(event.dropped))
+        if told != (num_trained, dict(dropped)):
+            self._findings.violation(
+                "EVENT_DIFFERS",
+                f"the event of step {step} says {told[0]} trained, dropped {told[1]}; its header says {num_trained} "
+                f"trained, dropped {dict(dropped)}",
+            )
+
+
+def _some(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown

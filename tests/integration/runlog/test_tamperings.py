@@ -1,0 +1,463 @@
+"""Every kind of object of a run × every way to tamper with it: which audit finds it, under which name.
+
+`pytest -s` prints the table. `fast` and `deep` read the store alone; `attested` is the fast audit with the key and the
+attestation that was kept elsewhere, without which a history that was rewritten as a whole looks like a true one.
+"""
+
+import asyncio
+import hashlib
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from recorded_log import flip, record
+
+from millrace.internal.v1 import batch_pb2
+from millrace.policies.prove import prove_policies
+from millrace.rollouts.batch_wire import decode_header
+from millrace.runlog import RunLog, chain_hash, open_redis
+from millrace.runlog.attest import Attestation, SigningKey, load_key, unsigned, write_attestation
+from millrace.runlog.audit import Depth, audit_run
+from millrace.runlog.epochs import create_epoch
+from millrace.runlog.known import describe
+from millrace.runlog.names import Deployment, Names, new_uid
+from millrace.runlog.origin import load_origin
+from millrace.storage.commit_points import with_checksum
+from millrace.storage.local import LocalStore
+from millrace.v1 import audit_pb2
+
+STEPS = 12
+PREFIX = "tampered"
+FOUND: dict[str, tuple[str, str]] = {}
+"""Case → the audit that finds it first, and the names of the violations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A recorded run in a store of its own, another run beside it, and what is kept elsewhere."""
+
+    directory: Path
+    names: Names
+    other: Names
+    key: SigningKey
+    kept: Attestation
+
+    @property
+    def store(self) -> LocalStore:
+        return LocalStore(self.directory)
+
+    def copy(self, directory: Path) -> "Scene":
+        shutil.copytree(self.directory, directory)
+        return replace(self, directory=directory)
+
+    def audit(self, how: str) -> audit_pb2.AuditReport:
+        depth = {
+            "fast": Depth(),
+            "deep": Depth(is_deep=True, prove=prove_policies),
+            "attested": Depth(key=self.key, attestations=(self.kept,)),
+        }[how]
+        work = audit_run(
+            None, self.store, prefix=PREFIX, uid=self.names.uid, depth=depth, clock=lambda: time.time() + 7200
+        )
+        return asyncio.run(work)
+
+
+async def _record(store: LocalStore, redis_url: str, name: str, uid: str, *, seed: int = 0) -> Names:
+    redis = open_redis(redis_url)
+    config = {"trainer": {"ckpt": {"interval": 5, "keep_last": None}}}
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    run_json = {
+        "uid": uid,
+        "name": name,
+        "config": config,
+        "run_hash": hashlib.sha256(text.encode()).hexdigest(),
+        "request_id": f"request-{name}",
+    }
+    names = Names(PREFIX, uid)
+    await redis.delete(*names.all_keys)
+    log = await RunLog.create(redis, store, PREFIX, uid, json.dumps(run_json, sort_keys=True).encode())
+    await create_epoch(store, names, "log", "rebuilder")
+    store.create(names.generation(2), b"")
+    store.create(Deployment(PREFIX).request_object(f"request-{name}"), uid.encode())
+    await record(log, redis, store, steps=STEPS, checkpoints=(5, 10, 12), seed=seed, scored=True, name=name)
+    await redis.delete(*names.all_keys)
+    await redis.aclose()
+    return names
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, redis_url) -> Scene:
+    directory = tmp_path_factory.mktemp("recorded")
+    store = LocalStore(directory / "store")
+    names = asyncio.run(_record(store, redis_url, "demo", new_uid()))
+    other = asyncio.run(_record(store, redis_url, "other", new_uid(), seed=1))
+    (directory / "key").write_bytes(b"k" * 32)
+    key = load_key(directory / "key")
+    for each in (other, names):
+        last = decode_header(store.get(each.batch_header(STEPS)))
+        chain = chain_hash(last.previous_chain_hash, store.get(each.batch_header(STEPS)))
+        draft = unsigned(each, run="demo", step=STEPS, chain=chain, seal=store.get(each.seal(0)))
+        kept = write_attestation(store, each, draft, key)
+    return Scene(directory=directory / "store", names=names, other=other, key=key, kept=kept)
+
+
+@pytest.fixture
+def scene(recorded, tmp_path) -> Scene:
+    return recorded.copy(tmp_path / "store")
+
+
+# What there is to tamper with.
+
+
+def _first(store: LocalStore, prefix: str, ending: str = "") -> str:
+    return next(info.key for info in store.list(prefix) if info.key.endswith(ending))
+
+
+def _last(store: LocalStore, prefix: str, ending: str = "") -> str:
+    return [info.key for info in store.list(prefix) if info.key.endswith(ending)][-1]
+
+
+def _header(store: LocalStore, names: Names, step: int) -> batch_pb2.BatchHeader:
+    return decode_header(store.get(names.batch_header(step)))
+
+
+KINDS: dict[str, Callable[[LocalStore, Names], str]] = {
+    "run.json": lambda store, names: names.run_json,
+    "name object": lambda store, names: Deployment(PREFIX).name_object(_name(store, names)),
+    "request object": lambda store, names: Deployment(PREFIX).request_object(f"request-{_name(store, names)}"),
+    "epoch": lambda store, names: names.epoch("trainer", 1),
+    "generation mark": lambda store, names: names.generation(2),
+    "intent": lambda store, names: names.intent(2),
+    "first event archive": lambda store, names: _first(store, names.event_archive),
+    "last event archive": lambda store, names: _last(store, names.event_archive),
+    "batch header": lambda store, names: names.batch_header(6),
+    "last batch header": lambda store, names: names.batch_header(STEPS - 1),
+    "closing header": lambda store, names: names.batch_header(STEPS),
+    "batch chunk": lambda store, names: _header(store, names, 10).chunks[1].key,
+    "last batch chunk": lambda store, names: _header(store, names, STEPS - 1).chunks[-1].key,
+    "rollout archive": lambda store, names: _header(store, names, 3).rollouts_key,
+    "scores": lambda store, names: _first(store, names.root + "scores/"),
+    "old policy manifest": lambda store, names: names.policy_manifest(0, 1),
+    "last policy manifest": lambda store, names: names.policy_manifest(0, STEPS),
+    "old anchor": lambda store, names: _first(store, names.policy(0, 0), ".safetensors"),
+    "anchor": lambda store, names: _first(store, names.policy(0, 8), ".safetensors"),
+    "delta": lambda store, names: _first(store, names.policy(0, 7), ".bin"),
+    "skip delta": lambda store, names: _first(store, names.policy(0, 8) + "e", "delta-00000004-00001.bin"),
+    "policy file": lambda store, names: _first(store, names.root + "policy-files/"),
+    "checkpoint manifest": lambda store, names: names.checkpoint_manifest(5),
+    "last checkpoint manifest": lambda store, names: names.checkpoint_manifest(STEPS),
+    "checkpoint object": lambda store, names: _first(store, names.checkpoint(5) + "e"),
+    "seal": lambda store, names: names.seal(0),
+    "attestation": lambda store, names: names.attestation(1),
+}
+
+
+def _name(store: LocalStore, names: Names) -> str:
+    return json.loads(store.get(names.run_json))["name"]
+
+
+# Ways to tamper.
+
+
+def delete(scene: Scene, kind: str) -> None:
+    scene.store.delete(KINDS[kind](scene.store, scene.names))
+
+
+def flip_byte(scene: Scene, kind: str) -> None:
+    key = KINDS[kind](scene.store, scene.names)
+    if scene.store.get(key):
+        flip(scene, key)
+    else:
+        scene.store.put(key, b"\1")
+
+
+def swap(scene: Scene, kind: str) -> None:
+    """The other run's object of the same kind in its place."""
+    scene.store.put(KINDS[kind](scene.store, scene.names), scene.store.get(KINDS[kind](scene.store, scene.other)))
+
+
+def change(scene: Scene, kind: str) -> None:
+    """Another content of the same form, and every hash in manifests and headers, and the chain, redone."""
+    key = KINDS[kind](scene.store, scene.names)
+    data = scene.store.get(key)
+    if key.endswith(".json") and data.startswith(b"{"):
+        document = json.loads(data)
+        document["created" if "created" in document else "time" if "time" in document else "labels"] = "2020"
+        data = json.dumps(document).encode()
+    elif key.endswith(".pb") and "/chunk-" not in key:
+        header = decode_header(data)
+        header.resolutions[-1].reason = "stale"
+        data = header.SerializeToString(deterministic=True)
+    elif kind in ("name object", "request object"):
+        data = scene.other.uid.encode()
+    elif kind == "epoch":
+        data = json.dumps({**json.loads(data), "owner": "another"}).encode()
+    elif kind == "generation mark":
+        data = b"another"
+    else:
+        data = data[:-1] + bytes([data[-1] ^ 1])
+    scene.store.put(key, data)
+    rehash(scene)
+
+
+def rehash(scene: Scene) -> None:
+    """Redo every hash in manifests, headers and checkpoints; events, seal and attestation stay."""
+    store, names = scene.store, scene.names
+
+    def hashes(key: str) -> None:
+        manifest = json.loads(store.get(key))
+        named = [item for each in manifest.get("encodings", ()) for item in each["objects"]]
+        for item in (*named, *manifest.get("files", ()), *manifest.get("objects", ())):
+            item["sha256"] = hashlib.sha256(store.get(item["key"])).hexdigest()
+        store.put(key, _canonical(manifest))
+
+    for info in list(store.list(names.policies)):
+        if info.key.endswith("manifest.json"):
+            hashes(info.key)
+    chain = load_origin(store, names).chain_hash
+    chains: dict[int, bytes] = {}
+    for step in range(STEPS + 1):
+        header = _header(store, names, step)
+        for chunk in header.chunks:
+            chunk.sha256 = hashlib.sha256(store.get(chunk.key)).digest()
+        if header.rollouts_key:
+            header.rollouts_sha256 = hashlib.sha256(store.get(header.rollouts_key)).digest()
+        for item in header.objects:
+            item.CopyFrom(describe(names, item.key, store.get(names.root + item.key)))
+        header.previous_chain_hash = chain
+        data = header.SerializeToString(deterministic=True)
+        store.put(names.batch_header(step), data)
+        chain = chains[step] = chain_hash(chain, data)
+    for step in (5, 10, STEPS):
+        hashes(names.checkpoint_manifest(step))
+        manifest = json.loads(store.get(names.checkpoint_manifest(step)))
+        manifest["chain_hash"] = chains[step - 1].hex()
+        store.put(names.checkpoint_manifest(step), _canonical(manifest))
+
+
+def _canonical(manifest: dict) -> bytes:
+    """With its checksum redone, where it has one."""
+    if "checksum" in manifest:
+        return with_checksum(manifest)
+    return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+
+
+WAYS = {"deleted": delete, "byte flipped": flip_byte, "another's": swap, "changed, hashes redone": change}
+
+
+# What the issue names.
+
+
+def _change_header(scene: Scene, step: int, edit: Callable[[batch_pb2.BatchHeader], None]) -> None:
+    header = _header(scene.store, scene.names, step)
+    edit(header)
+    scene.store.put(scene.names.batch_header(step), header.SerializeToString(deterministic=True))
+    rehash(scene)
+
+
+def last_two_steps(scene: Scene) -> None:
+    for step in (STEPS - 2, STEPS - 1, STEPS):
+        scene.store.delete(scene.names.batch_header(step))
+
+
+def outcome(scene: Scene) -> None:
+    _change_header(scene, STEPS, lambda header: setattr(header, "outcome", batch_pb2.RUN_OUTCOME_FAILED))
+
+
+def state(scene: Scene) -> None:
+    _change_header(scene, STEPS, lambda header: setattr(header, "orchestrator_state", b'{"num_duplicates": 999}'))
+
+
+def drop_reasons(scene: Scene) -> None:
+    for step in range(STEPS):
+        _change_header(scene, step, lambda header: setattr(header.resolutions[2], "reason", "stale"))
+
+
+def old_versions(scene: Scene) -> None:
+    for version in range(4):
+        for info in list(scene.store.list(scene.names.policy(0, version))):
+            if not info.key.endswith("manifest.json"):
+                scene.store.delete(info.key)
+
+
+def old_versions_whole(scene: Scene) -> None:
+    for version in range(4):
+        for info in list(scene.store.list(scene.names.policy(0, version))):
+            scene.store.delete(info.key)
+
+
+def another_digest(scene: Scene) -> None:
+    key = scene.names.policy_manifest(0, 3)
+    manifest = json.loads(scene.store.get(key))
+    scene.store.put(key, json.dumps({**manifest, "digest": "ab" * 32}).encode())
+    rehash(scene)
+
+
+def another_versions_manifest(scene: Scene) -> None:
+    scene.store.put(scene.names.policy_manifest(0, 3), scene.store.get(scene.names.policy_manifest(0, 4)))
+
+
+def all_epochs(scene: Scene) -> None:
+    for info in list(scene.store.list(scene.names.all_epochs)):
+        scene.store.delete(info.key)
+
+
+def all_checkpoints(scene: Scene) -> None:
+    for info in list(scene.store.list(scene.names.checkpoints)):
+        scene.store.delete(info.key)
+
+
+def all_events(scene: Scene) -> None:
+    for info in list(scene.store.list(scene.names.event_archive)):
+        scene.store.delete(info.key)
+
+
+def seal_and_last_events(scene: Scene) -> None:
+    delete(scene, "seal")
+    delete(scene, "last event archive")
+
+
+NAMED = {
+    "the last two steps and the closing header deleted": last_two_steps,
+    "outcome of the closing header changed, hashes redone": outcome,
+    "state of the closing header changed, hashes redone": state,
+    "drop reasons renamed, hashes redone": drop_reasons,
+    "objects of the oldest versions deleted, the anchor among them": old_versions,
+    "the oldest versions deleted whole": old_versions_whole,
+    "a manifest with another digest, hashes redone": another_digest,
+    "another version's manifest": another_versions_manifest,
+    "all epochs deleted": all_epochs,
+    "all checkpoints deleted": all_checkpoints,
+    "all event archives deleted": all_events,
+    "seal and last event archive deleted": seal_and_last_events,
+}
+
+CASES: dict[str, Callable[[Scene], None]] = {
+    **{
+        f"{kind}: {way}": lambda scene, kind=kind, tamper=tamper: tamper(scene, kind)
+        for kind in KINDS
+        for way, tamper in WAYS.items()
+        if (kind, way) != ("generation mark", "another's")  # it is empty, as everybody's is
+    },
+    **NAMED,
+}
+
+NEEDS_BYTES = {
+    f"{kind}: {way}"
+    for kind in ("old anchor", "anchor", "delta", "skip delta", "policy file", "checkpoint object")
+    for way in ("byte flipped", "another's")
+}
+"""Same name, same size, other bytes: only who reads large objects sees it."""
+NEEDS_ATTESTATION = {"seal: changed, hashes redone", "attestation: deleted", "attestation: changed, hashes redone"}
+"""Nothing in the store names the seal's bytes, or an attestation."""
+
+
+def test_redoing_the_hashes_of_an_untampered_run_changes_nothing(scene):
+    before = {info.key: scene.store.get(info.key) for info in scene.store.list(PREFIX)}
+    rehash(scene)
+    assert {info.key: scene.store.get(info.key) for info in scene.store.list(PREFIX)} == before
+
+
+def test_the_untampered_run_is_clean(recorded):
+    for how in ("fast", "deep", "attested"):
+        report = recorded.audit(how)
+        assert list(report.violations) == [], how
+    assert report.num_attestations == 2, "the stored one and the kept one"
+    assert recorded.audit("deep").num_bytes_verified > 10_000
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tampering_is_found(scene, case):
+    before = {info.key: scene.store.get(info.key) for info in scene.store.list(PREFIX)}
+    CASES[case](scene)
+    assert {info.key: scene.store.get(info.key) for info in scene.store.list(PREFIX)} != before, "nothing was tampered"
+    attestation = scene.names.attestation(1)
+    if not case.startswith("attestation"):  # it would tell of most of these by itself
+        scene.store.delete(attestation)
+    for how in ("fast", "deep", "attested"):
+        if how == "attested" and not case.startswith("attestation"):
+            scene.store.put(attestation, scene.kept.encode())
+        report = scene.audit(how)
+        checks = {found.check for found in report.violations}
+        if checks:
+            FOUND[case] = how, ", ".join(sorted(checks))
+            break
+    expected = "deep" if case in NEEDS_BYTES else "attested" if case in NEEDS_ATTESTATION else "fast"
+    assert FOUND.get(case, ("nobody", ""))[0] == expected
+
+
+def test_a_history_that_was_rewritten_as_a_whole_is_found_with_an_attestation_only(recorded, tmp_path, redis_url):
+    store = LocalStore(tmp_path / "rewritten")
+    asyncio.run(_record(store, redis_url, "demo", recorded.names.uid, seed=7))
+    forged = Scene(
+        directory=tmp_path / "rewritten",
+        names=recorded.names,
+        other=recorded.other,
+        key=recorded.key,
+        kept=recorded.kept,
+    )
+    for how in ("fast", "deep"):
+        report = forged.audit(how)
+        assert list(report.violations) == [] and "NO_ATTESTATION" in {each.check for each in report.not_seen}
+    checks = {found.check for found in forged.audit("attested").violations}
+    assert checks == {"ATTESTATION_MISMATCH", "ATTESTATION_MISSING"}
+    FOUND["the whole history rewritten, events and seal, too"] = "attested", ", ".join(sorted(checks))
+    attestation = recorded.names.attestation(1)
+    forged.store.put(attestation, recorded.store.get(attestation))  # one that is left in the store is enough
+    assert {found.check for found in forged.audit("fast").violations} == {"ATTESTATION_MISMATCH"}
+
+
+def _objects(recorded: Scene) -> Iterator[str]:
+    for kind, key_of in KINDS.items():
+        if kind not in ("name object", "request object"):
+            yield key_of(recorded.store, recorded.names)
+
+
+def test_no_damage_is_a_traceback(recorded, tmp_path):
+    """Random bytes, cuts, and documents of another shape in the place of any object."""
+    rng = random.Random(5)
+    junk = [b"", b"\0", b"{}", b"[]", b"null", b'{"format": 1}', b"\xff" * 40, b'{"a":' * 3000, b"9" * 5000]
+    scene = recorded.copy(tmp_path / "store")
+    for key in _objects(recorded):
+        whole = scene.store.get(key)
+        for data in (
+            rng.choice(junk),
+            rng.randbytes(rng.randrange(1, 300)),
+            whole[: len(whole) // 2],
+            _misshapen(whole),
+        ):
+            if data == whole:
+                continue
+            scene.store.put(key, data)
+            report = scene.audit("deep")
+            assert list(report.violations), f"{key} holding {data[:40]!r}"
+        scene.store.put(key, whole)
+    assert list(scene.audit("deep").violations) == []
+
+
+def _misshapen(data: bytes) -> bytes:
+    """A JSON document whose values are of other types."""
+    try:
+        document = json.loads(data)
+        return json.dumps({name: [{"x": -1}] for name in document}).encode()
+    except (ValueError, TypeError):
+        return data + data
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[None]:
+    yield
+    width = max(map(len, FOUND), default=0)
+    print()
+    for case, (how, checks) in FOUND.items():
+        print(f"{case:<{width}}  {how:<8}  {checks}")
+
+
+def test_the_table_is_large_enough():
+    assert len(CASES) + 1 >= 56
+    assert {kind for kind in KINDS for way in WAYS if f"{kind}: {way}" in CASES} == set(KINDS)
