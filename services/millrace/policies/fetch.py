@@ -64,11 +64,10 @@ def read_objects(
     connections: int = NUM_CONNECTIONS,
     range_bytes: int = RANGE_BYTES,
 ) -> None:
-    """Reads objects, whose sizes are known to be right, whole, in ranges and over parallel connections, and hands the ranges on in order.
+    """Reads objects whole, in ranges and over parallel connections, and hands the ranges on in order.
 
-    See `require_sizes` first: what is read is as long as the entries say.
-
-    Raises CorruptObjectError if the sha256 of an object is not the entry's. Holds at most `2 * connections` ranges.
+    What is read is as long as the entries say, so `require_sizes` must have looked at them. Raises CorruptObjectError if
+    the sha256 of an object is not the entry's. Holds at most `2 * connections` ranges.
     """
     pending: deque[tuple[ObjectEntry, int, Future[bytes]]] = deque()
     ranges = _ranges(objects, range_bytes)

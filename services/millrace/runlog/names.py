@@ -173,7 +173,7 @@ class Names:
         return f"{self.intents}{sequence:08d}.json"
 
     @property
-    def all_reopened(self) -> str:
+    def reopenings(self) -> str:
         """Prefix of the records that reopened the run."""
         return f"{self.root}reopened/"
 

@@ -69,7 +69,7 @@ _REMEDY = "restore the object from a replica of the bucket"
 
 def seal_key(store: ObjectStore, names: Names) -> str:
     """Where the seal of the run's present end lies (blocking): each reopening begins the next number."""
-    return names.seal(sum(1 for _ in store.list(names.all_reopened)))
+    return names.seal(sum(1 for _ in store.list(names.reopenings)))
 
 
 def write_seal(
@@ -119,7 +119,7 @@ async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
 def _others(store: ObjectStore, names: Names) -> list[str]:
     """What no header names: run.json, the marks of generations, reopenings, checkpoints, earlier seals."""
     keys = [names.run_json]
-    for prefix in (names.generations, names.all_reopened, names.seals):
+    for prefix in (names.generations, names.reopenings, names.seals):
         keys += [info.key for info in store.list(prefix)]
     for prefix in store.list_prefixes(names.checkpoints):
         keys += [info.key for info in store.list(f"{prefix}manifest")]
