@@ -136,7 +136,7 @@ def test_a_replay_that_differs_stops_naming_both_digests(recorder: Recorder, mak
     key = f"{root}policies/0000-00000001/manifest.json"
     other = json.loads(recorder.store.get(f"{root}policies/0000-00000002/manifest.json"))
     real = json.loads(recorder.store.get(key))["digest"]
-    recorder.store.put(key, json.dumps({**other, "version": 1}).encode())
+    recorder.store.put(key, json.dumps({**other, "version": 1, "key": key}).encode())
     with pytest.raises(ConflictError) as raised:
         recorder.train()
     assert raised.value.reason == "POLICY_DIGEST_MISMATCH"
