@@ -18,6 +18,7 @@ from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.runlog.connection import open_redis
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Names, Stream
+from millrace.runlog.rebuild import open_or_rebuild
 from millrace.runlog.revisions import has_ended
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
@@ -71,10 +72,7 @@ class Setup:
 
     async def rebuild(self) -> str:
         """A new, empty copy of the log; returns its instance."""
-        generation = self.log.generation + 1
-        mapping = {"generation": generation, "format": 1, "run_hash": "0"}
-        await self.redis.hset(self.log.names.meta, mapping=mapping)
-        await self.log.reopen()
+        self.log = await open_or_rebuild(self.redis, self.store, prefix="test", uid=self.uid, owner="test")
         return await self.log.read_instance()
 
 
