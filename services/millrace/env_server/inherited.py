@@ -3,7 +3,7 @@
 They need variables of their own (keys of judges, caches, proxies), whose names we cannot know; so what leads to our
 data or to the machine's identity is withheld, by name and by value:
 
-* everything of ours (`MILLRACE_*`), but how to log and the mark by which orphans are found;
+* everything of ours (`MILLRACE_*`), but how to log and the marks by which orphans are found;
 * credentials and addresses of stores, clouds, clusters, agents and container engines;
 * every variable whose value holds the URL of Redis or of the store, or a path of the spool or of scratch files.
 
@@ -23,7 +23,7 @@ from millrace.telemetry.settings import Settings, variable_name
 PASS_VARIABLE = "MILLRACE_ENV_PASS"
 SPOOL_VARIABLE = "MILLRACE_SPOOL_DIR"
 _OURS = "MILLRACE_"
-_TOLD = {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON", "MILLRACE_STACK_ID"}
+_TOLD = {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON", "MILLRACE_STACK_ID", "MILLRACE_STACK_PROCESS"}
 _PLACEMENT = {variable_name(part.name) for part in fields(Settings)} - _TOLD
 # Profiles and role files lead to the same keys; an environment that needs a store of its own gets it by its args.
 _STORE_CREDENTIALS = "AWS_"

@@ -35,6 +35,8 @@ OURS = {
     "SSH_AUTH_SOCK": "/hunter2/agent",
     "DOCKER_HOST": "tcp://hunter2",
     "WANDB_API_KEY": "hunter2",
+    "MILLRACE_STACK_PIPE": "hunter27",
+    "MILLRACE_STACK_LOCK": "hunter28",
     "GITHUB_TOKEN": "hunter2",
     "BROKER": "redis://:hunter22@127.0.0.1:1/0",  # by its value
     "OLDPWD": "/var/lib/hunter2/spool",
@@ -44,6 +46,7 @@ OURS = {
 # The reaper finds processes by their stack id, the worker reads how to log, and the rest is the environment's.
 THEIRS = {
     "MILLRACE_STACK_ID": "s1",
+    "MILLRACE_STACK_PROCESS": "s1/env-server/1",
     "MILLRACE_LOG_LEVEL": "WARNING",
     "MILLRACE_LOG_JSON": "1",
     "JUDGE_API_KEY": "theirs",
@@ -63,6 +66,7 @@ async def test_with_a_list_nothing_else_passes() -> None:
     kept = worker_environ(environ).keys()
     assert kept == {"PATH", "LC_ALL", "HTTPS_PROXY", "HF_HOME", "JUDGE_API_KEY", *(THEIRS.keys() & OURS.keys())} | {
         "MILLRACE_STACK_ID",
+        "MILLRACE_STACK_PROCESS",
         "MILLRACE_LOG_LEVEL",
         "MILLRACE_LOG_JSON",
     }
