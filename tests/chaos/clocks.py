@@ -1,5 +1,6 @@
 """Wall clocks that jump while processes run, by libfaketime (Debian: faketime). Monotonic clocks go on as they are."""
 
+import os
 import time
 from collections.abc import Iterable
 from glob import glob
@@ -39,7 +40,7 @@ class Clocks:
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "NO_FAKE_STAT": "1",  # files carry the times of the kernel, which nobody can change
             forked.VARIABLE: "0",  # the file is chosen when a program starts
-            "PYTHONPATH": str(Path(__file__).with_name("clock")),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("clock")), *_python_path()]),
         }
 
     def set(self, names: Iterable[str], offset_s: int) -> None:
@@ -52,3 +53,7 @@ class Clocks:
     def seen(self, name: str) -> float:
         """By how many seconds the clock of a service is ahead of the true time, by its own word."""
         return float((self._directory / f"{name}.seen").read_text()) - time.time()
+
+
+def _python_path() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,8 @@ SIGNED = ("reward_mean", "metrics", "mismatch_kl")
 
 
 def test_a_run_with_skewed_clocks_survives_kills(make_chaos) -> None:
-    skewed = {"PYTHONPATH": str(Path(__file__).with_name("skew")), "CLOCK_SKEW": json.dumps(SKEW)}
+    skew = os.pathsep.join([str(Path(__file__).with_name("skew")), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    skewed = {"PYTHONPATH": skew, "CLOCK_SKEW": json.dumps(SKEW)}
     skewed[forked.VARIABLE] = "0"  # the skew is chosen when a program starts
     stack: ChaosStack = make_chaos(env=skewed)
     run = stack.submit(max_steps=12)

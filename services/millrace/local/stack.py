@@ -47,6 +47,8 @@ VLLM_SETTLED_AFTER_S = 300.0
 REDIS_DEADLINE_S = 20.0
 SAY_WAIT_AFTER_S = 10.0
 _POLL_S = 0.1
+_TO_REDIS = ("LD_", "FAKETIME", "NO_FAKE")
+"""Variables by which any program is run otherwise, such as with a clock of its own; Redis needs none of the keys."""
 
 SERVICES = {
     "orchestrator": "millrace.orchestrator.main",
@@ -288,7 +290,7 @@ class LocalStack:
             ProcessSpec(
                 name="redis",
                 argv=[sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *redis.command()],
-                env={},  # it needs none of the keys that services do
+                env={name: value for name, value in self._environ.items() if name.startswith(_TO_REDIS)},
                 log_path=redis.log_path,
                 tier=0,
             )

@@ -192,7 +192,8 @@ class Supervisor:
             return None
         marks = {name: env[name] for name in (reaper.MARKER, reaper.PROCESS_MARKER)}
         process = await server.fork(spec.module, spec.argv, env=env, marks=marks, output=sink.fileno())
-        self._start_fork_server(server)
+        if not self._is_stopping:
+            self._start_fork_server(server)
         return process
 
     async def _execute(
