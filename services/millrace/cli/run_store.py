@@ -71,10 +71,10 @@ def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ)
 
 def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     """The uid of a run: by name, `runs/{name}`, a unique beginning of one, the uid, or `-` for the newest run."""
+    from millrace.runlog.index import read_names
     from millrace.runlog.names import Deployment
 
-    root = Deployment(prefix).names_prefix
-    uids = {info.key.removeprefix(root): store.get(info.key).decode() for info in store.list(root)}
+    uids = read_names(store, Deployment(prefix))
     wanted = text.removeprefix("runs/")
     if wanted == "-" and uids:
         return max(uids.values())  # uids sort by creation

@@ -88,7 +88,7 @@ async def load_history(log: RunLog) -> Committed:
 
 def _next_header(log: RunLog, step: int, revision: int, data: bytes, chain: bytes) -> batch_pb2.BatchHeader:
     """The header that these bytes hold; `CorruptObjectError` unless it comes next behind `chain`."""
-    header = decode_header(data)
+    header = _decode_stored(log, step, revision, data)
     if (header.step, header.revision) != (step, revision) or header.previous_chain_hash != chain:
         raise CorruptObjectError(
             f"{log.store.uri(log.names.batch_header(step, revision))} does not continue the chain of step {step - 1}",
@@ -175,6 +175,18 @@ def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
             )
         )
     return entries
+
+
+def _decode_stored(log: RunLog, step: int, revision: int, data: bytes) -> batch_pb2.BatchHeader:
+    try:
+        return decode_header(data)
+    except CorruptObjectError as error:
+        raise CorruptObjectError(
+            f"{log.store.uri(log.names.batch_header(step, revision))} cannot be read: {error.message}",
+            reason=error.reason,
+            remedy="restore the object from a replica of the bucket",
+            metadata={"uid": log.uid, "step": str(step)},
+        ) from error
 
 
 def _digest(manifest: bytes, where: str) -> str:
