@@ -43,6 +43,7 @@ SLEEPING_LOOPS = {
     "env_server/warm.py:run": TICKER,
     "env_server/census.py:kill_all": "between looks at processes that were just ended, for a fifth of a second in all",
     "orchestrator/housekeeping.py:archive_events": TICKER,
+    "orchestrator/housekeeping.py:mend_damage": TICKER,
     "orchestrator/housekeeping.py:trim_batches": TICKER,
     "orchestrator/housekeeping.py:watch_log": TICKER,
     "orchestrator/manager.py:_look_for_wishes": TICKER,

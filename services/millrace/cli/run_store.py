@@ -74,10 +74,10 @@ def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ)
 
 def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     """The uid of a run: by name, `runs/{name}`, a unique beginning of one, the uid, or `-` for the newest run."""
+    from millrace.runlog.index import read_names
     from millrace.runlog.names import Deployment
 
-    root = Deployment(prefix).names_prefix
-    uids = {info.key.removeprefix(root): store.get(info.key).decode(errors="replace") for info in store.list(root)}
+    uids = read_names(store, Deployment(prefix))
     if text not in uids and _UID.fullmatch(text) and _exists(store, prefix, text):
         return text  # also where its name leads nowhere
     wanted = text.removeprefix("runs/")

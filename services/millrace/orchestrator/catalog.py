@@ -6,9 +6,19 @@ import logging
 
 import redis.asyncio
 
-from millrace.errors import CorruptObjectError, LogGoneError, MillraceError, NotFoundError
+from millrace.errors import (
+    CapacityError,
+    CorruptObjectError,
+    InternalError,
+    InvalidSpecError,
+    LogGoneError,
+    MillraceError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.run_view import RunRecord, RunView
+from millrace.orchestrator.run_view import UNKNOWN, RunRecord, RunView
 from millrace.runlog import EventReader, RunLog
 from millrace.runlog.index import list_runs
 from millrace.runlog.names import Names
@@ -21,7 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class RunCatalog:
-    """Views by uid. Terminal runs are read once; open ones at every look."""
+    """Views by uid. Terminal runs are read once; open ones at every look.
+
+    Whatever is wrong with one run stays with it: it is shown as DAMAGED, and read again at every look.
+    """
 
     def __init__(self, *, redis: redis.asyncio.Redis, store: ObjectStore, prefix: str, owner: str) -> None:
         """`owner` names this orchestrator where it rebuilds a log."""
@@ -30,9 +43,10 @@ class RunCatalog:
         self._store = store
         self._prefix = prefix
         self._views: dict[str, RunView] = {}
+        self._unread: dict[str, str] = {}
+        self._drive_damage: dict[str, MillraceError] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._turn = 0
-        self._unreadable: dict[str, str] = {}
 
     @property
     def views(self) -> list[RunView]:
@@ -40,23 +54,22 @@ class RunCatalog:
         return list(self._views.values())
 
     async def refresh(self) -> list[RunView]:
-        """All readable runs, oldest first, with every event of their logs folded in.
+        """All runs, oldest first, with every event of their logs folded in; those that cannot be read are DAMAGED.
 
-        A run that cannot be read is left out and logged once: it must not hide the others. One of the runs that have
-        failed is looked at in turn: another replica may have reopened it.
+        One of the runs that have failed is looked at in turn: another replica may have reopened it.
         """
         failed = [uid for uid, view in self._views.items() if view.has_failed]
         self._turn += 1
         looked_at = failed[self._turn % len(failed)] if failed else ""
-        for uid in (await list_runs(self._redis, self._store, self._prefix)).values():
+        for name, uid in (await list_runs(self._redis, self._store, self._prefix)).items():
             try:
-                await self._refresh_one(uid, is_looked_at=uid == looked_at)
-            except (MillraceError, ValueError, KeyError) as error:  # run.json may hold anything
-                if self._unreadable.get(uid) != str(error):
-                    self._unreadable[uid] = str(error)
-                    log.error("run cannot be read", extra={"uid": uid, "error": str(error)})
+                await self._look_at(uid, name, is_looked_at=uid == looked_at)
+            except MillraceError as error:  # Redis or the store is away: what was seen last stays
+                if self._unread.get(uid) != error.reason:
+                    self._unread[uid] = error.reason
+                    log.warning("run cannot be read now", extra={"uid": uid, "error": str(error)})
             else:
-                self._unreadable.pop(uid, None)
+                self._unread.pop(uid, None)
         return sorted(self._views.values(), key=lambda view: view.record.uid)
 
     async def find(self, name: str) -> RunView:
@@ -72,14 +85,7 @@ class RunCatalog:
                 remedy=f"did you mean {close[0]!r}?" if close else "`millrace run list` shows the runs",
                 metadata={"run": wanted},
             )
-        try:
-            return await self._refresh_one(uid, is_looked_at=True)
-        except (ValueError, KeyError) as error:
-            raise CorruptObjectError(
-                f"run.json of run {wanted!r} cannot be read: {error!r}",
-                reason="RUN_JSON_CORRUPT",
-                remedy="restore the object from a replica of the bucket",
-            ) from error
+        return await self._look_at(uid, next(name for name, found in runs.items() if found == uid), is_looked_at=True)
 
     def known(self, name: str) -> RunView | None:
         """The run as it was at the last look, from memory alone: by name, uid, unique beginning, or `-` the newest."""
@@ -99,12 +105,49 @@ class RunCatalog:
         """The log of a run that was reopened, without the closing header that does not count any more."""
         return await open_reopened(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
 
+    def drive_failed(self, uid: str, error: MillraceError) -> None:
+        """A drive found damage that no look at the run reads: it is shown until a drive gets ahead."""
+        self._drive_damage[uid] = error
+        self._note_damage(uid, error)
+
+    def is_unreadable(self, view: RunView) -> bool:
+        """Whether the last look failed, so that a drive cannot even begin."""
+        return view.damage is not None and view.record.uid not in self._drive_damage
+
+    def _note_damage(self, uid: str, error: Exception, *, name: str = "") -> RunView:
+        """The run cannot be read: show it as DAMAGED until a look succeeds."""
+        view = self._views.get(uid)
+        if view is None:
+            view = self._views[uid] = RunView(RunRecord.unreadable(uid, name or uid))
+        damage = _as_damage(error, view.record.name)
+        if view.damage is None or view.damage.message != damage.message:
+            log.error("run is damaged", extra={"run": view.record.name, "uid": uid, "error": str(damage)})
+        view.damage = damage
+        return view
+
+    async def _look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
+        """The run as it is now, DAMAGED if it cannot be read; raises where Redis or the store is away."""
+        try:
+            view = await self._refresh_one(uid, is_looked_at=is_looked_at)
+        except (UnavailableError, CapacityError, PermissionDeniedError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of a run: whatever is wrong with it, the others go on
+            self._drive_damage.pop(uid, None)
+            return self._note_damage(uid, error, name=name)
+        return view
+
     async def _refresh_one(self, uid: str, *, is_looked_at: bool) -> RunView:
         async with self._locks.setdefault(uid, asyncio.Lock()):
             view = self._views.get(uid)
-            if view is None:
-                data = await asyncio.to_thread(self._store.get, Names(self._prefix, uid).run_json)
-                view = self._views[uid] = RunView(RunRecord.decode(data))
+            if view is None or view.record.kind == UNKNOWN:
+                key = Names(self._prefix, uid).run_json
+                data = await asyncio.to_thread(self._store.get, key)
+                record = RunRecord.decode(data, where=self._store.uri(key))
+                if record.uid != uid:
+                    raise CorruptObjectError(
+                        f"{self._store.uri(key)} is of run {record.uid[:80]!r}", reason="RUN_JSON_CORRUPT"
+                    )
+                view = self._views[uid] = RunView(record)
             if view.has_failed and is_looked_at:
                 await self._look_for_reopening(view)
             if view.is_terminal:
@@ -129,8 +172,11 @@ class RunCatalog:
         while events := await reader.read(after=view.cursor, block_s=0.0):
             for event in events:
                 view.apply(event)
+                if event.HasField("state_changed"):
+                    self._drive_damage.pop(view.record.uid, None)
         if view.has_failed:
             await self._look_for_reopening(view)
+        view.damage = self._drive_damage.get(view.record.uid)
         self._views[view.record.uid] = view
         return view
 
@@ -142,3 +188,14 @@ class RunCatalog:
         if number > view.num_reopened and not await asyncio.to_thread(has_ended, self._store, names):
             view.reopen()
         view.num_reopened = number
+
+
+def _as_damage(error: Exception, name: str) -> MillraceError:
+    """What is wrong with a run, as a typed error."""
+    if isinstance(error, MillraceError) and not isinstance(error, InvalidSpecError):
+        return error
+    return InternalError(
+        f"run {name!r} cannot be read: {type(error).__name__}: {error}"[:500],
+        reason="RUN_UNREADABLE",
+        remedy="see the orchestrator's log",
+    )

@@ -149,6 +149,8 @@ def _summary(
     match view.run.state:
         case run_pb2.RUN_STATE_QUEUED:
             return f"queued: {_why_queued(registry, name_of)}"
+        case run_pb2.RUN_STATE_DAMAGED:
+            return f"damaged, nothing works on it: {view.run.error.message}"
         case run_pb2.RUN_STATE_PAUSED:
             return f"paused: nothing works on it until `millrace run resume {view.record.name}`"
         case _:

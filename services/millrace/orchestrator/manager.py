@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import redis.asyncio
 
-from millrace.errors import FencedError, LogGoneError, MillraceError, all_errors
+from millrace.errors import CorruptObjectError, FencedError, LogGoneError, MillraceError, all_errors
 from millrace.internal.v1 import worker_service_pb2
 from millrace.orchestrator import run_meters
 from millrace.orchestrator.assembly import RunParts, assemble
@@ -36,6 +36,8 @@ SCAN_S = 0.5
 """How often open runs are looked for; CreateRun also wakes the scan at once."""
 BACKOFF_S = 5.0
 """Pause before a run is tried again whose claim or drive failed."""
+DAMAGED_PAUSE_S = 30.0
+"""The same for a run some of whose objects cannot be read: each try takes an epoch, and somebody has to repair it."""
 MAX_GONE, GONE_WINDOW_S = 3, 60.0
 """How often within the window a run whose log was gone is claimed again without a pause."""
 
@@ -151,9 +153,11 @@ class RunManager:
                 self._note_ended(view)
             elif uid not in self._claims and time.monotonic() >= self._not_before.get(uid, 0.0):
                 self._end_pause(uid)
+                if self._catalog.is_unreadable(view):
+                    continue
                 try:
                     wishes.append((view, await self._wishes.read(uid)))
-                except MillraceError as error:
+                except Exception as error:  # noqa: BLE001 - the edge of a run: the other runs go on
                     self._put_off(view, error)
         # Without an await in between: a trainer that registers now goes to the oldest run that lacks one.
         found = [(view, self._work_on(view, wish)) for view, wish in wishes]
@@ -163,8 +167,8 @@ class RunManager:
         """Drive the run if it gets a trainer, or needs none for what is left; None if there is nothing to do now."""
         if view.is_reopened:
             return self._reopen
-        is_paused = view.run.state == run_pb2.RUN_STATE_PAUSED
-        is_closing = view.is_closed or view.run.state == run_pb2.RUN_STATE_STOPPING
+        is_paused = view.logged_state == run_pb2.RUN_STATE_PAUSED
+        is_closing = view.is_closed or view.logged_state == run_pb2.RUN_STATE_STOPPING
         if wish.is_paused and not is_closing:
             if is_paused:
                 self._tell_once(view, has_ended=False)
@@ -196,6 +200,9 @@ class RunManager:
         uid, now = view.record.uid, time.monotonic()
         causes = list(all_errors(error))
         pause_s = BACKOFF_S
+        if damage := next((cause for cause in causes if isinstance(cause, CorruptObjectError)), None):
+            pause_s = DAMAGED_PAUSE_S
+            self._catalog.drive_failed(uid, damage)
         if _is_gone(causes):
             recent = [at for at in self._gone.get(uid, []) if now - at < GONE_WINDOW_S]
             self._gone[uid] = [*recent, now][-MAX_GONE:]
@@ -273,7 +280,7 @@ class RunManager:
         events = RunEvents(
             EventWriter(await self._catalog.open_log(view.record.uid), self._owner), run=view.record.name
         )
-        events.state = view.run.state
+        events.state = view.logged_state
         events.meters.resume(view.batches.moved)
         return events
 

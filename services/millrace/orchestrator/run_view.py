@@ -9,12 +9,14 @@ from typing import Any, Self
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, MillraceError
 from millrace.v1 import event_pb2, run_pb2
 
 GONE_BEHIND = 8
 """A replica that is more versions behind the newest one is gone or as good as gone: it does not count as the oldest."""
-RL, EVAL = "RL", "EVAL"
-"""Kinds of runs, as `run.json` names them."""
+RL, EVAL, UNKNOWN = "RL", "EVAL", "UNSPECIFIED"
+"""Kinds of runs, as `run.json` names them; the last one where it cannot be read."""
 TERMINAL = frozenset({run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED})
 
 
@@ -42,16 +44,33 @@ class RunRecord:
         return json.dumps(document, sort_keys=True, indent=1).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Self:
-        """Parse `run.json`; fields of a newer release are ignored."""
-        document = json.loads(data)
-        required = (name for name in cls.__slots__ if name != "parent")
-        return cls(parent=document.get("parent"), **{name: document[name] for name in required})
+    def decode(cls, data: bytes, *, where: str) -> Self:
+        """Parse `run.json`; fields of a newer release are ignored. `CorruptObjectError` names it by `where`."""
+        document = decode_object(data, what=where, reason="RUN_JSON_CORRUPT")
+        for name, kind in _FIELDS.items():
+            if not isinstance(document.get(name), kind):
+                raise CorruptObjectError(f"{where} has no usable {name}", reason="RUN_JSON_CORRUPT")
+        record = cls(parent=document.get("parent"), **{name: document[name] for name in _FIELDS})
+        try:
+            RunView(record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptObjectError(f"{where} holds no run: {error!r}"[:500], reason="RUN_JSON_CORRUPT") from error
+        return record
+
+    @classmethod
+    def unreadable(cls, uid: str, name: str) -> Self:
+        """What stands for a run whose `run.json` cannot be read."""
+        empty: dict[str, Any] = {"config": {}, "run_hash": "", "request_id": "", "create_time": "", "code_version": ""}
+        return cls(uid=uid, name=name, kind=UNKNOWN, labels={}, **empty)
 
     @property
     def config_json(self) -> str:
         """The resolved config as canonical JSON."""
         return json.dumps(self.config, sort_keys=True)
+
+
+_FIELDS: dict[str, type] = {name: str for name in RunRecord.__slots__ if name not in ("config", "labels", "parent")}
+_FIELDS |= {"config": dict, "labels": dict}
 
 
 class BatchClock:
@@ -101,34 +120,54 @@ class RunView:
         """On the clocks of those who wrote the events (seconds since the epoch)."""
         self.spoke_at: dict[str, float] = {}
         """When each writer wrote its newest event, on its own clock (seconds since the epoch)."""
-        self.run = run_pb2.Run(
+        self.damage: MillraceError | None = None
+        """Why the run cannot be read at the moment."""
+        self._run = run_pb2.Run(
             name=f"runs/{record.name}",
             uid=record.uid,
             kind=f"RUN_KIND_{record.kind}",
             state=run_pb2.RUN_STATE_QUEUED,
             config_json=record.config_json,
             run_hash=record.run_hash,
-            create_time=_timestamp(record.create_time),
+            create_time=_timestamp(record.create_time) if record.create_time else None,
             labels=record.labels,
         )
         max_steps = record.config.get("max_steps")
-        self.run.progress.max_steps = max_steps if isinstance(max_steps, int) else 0
+        self._run.progress.max_steps = max_steps if isinstance(max_steps, int) else 0
         if record.parent is not None:
             parent = record.parent
-            self.run.parent.CopyFrom(
+            self._run.parent.CopyFrom(
                 run_pb2.RunParent(name=f"runs/{parent['name']}", uid=parent["uid"], step=parent["step"])
             )
-            self.run.progress.step = self.run.progress.policy_version = parent["base_step"]
+            self._run.progress.step = self._run.progress.policy_version = parent["base_step"]
+
+    @property
+    def run(self) -> run_pb2.Run:
+        """The resource; DAMAGED, with the reason and the remedy, while the run cannot be read."""
+        if self.damage is None:
+            return self._run
+        run = run_pb2.Run()
+        run.CopyFrom(self._run)
+        run.state = run_pb2.RUN_STATE_DAMAGED
+        repair = f"`millrace run repair {self.record.name}` says what can be restored from what"
+        message = f"{self.damage}; {repair}"
+        run.error.CopyFrom(run_pb2.RunError(reason=self.damage.reason, message=message, component="orchestrator"))
+        return run
+
+    @property
+    def logged_state(self) -> run_pb2.RunState:
+        """The state that the log says, also while the run cannot be read."""
+        return self._run.state
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the run has ended."""
+        """Whether the run has ended, and can be read."""
         return self.run.state in TERMINAL
 
     @property
     def has_failed(self) -> bool:
         """Whether the run has ended as FAILED, which can be reopened."""
-        return self.run.state == run_pb2.RUN_STATE_FAILED
+        return self._run.state == run_pb2.RUN_STATE_FAILED
 
     def reopen(self) -> None:
         """The run that had failed goes on; its state is that of the event that comes next."""
@@ -139,7 +178,7 @@ class RunView:
         """Fold one event in; events come in the order of their cursors."""
         self.cursor = event.cursor
         at = self.spoke_at[event.writer] = event.time.ToNanoseconds() / 1e9
-        progress = self.run.progress
+        progress = self._run.progress
         match event.WhichOneof("body"):
             case "state_changed":
                 self._apply_state(event)
@@ -170,19 +209,19 @@ class RunView:
         change = event.state_changed
         self.is_reopened = False
         self._leave_end(change.new_state)
-        if change.new_state == run_pb2.RUN_STATE_STARTING and not self.run.HasField("start_time"):
-            self.run.start_time.CopyFrom(event.time)
+        if change.new_state == run_pb2.RUN_STATE_STARTING and not self._run.HasField("start_time"):
+            self._run.start_time.CopyFrom(event.time)
         if change.new_state in TERMINAL:
-            self.run.end_time.CopyFrom(event.time)
+            self._run.end_time.CopyFrom(event.time)
         if change.HasField("error"):
-            self.run.error.CopyFrom(change.error)
+            self._run.error.CopyFrom(change.error)
 
     def _leave_end(self, state: run_pb2.RunState) -> None:
         """Enter a state; what a reopened run had as an end is none."""
-        self.run.state = state
+        self._run.state = state
         if state not in TERMINAL:
-            self.run.ClearField("end_time")
-            self.run.ClearField("error")
+            self._run.ClearField("end_time")
+            self._run.ClearField("error")
 
 
 def _timestamp(text: str) -> Timestamp:

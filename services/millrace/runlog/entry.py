@@ -67,6 +67,8 @@ class Entry:
     """What is wrong with it, in words; then `d` and `h` are empty, and whoever reads it goes on behind it."""
 
 
+LAST_ID = "18446744073709551615-18446744073709551615"
+"""The highest id there is: nothing can follow it, and Redis refuses to read behind it."""
 OnDamaged: TypeAlias = Callable[[Stream, Entry], None]
 """Hears of an entry that was skipped, more than once as long as it is there. From any thread."""
 

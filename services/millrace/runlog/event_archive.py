@@ -19,7 +19,7 @@ import zstandard
 from millrace.decoding import decompress
 from millrace.errors import CorruptObjectError, LogGoneError
 from millrace.runlog import damage
-from millrace.runlog.entry import Entry, OnDamaged, id_order, read_entry
+from millrace.runlog.entry import LAST_ID, Entry, OnDamaged, id_order, read_entry
 from millrace.runlog.events import with_damage
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Names, Stream
@@ -115,7 +115,12 @@ def _readable(page: Iterable[Entry], on_damaged: OnDamaged | None) -> list[Entry
 
 
 async def read_page(log: RunLog, first: str) -> list[Entry]:
-    """The entries of the event stream from the id `first` on, at most a page; what is damaged says so."""
+    """The entries of the event stream from the id `first` on, at most a page; what is damaged says so.
+
+    `(` in front of the id leaves it out.
+    """
+    if first == f"({LAST_ID}":
+        return []
     key = log.names.stream(Stream.EVENTS)
     found = await log.command("reading events", "XRANGE", key, first, "+", "COUNT", _PAGE_ENTRIES)
     return [read_entry(key, id_, fields) for id_, fields in found]

@@ -12,18 +12,18 @@ What a crash leaves behind before step 4 is invisible, and the same request id c
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import redis.asyncio as redis_asyncio
 
-from millrace.errors import AlreadyExistsError, CorruptObjectError, NotFoundError
+from millrace.decoding import decode_object
+from millrace.errors import AlreadyExistsError, CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.runlog import connection
 from millrace.runlog.connection import as_text
 from millrace.runlog.log import RunLog
-from millrace.runlog.names import Deployment, Names
+from millrace.runlog.names import Deployment, Names, check_run_name
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ async def create_run(
     if request_id:
         uid = await asyncio.to_thread(_claim, store, deployment.request_object(request_id), uid)
         run_json = await asyncio.to_thread(store.get, Names(prefix, uid).run_json)
-        name = json.loads(run_json)["name"]  # of the request that came first: ours if it is ours
+        name = _name_in(run_json, Names(prefix, uid).run_json)  # of the request that came first: ours if it is ours
         if await asyncio.to_thread(_read_uid, store, deployment.name_object(name)) == uid:
             return uid
     await asyncio.to_thread(prepare, uid, run_json)
@@ -85,8 +85,12 @@ async def list_runs(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str)
     deployment = Deployment(prefix)
     found = await _hash(redis, deployment, "HGETALL")
     runs = {as_text(name): as_text(uid) for name, uid in found.items()}
+    for name in [name for name, uid in runs.items() if name != _COMPLETE and not _is_ours(name, uid)]:
+        logger.error(
+            "a field of the index of runs is foreign", extra={"field": name[:200], "uid": runs.pop(name)[:200]}
+        )
     if runs.pop(_COMPLETE, None) is None:
-        stored = await asyncio.to_thread(_read_names, store, deployment)
+        stored = await asyncio.to_thread(read_names, store, deployment)
         for name, uid in stored.items():
             await _promote(redis, deployment, name, uid)
         await _hash(redis, deployment, "HSET", _COMPLETE, "1")
@@ -121,10 +125,29 @@ def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | Non
     if uid is None:
         return None
     try:
-        name = json.loads(store.get(Names(prefix, uid).run_json))["name"]
+        name = _name_in(store.get(Names(prefix, uid).run_json), Names(prefix, uid).run_json)
     except NotFoundError:
         return None
     return uid if _read_uid(store, deployment.name_object(name)) == uid else None
+
+
+def _is_ours(field: str, value: str) -> bool:
+    """Whether a field of the hash may be a run, or a pending mark."""
+    is_pending = field.startswith(_PENDING)
+    uid, name = (field.removeprefix(_PENDING), value) if is_pending else (value, field)
+    try:
+        check_run_name(name)
+        Names("any", uid)
+    except InvalidSpecError:
+        return False
+    return True
+
+
+def _name_in(run_json: bytes, where: str) -> str:
+    name = decode_object(run_json, what=where, reason="RUN_JSON_CORRUPT").get("name")
+    if not isinstance(name, str):
+        raise CorruptObjectError(f"{where} has no name", reason="RUN_JSON_CORRUPT")
+    return check_run_name(name)
 
 
 async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, name: str, uid: str) -> None:
@@ -136,7 +159,12 @@ async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, name: str
 async def _hash(redis: redis_asyncio.Redis, deployment: Deployment, command: str, *args: str) -> Any:
     key = deployment.runs_key
     if command == "HGETALL":
-        return await connection.call(redis, "reading the index of runs", lambda: redis.hgetall(key))
+        try:
+            return await connection.call(redis, "reading the index of runs", lambda: redis.hgetall(key))
+        except CorruptObjectError as error:
+            logger.error("the index of runs is no hash, it is made anew", extra={"error": error.message})
+            await connection.call(redis, "dropping the index of runs", lambda: redis.delete(key))
+            return {}
     return await connection.call(redis, "writing the index of runs", lambda: redis.execute_command(command, key, *args))
 
 
@@ -153,17 +181,25 @@ def _read_uid(store: ObjectStore, key: str) -> str | None:
     except NotFoundError:
         return None
     try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise CorruptObjectError(f"{store.uri(key)} holds no uid", reason="INDEX_CORRUPT") from error
+        return Names("any", data.decode()).uid
+    except (UnicodeDecodeError, InvalidSpecError) as error:
+        raise CorruptObjectError(
+            f"{store.uri(key)} holds no uid", reason="INDEX_CORRUPT", remedy="write the uid of the run into it again"
+        ) from error
 
 
-def _read_names(store: ObjectStore, deployment: Deployment) -> dict[str, str]:
+def read_names(store: ObjectStore, deployment: Deployment) -> dict[str, str]:
+    """Name → uid of every run, from the store (blocking); what cannot be read is logged and hides nobody."""
     names = {}
     for info in store.list(deployment.names_prefix):
-        uid = _read_uid(store, info.key)
+        name = info.key.removeprefix(deployment.names_prefix)
+        try:
+            uid = _read_uid(store, deployment.name_object(name))
+        except (CorruptObjectError, InvalidSpecError) as error:
+            logger.error("an object of the index of runs cannot be read", extra={"key": info.key, "error": str(error)})
+            continue
         if uid is not None:
-            names[info.key.removeprefix(deployment.names_prefix)] = uid
+            names[name] = uid
     return names
 
 

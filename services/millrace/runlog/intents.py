@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 
 _MAX_ATTEMPTS = 100
+_MAX_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +54,20 @@ def _read(store: ObjectStore, names: Names, after: int) -> list[Intent]:
     intents = []
     for info in store.list(names.intents, start_after=names.intent(after)):
         try:
-            body = json.loads(store.get(info.key))
-            intents.append(
-                Intent(sequence=_number(names, info.key), kind=body["kind"], payload=body["payload"], time=body["time"])
+            number = _number(names, info.key)
+            if number is None:
+                continue
+            body = decode_object(
+                store.get(info.key),
+                what=store.uri(info.key),
+                reason="INTENT_CORRUPT",
+                remedy="restore that object",
+                max_bytes=_MAX_BYTES,
             )
-        except (ValueError, KeyError, TypeError) as error:
+            if not isinstance(body["kind"], str) or not isinstance(body["payload"], dict):
+                raise TypeError("kind must be a string, payload an object")
+            intents.append(Intent(sequence=number, kind=body["kind"], payload=body["payload"], time=str(body["time"])))
+        except (KeyError, TypeError) as error:
             raise CorruptObjectError(
                 f"{store.uri(info.key)} is no intent: {error!r}", reason="INTENT_CORRUPT", remedy="restore that object"
             ) from error
@@ -66,9 +77,11 @@ def _read(store: ObjectStore, names: Names, after: int) -> list[Intent]:
 def _last_sequence(store: ObjectStore, names: Names) -> int:
     last = 0
     for info in store.list(names.intents):
-        last = _number(names, info.key)
+        last = max(last, _number(names, info.key) or 0)
     return last
 
 
-def _number(names: Names, key: str) -> int:
-    return int(key.removeprefix(names.intents).removesuffix(".json"))
+def _number(names: Names, key: str) -> int | None:
+    """The number in an intent's key; None of what is no key of ours."""
+    number = key.removeprefix(names.intents).removesuffix(".json")
+    return int(number) if number.isdecimal() and key == names.intent(int(number)) else None

@@ -147,11 +147,13 @@ class RunLog:
 
         `NotFoundError` if the run is gone or about to be: nobody will rebuild its log.
         """
-        with waits.waiting(f"{why}: the log of the run to be rebuilt", waits_on="orchestrator"):
+        reason = f"{why}: the log of the run to be rebuilt"
+        with waits.waiting(reason, waits_on="orchestrator") as wait:
             while True:
                 try:
                     return await self.reopen()
-                except LogGoneError:
+                except LogGoneError as error:
+                    wait.update(reason=f"{reason} ({error.message})" if error.reason == "LOG_DAMAGED" else reason)
                     await asyncio.to_thread(require_exists, self.store, self.names)
                 await asyncio.sleep(_POLL_S)
 

@@ -16,7 +16,7 @@ from millrace.runlog.frontier import chain_hash
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
 from millrace.runlog.origin import load_origin
-from millrace.runlog.revisions import StepHeaders, is_failed_closing, load_step
+from millrace.runlog.revisions import StepHeaders, decode_stored, is_failed_closing, load_step
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ async def load_history(log: RunLog) -> Committed:
 
 def _next_header(log: RunLog, step: int, revision: int, data: bytes, chain: bytes) -> batch_pb2.BatchHeader:
     """The header that these bytes hold; `CorruptObjectError` unless it comes next behind `chain`."""
-    header = decode_header(data)
+    header = decode_stored(log.store, log.names, step, revision, data)
     if (header.step, header.revision) != (step, revision) or header.previous_chain_hash != chain:
         raise CorruptObjectError(
             f"{log.store.uri(log.names.batch_header(step, revision))} does not continue the chain of step {step - 1}",

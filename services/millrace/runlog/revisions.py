@@ -68,6 +68,19 @@ def is_failed_closing(header: batch_pb2.BatchHeader) -> bool:
     return header.kind == batch_pb2.BATCH_KIND_CLOSE and header.outcome == batch_pb2.RUN_OUTCOME_FAILED
 
 
+def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, data: bytes) -> batch_pb2.BatchHeader:
+    """The header that an object of the store holds; a `CorruptObjectError` names the object that holds none."""
+    try:
+        return decode_header(data)
+    except CorruptObjectError as error:
+        raise CorruptObjectError(
+            f"{store.uri(names.batch_header(step, revision))} cannot be read: {error.message}",
+            reason=error.reason,
+            remedy="restore the object from a replica of the bucket",
+            metadata={"uid": names.uid, "step": str(step)},
+        ) from error
+
+
 def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None:
     """What is committed of a step; None if nothing is. One request, but for a step at which a run failed."""
     revisions: list[bytes] = []
@@ -76,7 +89,7 @@ def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None
             revisions.append(store.get(names.batch_header(step, len(revisions))))
         except NotFoundError:
             break
-        if not is_failed_closing(decode_header(revisions[-1])):
+        if not is_failed_closing(decode_stored(store, names, step, len(revisions) - 1, revisions[-1])):
             return StepHeaders(revisions=tuple(revisions), is_reopened=False)
     if not revisions:
         return None

@@ -28,6 +28,7 @@ class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RUN_STATE_SUCCEEDED: _ClassVar[RunState]
     RUN_STATE_FAILED: _ClassVar[RunState]
     RUN_STATE_CANCELLED: _ClassVar[RunState]
+    RUN_STATE_DAMAGED: _ClassVar[RunState]
 RUN_KIND_UNSPECIFIED: RunKind
 RUN_KIND_RL: RunKind
 RUN_KIND_SFT: RunKind
@@ -41,6 +42,7 @@ RUN_STATE_STOPPING: RunState
 RUN_STATE_SUCCEEDED: RunState
 RUN_STATE_FAILED: RunState
 RUN_STATE_CANCELLED: RunState
+RUN_STATE_DAMAGED: RunState
 
 class Run(_message.Message):
     __slots__ = ("name", "uid", "kind", "state", "config_json", "run_hash", "progress", "error", "create_time", "start_time", "end_time", "labels", "parent")

@@ -107,9 +107,9 @@ def test_the_parents_config_and_a_name_of_the_parents_are_the_defaults():
 
 def test_a_record_knows_its_parent_and_old_ones_have_none():
     forked = record(config(), parent=plan(6, 4).to_json())
-    view = RunView(RunRecord.decode(forked.encode()))
+    view = RunView(RunRecord.decode(forked.encode(), where="run.json"))
     assert (view.run.parent.name, view.run.parent.uid, view.run.parent.step) == ("runs/parent", "u", 6)
     assert (view.run.progress.step, view.run.progress.policy_version) == (4, 4)
     old = record(config())
     assert b"parent" not in old.encode().replace(b'"name": "parent"', b"")
-    assert RunRecord.decode(old.encode()) == old and not RunView(old).run.HasField("parent")
+    assert RunRecord.decode(old.encode(), where="run.json") == old and not RunView(old).run.HasField("parent")

@@ -1,0 +1,135 @@
+"""One run that cannot be read is shown as DAMAGED; the others are listed and driven as if it were not there."""
+
+import pytest
+from orchestrator_runs import create, states, until, watch
+
+from millrace.cli.run_store import find_uid
+from millrace.errors import MillraceError
+from millrace.rpc.channel import call
+from millrace.runlog.index import list_runs
+from millrace.runlog.names import Deployment, Names
+from millrace.v1 import run_pb2, run_service_pb2
+
+BAD = {
+    "no JSON": b"{",
+    "nested": b"[" * 100_000,
+    "not UTF-8": b"\xff\xfe",
+    "half a pair": b'{"name": "\\ud800"}',
+    "empty": b"",
+    "another form": b'{"uid": 7, "name": [], "config": 1}',
+}
+
+
+def overwrite(store, key: str, data: bytes) -> None:
+    store.delete(key)
+    store.create(key, data)
+
+
+async def listed(stack) -> dict[str, run_pb2.Run]:
+    response = await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest())
+    return {run.name.removeprefix("runs/"): run for run in response.runs}
+
+
+async def restart(stack) -> None:
+    port = int(stack.address.rpartition(":")[2])
+    await stack.kill_orchestrator()
+    await stack.start_orchestrator(port)
+
+
+async def wipe(stack) -> None:
+    redis = stack.deps["redis"]
+    keys = [key async for key in redis.scan_iter(match=f"{stack.prefix}:*", count=1000)]
+    await redis.delete(*keys)
+
+
+def damage_of(place: str, names: Names) -> str:
+    """The key of the object that is damaged."""
+    return {
+        "run.json": names.run_json,
+        "header": names.batch_header(0),
+        "events": names.archived_events("1-0", "1-1"),
+        "intent": names.intent(1),
+        "epochs": f"{names.epochs('log')}garbage",
+    }[place]
+
+
+@pytest.mark.parametrize("place", ["run.json", "header", "events", "intent", "epochs"])
+@pytest.mark.parametrize("bad", ["no JSON", "nested", "not UTF-8"])
+async def test_the_others_go_on(stack, place: str, bad: str) -> None:
+    sick = await create(stack, run_id="sick")
+    healthy = await create(stack, run_id="healthy")
+    await stack.kill_orchestrator()
+    key = damage_of(place, Names(stack.prefix, sick.uid))
+    overwrite(stack.deps["store"], key, BAD[bad])
+    await wipe(stack)  # what is in Redis cannot help
+    await stack.start_orchestrator(int(stack.address.rpartition(":")[2]))
+    await stack.env_server()
+    await stack.inference()
+    await stack.trainer()
+    assert states(await watch(stack, healthy))[-1] == "SUCCEEDED"
+
+    async def is_shown() -> bool:
+        return (await listed(stack))["sick"].state == run_pb2.RUN_STATE_DAMAGED
+
+    await until(is_shown, what="sick is DAMAGED")
+    runs = await listed(stack)
+    assert runs["healthy"].state == run_pb2.RUN_STATE_SUCCEEDED
+    error = runs["sick"].error
+    assert "millrace run repair sick" in error.message and key.removesuffix("garbage") in error.message, error.message
+    shown = (await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name="sick"))).run
+    assert shown.state == run_pb2.RUN_STATE_DAMAGED and shown.error.reason == error.reason
+    why = await call(stack.runs.ExplainRun, run_service_pb2.ExplainRunRequest(name="sick"))
+    assert "damaged" in why.summary and "millrace run repair sick" in why.summary
+    with pytest.raises(MillraceError, match="millrace run repair sick"):
+        await watch(stack, sick)
+
+
+@pytest.mark.parametrize("bad", list(BAD))
+async def test_a_run_json_of_any_form_is_named(stack, bad: str) -> None:
+    sick, other = await create(stack, run_id="sick"), await create(stack, run_id="other")
+    await stack.kill_orchestrator()
+    overwrite(stack.deps["store"], Names(stack.prefix, sick.uid).run_json, BAD[bad])
+    await stack.start_orchestrator(int(stack.address.rpartition(":")[2]))
+    runs = await listed(stack)
+    assert runs["sick"].state == run_pb2.RUN_STATE_DAMAGED and runs["other"].state == run_pb2.RUN_STATE_QUEUED
+    assert runs["sick"].uid == sick.uid and "run.json" in runs["sick"].error.message
+    good = await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name=other.name))
+    assert good.run.uid == other.uid
+
+
+async def test_it_goes_on_when_the_object_is_back(stack) -> None:
+    sick = await create(stack, run_id="sick")
+    store, key = stack.deps["store"], Names(stack.prefix, sick.uid).run_json
+    good = store.get(key)
+    await stack.kill_orchestrator()
+    overwrite(store, key, b"{")
+    await stack.start_orchestrator(int(stack.address.rpartition(":")[2]))
+    assert (await listed(stack))["sick"].state == run_pb2.RUN_STATE_DAMAGED
+    overwrite(store, key, good)
+    await stack.env_server()
+    await stack.inference()
+    await stack.trainer()
+
+    async def is_back() -> bool:
+        return (await listed(stack))["sick"].state != run_pb2.RUN_STATE_DAMAGED
+
+    await until(is_back)
+    assert states(await watch(stack, sick))[-1] == "SUCCEEDED"
+
+
+async def test_a_damaged_index_hides_nobody_else(stack) -> None:
+    redis, store, prefix = stack.deps["redis"], stack.deps["store"], stack.prefix
+    run = await create(stack, run_id="good")
+    broken = await create(stack, run_id="broken")
+    deployment = Deployment(prefix)
+    overwrite(store, deployment.name_object("broken"), b"\xff")
+    store.create(f"{deployment.names_prefix}folder/foreign", b"x")
+    store.create(f"{deployment.runs_prefix}folder/foreign", b"x")
+    for field, value in ((b"\xff", b"\xff"), (b"../x", run.uid.encode()), (b"name", b"../../x"), (b"?x", b"\xff")):
+        await redis.hset(deployment.runs_key, field, value)
+    assert set(await listed(stack)) == {"good", "broken"}
+    assert find_uid(store, prefix, "good") == run.uid and find_uid(store, prefix, "-") == run.uid
+    await redis.delete(deployment.runs_key)
+    await redis.set(deployment.runs_key, "text")
+    assert await list_runs(redis, store, prefix) == {"good": run.uid}
+    assert broken.uid
