@@ -210,20 +210,9 @@ def _corrupt(where: str, cause: str) -> CorruptObjectError:
     )
 
 
-            id_, version, tp, raw = fields
-            entry_hash = hashlib.sha256(raw).hexdigest()
-            yield Entry(id=id_.decode(), v=int(version), h=entry_hash, d=raw, tp=tp.decode())
-    except (zstandard.ZstdError, struct.error, ValueError) as error:
-        raise CorruptObjectError(
-            f"{where} holds no archived events: {error}",
-            reason="EVENT_ARCHIVE_CORRUPT",
-            remedy="restore that object from a replica of the bucket; without it these events are lost",
-        ) from error
-
-
 def decode_archive(data: bytes, where: str) -> list[Entry]:
     """The entries of an archive object; `CorruptObjectError` if it holds none."""
-    return list(_decode(data, where))
+    return _decode(data, where)
 
 
 def encode_archive(entries: Sequence[Entry]) -> bytes:
