@@ -213,3 +213,13 @@ def _corrupt(where: str, cause: str) -> CorruptObjectError:
     return CorruptObjectError(
         f"{where} holds no archived events: {cause}", reason="EVENT_ARCHIVE_CORRUPT", remedy=_REMEDY
     )
+
+
+def decode_archive(data: bytes, where: str) -> list[Entry]:
+    """The entries of an archive object; `CorruptObjectError` if it holds none."""
+    return _decode(data, where)
+
+
+def encode_archive(entries: Sequence[Entry]) -> bytes:
+    """The bytes of an archive object with these entries."""
+    return _encode(entries)

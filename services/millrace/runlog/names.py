@@ -204,6 +204,11 @@ class Names:
         """Create-only commit point of a step; from revision 1 on the successor of a failed closing header."""
         return f"{self.batches}{step:08d}.r{revision}.pb" if revision else f"{self.batches}{step:08d}.pb"
 
+    def quarantined(self, key: str, sha256: str) -> str:
+        """Where `run repair` keeps the bytes of a damaged object of the deployment; sha256 in hex."""
+        own = key.removeprefix(self.root) if key.startswith(self.root) else f"deployment/{key}"
+        return f"{self.root}quarantine/{own}.{sha256[:16]}"
+
     def reopened(self, number: int) -> str:
         """Create-only: the closing header that it names does not end the run; numbered from 1."""
         return f"{self.reopenings}{number:08d}.json"

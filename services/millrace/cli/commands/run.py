@@ -11,6 +11,7 @@ from millrace.cli.commands.run_attest import attest
 from millrace.cli.commands.run_audit import audit
 from millrace.cli.commands.run_fork import fork
 from millrace.cli.commands.run_pause import pause, resume
+from millrace.cli.commands.run_repair import repair
 from millrace.cli.commands.run_replay import replay
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.raw import OPTIONS_HELP, RawCommand
@@ -47,6 +48,7 @@ run.add_command(replay)
 run.add_command(fork)
 run.add_command(audit)
 run.add_command(attest)
+run.add_command(repair)
 run.add_command(pause)
 run.add_command(resume)
 

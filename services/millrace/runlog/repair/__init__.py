@@ -1,0 +1,301 @@
+"""`run repair`: what of a run is damaged or missing, from what it can be restored, and its restoration.
+
+Only bytes that another object proves are restored: headers by the chain, what headers and seals name by its sha256, the
+objects of policies and checkpoints by their manifests, a record of a reopening by the header that it names. What proves
+is looked at before what it proves. See `objects` for how bytes get to their place.
+"""
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.runlog.event_archive import decode_archive, encode_archive
+from millrace.runlog.log import RunLog
+from millrace.runlog.names import Deployment, Names
+from millrace.runlog.origin import parse_origin
+from millrace.runlog.repair.headers import Header, Position, repair_headers
+from millrace.runlog.repair.objects import RedisCopy, Repair, State, Workbench, of_hash
+from millrace.runlog.revisions import Reopening, parse_reopening
+from millrace.runlog.seal import Seal
+from millrace.storage import ObjectStore
+
+__all__ = ["Repair", "State", "repair_run"]
+
+_CHECKPOINT = re.compile(r"(\d{8,})/")
+
+
+async def repair_run(
+    log: RunLog | None,
+    store: ObjectStore,
+    names: Names,
+    *,
+    backup: ObjectStore | None = None,
+    is_applied: bool = False,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> list[Repair]:
+    """Look at every object of a run, and restore what can be restored if `is_applied`; reads every byte of it.
+
+    `log` is the copy in Redis, None without; `backup` a replica of the bucket. `on_progress` hears from another thread.
+    """
+    redis = None if log is None else await RedisCopy.load(log)
+    bench = Workbench(
+        store=store, names=names, backup=backup, redis=redis, is_applied=is_applied, on_progress=on_progress
+    )
+    await asyncio.to_thread(_repair, bench)
+    return bench.repairs
+
+
+def _repair(bench: Workbench) -> None:
+    headers = repair_headers(bench)
+    run_json = _repair_run_json(bench, headers)
+    if run_json is not None:
+        _repair_names(bench, run_json)
+    _repair_reopenings(bench, headers)
+    pins = _pins(bench, headers)
+    kept_from = _kept_from(bench)
+    for at, (_, header) in headers.items():
+        for chunk in header.chunks:
+            sha256 = chunk.sha256.hex()
+            held = None if bench.redis is None else bench.redis.by_hash(sha256)
+            bench.examine(
+                chunk.key,
+                of_hash(sha256),
+                prover=f"header {at[0]}",
+                candidates=[("Redis", held)],
+                may_be_gone=header.step < kept_from,
+                without="" if header.step >= kept_from else f"checkpoint {kept_from} has what it taught",
+            )
+        if header.rollouts_key:
+            bench.examine(header.rollouts_key, of_hash(header.rollouts_sha256.hex()), prover=f"header {at[0]}")
+    for key, (sha256, prover) in pins.items():
+        _repair_pinned(bench, key, sha256, prover)
+    _repair_archives(bench, pins)
+    _repair_checkpoints(bench, headers)
+    _repair_policies(bench)
+
+
+def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes | None:
+    """`run.json`: the chain begins with its hash."""
+    names = bench.names
+    first = next(iter(headers.items()), None)
+
+    def judge(data: bytes) -> str:
+        try:
+            if decode_object(data, what="it", reason="RUN_JSON_CORRUPT").get("uid", names.uid) != names.uid:
+                return "it is another run's"
+            origin = parse_origin(data, where="it")
+        except CorruptObjectError as error:
+            return error.message
+        is_first = first is not None and first[0] == (origin.base_step, 0)
+        if first is not None and is_first and origin.chain_hash != first[1][1].previous_chain_hash:
+            return f"the chain of header {first[0][0]} does not begin with it"
+        return ""
+
+    prover = f"the chain, which begins with it (header {first[0][0]})" if first is not None else ""
+    return bench.examine(names.run_json, judge, prover=prover)
+
+
+def _repair_names(bench: Workbench, run_json: bytes) -> None:
+    """The objects that lead from the run's name and request to its uid."""
+    document = json.loads(run_json)
+    deployment, uid = Deployment(bench.names.prefix), bench.names.uid.encode()
+
+    def judge(data: bytes) -> str:
+        return "" if data == uid else "it names another run, or none"
+
+    keys = [deployment.name_object(document["name"])]
+    if document.get("request_id"):
+        keys.append(deployment.request_object(document["request_id"]))
+    for key in keys:
+        bench.examine(key, judge, prover="run.json", candidates=[("run.json", uid)])
+
+
+def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> None:
+    """The records of the closing headers that have a successor: what counts of them follows from the chain."""
+    number = 0
+    for (step, revision), (data, _) in headers.items():
+        if (step, revision + 1) not in headers:
+            continue
+        number += 1
+        sha256 = hashlib.sha256(data).hexdigest()
+
+        def judge(record: bytes, sha256: str = sha256, step: int = step, revision: int = revision) -> str:
+            try:
+                found = parse_reopening(record, where="it")
+            except CorruptObjectError as error:
+                return error.message
+            wanted = (step, revision, sha256)
+            return "" if (found.step, found.revision, found.closing_sha256) == wanted else "it names another header"
+
+        made = Reopening(
+            step=step, revision=revision, closing_sha256=sha256, epoch=0, owner="made anew by run repair", time=""
+        )
+        bench.examine(
+            bench.names.reopened(number),
+            judge,
+            prover=f"revision {revision + 1} of header {step}, which continues it",
+            candidates=[("the headers", made.encode())] if bench.backup is None else [],
+        )
+
+
+def _pins(bench: Workbench, headers: dict[Position, Header]) -> dict[str, tuple[str, str]]:
+    """sha256 (hex) by key, and who names it, of what headers and seals name."""
+    pins: dict[str, tuple[str, str]] = {}
+    for info in bench.store.list(bench.names.seals):
+        try:
+            seal = Seal.decode(bench.read(info.key) or b"", where=bench.store.uri(info.key))
+        except CorruptObjectError:
+            continue
+        for key, sha256 in seal.objects.items():
+            pins[bench.names.root + key] = sha256, info.key.removeprefix(bench.names.root)
+    for (step, _), (_, header) in headers.items():
+        for item in header.objects:
+            pins[bench.names.root + item.key] = item.sha256.hex(), f"header {step}"
+    pins.pop(bench.names.run_json, None)  # the chain proves it
+    return pins
+
+
+def _repair_pinned(bench: Workbench, key: str, sha256: str, prover: str) -> None:
+    names = bench.names
+    if key.startswith(names.reopenings):
+        return
+    folder = key.rpartition("/")[0] + "/"
+    is_retired = key.startswith((names.policies, names.checkpoints)) and not any(bench.store.list(folder))
+    candidates = []
+    if key.startswith(names.event_archive):
+        candidates = [("Redis", _archive_from_redis(bench, key))]
+    bench.examine(key, of_hash(sha256), prover=prover, candidates=candidates, may_be_gone=is_retired)
+
+
+def _archive_from_redis(bench: Workbench, key: str) -> bytes | None:
+    """An archive of events made anew of the entries in Redis, if Redis has all of them."""
+    name = key.removeprefix(bench.names.event_archive).removesuffix(".zst")
+    found = re.fullmatch(r"(\d+)-(\d+)_(\d+)-(\d+)", name)
+    if bench.redis is None or found is None:
+        return None
+    first, last = (int(found[1]), int(found[2])), (int(found[3]), int(found[4]))
+
+    def order(id_: str) -> tuple[int, int]:
+        major, _, minor = id_.partition("-")
+        return int(major), int(minor)
+
+    entries = [entry for entry in bench.redis.events if first <= order(entry.id) <= last]
+    if not entries or (order(entries[0].id), order(entries[-1].id)) != (first, last):
+        return None
+    if first[0] == last[0] and len(entries) != last[1] - first[1] + 1:
+        return None  # ids of a generation are without gaps
+    return encode_archive(entries)
+
+
+def _repair_archives(bench: Workbench, pins: dict[str, tuple[str, str]]) -> None:
+    """Archives of events that no header names yet: Redis proves each of their events."""
+    for info in list(bench.store.list(bench.names.event_archive)):
+        if info.key in pins:
+            continue
+
+        def judge(data: bytes, key: str = info.key) -> str:
+            try:
+                decode_archive(data, bench.store.uri(key))
+            except CorruptObjectError as error:
+                return error.message
+            return ""
+
+        made = _archive_from_redis(bench, info.key)
+        prover = "the hashes of its events in Redis" if made is not None else ""
+        bench.examine(
+            info.key,
+            judge,
+            prover=prover,
+            proof=lambda data, made=made: "" if data == made else "it is not what Redis has",
+            candidates=[("Redis", made)],
+        )
+    for prefix, what in ((bench.names.all_epochs, "epoch"), (bench.names.intents, "intent")):
+        for info in list(bench.store.list(prefix)):
+            if info.key not in pins:
+                bench.examine(info.key, _json_judge(what), prover="")
+
+
+def _json_judge(what: str) -> Callable[[bytes], str]:
+    def judge(data: bytes) -> str:
+        try:
+            decode_object(data, what=f"the {what}", reason="OBJECT_CORRUPT")
+        except CorruptObjectError as error:
+            return error.message
+        return ""
+
+    return judge
+
+
+def _checkpoints(bench: Workbench) -> list[int]:
+    """Steps of the checkpoints that have a manifest, ascending."""
+    prefix = bench.names.checkpoints
+    found = (_CHECKPOINT.fullmatch(each.removeprefix(prefix)) for each in bench.store.list_prefixes(prefix))
+    steps = sorted(int(match[1]) for match in found if match is not None)
+    return [step for step in steps if bench.store.head(bench.names.checkpoint_manifest(step)) is not None]
+
+
+def _kept_from(bench: Workbench) -> int:
+    """The step from which batches are needed: that of the oldest checkpoint."""
+    return next(iter(_checkpoints(bench)), 0)
+
+
+def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> None:
+    """Manifests prove the files of checkpoints; without one the trainer begins at an older one."""
+    has_older = (0, 0) in headers and all(
+        bench.store.head(chunk.key) is not None for chunk in headers[0, 0][1].chunks
+    )  # the start model, and every batch since
+    for step in _checkpoints(bench):
+        key = bench.names.checkpoint_manifest(step)
+        without = f"an older state than checkpoint {step} is whole: the trainer computes the steps since again"
+        data = bench.examine(key, _json_judge("manifest"), prover="", without=without if has_older else "")
+        if data is None:
+            continue
+        whole = [
+            bench.examine_file(
+                str(item["key"]),
+                sha256=str(item["sha256"]),
+                size_bytes=int(item["size_bytes"]),
+                prover=f"the manifest of checkpoint {step}",
+                without=without if has_older else "",
+            )
+            for item in _items(data, "objects")
+        ]
+        has_older = has_older or all(whole)
+
+
+def _repair_policies(bench: Workbench) -> None:
+    """Manifests prove the objects of policies."""
+    for prefix in list(bench.store.list_prefixes(bench.names.policies)):
+        data = bench.good.get(f"{prefix}manifest.json") or bench.read(f"{prefix}manifest.json")
+        if data is None:
+            continue  # uploaded in part, or told of above
+        name = prefix.removeprefix(bench.names.policies).rstrip("/")
+        try:
+            encodings = _items(data, "encodings")
+            objects = [item for encoding in encodings for item in encoding["objects"]]
+            files = [*objects, *_items(data, "files")]
+            wanted = {str(item["key"]): (str(item["sha256"]), int(item["size_bytes"])) for item in files}
+        except (CorruptObjectError, KeyError, TypeError, ValueError):
+            continue  # told of above where a header names it
+        for key, (sha256, size_bytes) in wanted.items():
+            bench.examine_file(key, sha256=sha256, size_bytes=size_bytes, prover=f"the manifest of policy {name}")
+
+
+def _items(data: bytes, name: str) -> Iterable[Any]:
+    found = decode_object(data, what="a manifest", reason="MANIFEST_CORRUPT").get(name, [])
+    return found if isinstance(found, list) else []
+
+
+def require_run(store: ObjectStore, names: Names) -> None:
+    """`NotFoundError` if the store has nothing of the run (blocking)."""
+    if next(iter(store.list(names.root)), None) is None:
+        raise NotFoundError(
+            f"{store.describe()} holds nothing of a run {names.uid}",
+            reason="RUN_NOT_FOUND",
+            remedy="check --store and --prefix",
+        )

@@ -1,0 +1,270 @@
+"""One object at a time: is it what it has to be, who has the right bytes, and how they get to their place.
+
+Nothing is overwritten. A damaged object is copied to `quarantine/` under the sha256 of its bytes and read back there
+before it leaves its place; the right bytes are then created there. Whoever dies in between leaves a missing object and
+a kept copy, which the next repair finishes.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.rollouts.batch_wire import decode_header
+from millrace.runlog.entry import Entry, decode_entry
+from millrace.runlog.log import RunLog
+from millrace.runlog.names import Names, Stream
+from millrace.storage import ObjectStore
+from millrace.storage.scratch import owned_directory
+
+Judge = Callable[[bytes], str]
+"""What is wrong with an object's bytes, in words; empty if they are what they have to be."""
+
+_PAGE = {Stream.BATCHES: 16, Stream.EVENTS: 256}
+
+
+class State(StrEnum):
+    """What becomes of something that is damaged or missing."""
+
+    RESTORABLE = "restorable"
+    RESTORED = "restored"
+    NOT_NEEDED = "not needed"
+    """The run does without it: what it holds is computed again, or older state serves."""
+    REFUSED = "refused"
+    """Nobody has bytes that are proved to be the right ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """One object that is not what it has to be."""
+
+    key: str
+    problem: str
+    source: str
+    """Where the right bytes are; empty if nowhere."""
+    state: State
+    detail: str
+    """What proves the bytes, or why nothing is done."""
+    quarantine: str = ""
+    """Where the damaged bytes lie now; empty if the object was missing, or nothing was done."""
+
+
+class RedisCopy:
+    """What Redis holds of a run's headers, chunks and events, each proved by the hash in its entry. For one thread."""
+
+    name = "Redis"
+
+    def __init__(self, log: RunLog, loop: asyncio.AbstractEventLoop) -> None:
+        self._log = log
+        self._loop = loop
+        self.headers: dict[tuple[int, int], bytes] = {}
+        self._places: dict[str, str] = {}
+        self.events: list[Entry] = []
+
+    @classmethod
+    async def load(cls, log: RunLog) -> "RedisCopy":
+        """Read which entries are there; those that are damaged themselves are left out."""
+        copy = cls(log, asyncio.get_running_loop())
+        async for entry in copy._entries(Stream.BATCHES):
+            copy._places[entry.h] = entry.id
+            if entry.id.endswith("-1"):
+                try:
+                    header = decode_header(entry.d)
+                except CorruptObjectError:
+                    continue
+                copy.headers[header.step, header.revision] = entry.d
+        copy.events = [entry async for entry in copy._entries(Stream.EVENTS)]
+        return copy
+
+    def by_hash(self, sha256: str) -> bytes | None:
+        """The bytes of a header or chunk with that sha256 (hex); from another thread than the loop's."""
+        if (id_ := self._places.get(sha256)) is None:
+            return None
+        reading = self._log.read_range(Stream.BATCHES, id_, id_)
+        found = asyncio.run_coroutine_threadsafe(reading, self._loop).result()
+        return found[0].d if found else None
+
+    async def _entries(self, stream: Stream) -> AsyncIterator[Entry]:
+        key, start = self._log.names.stream(stream), "-"
+        while True:
+            words = ("XRANGE", key, start, "+", "COUNT", _PAGE[stream])
+            found = await self._log.command(f"reading {stream} for a repair", *words)
+            for id_, fields in found:
+                try:
+                    yield decode_entry(key, id_, fields)
+                except (CorruptObjectError, InvalidStateError):
+                    continue
+            if len(found) < _PAGE[stream]:
+                return
+            start = f"({found[-1][0].decode()}"
+
+
+@dataclass(kw_only=True)
+class Workbench:
+    """What a repair works on, and what it has found so far."""
+
+    store: ObjectStore
+    names: Names
+    backup: ObjectStore | None
+    redis: RedisCopy | None
+    is_applied: bool
+    on_progress: Callable[[str], None] = lambda text: None
+    repairs: list[Repair] = field(default_factory=list)
+    good: dict[str, bytes] = field(default_factory=dict)
+    """Bytes that a dry run would restore: what follows from them is looked at, too."""
+
+    def read(self, key: str) -> bytes | None:
+        """The bytes of an object, or None if there is none or the store cannot read it."""
+        return _read(self.store, key)
+
+    def examine(
+        self,
+        key: str,
+        judge: Judge,
+        *,
+        prover: str,
+        proof: Judge | None = None,
+        candidates: Sequence[tuple[str, bytes | None]] = (),
+        may_be_gone: bool = False,
+        without: str = "",
+    ) -> bytes | None:
+        """The right bytes of a small object: those that are there, or those that are (or can be) restored; else None.
+
+        `prover` names what proves bytes by `proof` (`judge` if None); empty: nothing does. `candidates` are bytes by
+        their source; the backup's come last. `may_be_gone`: retention may have removed it. `without` says how the run
+        does without it.
+        """
+        self.on_progress(key.removeprefix(self.names.root))
+        stored = self.read(key)
+        problem = "it is missing" if stored is None else judge(stored)
+        if stored is not None and not problem:
+            return stored
+        if stored is None and may_be_gone:
+            return None
+        if self.backup is not None:
+            candidates = [*candidates, (self.backup.describe(), _read(self.backup, key))]
+        tried: list[str] = []
+        for source, data in candidates:
+            if data is None:
+                continue
+            if not prover:
+                tried.append(f"{source} has it, but nothing names its hash")
+            elif why := (proof or judge)(data):
+                tried.append(f"{source}: {why}")
+            else:
+                return self._restore(key, data, problem, source, prover, damaged=stored)
+        self._give_up(key, problem, tried, without)
+        return None
+
+    def examine_file(self, key: str, *, sha256: str, size_bytes: int, prover: str, without: str = "") -> bool:
+        """Whether a large object is there with its hash, or can be restored; it passes through a file."""
+        self.on_progress(key.removeprefix(self.names.root))
+        problem = _file_problem(self.store, key, sha256=sha256, size_bytes=size_bytes)
+        if not problem:
+            return True
+        tried: list[str] = []
+        if self.backup is not None and self.backup.head(key) is not None:
+            source = self.backup.describe()
+            with owned_directory("repair") as directory:
+                path = directory / "object"
+                self.backup.get_file(key, path)
+                if _hash_file(path) == sha256:
+                    state, aside = State.RESTORABLE, ""
+                    if self.is_applied:
+                        state, aside = State.RESTORED, self._set_aside(key)
+                        self.store.put_file(key, path)  # the key is free, and no other object has it
+                    detail = f"proved by {prover}"
+                    self._note(key, problem, source, state, detail, aside)
+                    return True
+            tried.append(f"{source} has other bytes")
+        self._give_up(key, problem, tried, without)
+        return False
+
+    def _restore(
+        self, key: str, data: bytes, problem: str, source: str, prover: str, *, damaged: bytes | None
+    ) -> bytes:
+        self.good[key] = data
+        state, aside = State.RESTORABLE, ""
+        if self.is_applied:
+            aside = self._set_aside(key) if damaged is not None or self.store.head(key) is not None else ""
+            if not self.store.create(key, data) and self.store.get(key) != data:
+                raise ConflictError(
+                    f"{self.store.uri(key)} was written by somebody else meanwhile",
+                    reason="REPAIR_CONFLICT",
+                    remedy="repair the run again",
+                )
+            state = State.RESTORED
+        self._note(key, problem, source, state, f"proved by {prover}", aside)
+        return data
+
+    def _set_aside(self, key: str) -> str:
+        """Move a damaged object to the quarantine; returns its key there, empty if there is no object."""
+        if self.store.head(key) is None:
+            return ""
+        with owned_directory("repair") as directory:
+            path, check = directory / "damaged", directory / "check"
+            self.store.get_file(key, path)
+            sha256 = _hash_file(path)
+            aside = self.names.quarantined(key, sha256)
+            if self.store.head(aside) is None:
+                self.store.put_file(aside, path)
+            self.store.get_file(aside, check)
+            if _hash_file(check) != sha256:
+                raise CorruptObjectError(
+                    f"{self.store.uri(aside)} is not what was written there: the damaged object stays in its place",
+                    reason="QUARANTINE_FAILED",
+                    remedy="see whether the object store keeps what it is given",
+                )
+        self.store.delete(key)
+        return aside
+
+    def _give_up(self, key: str, problem: str, tried: Sequence[str], without: str) -> None:
+        if without:
+            self._note(key, problem, "", State.NOT_NEEDED, without, "")
+            return
+        where = [name for name, source in (("Redis", self.redis), ("a backup (--from)", self.backup)) if source is None]
+        also = f"; not looked at: {' and '.join(where)}" if where else ""
+        self._note(key, problem, "", State.REFUSED, ("; ".join(tried) or "nobody has its bytes") + also, "")
+
+    def _note(self, key: str, problem: str, source: str, state: State, detail: str, aside: str) -> None:
+        self.repairs.append(
+            Repair(key=key, problem=problem, source=source, state=state, detail=detail, quarantine=aside)
+        )
+
+
+def of_hash(sha256: str) -> Judge:
+    """The judge of an object whose sha256 (hex) is known."""
+
+    def judge(data: bytes) -> str:
+        return "" if hashlib.sha256(data).hexdigest() == sha256 else "its bytes have another sha256"
+
+    return judge
+
+
+def _read(store: ObjectStore, key: str) -> bytes | None:
+    try:
+        return store.get(key)
+    except (NotFoundError, CorruptObjectError):
+        return None
+
+
+def _file_problem(store: ObjectStore, key: str, *, sha256: str, size_bytes: int) -> str:
+    found = store.head(key)
+    if found is None:
+        return "it is missing"
+    if found.size_bytes != size_bytes:
+        return f"it has {found.size_bytes} bytes instead of {size_bytes}"
+    with owned_directory("repair") as directory:
+        try:
+            store.get_file(key, directory / "object")
+        except CorruptObjectError as error:
+            return error.message
+        return "" if _hash_file(directory / "object") == sha256 else "its bytes have another sha256"
+
+
+def _hash_file(path: Any) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
