@@ -137,12 +137,7 @@ def _audit_store(
         headers.check_epoch(epochs.get(ORCHESTRATOR, 0))
         compare_chains(audit, checkpoints, headers.chains)
         seals.scan(named)
-        closing_key = (
-            audit.names.batch_header(headers.closing.step, headers.closing.revision)
-            if headers.closing is not None
-            else ""
-        )
-        seals.compare(told, closings=headers.closings, closing_key=closing_key, now=now)
+        seals.compare(told, closings=headers.closings, closing_key=headers.closing_key, now=now)
         saved = {step: frozenset(hashes - {""}) for step, hashes in told.saved.items()}
         saved |= {step: saved.get(step, frozenset()) | {sha256} for step, sha256 in seals.saved.items()}
         removed = compare_saved(audit, checkpoints, saved, kept=read_kept(run.document), base_step=run.origin.base_step)

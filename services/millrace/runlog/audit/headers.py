@@ -82,6 +82,13 @@ class HeaderCheck:
         self._summarize(archives)
         report.chain_hash = (self._chain or b"").hex()
 
+    @property
+    def closing_key(self) -> str:
+        """Key of the closing header in force; empty if there is none."""
+        if self.closing is None:
+            return ""
+        return self._audit.names.batch_header(self.closing.step, self.closing.revision)
+
     def check_epoch(self, newest: int) -> None:
         """No header is of an epoch that nobody took; `newest` is read behind the headers."""
         if self._last_epoch > newest:
