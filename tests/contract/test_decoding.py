@@ -29,7 +29,6 @@ STACK = "`stack.json`, which the local stack of the same user wrote; what cannot
 CHECKED = "the env-server has checked it (`_check_request`) before it reached the worker"
 
 ALLOWED = {
-    "cli/address.py:_is_of_stack": STACK,
     "cli/commands/run_fork.py:_config": OWN,
     "cli/commands/run_fork.py:_fork": RUN,
     "cli/dry_run.py:print_config": OWN,
