@@ -152,8 +152,9 @@ def main() -> int:
     print(f"seed {seed}, {len(chosen)} targets, {args.seconds:g} s", flush=True)
     print(f"{'target':20} {'inputs':>8} {'decoded':>8} {'seconds':>8} {'slowest':>10} {'grew by':>9}", flush=True)
     failed, inputs, growth = 0, 0, 0
+    shares = sum(target.weight for target in chosen)
     for target in chosen:
-        report = in_child(target, args.seconds / len(chosen), seed)
+        report = in_child(target, args.seconds * target.weight / shares, seed)
         inputs, growth = inputs + report.inputs, max(growth, report.growth)
         print(
             f"{report.name:20} {report.inputs:8} {report.decoded:8} {report.seconds:8.1f} "

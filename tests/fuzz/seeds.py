@@ -139,18 +139,69 @@ def _archive_of_events(event: bytes) -> bytes:
     from millrace.runlog.event_archive import _encode
 
     digest = hashlib.sha256(event).hexdigest()
-    return _encode([Entry(id=f"1-{n}", v=1, h=digest, d=event, tp="") for n in (1, 2)])
+    return _encode([Entry(id=f"1-{n}", v=2, h=digest, d=event, tp="") for n in (1, 2)])
+
+
+INDEX_SIZES = {"0.bin": 48}
 
 
 def _checkpoint() -> bytes:
-    """A manifest, whatever fields it has: the values are those of the fields' types."""
-    from dataclasses import MISSING, fields
+    from millrace.trainer.checkpoint_manifest import FORMAT, CheckpointManifest, CheckpointObject
 
-    from millrace.trainer.checkpoint import FORMAT, CheckpointManifest
+    one = CheckpointObject(name="0.bin", key="p/runs/u/checkpoints/00000002/e1/0.bin", sha256="0" * 64, size_bytes=48)
+    return CheckpointManifest(
+        format=FORMAT,
+        run_uid="u",
+        run_hash="0" * 64,
+        step=2,
+        lineage=0,
+        chain_hash="0" * 64,
+        epoch=1,
+        world_size=1,
+        determinism="strict",
+        conditions={"torch": "2"},
+        objects=(one,),
+        created="2026-01-01T00:00:00.000+00:00",
+    ).to_bytes()
 
-    known = {"format": FORMAT, "chain_hash": "0" * 64, "base_digest": "", "conditions": {}, "objects": []}
-    values = {f.name: "x" if "str" in str(f.type) else 1 for f in fields(CheckpointManifest) if f.default is MISSING}
-    return json.dumps({**values, **{name: value for name, value in known.items() if name in values}}).encode()
+
+def _index() -> bytes:
+    from millrace.trainer.shard_index import ShardPiece, ShardTensor, encode_index
+
+    pieces = (ShardPiece("0.bin", 0, 0, 6), ShardPiece("0.bin", 24, 6, 6))
+    return encode_index([ShardTensor(name="w", dtype="float32", shape=(3, 4), pieces=pieces)])
+
+
+def _log_objects() -> Iterator[tuple[str, bytes]]:
+    from millrace.runlog.attest import Attestation
+    from millrace.runlog.seal import Seal
+
+    now, hexes = "2026-01-01T00:00:00+00:00", "0" * 64
+    objects = {"run.json": hexes}
+    yield "seal", Seal(run_uid="u", state="FAILED", chain_hash=hexes, objects=objects, by="o", time=now).encode()
+    yield (
+        "attestation",
+        Attestation(
+            run_uid="u",
+            run="a",
+            step=3,
+            chain_hash=hexes,
+            seal_sha256="",
+            time=now,
+            algorithm="ed25519",
+            key_id="k",
+            signature="00",
+        ).encode(),
+    )
+    yield "reopening", _reopening()
+
+
+def _reopening() -> bytes:
+    from dataclasses import fields
+
+    from millrace.runlog.revisions import Reopening
+
+    return json.dumps({each.name: 1 if each.type is int else "x" for each in fields(Reopening)}).encode()
 
 
 def _status() -> bytes:
@@ -181,7 +232,7 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     data = event.SerializeToString()
     yield "event", data
     yield "event_archive", _archive_of_events(data)
-    yield "entry", b"|".join([b"1-7", b"1", hashlib.sha256(data).hexdigest().encode(), data, b""])
+    yield "entry", b"|".join([b"1-7", b"2", hashlib.sha256(data).hexdigest().encode(), data, b""])
     yield "intent", json.dumps({"kind": "pause", "payload": {"reason": "x"}, "time": 1.0}).encode()
     yield "epoch", json.dumps({"owner": "orchestrator-1"}).encode()
     run = json.dumps(RUN).encode()
@@ -198,6 +249,8 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     yield "safetensors", _safetensors()
     yield from (("delta_frame", frame) for frame in _deltas())
     yield "checkpoint_manifest", _checkpoint()
+    yield "checkpoint_index", _index()
+    yield from _log_objects()
     for tree in (MINIMAL, {**MINIMAL, "trainer": {"optim": {"lr": 1e-4}}, "ckpt": {"interval": 2}}):
         yield "config_document", json.dumps(tree).encode()
         yield "config_json", json.dumps(tree).encode()

@@ -132,7 +132,10 @@ class Grpc(_Loop):
 
         store, engine, slot = LocalStore(place / "store"), EmbeddedEngine(max_num_seqs=4), ModelSlot()
         sink = RolloutSink(Spool(None, limit_bytes=1 << 20), no_log, is_over, max_delay_s=0.5)
-        env = env_service.EnvService(sink=sink, tokenizers=TokenizerFiles(store), worker_id="fuzz", capacity=8)
+        nobody: Any = None  # starts no worker: nothing is loaded
+        env = env_service.EnvService(
+            sink=sink, tokenizers=TokenizerFiles(store), worker_id="fuzz", starter=nobody, capacity=8
+        )
         policy = PolicyServicer(engine, PolicyUpdater(engine, slot, store, HostCopy(store)))
 
         def register(server: Any, _: Any) -> list[str]:

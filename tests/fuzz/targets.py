@@ -7,6 +7,7 @@ A target returns a value or raises a `MillraceError` (a decoder may name further
 import asyncio
 import hashlib
 import importlib
+import json
 import struct
 import sys
 import tempfile
@@ -41,6 +42,8 @@ class Target:
     """Every input of the corpus decodes; else some may be refused."""
     max_s: float = 2.0
     """Longest time for one input."""
+    weight: int = 1
+    """Shares of the time that it gets."""
 
     def seeds(self) -> list[bytes]:
         """The inputs of the corpus."""
@@ -115,9 +118,10 @@ def _scores_mutate() -> m.Mutate:
 
 
 def _event() -> tuple[Any, Any]:
-    from millrace.runlog import events
+    from millrace.runlog.entry import Entry
+    from millrace.runlog.events import decode_event
 
-    return (lambda data: events._decode("1-7", data)), None
+    return (lambda data: decode_event(Entry(id="1-7", v=2, h="", d=data, tp=""))), None
 
 
 def _event_archive() -> tuple[Any, Any]:
@@ -209,6 +213,20 @@ def _delta() -> tuple[Any, Any]:
     return (lambda data: decode_piece(data, base) and None), None
 
 
+def _checksum_mutate() -> m.Mutate:
+    from millrace.storage.commit_points import with_checksum
+
+    return m.wrapped(m.json_of, lambda data: data, lambda data: with_checksum(json.loads(data)))
+
+
+def _index() -> tuple[Any, Any]:
+    from seeds import INDEX_SIZES
+
+    from millrace.trainer.shard_index import decode_index, encode_index
+
+    return (lambda data: decode_index(data, sizes=INDEX_SIZES, source="x")), lambda v: encode_index(v.values())
+
+
 def _config() -> tuple[Any, Any]:
     from millrace.config.load import validate_document
 
@@ -254,7 +272,7 @@ def _frame() -> tuple[Any, Any]:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        return await read_frame(reader, env_worker_pb2.WorkerReport())
+        return await read_frame(reader, env_worker_pb2.WorkerReport)
 
     return (lambda data: loop.run_until_complete(read(data))), lambda v: b"" if v is None else encode_frame(v)
 
@@ -376,33 +394,30 @@ TARGETS = [
     ),
     Target(name="batch_chunk", load=_chunk, mutate=_pb("internal.v1.batch_pb2", "BatchChunk")),
     Target(name="scores", load=_scores, mutate=_scores_mutate),
-    Target(name="event", load=_event, mutate=_pb("v1.event_pb2", "Event"), known=MENDED),
+    Target(name="event", load=_event, mutate=_pb("v1.event_pb2", "Event")),
     Target(
         name="event_archive",
         load=_event_archive,
         mutate=lambda: m.wrapped(m.bytes_of, _unzstd, _zstd),
-        known=MENDED,
     ),
-    Target(name="entry", load=_entry, mutate=_entry_mutate, known=MENDED),
+    Target(name="entry", load=_entry, mutate=_entry_mutate),
     Target(name="intent", load=_intent, mutate=_json, known=MENDED),
     Target(name="epoch", load=_epoch, mutate=_json, known=MENDED),
-    Target(name="origin", load=_of("runlog.origin", "parse_origin", where="x"), mutate=_json, known=MENDED),
-    Target(name="run_hash", load=_of("runlog.log", "parse_run_hash"), mutate=_json, known=MENDED),
+    Target(name="origin", load=_of("runlog.origin", "parse_origin", where="x"), mutate=_json),
+    Target(name="run_hash", load=_of("runlog.log", "parse_run_hash"), mutate=_json),
     Target(name="run_json", load=_record, mutate=_json, known=MENDED),
     Target(name="header_state", load=_of("orchestrator.batcher", "decode_state"), mutate=_json, known=MENDED),
     Target(
         name="policy_manifest",
         load=_of("policies.manifest", "PolicyManifest.from_bytes", encode=".to_bytes", source="x"),
-        mutate=_json,
-        known=MENDED,
+        mutate=_checksum_mutate,
     ),
     Target(
         name="adapter_config",
         load=_of("policies.adapter", "parse_adapter_config", source="x"),
         mutate=_json,
-        known=MENDED,
     ),
-    Target(name="safetensors", load=_read_places, mutate=_places_mutate, known=MENDED),
+    Target(name="safetensors", load=_read_places, mutate=_places_mutate),
     Target(
         name="delta_frame",
         load=_delta,
@@ -410,10 +425,15 @@ TARGETS = [
     ),
     Target(
         name="checkpoint_manifest",
-        load=_of("trainer.checkpoint", "CheckpointManifest.from_bytes", source="x"),
-        mutate=_json,
-        known=MENDED,
+        load=_of("trainer.checkpoint_manifest", "CheckpointManifest.from_bytes", encode=".to_bytes", source="x"),
+        mutate=_checksum_mutate,
     ),
+    Target(name="checkpoint_index", load=_index, mutate=_json),
+    Target(name="seal", load=_of("runlog.seal", "Seal.decode", encode=".encode", where="x"), mutate=_json),
+    Target(
+        name="attestation", load=_of("runlog.attest", "Attestation.decode", encode=".encode", where="x"), mutate=_json
+    ),
+    Target(name="reopening", load=_of("runlog.revisions", "parse_reopening", where="x"), mutate=_json),
     Target(name="config_document", load=_config, mutate=_json),
     Target(name="config_toml", load=_config_file(".toml")),
     Target(name="config_json", load=_config_file(".json"), mutate=_json),
@@ -421,8 +441,8 @@ TARGETS = [
     Target(name="worker_frame", load=_frame, mutate=_frame_mutate),
     Target(name="rpc_status", load=_status, mutate=lambda: m.message_of(_status_type())),
     Target(name="tokens_file", load=_tokens),
-    Target(name="grpc", load=_surface("Grpc"), mutate=_grpc_mutate, answers_all=False, max_s=10.0),
-    Target(name="http", load=_surface("Http"), mutate=_http_mutate, answers_all=False, max_s=10.0),
+    Target(name="grpc", load=_surface("Grpc"), mutate=_grpc_mutate, answers_all=False, max_s=10.0, weight=4),
+    Target(name="http", load=_surface("Http"), mutate=_http_mutate, answers_all=False, max_s=10.0, weight=4),
     Target(name="stack_json", load=_stack, mutate=_json),
 ]
 
