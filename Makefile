@@ -1,9 +1,10 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-unit test-vllm test-compose test-slow soak torture lint format types protos bench chart clean
+.PHONY: help setup setup-dev setup-vllm demo test test-unit test-vllm test-compose test-slow soak torture fuzz lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
 TEST_JOBS ?= 2
+FUZZ_SECONDS ?= 60
 export OMP_NUM_THREADS ?= 1
 
 help: ## List the targets.
@@ -43,6 +44,9 @@ torture: setup-dev ## Kills, freezes, full stores, flipped bits, clock jumps at 
 	@scripts/install_faketime.sh
 	MILLRACE_TORTURE_REPORT=$${MILLRACE_TORTURE_REPORT:-benchmarks/results/torture.md} \
 	  $(PY) -m pytest tests/chaos/test_torture.py tests/chaos/test_clock_skew.py -m "slow or not slow" -s
+
+fuzz: setup-dev ## Damage the inputs of every decoder and of the HTTP and gRPC APIs for FUZZ_SECONDS (60).
+	PYTHONPATH=services $(PY) tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
 lint: setup-dev ## ruff, import rules, types, protos.
 	.venv/bin/ruff check .

@@ -1,14 +1,14 @@
 """Which orchestrator a command talks to, and what to say when nobody is there."""
 
 import contextlib
-import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from millrace.cli.defaults import DEFAULT_LISTEN
-from millrace.errors import InvalidSpecError, UnavailableError, Violation
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, UnavailableError, Violation
 from millrace.telemetry.settings import Settings, parse_address
 
 STACK_JSON = Path("outputs/local/stack.json")
@@ -66,8 +66,9 @@ def is_listening(address: str) -> bool:
 def _is_of_stack(address: str, path: Path) -> bool:
     """Whether the stack that `path` describes has this address and still has its supervisor."""
     try:
-        stack = json.loads(path.read_text())
+        stack = decode_object(path.read_bytes(), what=str(path), reason="STACK_FILE_CORRUPT")
         os.kill(int(stack["pid"]), 0)
-    except (OSError, ValueError, KeyError):  # none, being written, or its supervisor is gone
+    # None, being written, damaged, or its supervisor is gone.
+    except (CorruptObjectError, OSError, KeyError, TypeError, ValueError, OverflowError):
         return False
     return stack.get("address") == address

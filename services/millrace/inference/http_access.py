@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from millrace.errors import UnauthenticatedError
+from millrace.inference.http_limits import MAX_BODY_BYTES, body_too_large
 from millrace.rpc.access import WORKER, ServerAccess
 from millrace.telemetry.settings import Settings
 
@@ -53,7 +54,10 @@ def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -
 
 
 class TokenGate:
-    """ASGI middleware: answers 401 to whoever shows no valid token, before anything of the request is read."""
+    """ASGI middleware: 401 to whoever shows no valid token, before anything is read, and 413 to bodies above the bound.
+
+    A body that does not say its length ends the connection where it passes the bound.
+    """
 
     def __init__(self, app: App, *, access: ServerAccess | None = None) -> None:
         """`access` is by default that of this process's variables."""
@@ -70,14 +74,40 @@ class TokenGate:
             self._access.admit_http(scope["path"], values[0] if len(values) == 1 else None)
         except UnauthenticatedError:
             await self._refuse(scope, send)
+            return
+        size = _content_length(scope)
+        if scope["type"] == "http" and size is not None and size > MAX_BODY_BYTES:
+            await _answer(send, *body_too_large(size))
         else:
-            await self._app(scope, receive, send)
+            await self._app(scope, _bounded(receive), send)
 
     async def _refuse(self, scope: Mapping[str, Any], send: Send) -> None:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        headers = [(b"content-type", b"application/json")]
-        headers += [(name.lower().encode(), value.encode()) for name, value in CHALLENGE.items()]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps(refusal()).encode()})
+        await _answer(send, 401, refusal(), CHALLENGE)
+
+
+async def _answer(send: Send, status: int, body: Mapping[str, Any], extra: Mapping[str, str] | None = None) -> None:
+    headers = [(b"content-type", b"application/json")]
+    headers += [(name.lower().encode(), value.encode()) for name, value in (extra or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+
+def _content_length(scope: Mapping[str, Any]) -> int | None:
+    values = [value for name, value in scope.get("headers", ()) if name == b"content-length"]
+    return int(values[0]) if len(values) == 1 and values[0].isdigit() and len(values[0]) < 20 else None
+
+
+def _bounded(receive: Receive) -> Receive:
+    """`receive` that says that the client has gone when it has sent more than the bound."""
+    left = MAX_BODY_BYTES
+
+    async def read() -> MutableMapping[str, Any]:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        return message if left >= 0 else {"type": "http.disconnect"}
+
+    return read

@@ -46,6 +46,16 @@ def check_completions(num_prompts: int, n: int, *, n_field: str = "n") -> None:
         raise too_many(n_field, asked, MAX_COMPLETIONS, "send several requests at the same time")
 
 
+def check_prompt(prompt: Any, n: int, model_len: int) -> None:
+    """For a `prompt` of OpenAI's: a text or tokens, or a list of either. InvalidSpecError as the checks below."""
+    many: list[Any] = [prompt]
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        many = prompt
+    check_completions(len(many), n)
+    check_texts([text for text in many if isinstance(text, str)], model_len)
+    check_tokens([tokens for tokens in many if isinstance(tokens, list)], model_len)
+
+
 def check_texts(texts: Sequence[str], model_len: int, *, field: str = "prompt") -> None:
     """InvalidSpecError for a prompt of more characters than could fit."""
     limit = max_chars(model_len)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, MillraceError, UnavailableError
+from millrace.inference import http_limits as limits
 from millrace.inference.engine import STALL_S, EngineState
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
@@ -97,6 +98,9 @@ def attach(app: Any) -> None:
 @load_aware_call
 async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
     """OpenAI's chat; vLLM renders, generates and parses."""
+    limits.check_completions(1, request.n or 1)
+    limits.check_stops(request.stop)
+    limits.check_chat(request.messages, request.tools, _room(raw_request))
     serving = raw_request.app.state.openai_serving_chat
     return await _serve(raw_request, lambda: serving.create_chat_completion(request, raw_request), _Spans.of(request))
 
@@ -106,6 +110,8 @@ async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response
 @load_aware_call
 async def completions(request: CompletionRequest, raw_request: Request) -> Response:
     """OpenAI's completions."""
+    limits.check_stops(request.stop)
+    limits.check_prompt(request.prompt, request.n or 1, _room(raw_request))
     serving = raw_request.app.state.openai_serving_completion
     return await _serve(raw_request, lambda: serving.create_completion(request, raw_request), _Spans.of(request))
 
@@ -116,6 +122,9 @@ async def completions(request: CompletionRequest, raw_request: Request) -> Respo
 async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     """Tokens in, tokens out. Log-probs are always there, named `token_id:N` as clients want them."""
     sampling = request.sampling_params
+    limits.check_completions(1, sampling.n)
+    limits.check_stops(sampling.stop, field="sampling_params.stop")
+    limits.check_tokens([request.token_ids], _room(raw_request), field="token_ids")
     if sampling.logprobs is None:
         sampling.logprobs = 0
     if sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None:
@@ -161,6 +170,13 @@ async def reload_weights(raw_request: Request) -> Response:
     """PRIME-RL's: back to the weights that the server was started with."""
     await _replica(raw_request).load_directory(None)
     return JSONResponse({"status": "ok"})
+
+
+def _room(request: Request) -> int:
+    """Tokens of the longest context; UnavailableError while nothing serves."""
+    replica = _replica(request)
+    replica.require()
+    return replica.engine.status().max_model_len
 
 
 def _replica(request: Request) -> Replica:
