@@ -205,6 +205,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                     remedy=f"watch again with after={feed.cursor!r}",
                     metadata={"cursor": feed.cursor},
                 )
+            view = self._catalog.known(uid) or view  # a rebuilt log makes a new one
             has_ended = view.is_terminal  # then what is there is all
             for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
                 last_sent = time.monotonic()
