@@ -95,7 +95,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             earlier = await find_request(self._store, self._prefix, request.request_id)
             if earlier is not None:
                 return run_service_pb2.CreateRunResponse(run=await self._earlier(earlier, record))
-        return run_service_pb2.CreateRunResponse(run=await self._create(record, request.request_id))
+        return run_service_pb2.CreateRunResponse(run=await self._create(record))
 
     async def ForkRun(
         self, request: run_service_pb2.ForkRunRequest, context: grpc.aio.ServicerContext
@@ -120,7 +120,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         plan = await asyncio.to_thread(plan_fork, self._store, names, name=parent.name, step=request.step)
         forks.check_config(config, parent, plan)
         record = replace(record, parent=plan.to_json())
-        return run_service_pb2.ForkRunResponse(run=await self._create(record, request.request_id))
+        return run_service_pb2.ForkRunResponse(run=await self._create(record))
 
     async def AuditRun(
         self, request: run_service_pb2.AuditRunRequest, context: grpc.aio.ServicerContext
@@ -205,6 +205,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                     remedy=f"watch again with after={feed.cursor!r}",
                     metadata={"cursor": feed.cursor},
                 )
+            view = self._catalog.known(uid) or view  # a rebuilt log makes a new one
             has_ended = view.is_terminal  # then what is there is all
             for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
                 last_sent = time.monotonic()
@@ -262,14 +263,14 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         known = self._catalog.known(uid)
         return known.record.name if known is not None else uid
 
-    async def _create(self, record: RunRecord, request_id: str) -> run_pb2.Run:
+    async def _create(self, record: RunRecord) -> run_pb2.Run:
         uid = await create_run(
             self._redis,
             self._store,
             self._prefix,
             uid=record.uid,
             name=record.name,
-            request_id=request_id,
+            request_id=record.request_id,
             run_json=record.encode(),
             prepare=partial(copy_fork, self._store, self._prefix),
         )

@@ -79,6 +79,15 @@ async def require_backed(log: "RunLog", stream: Stream, position: int) -> None:
         raise await condemn(log, f"stream {stream}", f"at {position}-1: the object store has nothing of that number")
 
 
+async def require_committed(log: "RunLog", step: int, data: bytes) -> None:
+    """Have the log rebuilt if it has a header of a step that was never committed.
+
+    Nothing is raised: the store says what was. Where a run was reopened a step has several headers (`revisions`).
+    """
+    if not await asyncio.to_thread(_is_in_store, log, Stream.BATCHES, step, data):
+        await condemn(log, f"stream {Stream.BATCHES}", f"at {step}-1: it is not the committed header")
+
+
 async def require_own(log: "RunLog", stream: Stream, position: int, data: bytes) -> None:
     """Condemn a log that refuses what the store has: another entry, or what never was, stands in its place.
 

@@ -288,7 +288,7 @@ def _kept_checkpoints(store: ObjectStore, names: Names, origin: Origin, num_step
 
 
 def _has_batch(store: ObjectStore, names: Names, step: int) -> bool:
-    header = decode_header(store.get(names.batch_header(step)))
+    header = decode_header(_last_header(store, names, step))
     return all(store.head(chunk.key) is not None for chunk in header.chunks)
 
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.names import Names
+from millrace.runlog.revisions import load_step
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
@@ -119,10 +120,10 @@ def require_batches(store: ObjectStore, names: Names, found: Resumed, *, first: 
     with agreed(gang):
         newest = found.damaged[0].step if found.damaged and gang.is_leader else first
         for step in range(first, newest):
-            try:
-                header = decode_header(store.get(names.batch_header(step)))
-            except NotFoundError:
+            committed = load_step(store, names, step)
+            if committed is None:
                 break  # the log's end: a checkpoint behind it is not of this run
+            header = decode_header(committed.revisions[-1])
             if (lost := _lost_chunk(store, header)) is not None:
                 raise CorruptObjectError(
                     f"run {names.uid} cannot be continued from {found.start}: {lost} is missing. Newer checkpoints are "

@@ -49,8 +49,14 @@ def key_of(run, kind: str) -> str:
         "chunk": run.header(2).chunks[0].key,
         "rollouts": run.header(1).rollouts_key,
         "checkpoint file": f"{names.checkpoint(3)}e00000001-abcd/shard.distcp",
-        "policy object": f"{names.policy(0, 2)}e1-abcd/model-00001.safetensors",
+        "policy object": policy_object(run),
     }[kind]
+
+
+def policy_object(run) -> str:
+    """An object that no other version shares."""
+    prefix = run.names.policy(0, 2)
+    return next(info.key for info in run.store.list(prefix) if not info.key.endswith("manifest.json"))
 
 
 FROM_REDIS = ["first header", "header", "closing header", "chunk"]

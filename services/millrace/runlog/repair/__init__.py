@@ -108,11 +108,11 @@ def _repair_names(bench: Workbench, run_json: bytes) -> None:
     def judge(data: bytes) -> str:
         return "" if data == uid else "it names another run, or none"
 
-    keys = [deployment.name_object(document["name"])]
-    if document.get("request_id"):
-        keys.append(deployment.request_object(document["request_id"]))
-    for key in keys:
-        bench.examine(key, judge, prover="run.json", candidates=[("run.json", uid)])
+    made = [("run.json", uid)]
+    bench.examine(deployment.name_object(document["name"]), judge, prover="run.json", candidates=made)
+    if document.get("request_id"):  # made up, and without an object, where the caller named none
+        key = deployment.request_object(document["request_id"])
+        bench.examine(key, judge, prover="run.json", candidates=made, may_be_gone=True)
 
 
 def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> None:
