@@ -54,7 +54,9 @@ async def condemn(log: "RunLog", what: str, cause: str) -> LogGoneError:
         lambda: script.CONDEMN.run(log.redis, [log.names.meta], [log.generation, text]),
     )
     if connection.as_text(answer) == "OK":
-        logger.error("the log of the run is damaged and will be rebuilt", extra={"uid": log.uid, "damage": text})
+        logger.error(
+            "the log of the run is damaged and will be rebuilt: %s", text, extra={"uid": log.uid, "damage": text}
+        )
     return log_damaged(text)
 
 
@@ -92,6 +94,11 @@ async def require_own(log: "RunLog", stream: Stream, position: int, data: bytes)
                 raise await condemn(
                     log, f"stream {stream}", f"at {entry.id}: the object store has something else there"
                 )
+
+
+async def is_committed(log: "RunLog", step: int, header: bytes) -> bool:
+    """Whether these are the bytes of a header of that step in the store."""
+    return await asyncio.to_thread(_is_in_store, log, Stream.BATCHES, step, header)
 
 
 async def checked_policy(log: "RunLog", entry: "Entry") -> policy_pb2.PolicyEntry | None:
