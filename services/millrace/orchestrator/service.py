@@ -192,7 +192,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         if request.after and not _CURSOR.fullmatch(request.after):
             problem = Violation(field="after", value=request.after[:80], message="is not the cursor of an event")
             raise InvalidSpecError([problem], reason="CURSOR_INVALID", remedy="leave it out, or pass one that was sent")
-        if view.damage is not None:
+        if view.damage is not None and self._catalog.is_unreadable(view):
             raise CorruptObjectError(view.run.error.message, reason=view.damage.reason)
         uid = view.record.uid
         feed = EventFeed(self._catalog, uid, after=request.after)

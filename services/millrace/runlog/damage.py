@@ -54,7 +54,9 @@ async def condemn(log: "RunLog", what: str, cause: str) -> LogGoneError:
         lambda: script.CONDEMN.run(log.redis, [log.names.meta], [log.generation, text]),
     )
     if connection.as_text(answer) == "OK":
-        logger.error("the log of the run is damaged and will be rebuilt", extra={"uid": log.uid, "damage": text})
+        logger.error(
+            "the log of the run is damaged and will be rebuilt: %s", text, extra={"uid": log.uid, "damage": text}
+        )
     return log_damaged(text)
 
 

@@ -366,7 +366,8 @@ class RunLog:
                     await self.current_epoch(role)
                 if result not in (AppendResult.OK, AppendResult.ALREADY):
                     logger.warning(
-                        "append refused",
+                        "append refused: %s",
+                        detail,
                         extra={"uid": self.uid, "stream": stream.value, "position": position, "answer": answer}
                         | {"detail": detail},
                     )

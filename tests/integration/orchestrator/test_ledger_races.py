@@ -123,7 +123,7 @@ async def test_a_run_that_is_cancelled_before_its_groups_are_taken_over_resolves
 
 
 async def test_a_run_whose_log_cannot_be_read_is_not_closed_over_the_gap(stack, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(manager, "BACKOFF_S", 0.2)
+    monkeypatch.setattr(manager, "DAMAGED_PAUSE_S", 0.2)
     _, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
     run = await create(stack, max_steps=4)
     await until(lambda: len(trainer.headers) >= 2)
