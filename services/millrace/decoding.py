@@ -115,7 +115,7 @@ def unpack(detail: "AnyMessage", message: "Message") -> bool:
     return True
 
 
-def decompress(data: bytes, *, what: str, reason: str, max_bytes: int, remedy: str | None = None) -> bytes:
+def decompress(data: bytes | memoryview, *, what: str, reason: str, max_bytes: int, remedy: str | None = None) -> bytes:
     """What a zstd frame holds; `CorruptObjectError` with `reason` if it is damaged or holds more than `max_bytes`.
 
     The frame must say how much it holds, as all of ours do: nothing is allocated before that is known. Bytes behind

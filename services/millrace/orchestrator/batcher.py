@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.algorithms import Algorithm, Credit
+from millrace.decoding import Fields, decode_object
+from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.groups import Group
 from millrace.rollouts.types import Rollout, Sample, TrainSample
@@ -139,6 +141,15 @@ def encode_state(*, next_ordinal: int, num_duplicates: int, read_until: str, sco
 
 
 def decode_state(data: bytes) -> tuple[int, str]:
-    """`num_duplicates` and `read_until` of a header's state; 0 and "" where an older release wrote none."""
-    state = json.loads(data or b"{}")
-    return int(state.get("num_duplicates", 0)), str(state.get("read_until", ""))
+    """`num_duplicates` and `read_until` of a header's state; 0 and "" of an empty one.
+
+    CorruptObjectError if it is none.
+    """
+    if not data:
+        return 0, ""
+    what, reason = "the orchestrator's state in the last header", "HEADER_CORRUPT"
+    fields = Fields(decode_object(data, what=what, reason=reason))
+    try:
+        return fields.integer("num_duplicates"), fields.text("read_until")
+    except ValueError as error:
+        raise CorruptObjectError(f"{what} cannot be read: {error}", reason=reason) from error

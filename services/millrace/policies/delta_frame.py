@@ -15,6 +15,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from millrace.decoding import decompress
+from millrace.errors import CorruptObjectError
 from millrace.policies.delta_codings import corrupt
 
 SPARSE, DENSE, PLAIN = 1, 2, 3
@@ -60,14 +62,11 @@ class Section:
         if self.raw_bytes != raw_bytes:
             raise corrupt(f"its {what} have {self.raw_bytes} bytes, not {raw_bytes}")
         data: bytes | memoryview = self.stored
-        try:
-            if self.compressed:
-                if (size := zstandard.frame_content_size(self.stored)) != raw_bytes:
-                    raise corrupt(f"its {what} are compressed from {size} bytes, not {raw_bytes}")
-                decompressor = zstandard.ZstdDecompressor()
-                data = decompressor.decompress(self.stored, max_output_size=raw_bytes, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise corrupt(f"its {what} cannot be decompressed: {error}") from error
+        if self.compressed:
+            try:
+                data = decompress(self.stored, what=f"compressed {what}", reason="DELTA_CORRUPT", max_bytes=raw_bytes)
+            except CorruptObjectError as error:
+                raise corrupt(error.message) from error
         if len(data) != raw_bytes:
             raise corrupt(f"its {what} expand to {len(data)} bytes, not {raw_bytes}")
         return np.frombuffer(data, np.uint8)

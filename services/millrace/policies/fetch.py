@@ -66,8 +66,8 @@ def read_objects(
 ) -> None:
     """Reads objects whole, in ranges and over parallel connections, and hands the ranges on in order.
 
-    What is read is as long as the entries say, so `require_sizes` must have looked at them. Raises CorruptObjectError if
-    the sha256 of an object is not the entry's. Holds at most `2 * connections` ranges.
+    What is read is as long as the entries say, so `require_sizes` must have looked at them. Raises CorruptObjectError
+    if the sha256 of an object is not the entry's. Holds at most `2 * connections` ranges.
     """
     pending: deque[tuple[ObjectEntry, int, Future[bytes]]] = deque()
     ranges = _ranges(objects, range_bytes)

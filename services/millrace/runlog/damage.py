@@ -17,7 +17,7 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
-from millrace.decoding import decode_message
+from millrace.decoding import decode_message, decode_object
 from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
 from millrace.internal.v1 import policy_pb2
 from millrace.runlog import connection, script
@@ -108,7 +108,8 @@ async def require_own(log: "RunLog", stream: Stream, position: int, data: bytes)
 async def checked_policy(log: "RunLog", entry: "Entry") -> policy_pb2.PolicyEntry | None:
     """The policy version that an entry announces; None if the store does not keep it any more.
 
-    `LogGoneError`, and a rebuild, where its manifest in the store is another or was never written.
+    `LogGoneError`, and a rebuild, where its manifest in the store is another's or was never written. One that is
+    damaged is nothing that a rebuild mends: whoever needs that version finds it, and the trainer publishes it anew.
     """
     try:
         policy = _decode_policy(entry.d)
@@ -119,13 +120,23 @@ async def checked_policy(log: "RunLog", entry: "Entry") -> policy_pb2.PolicyEntr
             raise CorruptObjectError(f"it names {policy.manifest_key[:200]!r}", reason="ENTRY_CORRUPT")
         manifest = await asyncio.to_thread(_get, log, policy.manifest_key)
         if manifest is not None and hashlib.sha256(manifest).digest() != policy.manifest_sha256:
-            raise CorruptObjectError(f"{policy.manifest_key} has another sha256", reason="ENTRY_CORRUPT")
+            _require_damaged(manifest, policy)
     except CorruptObjectError as error:
         raise await condemn(log, f"stream {Stream.POLICIES}", f"at {entry.id}: {error.message}") from error
     if manifest is None:
         await require_backed(log, Stream.POLICIES, major)
         return None
     return policy
+
+
+def _require_damaged(manifest: bytes, policy: policy_pb2.PolicyEntry) -> None:
+    """`CorruptObjectError` if a manifest that is not the announced one is whole, and of other weights."""
+    try:
+        digest = decode_object(manifest, what=policy.manifest_key, reason="POLICY_CORRUPT").get("digest")
+    except CorruptObjectError:
+        return
+    if digest != policy.digest:
+        raise CorruptObjectError(f"{policy.manifest_key} has another sha256 and digest", reason="ENTRY_CORRUPT")
 
 
 def _decode_policy(data: bytes) -> policy_pb2.PolicyEntry:

@@ -11,6 +11,7 @@ import logging
 import secrets
 from dataclasses import dataclass
 
+from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
@@ -47,8 +48,9 @@ def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
 def epoch_owner(store: ObjectStore, names: Names, role: str, number: int) -> str:
     """Who took an epoch of a role; empty if its object does not say (blocking)."""
     try:
-        return str(json.loads(store.get(names.epoch(role, number)))["owner"])
-    except (NotFoundError, ValueError, KeyError, TypeError):  # it is for people: what it says decides nothing
+        data = store.get(names.epoch(role, number))
+        return str(decode_object(data, what="epoch", reason="EPOCH_CORRUPT").get("owner", ""))
+    except (NotFoundError, CorruptObjectError):  # it is for people: what it says decides nothing
         return ""
 
 

@@ -12,7 +12,6 @@ same request, and two that run at once write the same bytes.
 """
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Callable
@@ -114,7 +113,8 @@ def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> Non
     `InvalidStateError` (PARENT_GONE) if the parent does not keep it any more, `CorruptObjectError` if the parent's
     objects are not what their hashes say.
     """
-    document = json.loads(run_json)
+    where = store.uri(Names(prefix, uid).run_json)
+    document = decode_object(run_json, what=where, reason="RUN_JSON_CORRUPT")
     parent = document.get("parent")
     if parent is None:
         return
@@ -123,7 +123,7 @@ def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> Non
         source=Names(prefix, parent["uid"]),
         target=Names(prefix, uid),
         run_hash=document["run_hash"],
-        origin=parse_origin(run_json, where=store.uri(Names(prefix, uid).run_json)),
+        origin=parse_origin(run_json, where=where),
     )
     try:
         copy.run(base_step=int(parent["base_step"]), step=int(parent["step"]))

@@ -6,6 +6,7 @@ import secrets
 import time
 from typing import NamedTuple, Self
 
+from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError, FencedError
 from millrace.runlog import script
 from millrace.runlog.connection import as_text
@@ -126,9 +127,9 @@ def _value(owner: str, token: str, epoch: int, slot: str) -> str:
 
 def _decode(value: str, role: str, uid: str) -> LeaseHolder:
     try:
-        body = json.loads(value)
-        return LeaseHolder(body["owner"], body["epoch"], body.get("slot", ""))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        fields = Fields(decode_object(value, what="it", reason="LEASE_CORRUPT", max_bytes=64 << 10))
+        return LeaseHolder(fields.text("owner"), fields.integer("epoch"), fields.text("slot"))
+    except (CorruptObjectError, ValueError) as error:
         raise CorruptObjectError(
             f"the lease of {role} of run {uid} holds {value[:100]!r}",
             reason="LEASE_CORRUPT",

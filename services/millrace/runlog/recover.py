@@ -18,6 +18,7 @@ from millrace.runlog.names import Stream
 from millrace.runlog.origin import load_origin
 from millrace.runlog.revisions import StepHeaders, decode_stored, is_failed_closing, load_step
 from millrace.storage import ObjectStore
+from millrace.storage.commit_points import newest_revision
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ async def reappend_committed(log: RunLog, epoch: Epoch) -> int:
 async def reappend_policies(log: RunLog, epoch: Epoch) -> int:
     """Append to Redis every published policy version that it lacks at its end; returns how many.
 
-    Of several lineages of a version the newest counts. The manifest's JSON must have the string `digest`.
+    Of several lineages of a version the newest counts.
     `LogGoneError`, and a rebuild, if Redis has a version that was never published.
     """
     version = await log.next_position(Stream.POLICIES)
@@ -162,7 +163,7 @@ def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
             break
         key = log.names.policy_manifest(newest[version], version)
         try:
-            manifest = log.store.get(key)
+            manifest = log.store.get(newest_revision(log.store, key))
         except NotFoundError:  # uploaded in part: not published
             break
         entries.append(
@@ -178,10 +179,13 @@ def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
 
 
 def _digest(manifest: bytes, where: str) -> str:
-    found = decode_object(manifest, what=where, reason="POLICY_CORRUPT").get("digest")
-    if not isinstance(found, str):
-        raise CorruptObjectError(f"{where} names no digest", reason="POLICY_CORRUPT")
-    return found
+    """The digest that a manifest names; empty if it is damaged, which only who needs that version minds."""
+    try:
+        found = decode_object(manifest, what=where, reason="POLICY_CORRUPT").get("digest")
+    except CorruptObjectError as error:
+        logger.warning("the manifest of a policy is damaged", extra={"error": error.message})
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def _require_end(log: RunLog, step: int, rest: Sequence[StepHeaders | None]) -> None:

@@ -4,7 +4,6 @@ Needs the object store only, writes nothing into it, and runs in this process al
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.config.rl import RLConfig
+from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import PolicyManifest
@@ -81,17 +81,18 @@ class Replayer:
         kept = log.kept()
         if not kept.first <= step <= kept.last:
             raise log.not_kept(step)
+        document = decode_object(record, what=store.uri(names.run_json), reason="RUN_JSON_CORRUPT")
         learner, start = _learner_at(store, names, config, step, origin=origin)
         batches = Batches(
             log,
             gang=learner.gang,
             run_uid=names.uid,
-            run_hash=json.loads(record)["run_hash"],
+            run_hash=document["run_hash"],
             previous_chain_hash=start.chain_hash,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             seq_len=config.trainer.model.seq_len,
         )
-        name = str(json.loads(record).get("name") or names.uid)
+        name = str(document.get("name") or names.uid)
         yield cls(learner, batches, run_name=name, start=start, notes=(*start.notes, *_notes(start.checkpoint)))
 
     def read(self) -> Batch:

@@ -218,7 +218,9 @@ async def test_an_outage_that_outlasts_its_own_standstill_is_told_without_it(wor
     OUTAGES.append(Outage(address="127.0.0.1:1", began=world.now - 20, ended=world.now + 7))
     await world.run(12, progress=True)
     assert world.events.reasons == ["ORCHESTRATOR_STOOD_STILL", "REDIS_SILENT"]
-    assert world.events.warnings[1][1] in [f"Redis at 127.0.0.1:1 did not answer for {s} s" for s in (6, 7)]  # 27 s less 20, to a tick
+    assert world.events.warnings[1][1] in [
+        f"Redis at 127.0.0.1:1 did not answer for {s} s" for s in (6, 7)
+    ]  # 27 s less 20, to a tick
 
 
 async def test_explain_says_for_a_minute_that_this_process_stood_still(world):

@@ -7,7 +7,6 @@ is looked at before what it proves. See `objects` for how bytes get to their pla
 
 import asyncio
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -102,7 +101,7 @@ def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes
 
 def _repair_names(bench: Workbench, run_json: bytes) -> None:
     """The objects that lead from the run's name and request to its uid."""
-    document = json.loads(run_json)
+    document = decode_object(run_json, what=bench.names.run_json, reason="RUN_JSON_CORRUPT")
     deployment, uid = Deployment(bench.names.prefix), bench.names.uid.encode()
 
     def judge(data: bytes) -> str:
