@@ -76,8 +76,8 @@ async def test_what_is_dropped_while_the_lease_is_renewed_before_a_commit_is_not
     env, _, trainer = await stack.env_server(silent={3}), await stack.inference(), await stack.trainer()
     renew, commit, stale = Lease.renew, ledger_module.commit_batch, []
 
-    async def commit_then_lose(log, epoch, header, chunks, archive) -> bytes:
-        written = await commit(log, epoch, header, chunks, archive)
+    async def commit_then_lose(log, epoch, header, chunks, archive, **options) -> bytes:
+        written = await commit(log, epoch, header, chunks, archive, **options)
         if header.step == 0:
             stale.append(True)  # from here on, before anything else can run, the lease needs to be renewed
         return written
