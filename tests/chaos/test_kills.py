@@ -1,8 +1,14 @@
 """The failure table: a process is killed at a named point, the run finishes by itself, and its log is clean."""
 
+import time
+
 import pytest
 from chaos_rows import ROWS
-from chaos_stack import ChaosStack
+from chaos_stack import PREFIX, ChaosStack
+from patience import patient
+
+from millrace.runlog import Names
+from millrace.telemetry.faults import Point
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -16,3 +22,17 @@ def test_a_kill_loses_and_repeats_nothing(chaos: ChaosStack, row: str) -> None:
     chaos.finish(run)
     assert chaos.pid(victim) != before
     print(f"{row}: {run.require_recovery(record['time'])}")
+
+
+def test_a_run_whose_orchestrator_died_before_the_seal_is_sealed_by_its_successor(chaos: ChaosStack) -> None:
+    fault = chaos.arm(Point.ORCHESTRATOR_BEFORE_SEAL)
+    before = chaos.pid("orchestrator")
+    run = chaos.submit(max_steps=3)
+    fault.wait()  # not for the run: it is over before
+    ends = time.monotonic() + patient(60)
+    key = Names(PREFIX, run.uid).seal(0)
+    while chaos.store().head(key) is None:
+        assert time.monotonic() < ends, "nobody sealed the run"
+        time.sleep(0.2)
+    assert chaos.pid("orchestrator") != before
+    assert "SEALED_LATER" in {note.check for note in chaos.finish(run).notes}

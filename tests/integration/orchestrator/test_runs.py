@@ -6,10 +6,15 @@ import json
 import pytest
 from orchestrator_runs import bodies, config_json, create, watch
 
-from millrace.errors import AlreadyExistsError, InvalidSpecError, NotFoundError
+from millrace.errors import AlreadyExistsError, InvalidSpecError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
+from millrace.orchestrator import housekeeping
+from millrace.rollouts.batch_wire import decode_header
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
+from millrace.runlog import Names
+from millrace.runlog.revisions import list_headers
+from millrace.runlog.seal import Seal
 from millrace.v1 import run_pb2, run_service_pb2
 
 
@@ -35,6 +40,32 @@ async def test_a_run_goes_from_queued_to_succeeded(stack) -> None:
     assert close.resolved_below == 6 + len(close.resolutions)
     assert len(close.samples) == 6, "the final evaluation's rollouts go to the trainer for scoring"
     assert env.requests[0].purpose == rollout_pb2.PURPOSE_EVAL
+
+
+async def test_an_ended_run_is_sealed_also_where_that_failed_at_its_end(stack, monkeypatch) -> None:
+    await asyncio.gather(stack.env_server(), stack.inference(), stack.trainer())
+    store, refused = stack.deps["store"], []
+
+    def refuse(*args: object, **fields: object) -> bool:
+        refused.append(args)
+        raise UnavailableError("the store is away", reason="STORE_UNREACHABLE")
+
+    monkeypatch.setattr(housekeeping, "write_seal", refuse)
+    run = await create(stack)
+    await watch(stack, run)
+    names = Names(stack.prefix, run.uid)
+    async with asyncio.timeout(20):
+        while (found := await asyncio.to_thread(store.head, names.seal(0))) is None:
+            await asyncio.sleep(0.05)
+    seal = Seal.decode(store.get(found.key), where=found.key)
+    assert refused and seal.state == "SUCCEEDED" and seal.by.endswith("later")
+    named = {ref.key for header in headers(store, names) for ref in header.objects}
+    archives = {info.key.removeprefix(names.root) for info in store.list(names.event_archive)}
+    assert {"run.json", *archives} <= {*seal.objects} | named
+
+
+def headers(store, names: Names) -> list[batch_pb2.BatchHeader]:
+    return [decode_header(store.get(names.batch_header(*at))) for at in list_headers(store, names)]
 
 
 async def test_async_level_0_trains_only_on_the_newest_policy(stack) -> None:
