@@ -7,11 +7,13 @@ from recorded_log import STEPS, checkpoint, record
 
 from millrace.errors import AlreadyExistsError, ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog import RunLog, Stream, load_headers, new_uid, reappend_committed
+from millrace.runlog import RunLog, Stream, chain_hash, commit_batch, load_headers, new_uid, reappend_committed
 from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.frontier import genesis_hash
 from millrace.runlog.index import create_run, find_request, list_runs
+from millrace.runlog.rebuild import open_reopened
+from millrace.runlog.revisions import find_closing, load_reopenings, reopen
 from millrace.storage.commit_points import with_checksum
 
 FORK_HASH = "cd" * 32
@@ -285,3 +287,36 @@ async def test_what_lies_under_the_forks_names_is_never_replaced(parent):
 
     with pytest.raises(ConflictError, match="exists with other content"):
         await fork(parent, 2, copy=occupied)
+
+
+async def test_a_fork_behind_a_reopened_end_takes_that_end_along(log, redis, local_store):
+    """What the failed closing header dropped stays dropped in the fork, which has a chain of its own over it."""
+    parent = await record(log, redis, local_store, closes=False)
+    epoch = await log.acquire_epoch("orchestrator", "o")
+    last = parent.header(STEPS - 1)
+
+    def header(kind, *, revision: int, ordinal: int) -> batch_pb2.BatchHeader:
+        made = batch_pb2.BatchHeader(
+            run_uid=log.uid, run_hash=log.run_hash, kind=kind, step=STEPS, revision=revision, writer_epoch=epoch.number
+        )
+        made.previous_chain_hash, made.resolved_below = parent.chain, ordinal + 1
+        made.resolutions.add(
+            ordinal=ordinal, outcome=batch_pb2.ORDINAL_OUTCOME_DROPPED, reason="run_failed" if not revision else "stale"
+        )
+        return made
+
+    closing = header(batch_pb2.BATCH_KIND_CLOSE, revision=0, ordinal=last.resolved_below)
+    closing.outcome, closing.final_version = batch_pb2.RUN_OUTCOME_FAILED, STEPS
+    parent.chain = chain_hash(parent.chain, await commit_batch(log, epoch, closing, [], b""))
+    found = find_closing(local_store, log.names)
+    assert found is not None and reopen(local_store, log.names, found, epoch=epoch.number, owner="o")
+    log = parent.log = await open_reopened(redis, local_store, prefix=log.names.prefix, uid=log.uid, owner="o")
+    successor = header(batch_pb2.BATCH_KIND_TRAIN, revision=1, ordinal=last.resolved_below + 1)
+    await commit_batch(log, epoch, successor, [], b"")
+    child = await fork(parent, STEPS + 1)
+    headers, _ = await load_headers(child)
+    assert [(each.step, each.revision) for each in headers] == [(STEPS, 0), (STEPS, 1)]
+    assert len(load_reopenings(local_store, child.names)) == 1
+    assert await violations(child) == []
+    before = await fork(parent, STEPS, name="before")
+    assert (await load_headers(before))[0] == [] and await violations(before) == []

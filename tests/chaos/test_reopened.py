@@ -1,0 +1,75 @@
+"""A damaged store ends a real run as FAILED; it is repaired from a replica, resumed, and ends like any other."""
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from chaos_run import ChaosRun
+from chaos_stack import PREFIX, ChaosStack
+
+from millrace.errors import UnavailableError
+from millrace.runlog.names import Names
+from millrace.telemetry.faults import Point
+from millrace.v1 import run_pb2
+
+POINTS = [Point.ORCHESTRATOR_REOPEN_WISHED, Point.ORCHESTRATOR_REOPENED, Point.ORCHESTRATOR_REOPEN_TOLD]
+
+
+def damage(chaos: ChaosStack, run: ChaosRun) -> int:
+    """Every checkpoint in one bit, and the first batch, so that the start model is no way out; how many objects."""
+    store, names = chaos.store(), Names(PREFIX, run.uid)
+    keys = [info.key for info in store.list(names.checkpoints) if "/manifest" not in info.key]
+    for key in keys:
+        data = bytearray(store.get(key))
+        data[len(data) // 2] ^= 1
+        store.delete(key)
+        store.put(key, bytes(data))
+    chunk = next(info.key for info in store.list(f"{names.batches}00000000/"))
+    store.delete(chunk)
+    return len(keys) + 1
+
+
+def fail(chaos: ChaosStack, run: ChaosRun, replica: Path) -> int:
+    """Pause it, copy the store, damage it, and let it go on to its end."""
+    run.wait_step(2)
+    run.pause()
+    source = chaos.store().uri("x").removesuffix("/x").removeprefix("file://")
+    shutil.copytree(source, replica)
+    count = damage(chaos, run)
+    run.resume()
+    run.wait_state(run_pb2.RUN_STATE_FAILED)
+    return count
+
+
+def follow(chaos: ChaosStack, run: ChaosRun) -> ChaosRun:
+    return ChaosRun(address=chaos.address, name=run.name, uid=run.uid)
+
+
+def repair(chaos: ChaosStack, run: ChaosRun, *options: str) -> list[dict]:
+    store = chaos.store().uri("x").removesuffix("/x")
+    command = ("run", "repair", run.name, "--store", store, "--prefix", PREFIX, "--json", *options)
+    said = chaos.workplace.millrace(*command)
+    return json.loads(said[said.index("{") :])["repairs"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_that_a_damaged_store_ended_is_repaired_and_resumed(
+    chaos: ChaosStack, tmp_path: Path, point: Point
+) -> None:
+    run = chaos.submit(max_steps=6)
+    count = fail(chaos, run, tmp_path / "replica")
+    done = repair(chaos, run, "--from", f"file://{tmp_path}/replica", "--apply")
+    assert [each["state"] for each in done] == ["restored"] * count
+    fault = chaos.arm(point)
+    with contextlib.suppress(UnavailableError):  # it is killed while it answers
+        run.resume()
+    fault.wait()
+    chaos.wait_ready()
+    run.resume()  # where the first one was not acknowledged; else it changes nothing
+    resumed = follow(chaos, run)
+    report = chaos.finish(resumed)
+    assert sorted(set(resumed.steps())) == list(range(6)) and report.is_closed
+    aside = [info.key for info in chaos.store().list(f"{Names(PREFIX, run.uid).root}quarantine/")]
+    assert len(aside) == count - 1, "what was damaged is still there"
