@@ -187,7 +187,7 @@ def _record() -> tuple[Any, Any]:
     from millrace.orchestrator.run_view import RunRecord, RunView
 
     def decode(data: bytes) -> Any:
-        record = RunRecord.decode(data)
+        record = RunRecord.decode(data, where="x")
         RunView(record)
         return record
 
@@ -374,8 +374,6 @@ def _http_mutate() -> m.Mutate:
     return mutate
 
 
-MENDED = "is being mended in its own room"
-
 TARGETS = [
     Target(
         name="rollout",
@@ -401,12 +399,12 @@ TARGETS = [
         mutate=lambda: m.wrapped(m.bytes_of, _unzstd, _zstd),
     ),
     Target(name="entry", load=_entry, mutate=_entry_mutate),
-    Target(name="intent", load=_intent, mutate=_json, known=MENDED),
-    Target(name="epoch", load=_epoch, mutate=_json, known=MENDED),
+    Target(name="intent", load=_intent, mutate=_json),
+    Target(name="epoch", load=_epoch, mutate=_json),
     Target(name="origin", load=_of("runlog.origin", "parse_origin", where="x"), mutate=_json),
     Target(name="run_hash", load=_of("runlog.log", "parse_run_hash"), mutate=_json),
-    Target(name="run_json", load=_record, mutate=_json, known=MENDED),
-    Target(name="header_state", load=_of("orchestrator.batcher", "decode_state"), mutate=_json, known=MENDED),
+    Target(name="run_json", load=_record, mutate=_json),
+    Target(name="header_state", load=_of("orchestrator.batcher", "decode_state"), mutate=_json),
     Target(
         name="policy_manifest",
         load=_of("policies.manifest", "PolicyManifest.from_bytes", encode=".to_bytes", source="x"),
