@@ -223,5 +223,8 @@ class ChaosRun:
                 with self._news:
                     self.heard.append(time.time())
                     self.events.append(event)
-                    self._over = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
+                    changed = event.HasField("state_changed")
+                    state = event.state_changed.new_state
+                    # FAILED is the end only if the stream ends: the run may have been reopened since.
+                    self._over = changed and is_terminal(state) and state != run_pb2.RUN_STATE_FAILED
                     self._news.notify_all()
