@@ -287,6 +287,7 @@ class RunDriver:
 
     async def _record_end(self, state: run_pb2.RunState, why: str, *, error: run_pb2.RunError | None = None) -> None:
         """The terminal state, its event archived, and the seal behind it."""
+        await self._keeper.archive_now()  # what that finds is told before the end, where watchers still listen
         await self._events.state_changed(state, why, error=error, chain_hash=self._ledger.chain.hex())
         await self._keeper.archive_now()
         faults.reach(faults.Point.ORCHESTRATOR_BEFORE_SEAL)

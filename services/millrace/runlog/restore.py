@@ -73,8 +73,8 @@ def merge_events(
 ) -> Restored:
     """Add what only Redis holds, under ids of the new generation, then the event that tells of the rebuild.
 
-    What is damaged is left out, and so is what the store has under ids of generations that are still to come. `cause`
-    is what was damaged in Redis; without one it had lost the log.
+    What is damaged is left out, and so is what the store has under ids of generations that are still to come. `why`
+    says why the log is rebuilt.
 
     Their old ids may be those of other events that the store has. Their bytes stay, and so do their numbers unless an
     archived event of the writer has that number (of a process that died, whose successor did not know it).

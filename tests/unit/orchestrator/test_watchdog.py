@@ -12,7 +12,7 @@ from millrace.orchestrator.watchdog import Watchdog
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.connection import OUTAGES, Outage
 from millrace.telemetry import waits
-from millrace.telemetry.standstill import Meter
+from millrace.telemetry.standstill import METER, Meter
 from millrace.v1 import event_pb2, run_pb2
 
 UID, OWNER = "r-1", "orchestrator-0"
@@ -88,6 +88,8 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     OUTAGES.clear()
+    METER.found.clear()  # what other tests of this process have seen, on a clock that is not the world's
+    METER.begin(is_ticking=lambda: False)
     made = World(monkeypatch)
     yield made
     OUTAGES.clear()
