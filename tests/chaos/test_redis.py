@@ -114,7 +114,7 @@ def test_flushall_during_a_run(stack: ChaosStack, moment: str) -> None:
 
 
 def test_what_others_write_into_the_streams_of_a_run(stack: ChaosStack) -> None:
-    """A rollout that is none, an event that does not decode, a batch so far ahead that none can be appended behind it."""
+    """A rollout that is none, an event that does not decode, and a batch far ahead of all that could follow it."""
     run = stack.submit(max_steps=8)
     run.wait_step(1)
     redis, names, written_at = stack.redis(), Names(PREFIX, run.uid), time.time()

@@ -18,7 +18,7 @@ POINTS = [Point.ORCHESTRATOR_REOPEN_WISHED, Point.ORCHESTRATOR_REOPENED, Point.O
 
 
 def damage(chaos: ChaosStack, run: ChaosRun) -> int:
-    """Damage every checkpoint in one bit, and the first batch, so that the start model is no way out; returns how many."""
+    """Damage every checkpoint in one bit, and the first batch, so that the start model is no way out; says how many."""
     store, names = chaos.store(), Names(PREFIX, run.uid)
     keys = [info.key for info in store.list(names.checkpoints) if "/manifest" not in info.key]
     for key in keys:
