@@ -54,7 +54,7 @@ class SigningKey:
     def verifies(self, message: bytes, signature: str) -> bool:
         """Whether a signature (hex) is of this key."""
         if self.algorithm == HMAC:
-            return hmac.compare_digest(self.sign(message), signature)
+            return hmac.compare_digest(self.sign(message).encode(), signature.encode())
         from cryptography.exceptions import InvalidSignature
 
         _, public = self._material
