@@ -6,14 +6,15 @@ from millrace.policies.fetch import pull_files, read_manifest, read_objects, req
 from millrace.storage.base import ObjectStore
 
 
-def damage_of(store: ObjectStore, key: str, *, digest: str) -> str | None:
+def damage_of(store: ObjectStore, key: str, *, digest: str, sha256: bytes = b"") -> str | None:
     """What keeps the version whose manifest is `key` from being read; None if every byte is as it was written.
 
+    `digest` and `sha256` (of the manifest's bytes) are those that were announced; empty ones are not compared.
     Reads every object of the cheapest chain that leads to the version (blocking), and holds little of it.
     """
     try:
-        manifest = read_manifest(store, key)
-        if manifest.digest != digest:
+        manifest = read_manifest(store, key, sha256)
+        if digest and manifest.digest != digest:
             return f"policy manifest {store.uri(manifest.key)} has digest {manifest.digest}, announced was {digest}"
         pull_files(store, manifest)
         for link in find_chain(Manifests(store), manifest, held=None):

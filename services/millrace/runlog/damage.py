@@ -119,8 +119,8 @@ async def checked_policy(log: "RunLog", entry: "Entry") -> policy_pb2.PolicyEntr
         if policy.manifest_key != log.names.policy_manifest(policy.lineage, policy.version):
             raise CorruptObjectError(f"it names {policy.manifest_key[:200]!r}", reason="ENTRY_CORRUPT")
         manifest = await asyncio.to_thread(_get, log, policy.manifest_key)
-        if manifest is not None and hashlib.sha256(manifest).digest() != policy.manifest_sha256:
-            _require_damaged(manifest, policy)
+        if manifest is not None and not _is_of(manifest, policy):
+            raise CorruptObjectError(f"{policy.manifest_key} has another sha256 and digest", reason="ENTRY_CORRUPT")
     except CorruptObjectError as error:
         raise await condemn(log, f"stream {Stream.POLICIES}", f"at {entry.id}: {error.message}") from error
     if manifest is None:
@@ -129,14 +129,15 @@ async def checked_policy(log: "RunLog", entry: "Entry") -> policy_pb2.PolicyEntr
     return policy
 
 
-def _require_damaged(manifest: bytes, policy: policy_pb2.PolicyEntry) -> None:
-    """`CorruptObjectError` if a manifest that is not the announced one is whole, and of other weights."""
+def _is_of(manifest: bytes, policy: policy_pb2.PolicyEntry) -> bool:
+    """Whether a stored manifest is the announced one, or damaged, or of the same weights: a lost one is made again."""
+    if hashlib.sha256(manifest).digest() == policy.manifest_sha256:
+        return True
     try:
         digest = decode_object(manifest, what=policy.manifest_key, reason="POLICY_CORRUPT").get("digest")
     except CorruptObjectError:
-        return
-    if digest != policy.digest:
-        raise CorruptObjectError(f"{policy.manifest_key} has another sha256 and digest", reason="ENTRY_CORRUPT")
+        return True
+    return digest == policy.digest
 
 
 def _decode_policy(data: bytes) -> policy_pb2.PolicyEntry:
@@ -154,7 +155,7 @@ def _is_in_store(log: "RunLog", stream: Stream, position: int, data: bytes | Non
         except CorruptObjectError:
             return False
         manifest = _get(log, log.names.policy_manifest(policy.lineage, policy.version))
-        return manifest is not None and hashlib.sha256(manifest).digest() == policy.manifest_sha256
+        return manifest is not None and _is_of(manifest, policy)
     names = (prefix.removeprefix(log.names.policies) for prefix in log.store.list_prefixes(log.names.policies))
     found = (re.fullmatch(r"(\d+)-(\d+)/?", name) for name in names)
     return any(int(match[2]) >= position for match in found if match)

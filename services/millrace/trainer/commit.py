@@ -135,17 +135,18 @@ class Committer:
                 remedy="the run goes on from its last checkpoint in a new lineage",
             ) from error
 
-    def mend(self, version: VersionInput, *, lineage: int, digest: str) -> MendedVersion | None:
+    def mend(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> MendedVersion | None:
         """Publishes a committed version anew and in full, under the next successor of its manifest, if it is damaged.
 
         None at ranks other than 0, and if every byte is as it was written. InvalidStateError if these weights are not
-        the version's, whose `digest` was announced: then nobody has them any more.
+        the version's, whose `digest` was announced (it is empty if a damaged
+        manifest was all that was left): then nobody has them any more.
         """
         found: list[str] = []
 
         def look() -> bytes:
             first_key = self._names.policy_manifest(lineage, version.version)
-            if (damage := damage_of(self._store, first_key, digest=digest)) is None:
+            if (damage := damage_of(self._store, first_key, digest=digest, sha256=sha256)) is None:
                 log.info("a policy that was reported damaged is whole", extra={"version": version.version})
                 return b""
             found.append(damage)
@@ -155,7 +156,7 @@ class Committer:
         if not key:
             return None
         _, entries = self._prove(version.parts, version.version)
-        if whole_digest(entries) != digest:
+        if digest and whole_digest(entries) != digest:
             raise InvalidStateError(
                 f"policy {lineage}-{version.version} of run {self._names.uid} is damaged, and this trainer cannot make "
                 f"it again: its digest is {digest}, these weights have {whole_digest(entries)}",

@@ -163,7 +163,7 @@ class Publisher:
         self._begin(version, parts, lambda: self._mend(entry, made))
 
     def _mend(self, entry: policy_pb2.PolicyEntry, made: VersionInput) -> None:
-        mended = self._committer.mend(made, lineage=entry.lineage, digest=entry.digest)
+        mended = self._committer.mend(made, lineage=entry.lineage, digest=entry.digest, sha256=entry.manifest_sha256)
         if mended is not None and self._log_client is not None:
             message = (
                 f"policy {entry.lineage}-{entry.version} was damaged ({mended.damage}) and is published anew, in full, "

@@ -1,5 +1,6 @@
 """A damaged policy is published anew by the trainer that has its weights; replicas find it, nothing is overwritten."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,9 @@ DAMAGE: dict[str, Callable[[Recorder], None]] = {
     "manifest of another version": lambda recorder: _path(recorder, _key(recorder, 2)).write_bytes(
         _path(recorder, _key(recorder, 1)).read_bytes()
     ),
+    "manifest with other spaces": lambda recorder: _path(recorder, _key(recorder, 2)).write_text(
+        json.dumps(json.loads(recorder.store.get(_key(recorder, 2))), indent=1)
+    ),
     "manifest of the anchor missing": lambda recorder: _path(recorder, _key(recorder, 0)).unlink(),
 }
 
@@ -64,7 +68,14 @@ def config(make_config: MakeConfig) -> RLConfig:
 
 def _entry(recorder: Recorder, version: int) -> PolicyEntry:
     raw = json.loads(recorder.store.get(_key(recorder, version)))
-    return PolicyEntry(lineage=0, version=version, manifest_key=_key(recorder, version), digest=raw["digest"])
+    sha256 = hashlib.sha256(recorder.store.get(_key(recorder, version))).digest()
+    return PolicyEntry(
+        lineage=0,
+        version=version,
+        manifest_key=_key(recorder, version),
+        manifest_sha256=sha256,
+        digest=raw["digest"],
+    )
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -84,7 +95,7 @@ def test_a_damaged_policy_is_published_anew(recorder: Recorder, config: RLConfig
                 info.key: recorder.store.get(info.key) for info in recorder.store.list(recorder.root + "policies/")
             }
             with pytest.raises((CorruptObjectError, NotFoundError)):
-                _stage(recorder, 2)
+                HostCopy(recorder.store).stage(_key(recorder, 2), state["entry"].manifest_sha256)
         state["count"] = state.get("count", 0) + 1
         return state["entry"], state["count"]
 
