@@ -85,7 +85,10 @@ class FakeRuns(RunServiceServicer):
 
         if request.name not in self.runs:
             raise NotFoundError(f"no run {request.name}", reason="RUN_NOT_FOUND")
-        return rs.GetRunResponse(run=self.runs[request.name])
+        run = run_pb2.Run()
+        run.CopyFrom(self.runs[request.name])
+        run.state = next(e.state_changed.new_state for e in reversed(self.events) if e.HasField("state_changed"))
+        return rs.GetRunResponse(run=run)
 
     async def ListRuns(self, request, context):
         return rs.ListRunsResponse(runs=reversed(self.runs.values()))
