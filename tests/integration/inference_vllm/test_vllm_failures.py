@@ -142,7 +142,7 @@ async def test_bad_policies_leave_the_old_version_serving(served: Any, publisher
     dtype = publisher.full(untied(0).half(), 7, like=first, probed=published.probe(first))
     for bad, words in (
         (unhashed, ("sha256",)),
-        (lost, ("no object", "delta-00000000")),
+        (lost, ("does not exist", "delta-00000000")),
         (orphan, ("0000-00000001",)),
         (codec, ("mystery",)),
         (shape, ("mlp", "[64, 64]")),
