@@ -123,8 +123,11 @@ def test_what_others_write_into_the_streams_of_a_run(stack: ChaosStack) -> None:
     redis.xadd(names.stream(Stream.EVENTS), undecodable, id=f"{_generation(stack, run)}-*")
     run.wait_event(lambda e: e.HasField("warning") and e.warning.reason == "ENTRY_DAMAGED")
     run.wait_step(3)
+    _call(stack, lambda runs: runs.pause(run.name))  # else a fast machine is done before the entry is there
+    run.wait_event(_is_paused, what="pause")
     ahead = {"v": FORMAT_MAJOR, "h": hashlib.sha256(b"").hexdigest(), "d": b"", "tp": ""}
     redis.xadd(names.stream(Stream.BATCHES), ahead, id="1000000-1")
+    _call(stack, lambda runs: runs.resume(run.name))
     stack.finish(run)
     print(run.require_recovery(written_at))
     told = [message for reason, message in run.warnings() if reason == "ENTRY_DAMAGED"]

@@ -20,7 +20,10 @@ POINTS = [Point.ORCHESTRATOR_REOPEN_WISHED, Point.ORCHESTRATOR_REOPENED, Point.O
 def damage(chaos: ChaosStack, run: ChaosRun) -> int:
     """Damage every checkpoint in one bit, and the first batch, so that the start model is no way out; says how many."""
     store, names = chaos.store(), Names(PREFIX, run.uid)
-    keys = [info.key for info in store.list(names.checkpoints) if "/manifest" not in info.key]
+    listed = [info.key for info in store.list(names.checkpoints)]
+    whole = [key.rpartition("manifest")[0] for key in listed if "/manifest" in key]
+    keys = [key for key in listed if "/manifest" not in key and key.startswith(tuple(whole))]
+    assert keys, listed
     for key in keys:
         data = bytearray(store.get(key))
         data[len(data) // 2] ^= 1
@@ -35,6 +38,7 @@ def fail(chaos: ChaosStack, run: ChaosRun, replica: Path) -> int:
     """Pause it, copy the store, damage it, and let it go on with a trainer that has to read it: to its end."""
     run.wait_step(2)
     run.pause()
+    chaos.freeze("trainer")  # it may still write its newest checkpoint: the replica has all that is damaged
     source = chaos.store().uri("x").removesuffix("/x").removeprefix("file://")
     shutil.copytree(source, replica)
     count, pid = damage(chaos, run), chaos.pid("trainer")
