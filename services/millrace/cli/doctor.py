@@ -88,7 +88,7 @@ async def _redis(url: str) -> str:
 
 async def _store(url: str, prefix: str) -> str:
     try:
-        from millrace.storage.base import open_store
+        from millrace.storage.opening import open_store
         from millrace.storage.self_test import self_test
     except ImportError:
         return "not looked at: boto3 is not installed here"

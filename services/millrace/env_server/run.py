@@ -35,7 +35,7 @@ from millrace.runlog.connection import open_redis
 from millrace.runlog.log import FORMAT_MAJOR, RunLog
 from millrace.runlog.names import Names
 from millrace.runlog.revisions import has_ended
-from millrace.storage.base import open_store
+from millrace.storage.opening import open_store
 from millrace.telemetry.settings import Settings
 
 SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_name

@@ -40,7 +40,8 @@ from millrace.rpc.reach import advertised, is_wildcard
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog.log import FORMAT_MAJOR
-from millrace.storage.base import ObjectStore, open_store
+from millrace.storage.base import ObjectStore
+from millrace.storage.opening import open_store
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings, parse_address

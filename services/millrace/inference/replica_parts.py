@@ -26,7 +26,7 @@ from millrace.rpc.serve import serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import WorkerAgent, new_worker_id
 from millrace.runlog.log import FORMAT_MAJOR
-from millrace.storage.base import open_store
+from millrace.storage.opening import open_store
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings, parse_address
 

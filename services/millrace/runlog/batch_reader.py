@@ -4,21 +4,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header, verify_chunk
 from millrace.runlog import damage
 from millrace.runlog.connection import MAX_BLOCK_S
+from millrace.runlog.entry import Entry
+from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
 from millrace.runlog.origin import require_exists
 from millrace.runlog.revisions import is_failed_closing, load_step
 from millrace.telemetry import waits
-
-if TYPE_CHECKING:
-    from millrace.runlog.entry import Entry
-    from millrace.runlog.log import RunLog
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +25,13 @@ _REOPENED_POLL_S = 1.0  # each time the store is asked, too
 
 
 async def read_batch(
-    log: "RunLog", step: int, *, want_chunks: Sequence[int] | None = None, timeout_s: float | None = None
+    log: RunLog, step: int, *, want_chunks: Sequence[int] | None = None, timeout_s: float | None = None
 ) -> tuple[batch_pb2.BatchHeader, bytes, dict[int, bytes]]:
-    """See `RunLog.read_batch`. Every chunk is checked against the sha256 in the header."""
+    """Wait for batch `step`: its header, the header's stored bytes, and chunks by index (all unless named).
+
+    What Redis lacks comes from the store; every chunk is checked against the sha256 in the header.
+    `UnavailableError` (BATCH_WAIT_TIMEOUT) after `timeout_s`.
+    """
     header_bytes = await _wait_in_force(log, step, timeout_s=timeout_s)
     header = decode_header(header_bytes)
     if header.step != step or header.run_uid != log.uid:
@@ -50,7 +51,7 @@ async def read_batch(
     return header, header_bytes, dict(zip(wanted, found, strict=True))
 
 
-async def _wait_in_force(log: "RunLog", step: int, *, timeout_s: float | None) -> bytes:
+async def _wait_in_force(log: RunLog, step: int, *, timeout_s: float | None) -> bytes:
     """The header of a step that counts: a failed closing header may be superseded, whatever Redis still holds."""
     started = time.monotonic()
     left_s = timeout_s
@@ -69,7 +70,7 @@ async def _wait_in_force(log: "RunLog", step: int, *, timeout_s: float | None) -
         left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
 
 
-async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None = None) -> bytes:
+async def wait_for_header(log: RunLog, step: int, *, timeout_s: float | None = None) -> bytes:
     """The stored bytes of header `step`, as soon as Redis or the store has it.
 
     The store is asked first, and whenever Redis was silent for 5 s: the step may be trimmed, or its append lost. What
@@ -99,7 +100,7 @@ async def wait_for_header(log: "RunLog", step: int, *, timeout_s: float | None =
                 raise _timed_out(log, step, timeout_s)
 
 
-def _timed_out(log: "RunLog", step: int, timeout_s: float | None) -> UnavailableError:
+def _timed_out(log: RunLog, step: int, timeout_s: float | None) -> UnavailableError:
     return UnavailableError(
         f"batch {step} of run {log.uid} did not come within {timeout_s or 0.0:g} s",
         reason="BATCH_WAIT_TIMEOUT",
@@ -108,7 +109,7 @@ def _timed_out(log: "RunLog", step: int, timeout_s: float | None) -> Unavailable
     )
 
 
-async def _read_or_adopt(log: "RunLog", step: int, block_s: float) -> "list[Entry] | None":
+async def _read_or_adopt(log: RunLog, step: int, block_s: float) -> list[Entry] | None:
     """The next batch entry from `step` on, if it comes in time; None while Redis does not hold the log."""
     try:
         return await log.read(Stream.BATCHES, after=f"{step}-0", count=1, block_s=block_s)
@@ -123,7 +124,7 @@ async def _read_or_adopt(log: "RunLog", step: int, block_s: float) -> "list[Entr
     return []
 
 
-async def _require_lost(log: "RunLog", step: int, entry: "Entry", error: NotFoundError) -> None:
+async def _require_lost(log: RunLog, step: int, entry: Entry, error: NotFoundError) -> None:
     """Redis has that step or a later one, the store has not the header: raises `error` if it was lost."""
     found = int(entry.id.partition("-")[0])
     try:
@@ -136,7 +137,7 @@ async def _require_lost(log: "RunLog", step: int, entry: "Entry", error: NotFoun
     raise error
 
 
-async def _read_chunk(log: "RunLog", header: batch_pb2.BatchHeader, index: int) -> bytes:
+async def _read_chunk(log: RunLog, header: batch_pb2.BatchHeader, index: int) -> bytes:
     id_ = f"{header.step}-{index + 2}"
     try:
         entries = await log.read_range(Stream.BATCHES, id_, id_)

@@ -15,22 +15,42 @@ import asyncio
 import hashlib
 import logging
 import re
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from millrace.decoding import decode_message, decode_object
 from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
 from millrace.internal.v1 import policy_pb2
 from millrace.runlog import connection, script
-from millrace.runlog.names import Stream
-
-if TYPE_CHECKING:
-    from millrace.runlog.entry import Entry
-    from millrace.runlog.log import RunLog
+from millrace.runlog.entry import Entry
+from millrace.runlog.names import Names, Stream
+from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
 
 MAX_POLICY_BYTES = 64 << 10
 """Largest entry of the policy stream: it names one manifest."""
+
+
+class LogCopy(Protocol):
+    """What of a run's log is asked here: `RunLog` is one."""
+
+    redis: Any
+    store: ObjectStore
+    names: Names
+    generation: int
+
+    @property
+    def uid(self) -> str:
+        """The run."""
+        ...
+
+    async def next_position(self, stream: Stream) -> int:
+        """The step or version that the stream takes next."""
+        ...
+
+    async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
+        """Entries with ids from `first` to `last`, inclusive."""
+        ...
 
 
 def log_damaged(text: str) -> LogGoneError:
@@ -42,7 +62,7 @@ def log_damaged(text: str) -> LogGoneError:
     )
 
 
-async def condemn(log: "RunLog", what: str, cause: str) -> LogGoneError:
+async def condemn(log: LogCopy, what: str, cause: str) -> LogGoneError:
     """Have this generation of the log rebuilt; returns the error to raise. `what` such as `stream batches`.
 
     Nothing happens where another generation is there by now.
@@ -60,7 +80,7 @@ async def condemn(log: "RunLog", what: str, cause: str) -> LogGoneError:
     return log_damaged(text)
 
 
-async def sift(log: "RunLog", stream: Stream, entries: "list[Entry]") -> "list[Entry]":
+async def sift(log: LogCopy, stream: Stream, entries: list[Entry]) -> list[Entry]:
     """The entries of a page, read while the log was there, if they may be of its stream; else it is condemned."""
     for entry in entries:
         if stream in (Stream.BATCHES, Stream.POLICIES) and entry.damage:
@@ -72,7 +92,7 @@ async def sift(log: "RunLog", stream: Stream, entries: "list[Entry]") -> "list[E
     return entries
 
 
-async def require_backed(log: "RunLog", stream: Stream, position: int) -> None:
+async def require_backed(log: LogCopy, stream: Stream, position: int) -> None:
     """Condemn a log whose stream goes on behind `position`, the newest step or version that the store has.
 
     Redis gets a batch or policy after the store, so that it never holds one that the store never had.
@@ -81,7 +101,7 @@ async def require_backed(log: "RunLog", stream: Stream, position: int) -> None:
         raise await condemn(log, f"stream {stream}", f"at {position}-1: the object store has nothing of that number")
 
 
-async def require_committed(log: "RunLog", step: int, data: bytes) -> None:
+async def require_committed(log: LogCopy, step: int, data: bytes) -> None:
     """Have the log rebuilt if it has a header of a step that was never committed.
 
     Nothing is raised: the store says what was. Where a run was reopened a step has several headers (`revisions`).
@@ -90,7 +110,7 @@ async def require_committed(log: "RunLog", step: int, data: bytes) -> None:
         await condemn(log, f"stream {Stream.BATCHES}", f"at {step}-1: it is not the committed header")
 
 
-async def require_own(log: "RunLog", stream: Stream, position: int, data: bytes) -> None:
+async def require_own(log: LogCopy, stream: Stream, position: int, data: bytes) -> None:
     """Condemn a log that refuses what the store has: another entry, or what never was, stands in its place.
 
     `data` is what was to be appended. Returns if the stream is just further, or if the store has not `data` itself.
@@ -105,7 +125,7 @@ async def require_own(log: "RunLog", stream: Stream, position: int, data: bytes)
                 )
 
 
-async def checked_policy(log: "RunLog", entry: "Entry") -> policy_pb2.PolicyEntry | None:
+async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry | None:
     """The policy version that an entry announces; None if the store does not keep it any more.
 
     `LogGoneError`, and a rebuild, where its manifest in the store is another's or was never written. One that is
@@ -144,7 +164,7 @@ def _decode_policy(data: bytes) -> policy_pb2.PolicyEntry:
     return decode_message(policy_pb2.PolicyEntry, data, what="it", reason="ENTRY_CORRUPT", max_bytes=MAX_POLICY_BYTES)
 
 
-def _is_in_store(log: "RunLog", stream: Stream, position: int, data: bytes | None = None) -> bool:
+def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None = None) -> bool:
     """Whether the store has a batch or policy of that number, or a later policy; with `data`: this very one."""
     if stream is Stream.BATCHES:
         stored = _headers(log, position)
@@ -161,7 +181,7 @@ def _is_in_store(log: "RunLog", stream: Stream, position: int, data: bytes | Non
     return any(int(match[2]) >= position for match in found if match)
 
 
-def _headers(log: "RunLog", step: int) -> list[bytes]:
+def _headers(log: LogCopy, step: int) -> list[bytes]:
     """The stored bytes of every header of a step: more than one where a run was reopened."""
     found: list[bytes] = []
     while (data := _get(log, log.names.batch_header(step, len(found)))) is not None:
@@ -169,7 +189,7 @@ def _headers(log: "RunLog", step: int) -> list[bytes]:
     return found
 
 
-def _get(log: "RunLog", key: str) -> bytes | None:
+def _get(log: LogCopy, key: str) -> bytes | None:
     try:
         return log.store.get(key)
     except NotFoundError:

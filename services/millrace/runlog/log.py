@@ -21,7 +21,7 @@ from millrace.errors import (
     PermissionDeniedError,
 )
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog import batch_reader, connection, damage, epochs, intents, script
+from millrace.runlog import connection, damage, epochs, intents, script
 from millrace.runlog.connection import MAX_BLOCK_S, as_text
 from millrace.runlog.entry import FORMAT_MAJOR, AppendResult, Entry, check_format, decode_entry, log_gone, read_entry
 from millrace.runlog.epochs import Epoch
@@ -267,15 +267,6 @@ class RunLog:
     async def remove_entries(self, stream: Stream, ids: Sequence[str]) -> None:
         """Remove entries that cannot be used; only the lease holder does."""
         await self.command(f"removing damaged entries of {stream}", "XDEL", self.names.stream(stream), *ids)
-
-    async def read_batch(
-        self, step: int, *, want_chunks: Sequence[int] | None = None, timeout_s: float | None = None
-    ) -> tuple[batch_pb2.BatchHeader, bytes, Mapping[int, bytes]]:
-        """Wait for batch `step`: its header, the header's stored bytes, and chunks by index (all unless named).
-
-        What Redis lacks comes from the store. `UnavailableError` (BATCH_WAIT_TIMEOUT) after `timeout_s`.
-        """
-        return await batch_reader.read_batch(self, step, want_chunks=want_chunks, timeout_s=timeout_s)
 
     async def last_id(self, stream: Stream) -> str | None:
         """The newest id that the stream ever had, trimmed or not; None if it never had one."""

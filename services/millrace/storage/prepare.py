@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from millrace.errors import MillraceError, UnavailableError
-from millrace.storage.base import open_store
+from millrace.storage.opening import open_store
 from millrace.storage.s3 import S3Store
 from millrace.storage.self_test import self_test
 from millrace.telemetry.settings import Settings

@@ -13,6 +13,7 @@ from typing import Any
 from millrace.errors import InternalError, LogGoneError, MillraceError, UnavailableError
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.runlog import EventWriter, Names, RunLog, open_redis
+from millrace.runlog.batch_reader import read_batch
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundLoop
@@ -192,7 +193,7 @@ class LogClient:
         run_log = self._opened
 
         async def read() -> ReadBatch:
-            return await run_log.read_batch(step, want_chunks=chunks)
+            return await read_batch(run_log, step, want_chunks=chunks)
 
         if self._hold is not None:
             return await self._hold.outlasting(read)

@@ -26,6 +26,7 @@ from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, 
 from millrace.rollouts.wire import encode_rollout
 from millrace.rpc.worker import WorkerAgent
 from millrace.runlog import RunLog
+from millrace.runlog.batch_reader import read_batch
 
 
 @dataclass
@@ -271,7 +272,7 @@ class FakeTrainer:
                 digest=digest,
             )
             (await log.append_policy(epoch, entry.SerializeToString(), version)).require("policy")
-            header, _, _ = await log.read_batch(version, timeout_s=60.0)
+            header, _, _ = await read_batch(log, version, timeout_s=60.0)
             self.headers.append(header)
             if header.kind == batch_pb2.BATCH_KIND_CLOSE:
                 if self.error_at_close is not None:

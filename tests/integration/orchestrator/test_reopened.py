@@ -13,6 +13,7 @@ from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.run_view import BatchClock
 from millrace.rpc.channel import call
 from millrace.runlog import Names, Stream, load_headers
+from millrace.runlog.batch_reader import read_batch
 from millrace.runlog.intents import read_intents
 from millrace.runlog.revisions import has_ended, load_reopenings, load_step
 from millrace.v1 import run_pb2, run_service_pb2
@@ -96,7 +97,7 @@ async def test_a_run_that_failed_in_the_middle_goes_on_at_its_step(stack, is_wip
     assert all(header.writer_epoch > closing.writer_epoch for header in headers[len(before) :])
     log = await log_of(stack, run)
     assert log.generation == 2, "the copy in Redis that held the closing header was replaced"
-    held, stored, _ = await log.read_batch(closing.step, timeout_s=5)
+    held, stored, _ = await read_batch(log, closing.step, timeout_s=5)
     assert held.revision == 1 and stored == log.store.get(log.names.batch_header(closing.step, 1))
     rebuilt = [w.message for w in bodies(events, "warning") if w.reason == "LOG_REBUILT"]
     assert len(rebuilt) == 1 and ("Redis had lost the log" if is_wiped else "the run was reopened") in rebuilt[0]
@@ -225,7 +226,7 @@ async def test_readers_of_a_stale_copy_do_not_take_the_superseded_header(stack) 
     await stack.deps["redis"].delete(key)
     fields = ("v", entry.v, "h", entry.h, "d", entry.d, "tp", "")
     await stack.deps["redis"].execute_command("XADD", key, entry.id, *fields)
-    header, data, _ = await log.read_batch(step, timeout_s=5)
+    header, data, _ = await read_batch(log, step, timeout_s=5)
     found = load_step(store, log.names, step)
     assert found is not None and header.revision == 1 and data == found.in_force
     assert found.superseded == (entry.d,)

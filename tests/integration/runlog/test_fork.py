@@ -9,6 +9,7 @@ from millrace.errors import AlreadyExistsError, ConflictError, CorruptObjectErro
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog import RunLog, Stream, chain_hash, commit_batch, load_headers, new_uid, reappend_committed
 from millrace.runlog.audit import audit_run
+from millrace.runlog.batch_reader import read_batch
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.frontier import genesis_hash
 from millrace.runlog.index import create_run, find_request, list_runs
@@ -87,7 +88,7 @@ async def test_a_fork_behind_a_checkpoint_takes_the_batches_along(parent):
     assert await violations(log) == []
     epoch = await log.acquire_epoch("orchestrator", "o")
     assert await reappend_committed(log, epoch) == 1
-    _, _, chunks = await log.read_batch(1, timeout_s=5)
+    _, _, chunks = await read_batch(log, 1, timeout_s=5)
     assert len(chunks) == len(header.chunks)
     assert await violations(log) == []
 

@@ -25,6 +25,7 @@ from millrace.runlog import (
     reappend_committed,
     reappend_policies,
 )
+from millrace.runlog.batch_reader import read_batch
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.rebuild import open_or_rebuild
 from millrace.telemetry import waits
@@ -71,7 +72,7 @@ async def test_a_lost_tail_of_batches_and_policies_is_repeated(durable, durable_
     await durable.lose_tail()
     assert await log.read_instance() != instance
     assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [2, 2]
-    assert (await log.read_batch(3, timeout_s=5))[0].step == 3, "the store has it"
+    assert (await read_batch(log, 3, timeout_s=5))[0].step == 3, "the store has it"
     chain = await commit(log, orchestrator, [4], chain)  # repeats 2 and 3, too
     assert await log.next_position(Stream.BATCHES) == 5
     assert await reappend_policies(log, trainer) == 2 and await reappend_policies(log, trainer) == 0
@@ -132,7 +133,7 @@ async def test_the_next_batch_is_found_across_a_wipe(durable, durable_log, rebui
     epoch = await log.acquire_epoch("orchestrator", "o")
     chain = await commit(log, epoch, [0])
     reader = await RunLog.open(durable.client, log.store, prefix=log.names.prefix, uid=log.uid)
-    reading = asyncio.create_task(reader.read_batch(1))
+    reading = asyncio.create_task(read_batch(reader, 1))
     await asyncio.sleep(0.2)  # blocked in Redis
     began = time.monotonic()
     await durable.client.flushall()
@@ -152,7 +153,7 @@ async def test_a_batch_that_only_the_store_has_is_read_while_the_log_is_gone(dur
     epoch = await durable_log.acquire_epoch("orchestrator", "o")
     await commit(durable_log, epoch, [0])
     await durable.client.flushall()
-    header, _, chunks = await durable_log.read_batch(0, timeout_s=5)
+    header, _, chunks = await read_batch(durable_log, 0, timeout_s=5)
     assert header.step == 0 and len(chunks) == len(header.chunks)
 
 
@@ -160,7 +161,7 @@ async def test_a_reader_of_a_deleted_run_does_not_wait_for_ever(durable, durable
     local_store.create(durable_log.names.tombstone, b"{}")
     await durable.client.flushall()
     with pytest.raises(NotFoundError, match="being deleted"):
-        await durable_log.read_batch(0)
+        await read_batch(durable_log, 0)
 
 
 async def test_a_commit_into_a_wiped_redis_is_durable_and_comes_again(durable, durable_log, rebuild, commit):

@@ -24,6 +24,7 @@ from millrace.runlog import (
     reappend_policies,
 )
 from millrace.runlog import rebuild as rebuild_module
+from millrace.runlog.batch_reader import read_batch
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.rebuild import open_or_rebuild
 from millrace.v1 import event_pb2
@@ -272,8 +273,8 @@ async def test_batches_and_policies_begin_at_the_oldest_checkpoint(log, rebuild,
     assert await reappend_committed(log, orchestrator) == 2
     assert await reappend_policies(log, trainer) == 3
     assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [5, 6]
-    assert (await log.read_batch(4, timeout_s=5))[0].step == 4
-    assert (await log.read_batch(1, timeout_s=5))[0].step == 1, "what is older comes from the store"
+    assert (await read_batch(log, 4, timeout_s=5))[0].step == 4
+    assert (await read_batch(log, 1, timeout_s=5))[0].step == 1, "what is older comes from the store"
     assert await reappend_committed(log, orchestrator) == await reappend_policies(log, trainer) == 0
 
 

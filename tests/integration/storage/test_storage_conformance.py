@@ -10,7 +10,7 @@ import pytest
 
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.storage import ObjectStore
-from millrace.storage.base import open_store
+from millrace.storage.opening import open_store
 from millrace.storage.s3 import S3Store
 
 ODD_KEYS = [

@@ -23,7 +23,7 @@ from typing import Any
 from millrace.errors import CorruptObjectError, InternalError
 from millrace.inference.vllm.orders import write_order
 from millrace.policies.host_copy import HostCopy
-from millrace.storage.base import open_store
+from millrace.storage.opening import open_store
 from millrace.storage.scratch import scratch_parent
 from millrace.telemetry.settings import Settings
 
