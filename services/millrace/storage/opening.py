@@ -1,0 +1,44 @@
+"""From the URL of an object store to the store."""
+
+import urllib.parse
+from pathlib import Path
+
+from millrace.errors import InvalidSpecError, Violation
+from millrace.storage.base import ObjectStore
+
+
+def open_store(url: str) -> ObjectStore:
+    """Open the store that a URL names; touches nothing yet but creates a local directory.
+
+    `file:///absolute/directory` or `s3://bucket[/prefix]?endpoint=http://host:port&region=us-east-1`. Credentials come
+    from the `AWS_*` environment only, never from the URL.
+    """
+    parts = urllib.parse.urlsplit(url)
+    query = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
+    match parts.scheme:
+        case "file":
+            if parts.netloc or not parts.path.startswith("/") or query:
+                raise _bad_url(url, "must be file:///absolute/directory")
+            from millrace.storage.local import LocalStore
+
+            return LocalStore(Path(urllib.parse.unquote(parts.path)))
+        case "s3":
+            unknown = set(query) - {"endpoint", "region"}
+            if not parts.hostname or parts.username or unknown:
+                raise _bad_url(url, "must be s3://bucket[/prefix][?endpoint=http://host:port&region=name]")
+            from millrace.storage.s3 import S3Store
+
+            return S3Store(
+                bucket=parts.netloc,
+                prefix=urllib.parse.unquote(parts.path).strip("/"),
+                endpoint=query.get("endpoint", [""])[0] or None,
+                region=query.get("region", [""])[0] or None,
+            )
+        case _:
+            raise _bad_url(url, "must begin with file:// or s3://")
+
+
+def _bad_url(url: str, problem: str) -> InvalidSpecError:
+    shown = urllib.parse.urlsplit(url)
+    safe = shown._replace(netloc=shown.netloc.rpartition("@")[2]).geturl()  # a password in a URL must not reach a log
+    return InvalidSpecError([Violation(field="MILLRACE_STORE_URL", value=safe, message=problem, source="environment")])
