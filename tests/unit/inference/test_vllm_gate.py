@@ -72,7 +72,7 @@ async def test_a_request_without_a_token_begins_again_with_the_new_salt(gate: Ga
     await begun(client, 1)
     gate.wait()
     gate.hold()
-    await abort(client, gate.recall(unbegun(client)))
+    await abort(client, gate.requeue(unbegun(client)))
     assert client.aborted == ["a"]
     for _ in range(10):
         await asyncio.sleep(0)
@@ -94,7 +94,7 @@ async def test_a_request_with_a_token_goes_on(gate: Gate, client: Client) -> Non
         while not found:
             await asyncio.sleep(0)
     gate.hold()
-    assert gate.recall(unbegun(client)) == []
+    assert gate.requeue(unbegun(client)) == []
     client.queues[0].put_nowait(output(8, "stop"))
     client.queues[0].put_nowait(None)
     for _ in range(10):
@@ -105,14 +105,14 @@ async def test_a_request_with_a_token_goes_on(gate: Gate, client: Client) -> Non
     assert (found, client.salts) == ([7, 8], ["v0"])
 
 
-async def test_a_recalled_request_is_refused_when_the_update_fails(gate: Gate, client: Client) -> None:
+async def test_a_requeued_request_is_refused_when_the_update_fails(gate: Gate, client: Client) -> None:
     task = asyncio.create_task(collect(gate, client, []))
     await begun(client, 1)
     gate.wait()
     gate.hold()
-    await abort(client, gate.recall(unbegun(client)))
+    await abort(client, gate.requeue(unbegun(client)))
     gate.refuse("the update failed")
-    gate.doom("the update failed")
+    gate.abort_all("the update failed")
     with pytest.raises(UnavailableError, match="the update failed"):
         await task
     assert (len(client.queues), gate.num_open) == (1, 0)
@@ -128,7 +128,7 @@ async def test_choices_that_begin_on_both_sides_of_an_update_are_given_up(gate: 
             await asyncio.sleep(0)
     sibling = SimpleNamespace(external_req_id="a", parent_req=SimpleNamespace(external_req_id="a"), is_prefilling=True)
     client.output_processor.request_states["1_a"] = sibling
-    await abort(client, gate.recall(unbegun(client)))
+    await abort(client, gate.requeue(unbegun(client)))
     gate.open("v1")
     with pytest.raises(UnavailableError, match="all of its choices"):
         await task

@@ -101,13 +101,13 @@ class VllmEngine:
             await self._load(staged, order, identity)
 
     async def _load(self, staged: StagedPolicy, order: dict[str, Any], identity: PolicyIdentity) -> None:
-        await self._doom(f"policy {identity} replaced the model")
+        await self._abort_all(f"policy {identity} replaced the model")
         self._gate.hold()
         await self.pause("load")
         try:
             await self._bounded(self._adapters.remove())
             await self._rpc("millrace_reload", order, deadline_s=_RELOAD_DEADLINE_S)
-            self._adapters.know_base(staged)
+            self._adapters.set_base(staged)
             await self._put_adapter(None)
             await self._bounded(self._client.reset_prefix_cache(reset_running_requests=True))
             await self._set_version(identity)
@@ -137,7 +137,7 @@ class VllmEngine:
             try:
                 await self._rpc("millrace_reload_directory", directory, deadline_s=_RELOAD_DEADLINE_S)
                 await self._set_version(identity)
-                await self._recall()
+                await self._requeue_unbegun()
             except BaseException as error:  # marks the engine as failed, then raises
                 await self.fail(f"loading {directory or 'the first weights'} failed half-way: {error}")
                 raise
@@ -190,7 +190,7 @@ class VllmEngine:
             if inflight_mode is InflightMode.RECOMPUTE:
                 await self._bounded(self._client.reset_prefix_cache(reset_running_requests=True))
             else:
-                await self._recall()
+                await self._requeue_unbegun()
             self._times.mark("switch")
         except BaseException as error:  # marks the engine as failed, then raises
             await self.fail(f"applying policy {identity} failed half-way: {error}")
@@ -245,11 +245,11 @@ class VllmEngine:
         self._state, self._error, self._identity = EngineState.FAILED, error, None
         self._prober.end()
         self._gate.refuse(error)
-        await self._doom(error)
+        await self._abort_all(error)
 
     async def abort_all(self) -> None:
         """See `PolicyEngine.abort_all`."""
-        await self._doom("the replica is shutting down")
+        await self._abort_all("the replica is shutting down")
 
     async def pause(self, holder: str) -> None:
         """See `PolicyEngine.pause`. An update's pause shuts the gate first: what comes meanwhile gets the new salt."""
@@ -305,12 +305,12 @@ class VllmEngine:
         self._gate.refuse("this replica is shutting down")
         await self.abort_all()
 
-    async def _recall(self) -> None:
+    async def _requeue_unbegun(self) -> None:
         """Has requests without a token begin again, with the new version from their prompt on. Only while paused."""
-        await gates.abort(self._client, self._gate.recall(gates.unbegun(self._client)))
+        await gates.abort(self._client, self._gate.requeue(gates.unbegun(self._client)))
 
-    async def _doom(self, reason: str) -> None:
-        await gates.abort(self._client, self._gate.doom(reason))
+    async def _abort_all(self, reason: str) -> None:
+        await gates.abort(self._client, self._gate.abort_all(reason))
 
     async def _follow_pauses(self) -> None:
         """Has vLLM pause or go on, as the holders want it; `keep` leaves requests and their KV cache alone."""

@@ -8,7 +8,7 @@ here, whatever route it came by:
   neither a version that is applied twice nor a failed one leaves blocks that a later request could find. Salt and
   submission happen without a break in between, and the gate closes before the engine pauses: no request carries an old
   salt into a new version, except those that were in the engine already. These go on with the KV cache that they have
-  (`keep`), or compute it anew (`recompute`). A request that has no token yet is recalled instead, and begins again with
+  (`keep`), or compute it anew (`recompute`). A request that has no token yet is requeued instead, and begins again with
   the new version and its salt: otherwise its tokens would claim the new version on a prompt cached by the old one.
 * From the moment that new weights are in until they are proved no answer leaves. If the proof fails the answers are
   dropped, and their callers told to retry elsewhere.
@@ -41,14 +41,14 @@ CALLS: contextvars.ContextVar[Calls | None] = contextvars.ContextVar("millrace_c
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One generation that has begun. `doom` is why its answer must not leave.
+    """One generation that has begun. `abort_reason` is why its answer must not leave.
 
-    `is_recalled`: it begins again. `has_answered`: a part of its answer has left, so that it cannot.
+    `is_requeued`: it begins again. `has_answered`: a part of its answer has left, so that it cannot.
     """
 
     request_id: str
-    doom: str = ""
-    is_recalled: bool = False
+    abort_reason: str = ""
+    is_requeued: bool = False
     has_answered: bool = False
 
 
@@ -94,20 +94,20 @@ class Gate:
         self._refusal = reason
         self._is_open.set()  # those who wait hear it
 
-    def doom(self, reason: str) -> list[str]:
+    def abort_all(self, reason: str) -> list[str]:
         """Nothing that has begun gets an answer; returns the ids of the requests, to be aborted."""
         for ticket in self._tickets:
-            ticket.doom = reason
+            ticket.abort_reason = reason
         self._may_leave.set()
         return [ticket.request_id for ticket in self._tickets]
 
-    def recall(self, request_ids: Collection[str]) -> list[str]:
+    def requeue(self, request_ids: Collection[str]) -> list[str]:
         """Has those of the requests begin again which are open here; returns their ids, to be aborted."""
-        found = [ticket for ticket in self._tickets if ticket.request_id in request_ids and not ticket.doom]
+        found = [ticket for ticket in self._tickets if ticket.request_id in request_ids and not ticket.abort_reason]
         for ticket in found:
             if ticket.has_answered:  # some of its choices have begun, others not
-                ticket.doom = "a new policy came before all of its choices had begun"
-            ticket.is_recalled = True
+                ticket.abort_reason = "a new policy came before all of its choices had begun"
+            ticket.is_requeued = True
         return [ticket.request_id for ticket in found]
 
     async def drained(self) -> None:
@@ -123,10 +123,10 @@ class Gate:
         return ticket, self._salt
 
     async def enter_again(self, ticket: Ticket) -> str:
-        """Waits until a recalled request may begin again: its new salt. UnavailableError if it must not."""
+        """Waits until a requeued request may begin again: its new salt. UnavailableError if it must not."""
         await self._admitted()
-        _require_undoomed(ticket)
-        ticket.is_recalled = False
+        _require_not_aborted(ticket)
+        ticket.is_requeued = False
         return self._salt
 
     async def _admitted(self) -> None:
@@ -142,7 +142,7 @@ class Gate:
     async def pass_out(self, ticket: Ticket) -> None:
         """Returns when the ticket's answer may leave; UnavailableError if it must not."""
         await self._may_leave.wait()
-        _require_undoomed(ticket)
+        _require_not_aborted(ticket)
 
     def leave(self, ticket: Ticket) -> None:
         """The ticket's generation is over."""
@@ -182,7 +182,7 @@ class GatedClient:
                 stream = self._client.generate(_salted(prompt, salt), sampling_params, request_id, **options)
                 async with aclosing(stream):
                     async for output in stream:
-                        if ticket.is_recalled:
+                        if ticket.is_requeued:
                             break  # what comes is the end of the aborted one
                         await self._gate.pass_out(ticket)
                         ticket.has_answered = True
@@ -190,7 +190,7 @@ class GatedClient:
                             if choice.finish_reason is not None:
                                 finished[choice.index] = choice
                         yield output
-                if not ticket.is_recalled:
+                if not ticket.is_requeued:
                     return
                 salt = await self._gate.enter_again(ticket)
         finally:
@@ -208,15 +208,15 @@ def _name_of(state: Any) -> str:
     return state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
 
 
-def _require_undoomed(ticket: Ticket) -> None:
-    if ticket.doom:
+def _require_not_aborted(ticket: Ticket) -> None:
+    if ticket.abort_reason:
         raise UnavailableError(
-            f"the generation was aborted: {ticket.doom}", reason="GENERATION_ABORTED", remedy="retry"
+            f"the generation was aborted: {ticket.abort_reason}", reason="GENERATION_ABORTED", remedy="retry"
         )
 
 
 async def abort(client: Any, request_ids: list[str]) -> None:
-    """Aborts requests in the engine; one that does not answer in time is left to its fate: its answer is doomed."""
+    """Aborts requests in the engine; one that does not answer in time is left alone: its answer is refused."""
     if request_ids:
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_DEADLINE_S):

@@ -73,7 +73,7 @@ class AdapterSlot:
         """Whether vLLM was started with LoRA."""
         return self._client.vllm_config.lora_config is not None
 
-    def know_base(self, staged: StagedPolicy) -> None:
+    def set_base(self, staged: StagedPolicy) -> None:
         """Remembers what whole policy the model holds, to check adapters against."""
         self._base = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.tensors.items()}
 
