@@ -1,7 +1,7 @@
 """Task order: which task of which environment stands behind an ordinal.
 
 A pure function of (seed, task-set digest, weights, ordinal), so that a new orchestrator draws the same tasks as the one
-that died, without any stored cursor (ARCHITECTURE §3, Frontier).
+that died, without any stored cursor.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The log of a run (ARCHITECTURE §3): Redis streams in front, the object store as the truth."""
+"""The log of a run (docs/architecture.md): Redis streams in front, the object store as the truth."""
 
 from millrace.runlog.commit import commit_batch
 from millrace.runlog.connection import open_redis

@@ -23,7 +23,7 @@ from millrace.storage.commit_points import newest_revision
 logger = logging.getLogger(__name__)
 
 MAX_REDIS_BATCH_BYTES = 32 << 20
-"""Above this, a batch's chunks stay in the store and only its header goes to Redis (ARCHITECTURE §3)."""
+"""Above this, a batch's chunks stay in the store and only its header goes to Redis (docs/architecture.md)."""
 
 _WINDOW = 16  # headers fetched at once
 

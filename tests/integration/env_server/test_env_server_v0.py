@@ -1,4 +1,4 @@
-"""v0 environments: our own two, and one test per row of the failure table (VERIFIERS.md §6, v0)."""
+"""v0 environments: our own two, and one test per row of the failure table."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""v1 environments, and one test per row of the failure table (VERIFIERS.md §6, v1); v0 with a renderer."""
+"""v1 environments, and one test per row of the failure table; v0 with a renderer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The names of ARCHITECTURE §3, literally: they are the stored format."""
+"""The names of the log, literally: they are the stored format."""
 
 import pytest
 

@@ -1,0 +1,40 @@
+"""What comments and documents name is there: documents and source files of this repository."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+SOURCES = sorted([*ROOT.glob("services/millrace/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("proto/**/*.proto")])
+HISTORY = ROOT / "CHANGELOG.md"
+
+_DOCUMENT = re.compile(r"(?<![\w/.-])((?:docs|benchmarks)/[\w/-]+\.md)\b")
+_PRIVATE = re.compile(r"\b[A-Z][A-Z_]{4,}(?:\.md)? §\s?\d")
+_SOURCE = re.compile(r"`((?:services/millrace/|tests/|scripts/|benchmarks/)?[\w/]+/\w+\.(?:py|sh|proto))`")
+_PLACES = ("", "services/", "services/millrace/", "proto/millrace/")
+
+
+def test_documents_that_comments_name_are_there() -> None:
+    missing = {
+        (str(path.relative_to(ROOT)), cited)
+        for path in SOURCES
+        for cited in _DOCUMENT.findall(path.read_text())
+        if not (ROOT / cited).exists()
+    }
+    assert not missing
+
+
+def test_comments_cite_no_section_of_a_document_that_is_elsewhere() -> None:
+    assert not {str(path.relative_to(ROOT)): found for path in SOURCES if (found := _PRIVATE.findall(path.read_text()))}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_a_file_that_a_document_names_is_there(path: Path) -> None:
+    if path == HISTORY:
+        pytest.skip("it tells of files that have gone since")
+    text = path.read_text()
+    cited = set(_SOURCE.findall(text)) | set(_DOCUMENT.findall(text))
+    missing = sorted(each for each in cited if not any((ROOT / place / each).exists() for place in _PLACES))
+    assert not missing, f"{path.name} names files that are not there: {missing}"
