@@ -1,6 +1,6 @@
 """What starting a service costs: CPU seconds and wall time from a kill until it serves, and until it has settled.
 
-    python benchmarks/recovery_start.py [--repeats 3] [--write NAME]
+    python benchmarks/recovery_start.py [--repeats 3] [--each-for-itself]
 
 One idle stack; each service is killed in turn, and the supervisor starts it again. `serving` is when its health check
 answers, `settled` when it has stopped using the processor (what is imported while it registers already is done), and
@@ -26,6 +26,8 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "chaos"))
 
 from chaos_stack import SERVICES, ChaosStack
 from workplaces import Workplace
+
+from millrace.local import forked
 
 QUIET_S = 1.5
 QUIET_SHARE = 0.08
@@ -93,11 +95,12 @@ def command_cpu_s(*argv: str) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def measure(repeats: int) -> str:
+def measure(repeats: int, *, each_for_itself: bool) -> str:
     """The report as Markdown."""
     found: dict[str, list[Start]] = {name: [] for name in SERVICES}
     with tempfile.TemporaryDirectory(prefix="millrace-start-") as directory:
-        stack = ChaosStack(Workplace(Path(directory)), "start")
+        env = {forked.VARIABLE: "0" if each_for_itself else "1"}
+        stack = ChaosStack(Workplace(Path(directory)), "start", env=env)
         began = time.monotonic()
         with stack:
             up_s = time.monotonic() - began
@@ -127,7 +130,8 @@ def measure(repeats: int) -> str:
     rows.append(["millrace --help", f"{cli_s:.2f}", "", "", "", ""])
     rows.append(["millrace up, everything", f"{up_cpu_s:.2f}", f"{up_s:.1f}", "", "", f"{pss_mb:.0f}"])
     header = ["started again", "CPU s", "serving, s", "settled, s", "USS, MB", "PSS, MB"]
-    return f"## Starts: medians of {repeats}\n\n{machine()}\n\n{table(header, rows)}\n"
+    how = "every process for itself" if each_for_itself else "forked"
+    return f"## Starts, {how}: medians of {repeats}\n\n{machine()}\n\n{table(header, rows)}\n"
 
 
 def main() -> None:
@@ -135,8 +139,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="once")
+    parser.add_argument("--each-for-itself", action="store_true", help="without the fork server")
     options = parser.parse_args()
-    print(measure(1 if options.quick else options.repeats))
+    print(measure(1 if options.quick else options.repeats, each_for_itself=options.each_for_itself))
 
 
 if __name__ == "__main__":
