@@ -1,12 +1,14 @@
 """Events when Redis loses them: writers append again what is lacking, cursors stay good."""
 
 import asyncio
+import hashlib
 import time
 
 import pytest
 
 from millrace.errors import CorruptObjectError, LogGoneError
-from millrace.runlog import EventReader, EventWriter, RunLog, event_writer
+from millrace.runlog import EventReader, EventWriter, RunLog, Stream, event_writer
+from millrace.runlog.entry import FORMAT_MAJOR
 from millrace.runlog.event_archive import EventArchive, load_archived_events
 from millrace.runlog.rebuild import open_or_rebuild
 from millrace.v1 import event_pb2
@@ -187,3 +189,20 @@ async def test_a_damaged_archive_is_named(durable_log, local_store):
         with pytest.raises(CorruptObjectError, match=f"{log_key} cannot be read"):
             load_archived_events(local_store, durable_log.names)
         local_store.delete(log_key)
+
+
+async def test_an_entry_that_no_archive_could_hold_is_left_out(durable_log, durable, local_store):
+    """Its event can be read, but what is archived beside it would make an object that nobody reads again."""
+    event = event_pb2.Event(writer="nobody", writer_sequence=1)
+    event.warning.reason = "FOREIGN"
+    data = event.SerializeToString()
+    fields = {"v": str(FORMAT_MAJOR), "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": "t" * (17 << 20)}
+    await durable.client.xadd(durable_log.names.stream(Stream.EVENTS), fields, id="1-*")
+    writer = EventWriter(durable_log, "w")
+    await _write(writer, 1, 3)
+    await writer.close()
+    damaged: list[str] = []
+    archive = EventArchive(durable_log, on_damaged=lambda stream, entry: damaged.append(entry.damage))
+    assert await archive.archive() == 3
+    assert len(load_archived_events(local_store, durable_log.names)) == 3
+    assert damaged and "trace context" in damaged[0]
