@@ -158,6 +158,26 @@ async def test_events(attacked: Attacked) -> None:
     assert archived and "777" not in archived[-1].key
 
 
+async def test_an_event_of_an_end_that_no_header_is_ends_nothing(attacked: Attacked) -> None:
+    end = event_pb2.Event(writer="nobody", writer_sequence=1)
+    end.state_changed.new_state = run_pb2.RUN_STATE_SUCCEEDED
+    await attacked.redis.xadd(
+        attacked.key(Stream.EVENTS), entry(end.SerializeToString()), id=f"{await attacked.generation()}-*"
+    )
+    stack = attacked.stack
+    await stack.kill_orchestrator()
+    await stack.start_orchestrator(int(stack.address.rpartition(":")[2]))
+    attacked.trainer.hold.set()
+
+    async def has_ended() -> bool:
+        return bool(await headers_of(stack, attacked.run)) and (
+            (await headers_of(stack, attacked.run))[-1].kind == batch_pb2.BATCH_KIND_CLOSE
+        )
+
+    await until(has_ended, timeout_s=30.0, what="it went on to its end")
+    attacked.watching.cancel()
+
+
 BATCHES = {
     "undecodable": ("50-1", JUNK),
     "foreign": (
