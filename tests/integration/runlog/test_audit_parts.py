@@ -2,14 +2,19 @@
 
 import hashlib
 import json
+import os
+import tracemalloc
+from dataclasses import replace
 
 import pytest
-from recorded_log import NUM_EVENTS, NUM_REPORTS, STEPS, audit, flip, publish, record, violations
+from recorded_log import NUM_EVENTS, NUM_REPORTS, STEPS, audit, flip, publish, rearchive, record, rewrite, violations
 
 from millrace.runlog import EventWriter, RunLog, Stream
+from millrace.runlog.audit import mirror
+from millrace.runlog.audit.told import Told
 from millrace.runlog.entry import FORMAT_MAJOR
 from millrace.runlog.event_archive import load_archived_events
-from millrace.v1 import event_pb2
+from millrace.v1 import event_pb2, run_pb2
 
 
 @pytest.fixture
@@ -206,3 +211,59 @@ async def test_a_step_that_nobody_reported(run):
     report = await audit(run)
     assert {found.check for found in report.violations} == gone
     assert "STEP_NOT_REPORTED" in {note.check for note in report.notes}, "a killed trainer may have had it in memory"
+
+
+@pytest.mark.parametrize("stream", [*Stream, "meta"])
+async def test_a_key_of_another_type_is_a_violation(run, redis, stream):
+    key = run.names.meta if stream == "meta" else run.names.stream(stream)
+    await redis.delete(key)
+    await redis.set(key, "text")
+    report = await audit(run)
+    assert "ENTRY_CORRUPT" in {finding.check for finding in report.violations}
+    assert report.num_steps == STEPS, "the store was looked at"
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+async def test_an_entry_with_the_last_id_ends_the_reading(run, redis, stream, monkeypatch):
+    monkeypatch.setitem(mirror._PAGE, stream, 1)
+    await redis.xadd(run.names.stream(stream), {"x": "y"}, id="18446744073709551615-18446744073709551615")
+    assert "ENTRY_CORRUPT" in await violations(run)
+
+
+async def test_numbers_beyond_any_count(run):
+    def exaggerate(header):
+        header.orchestrator_state = b'{"num_duplicates": 1' + b"0" * 400 + b"}"
+
+    rewrite(run, STEPS, exaggerate)
+    assert (await audit(run, offline=True)).num_duplicates == (1 << 63) - 1
+
+
+async def test_a_group_of_any_size(run):
+    def grow(played):
+        return [replace(one, group_size=2**31 - 1) if one.ordinal == 0 else one for one in played]
+
+    rearchive(run, 0, grow)
+    tracemalloc.start()
+    assert "GROUP_NOT_WHOLE" in await violations(run, offline=True)
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+
+
+async def test_names_that_are_no_text(run):
+    for place in (run.names.policies, run.names.checkpoints, run.names.epochs("log"), run.names.event_archive):
+        directory = os.fsencode(run.store.uri(place + "x").removeprefix("file://").removesuffix("x"))
+        os.makedirs(directory + b"\xff")
+        with open(directory + b"\xff/\xff", "wb") as file:
+            file.write(b"x")
+    assert await violations(run, offline=True) == set(), "they are nobody's"
+
+
+def test_the_end_is_the_last_that_was_told_whatever_the_clocks_said():
+    """A run that had failed was reopened, and the clock jumped back by hours meanwhile."""
+    told = Told()
+    for number, (state, seconds) in enumerate([(run_pb2.RUN_STATE_FAILED, 9000), (run_pb2.RUN_STATE_SUCCEEDED, 10)]):
+        event = event_pb2.Event()
+        event.state_changed.new_state = state
+        event.time.FromSeconds(seconds)
+        told.add(event, (1, number))
+    assert told.end is not None and told.end[0].new_state == run_pb2.RUN_STATE_SUCCEEDED

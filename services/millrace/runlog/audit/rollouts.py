@@ -17,6 +17,8 @@ from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.audit.findings import Audit
 
+_SHOWN = 100
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFact:
@@ -140,10 +142,11 @@ class Archives:
                 groups[rollout.ordinal][rollout.member] += 1
                 sizes[rollout.ordinal] = max(rollout.group_size, sizes.get(rollout.ordinal, 0))
         for ordinal, members in groups.items():
-            if sorted(members.elements()) != list(range(sizes[ordinal])):
+            found = sorted(members.elements())
+            if len(found) != sizes[ordinal] or found != list(range(len(found))):
                 self._audit.findings.violation(
                     "GROUP_NOT_WHOLE",
-                    f"step {header.step} trains ordinal {ordinal} with the members {sorted(members.elements())}, its "
+                    f"step {header.step} trains ordinal {ordinal} with the members {found[:_SHOWN]}, its "
                     f"group has {sizes[ordinal]}",
                 )
 
