@@ -17,7 +17,6 @@ from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
 if TYPE_CHECKING:  # the command line reads configs without protobuf
     from google.protobuf.any_pb2 import Any as AnyMessage
-    from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
 MAX_JSON_BYTES = 64 << 20
@@ -167,7 +166,7 @@ def _decode_errors() -> tuple[type[Exception], ...]:
     return DecodeError, ValueError, RecursionError
 
 
-def _check_nested(kind: "Descriptor", data: memoryview) -> None:
+def _check_nested(kind: Any, data: memoryview) -> None:
     """ValueError if the messages within one take more than `MAX_NESTED_BYTES`; one pass over those that hold others.
 
     Looked at is what a parser would make messages of; where the bytes are malformed it says so itself.

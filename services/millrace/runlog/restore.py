@@ -137,7 +137,7 @@ def _roles(store: ObjectStore, names: Names) -> list[str]:
 def _first_batch(store: ObjectStore, names: Names, origin: Origin) -> int:
     """The step from which batches are wanted in Redis: that of the oldest checkpoint that the headers reach."""
     found = (prefix.removeprefix(names.checkpoints).rstrip("/") for prefix in store.list_prefixes(names.checkpoints))
-    for step in sorted(int(name) for name in found if name.isdigit()):
+    for step in sorted(int(name) for name in found if name.isdecimal()):
         if step < origin.base_step:
             continue
         if store.head(names.checkpoint_manifest(step)) is not None:

@@ -9,11 +9,16 @@ from dataclasses import replace
 import pytest
 from recorded_log import NUM_EVENTS, NUM_REPORTS, STEPS, audit, flip, publish, rearchive, record, rewrite, violations
 
+from millrace.errors import CorruptObjectError
 from millrace.runlog import EventWriter, RunLog, Stream
-from millrace.runlog.audit import mirror
+from millrace.runlog.audit import mirror, named
 from millrace.runlog.audit.told import Told
 from millrace.runlog.entry import FORMAT_MAJOR
+from millrace.runlog.epochs import latest_epoch
 from millrace.runlog.event_archive import load_archived_events
+from millrace.runlog.rebuild import open_or_rebuild
+from millrace.runlog.restore import load_restored
+from millrace.trainer.store_log import StoreLog
 from millrace.v1 import event_pb2, run_pb2
 
 
@@ -267,3 +272,33 @@ def test_the_end_is_the_last_that_was_told_whatever_the_clocks_said():
         event.time.FromSeconds(seconds)
         told.add(event, (1, number))
     assert told.end is not None and told.end[0].new_state == run_pb2.RUN_STATE_SUCCEEDED
+
+
+async def test_a_named_object_of_any_size_is_not_read(run, monkeypatch):
+    key = run.names.epoch("orchestrator", 1)
+    monkeypatch.setattr(named, "MAX_NAMED_BYTES", 1 << 20)
+    run.store.put(key, b"{" + b" " * (2 << 20))
+    assert "EPOCH_CHANGED" in await violations(run, offline=True)
+
+
+@pytest.mark.parametrize("name", ["\u00b2", "\u0663", "x", "9" * 30])
+async def test_names_that_are_no_numbers_are_typed(run, redis, name):
+    names, store = run.names, run.store
+    for key in (
+        f"{names.generations}{name}",
+        f"{names.checkpoints}{name}/manifest.json",
+        f"{names.policies}{name}-{name}/manifest.json",
+        f"{names.batches}{name}.pb",
+        f"{names.intents}{name}.json",
+        f"{names.reopenings[:-1]}{name}",
+    ):
+        store.create(key, b"{}")
+    await audit(run)
+    StoreLog(store, names, base_step=0).kept()
+    load_restored(store, names)
+    await redis.delete(names.meta)
+    await open_or_rebuild(redis, store, prefix=names.prefix, uid=names.uid, owner="o")
+    store.create(f"{names.epochs('log')}{name}", b"{}")
+    if not name.isdecimal():
+        with pytest.raises(CorruptObjectError, match="is no epoch"):
+            latest_epoch(store, names, "log")

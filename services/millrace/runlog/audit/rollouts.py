@@ -172,6 +172,6 @@ class Archives:
 def entry_key(entry_id: str) -> tuple[int, int]:
     """The numbers of a stream id, which compare as times; (0, 0) if it is none."""
     milliseconds, _, sequence = entry_id.partition("-")
-    if not milliseconds.isdigit() or not (sequence or "0").isdigit():
+    if not milliseconds.isdecimal() or not (sequence or "0").isdecimal():
         return 0, 0
-    return int(milliseconds), int(sequence or 0)
+    return int(milliseconds[:40]), int((sequence or "0")[:40])
