@@ -3,6 +3,7 @@
 Nothing here is stored: any orchestrator replica computes the same view from `run.json` and the event stream.
 """
 
+import contextlib
 import json
 from dataclasses import dataclass
 from typing import Any, Self
@@ -182,6 +183,10 @@ class RunView:
     def apply(self, event: event_pb2.Event) -> None:
         """Fold one event in; events come in the order of their cursors."""
         self.cursor = event.cursor
+        with contextlib.suppress(ValueError):  # numbers to which nothing was counted: a foreign event
+            self._fold(event)
+
+    def _fold(self, event: event_pb2.Event) -> None:
         at = self.spoke_at[event.writer] = event.time.ToNanoseconds() / 1e9
         progress = self._run.progress
         match event.WhichOneof("body"):

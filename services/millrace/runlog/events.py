@@ -33,7 +33,7 @@ class EventReader:
         What is damaged is left out. `InvalidStateError` (CURSOR_EXPIRED, metadata `oldest_cursor`) when events behind
         the cursor were trimmed.
         """
-        if after and not _CURSOR.fullmatch(after):
+        if after and not (_CURSOR.fullmatch(after) and max(id_order(after)) < 1 << 64):
             raise InvalidSpecError(
                 [Violation(field="after", value=after[:100], message="is no cursor of this run", source="request")]
             )
@@ -88,6 +88,10 @@ def decode_event(entry: Entry) -> event_pb2.Event:
         reason="EVENT_CORRUPT",
         max_bytes=MAX_EVENT_BYTES + 64,  # the number is added to what was measured
     )
+    try:
+        event.time.ToNanoseconds()
+    except ValueError as error:  # no time that has a date: whoever shows the event would fail
+        raise CorruptObjectError(f"event {entry.id} has no valid time: {error}", reason="EVENT_CORRUPT") from error
     event.cursor = entry.id
     return event
 
