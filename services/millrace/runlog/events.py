@@ -12,6 +12,8 @@ from millrace.v1 import event_pb2
 
 MAX_EVENT_BYTES = 256 * 1024
 """Largest event that is written, but for its number: an event is a report, not a payload."""
+MAX_SEQUENCE = 1 << 53
+"""Highest number of an event that is read; Redis' scripts count exactly up to here."""
 _CURSOR = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 
@@ -88,6 +90,10 @@ def decode_event(entry: Entry) -> event_pb2.Event:
         reason="EVENT_CORRUPT",
         max_bytes=MAX_EVENT_BYTES + 64,  # the number is added to what was measured
     )
+    if event.writer_sequence > MAX_SEQUENCE:
+        raise CorruptObjectError(
+            f"event {entry.id} has the number {event.writer_sequence} of its writer", reason="EVENT_CORRUPT"
+        )
     try:
         event.time.ToNanoseconds()
     except ValueError as error:  # no time that has a date: whoever shows the event would fail

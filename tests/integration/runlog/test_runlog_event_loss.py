@@ -206,3 +206,25 @@ async def test_an_entry_that_no_archive_could_hold_is_left_out(durable_log, dura
     assert await archive.archive() == 3
     assert len(load_archived_events(local_store, durable_log.names)) == 3
     assert damaged and "trace context" in damaged[0]
+
+
+@pytest.mark.parametrize("writer", ["log", "w"])
+@pytest.mark.parametrize("number", [(1 << 64) - 1, 10**18, 1 << 53, 1 << 52])
+async def test_a_foreign_number_of_an_event_stops_no_rebuild(durable, durable_log, rebuild, writer, number):
+    """Archived it would be in the way of every later number of its writer, in every copy of the log."""
+    event = event_pb2.Event(writer=writer, writer_sequence=number)
+    event.warning.reason = "FOREIGN"
+    data = event.SerializeToString()
+    fields = {"v": str(FORMAT_MAJOR), "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
+    await durable.client.xadd(durable_log.names.stream(Stream.EVENTS), fields, id="1-*")
+    own = EventWriter(durable_log, "w")
+    await _write(own, 1, 3)
+    await EventArchive(durable_log).archive()
+    await durable.client.delete(durable_log.names.meta)
+    async with asyncio.timeout(20):
+        log = await rebuild()
+    await _write(own, 4, 6)
+    await own.close()
+    async with asyncio.timeout(20):
+        written = [event.warning.message for event in await _read(log) if event.warning.reason == "TEST"]
+    assert sorted(written) == [str(number) for number in range(1, 7)]
