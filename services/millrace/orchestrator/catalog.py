@@ -175,9 +175,11 @@ class RunCatalog:
                 view.apply(event)
                 if event.HasField("state_changed"):
                     self._drive_damage.pop(view.record.uid, None)
+        # Before the look for a reopening: whoever reopens the run in between has ended nothing.
+        is_over = view.logged_state in TERMINAL and await asyncio.to_thread(has_ended, self._store, run_log.names)
         if view.has_failed:
             await self._look_for_reopening(view)
-        if view.logged_state in TERMINAL and not await asyncio.to_thread(has_ended, self._store, run_log.names):
+        if view.logged_state in TERMINAL and not is_over:
             log.error(
                 "an event says that the run has ended, and no header closes it: somebody else writes to this Redis",
                 extra={"run": view.record.name, "state": run_pb2.RunState.Name(view.logged_state)},
