@@ -18,6 +18,7 @@ from millrace.runlog.epochs import latest_epoch
 from millrace.runlog.event_archive import load_archived_events
 from millrace.runlog.rebuild import open_or_rebuild
 from millrace.runlog.restore import load_restored
+from millrace.runlog.revisions import Reopening
 from millrace.trainer.store_log import StoreLog
 from millrace.v1 import event_pb2, run_pb2
 
@@ -302,3 +303,15 @@ async def test_names_that_are_no_numbers_are_typed(run, redis, name):
     if not name.isdecimal():
         with pytest.raises(CorruptObjectError, match="is no epoch"):
             latest_epoch(store, names, "log")
+
+
+async def test_a_run_that_was_reopened_before_its_end_was_sealed(run):
+    """Whoever ended it died in between; what comes behind is sealed."""
+    seal = run.store.get(run.names.seal(0))
+    run.store.delete(run.names.seal(0))
+    run.store.create(run.names.seal(1), seal)
+    record = Reopening(step=1, revision=0, closing_sha256="00" * 32, epoch=0, owner="o", time="")
+    run.store.create(run.names.reopened(1), record.encode())
+    report = await audit(run, offline=True)
+    assert "SEAL_MISSING" not in {finding.check for finding in report.violations}
+    assert "SEAL_MISSING" in {note.check for note in report.notes}
