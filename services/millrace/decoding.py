@@ -6,6 +6,7 @@ of the libraries answers that with an error of its own class (protobuf's `Decode
 look at the size before they allocate. Who reads a request turns that into `InvalidSpecError`.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -22,6 +23,8 @@ MAX_JSON_BYTES = 64 << 20
 """Largest JSON document that is read; parsed it takes up to 25 times as much memory."""
 MAX_MESSAGE_BYTES = 1 << 30
 """Largest protobuf message that is read; parsed it takes up to 8 times as much, `bytes` fields no more than before."""
+MAX_NESTED_BYTES = 128 << 20
+"""What the messages within a message may take; empty ones have 2 bytes each, and up to 300 when they are parsed."""
 MAX_DEPTH = 64
 """Deepest nesting of arrays and objects in a JSON document; ours have at most 12."""
 MAX_INTEGER = (1 << 62) - 1
@@ -33,7 +36,13 @@ MAX_ITEMS = 1 << 22
 
 M = TypeVar("M", bound="Message")
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_COUNTED_FROM_BYTES = 1 << 20  # what is smaller cannot become more than some 150 MB
+_MESSAGE_BYTES, _FIELD_BYTES = 48, 8  # what a parsed message takes: measured with upb
+_MAX_EMPTY_FRAME = 32
+_LENGTH_DELIMITED, _FIXED_BYTES = 2, {1: 8, 5: 4}  # wire types
+
+# Possessive (`++`, `*+`): a pattern that may go back keeps a hundred bytes for each character.
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 _HEX = re.compile(r"[0-9a-f]*")
 
@@ -78,11 +87,16 @@ def decode_message(
     remedy: str | None = None,
     max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> M:
-    """The protobuf message that `data` holds; `CorruptObjectError` with `reason` if it holds none or is too large."""
+    """The protobuf message that `data` holds.
+
+    `CorruptObjectError` with `reason` if it holds none, is too large, or holds so many others that these would be.
+    """
     if len(data) > max_bytes:
         raise _corrupt(what, f"it has {len(data)} bytes, and at most {max_bytes} are read", reason, remedy)
     message = message_type()
     try:
+        if len(data) >= _COUNTED_FROM_BYTES:
+            _check_nested(message.DESCRIPTOR, memoryview(data))
         message.ParseFromString(bytes(data))
     except _decode_errors() as error:
         raise _corrupt(what, _cause(error), reason, remedy) from error
@@ -128,11 +142,21 @@ def decompress(data: bytes | memoryview, *, what: str, reason: str, max_bytes: i
         if not 0 <= size <= max_bytes:
             raise ValueError(f"it says that it holds {size} bytes, which is not from 0 to {max_bytes}")
         if not size:
-            return b""
+            return _decompress_nothing(data)
         decompressor = zstandard.ZstdDecompressor(max_window_size=max(1 << 10, 1 << (size - 1).bit_length()))
         return decompressor.decompress(data, max_output_size=size, allow_extra_data=False)
     except (zstandard.ZstdError, ValueError, MemoryError) as error:
         raise _corrupt(what, _cause(error), reason, remedy) from error
+
+
+def _decompress_nothing(data: bytes | memoryview) -> bytes:
+    """Of a frame that says that it holds nothing; `decompress` of the library believes it, whatever follows."""
+    import zstandard
+
+    frame = zstandard.ZstdDecompressor(max_window_size=1 << 10).decompressobj()
+    if len(data) > _MAX_EMPTY_FRAME or frame.decompress(data) or not frame.eof or frame.unused_data:
+        raise ValueError("it says that it holds nothing, and something follows")
+    return b""
 
 
 def _decode_errors() -> tuple[type[Exception], ...]:
@@ -140,6 +164,46 @@ def _decode_errors() -> tuple[type[Exception], ...]:
     from google.protobuf.message import DecodeError
 
     return DecodeError, ValueError, RecursionError
+
+
+def _check_nested(kind: Any, data: memoryview) -> None:
+    """ValueError if the messages within one take more than `MAX_NESTED_BYTES`; one pass over those that hold others.
+
+    Looked at is what a parser would make messages of; where the bytes are malformed it says so itself.
+    """
+    left, todo = MAX_NESTED_BYTES, [(kind, data)]
+    while todo:
+        kind, data = todo.pop()
+        inner = {field.number: field.message_type for field in kind.fields if field.message_type is not None}
+        costs = {number: _MESSAGE_BYTES + _FIELD_BYTES * len(found.fields) for number, found in inner.items()}
+        at, end = 0, len(data) if inner else 0
+        with contextlib.suppress(IndexError):  # malformed: it ends within a field
+            while at < end:
+                tag, at = _varint(data, at) if data[at] & 0x80 else (data[at], at + 1)
+                if tag & 7 == _LENGTH_DELIMITED:
+                    length, at = _varint(data, at) if data[at] & 0x80 else (data[at], at + 1)
+                    if tag >> 3 in costs:
+                        left -= costs[tag >> 3]
+                        if left < 0:
+                            raise ValueError("it holds too many messages")
+                        if length:
+                            todo.append((inner[tag >> 3], data[at : at + length]))
+                    at += length
+                elif tag & 7 == 0:
+                    _, at = _varint(data, at)
+                else:
+                    at += _FIXED_BYTES.get(tag & 7, 0)
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """The number at a place and the place behind it; `IndexError` if it ends before."""
+    value = shift = 0
+    while (byte := data[at]) & 0x80:
+        value |= (byte & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+        if shift > 63:
+            raise IndexError
+    return value | byte << shift, at + 1
 
 
 def _corrupt(what: str, cause: str, reason: str, remedy: str | None) -> CorruptObjectError:

@@ -18,7 +18,7 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.run_view import UNKNOWN, RunRecord, RunView
+from millrace.orchestrator.run_view import TERMINAL, UNKNOWN, RunRecord, RunView
 from millrace.runlog import EventReader, RunLog
 from millrace.runlog.index import list_runs
 from millrace.runlog.names import Names
@@ -26,6 +26,7 @@ from millrace.runlog.rebuild import open_or_rebuild, open_reopened
 from millrace.runlog.recover import load_history
 from millrace.runlog.revisions import has_ended
 from millrace.storage import ObjectStore
+from millrace.v1 import run_pb2
 
 log = logging.getLogger(__name__)
 
@@ -174,8 +175,16 @@ class RunCatalog:
                 view.apply(event)
                 if event.HasField("state_changed"):
                     self._drive_damage.pop(view.record.uid, None)
+        # Before the look for a reopening: whoever reopens the run in between has ended nothing.
+        is_over = view.logged_state in TERMINAL and await asyncio.to_thread(has_ended, self._store, run_log.names)
         if view.has_failed:
             await self._look_for_reopening(view)
+        if view.logged_state in TERMINAL and not is_over:
+            log.error(
+                "an event says that the run has ended, and no header closes it: somebody else writes to this Redis",
+                extra={"run": view.record.name, "state": run_pb2.RunState.Name(view.logged_state)},
+            )
+            view.take_end_back()
         view.damage = self._drive_damage.get(view.record.uid)
         self._views[view.record.uid] = view
         return view

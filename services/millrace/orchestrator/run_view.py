@@ -3,6 +3,7 @@
 Nothing here is stored: any orchestrator replica computes the same view from `run.json` and the event stream.
 """
 
+import contextlib
 import json
 from dataclasses import dataclass
 from typing import Any, Self
@@ -116,6 +117,7 @@ class RunView:
         self.done_evals: set[tuple[str, int]] = set()
         """Environment and step of every evaluation that is finished."""
         self._served: dict[str, int] = {}
+        self._state_before_end = run_pb2.RUN_STATE_QUEUED
         self.batches = BatchClock()
         """On the clocks of those who wrote the events (seconds since the epoch)."""
         self.spoke_at: dict[str, float] = {}
@@ -174,9 +176,17 @@ class RunView:
         self.is_reopened, self.is_closed = True, False
         self._leave_end(run_pb2.RUN_STATE_QUEUED)
 
+    def take_end_back(self) -> None:
+        """The event of its end is nobody's: no closing header ends the run, which goes on as it was."""
+        self._leave_end(self._state_before_end)
+
     def apply(self, event: event_pb2.Event) -> None:
         """Fold one event in; events come in the order of their cursors."""
         self.cursor = event.cursor
+        with contextlib.suppress(ValueError):  # numbers to which nothing was counted: a foreign event
+            self._fold(event)
+
+    def _fold(self, event: event_pb2.Event) -> None:
         at = self.spoke_at[event.writer] = event.time.ToNanoseconds() / 1e9
         progress = self._run.progress
         match event.WhichOneof("body"):
@@ -208,6 +218,8 @@ class RunView:
     def _apply_state(self, event: event_pb2.Event) -> None:
         change = event.state_changed
         self.is_reopened = False
+        if self._run.state not in TERMINAL:
+            self._state_before_end = self._run.state
         self._leave_end(change.new_state)
         if change.new_state == run_pb2.RUN_STATE_STARTING and not self._run.HasField("start_time"):
             self._run.start_time.CopyFrom(event.time)

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 
-from millrace.errors import MillraceError
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.run_view import RunView
 from millrace.runlog.seal import seal_late
@@ -42,7 +41,7 @@ class Sealer:
             try:
                 if await seal_late(await self._catalog.open_log(uid), state=state, by=f"{self._owner}, later"):
                     log.info("run sealed that had ended without", extra={"run": view.record.name})
-            except MillraceError as error:
+            except Exception as error:  # noqa: BLE001 - the edge of a run: whatever is wrong with it, the others go on
                 log.warning("run not sealed, trying again", extra={"run": view.record.name, "error": str(error)})
                 self._not_before[uid] = time.monotonic() + RETRY_S
                 self._seen.discard((uid, view.run.end_time.ToNanoseconds()))  # a later scan names it again

@@ -6,6 +6,7 @@ message, reason, remedy and violations. All of it travels in one header, so its 
 in an ellipsis.
 """
 
+import contextlib
 from typing import Protocol, runtime_checkable
 
 import grpc
@@ -110,7 +111,8 @@ def from_status(status: status_pb2.Status) -> MillraceError:
     else:
         error = _ours(status, info, bad_request)
     if retry.HasField("retry_delay"):
-        error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+        with contextlib.suppress(ValueError):  # a foreign server's, and no duration
+            error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     error.request_id = request_info.request_id or None
     return error
 

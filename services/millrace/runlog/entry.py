@@ -22,6 +22,8 @@ FORMAT_MAJOR = 2
 """Major format of entries (field `v`) and logs: the one that this release writes and the only one that it reads."""
 MAX_ENTRY_BYTES = 256 << 20
 """Largest entry that is decoded; a batch in Redis has at most 32 MiB, a rollout seldom more than one."""
+MAX_TRACE_BYTES = 512
+"""Longest trace context (a W3C `traceparent` has 55): it is archived with the event, whose size is bounded."""
 
 
 class AppendResult(StrEnum):
@@ -114,7 +116,13 @@ def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
             reason="ENTRY_CORRUPT",
             remedy="rebuild the log from the object store",
         )
-    return Entry(id=as_text(id_), v=major, h=stored_hash, d=data, tp=as_text(fields.get(b"tp", b"")))
+    if len(trace := fields.get(b"tp", b"")) > MAX_TRACE_BYTES:
+        raise CorruptObjectError(
+            f"{where} has a trace context of {len(trace)} bytes, and at most {MAX_TRACE_BYTES} are read",
+            reason="ENTRY_CORRUPT",
+            remedy="find out who else writes to this key",
+        )
+    return Entry(id=as_text(id_), v=major, h=stored_hash, d=data, tp=as_text(trace))
 
 
 def check_format(version: str, where: str) -> int:

@@ -37,11 +37,11 @@ def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
     highest = 0
     for info in store.list(names.epochs(role)):
         number = info.key.removeprefix(names.epochs(role))
-        if not number.isdigit():
+        if not number.isdecimal():
             raise CorruptObjectError(
                 f"{store.uri(info.key)} is no epoch", reason="EPOCH_CORRUPT", remedy="remove that object"
             )
-        highest = int(number)
+        highest = max(highest, int(number))  # names do not sort as numbers beyond eight digits
     return highest
 
 

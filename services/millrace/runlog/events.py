@@ -12,6 +12,8 @@ from millrace.v1 import event_pb2
 
 MAX_EVENT_BYTES = 256 * 1024
 """Largest event that is written, but for its number: an event is a report, not a payload."""
+MAX_SEQUENCE = 1 << 53
+"""Highest number of an event that is read; Redis' scripts count exactly up to here."""
 _CURSOR = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 
@@ -33,7 +35,7 @@ class EventReader:
         What is damaged is left out. `InvalidStateError` (CURSOR_EXPIRED, metadata `oldest_cursor`) when events behind
         the cursor were trimmed.
         """
-        if after and not _CURSOR.fullmatch(after):
+        if after and not (_CURSOR.fullmatch(after) and max(id_order(after)) < 1 << 64):
             raise InvalidSpecError(
                 [Violation(field="after", value=after[:100], message="is no cursor of this run", source="request")]
             )
@@ -88,6 +90,14 @@ def decode_event(entry: Entry) -> event_pb2.Event:
         reason="EVENT_CORRUPT",
         max_bytes=MAX_EVENT_BYTES + 64,  # the number is added to what was measured
     )
+    if event.writer_sequence > MAX_SEQUENCE:
+        raise CorruptObjectError(
+            f"event {entry.id} has the number {event.writer_sequence} of its writer", reason="EVENT_CORRUPT"
+        )
+    try:
+        event.time.ToNanoseconds()
+    except ValueError as error:  # no time that has a date: whoever shows the event would fail
+        raise CorruptObjectError(f"event {entry.id} has no valid time: {error}", reason="EVENT_CORRUPT") from error
     event.cursor = entry.id
     return event
 

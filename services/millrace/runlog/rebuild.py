@@ -25,7 +25,7 @@ from redis.exceptions import ResponseError
 from millrace.errors import LogGoneError, UnavailableError
 from millrace.runlog import connection, script
 from millrace.runlog.connection import as_text
-from millrace.runlog.epochs import GENERATION_ROLE, create_epoch
+from millrace.runlog.epochs import GENERATION_ROLE, create_epoch, latest_epoch
 from millrace.runlog.event_archive import load_newest_archived
 from millrace.runlog.log import FORMAT_MAJOR, RunLog
 from millrace.runlog.names import Names, Stream
@@ -186,7 +186,9 @@ async def _why_stale(log: RunLog) -> str:
 
 def _newest_installed(store: ObjectStore, names: Names) -> int:
     marks = [info.key.removeprefix(names.generations) for info in store.list(names.generations)]
-    return max((int(mark) for mark in marks if mark.isdigit()), default=1)
+    numbers = [int(mark) for mark in marks if mark.isdecimal()]
+    taken = latest_epoch(store, names, GENERATION_ROLE) if numbers else 0
+    return max((number for number in numbers if number <= taken), default=1)  # what nobody took is foreign
 
 
 async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:

@@ -155,7 +155,7 @@ def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
     newest: dict[int, int] = {}
     for prefix in log.store.list_prefixes(log.names.policies):
         lineage, _, version = prefix.removeprefix(log.names.policies).rstrip("/").partition("-")
-        if lineage.isdigit() and version.isdigit() and int(version) >= first:
+        if lineage.isdecimal() and version.isdecimal() and int(version) >= first:
             newest[int(version)] = max(int(lineage), newest.get(int(version), 0))
     entries = []
     for version in range(first, first + len(newest)):

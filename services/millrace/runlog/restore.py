@@ -11,7 +11,7 @@ from millrace.errors import LogGoneError
 from millrace.runlog.entry import FORMAT_MAJOR, Entry, id_order
 from millrace.runlog.epochs import GENERATION_ROLE, latest_epoch
 from millrace.runlog.event_archive import load_archived_events, read_page
-from millrace.runlog.events import readable_event
+from millrace.runlog.events import MAX_SEQUENCE, readable_event
 from millrace.runlog.log import RunLog, parse_run_hash
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.origin import Origin, parse_origin
@@ -119,7 +119,8 @@ def merge_events(
 
 
 def _note(newest: dict[str, tuple[int, str]], event: event_pb2.Event, entry_hash: str) -> None:
-    if event.writer_sequence > newest.get(event.writer, (0, ""))[0]:
+    known, _ = newest.get(event.writer, (0, ""))
+    if known < event.writer_sequence <= max(MAX_SEQUENCE // 2, known + 1):  # nobody has counted further
         newest[event.writer] = event.writer_sequence, entry_hash
 
 
@@ -137,7 +138,7 @@ def _roles(store: ObjectStore, names: Names) -> list[str]:
 def _first_batch(store: ObjectStore, names: Names, origin: Origin) -> int:
     """The step from which batches are wanted in Redis: that of the oldest checkpoint that the headers reach."""
     found = (prefix.removeprefix(names.checkpoints).rstrip("/") for prefix in store.list_prefixes(names.checkpoints))
-    for step in sorted(int(name) for name in found if name.isdigit()):
+    for step in sorted(int(name) for name in found if name.isdecimal()):
         if step < origin.base_step:
             continue
         if store.head(names.checkpoint_manifest(step)) is not None:

@@ -23,7 +23,7 @@ from millrace.runlog.names import Names
 from millrace.runlog.origin import load_origin
 from millrace.storage.base import ObjectStore
 
-_HEADER = re.compile(r"(\d{8,})(?:\.r([1-9]\d*))?\.pb")
+_HEADER = re.compile(r"([0-9]{8,18})(?:\.r([1-9][0-9]{0,8}))?\.pb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,7 @@ def check_key(key: str) -> str:
         or any(segment in ("", ".", "..") for segment in segments)
         or "\0" in key
         or segments[0] == ".tmp"
+        or not is_text(key)
         or len(key.encode()) > MAX_KEY_BYTES
     ):
         raise InvalidSpecError(
@@ -105,6 +106,11 @@ def check_key(key: str) -> str:
             ]
         )
     return key
+
+
+def is_text(key: str) -> bool:
+    """Whether a key can be encoded: the name of a file of others may be any bytes."""
+    return not any("\ud800" <= char <= "\udfff" for char in key)
 
 
 def check_prefix(prefix: str) -> str:

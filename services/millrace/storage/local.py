@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from millrace.errors import CapacityError, CorruptObjectError, NotFoundError
-from millrace.storage.base import ObjectInfo, check_key, check_prefix
+from millrace.storage.base import ObjectInfo, check_key, check_prefix, is_text
 from millrace.storage.disk import io_errors, key_is_directory, make_parent
 from millrace.storage.retry import RetryPolicy, TransientError
 
@@ -241,10 +241,13 @@ class LocalStore:
 
 
 def _entries(directory: Path, base: str) -> list[tuple[str, bool]]:
-    """(name, is_directory) in S3's order of keys: a directory sorts as its name with a slash."""
+    """(name, is_directory) in S3's order of keys: a directory sorts as its name with a slash.
+
+    What has a name that is no text is nobody's object.
+    """
     try:
         with os.scandir(directory) as found:
-            entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
+            entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found if is_text(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     if not base:

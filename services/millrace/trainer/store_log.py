@@ -103,5 +103,6 @@ class StoreLog:
 
     def _checkpoints(self) -> Iterator[int]:
         for prefix in self._store.list_prefixes(self._names.checkpoints):
-            if self._store.head(prefix + _MANIFEST) is not None:
-                yield int(prefix.rstrip("/").rpartition("/")[2])
+            name = prefix.removeprefix(self._names.checkpoints).rstrip("/")
+            if name.isdecimal() and self._store.head(prefix + _MANIFEST) is not None:
+                yield int(name)

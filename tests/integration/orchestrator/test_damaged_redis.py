@@ -158,6 +158,46 @@ async def test_events(attacked: Attacked) -> None:
     assert archived and "777" not in archived[-1].key
 
 
+async def test_an_event_of_an_end_that_no_header_is_ends_nothing(attacked: Attacked) -> None:
+    end = event_pb2.Event(writer="nobody", writer_sequence=1)
+    end.state_changed.new_state = run_pb2.RUN_STATE_SUCCEEDED
+    await attacked.redis.xadd(
+        attacked.key(Stream.EVENTS), entry(end.SerializeToString()), id=f"{await attacked.generation()}-*"
+    )
+    stack = attacked.stack
+    await stack.kill_orchestrator()
+    await stack.start_orchestrator(int(stack.address.rpartition(":")[2]))
+    attacked.trainer.hold.set()
+
+    async def has_ended() -> bool:
+        return bool(await headers_of(stack, attacked.run)) and (
+            (await headers_of(stack, attacked.run))[-1].kind == batch_pb2.BATCH_KIND_CLOSE
+        )
+
+    await until(has_ended, timeout_s=30.0, what="it went on to its end")
+    attacked.watching.cancel()
+
+
+async def test_events_with_numbers_to_which_nothing_was_counted(attacked: Attacked) -> None:
+    late = event_pb2.Event(writer="nobody", writer_sequence=1)
+    late.warning.reason = "FOREIGN"
+    late.time.seconds = 1 << 62
+    step = event_pb2.Event(writer="nobody", writer_sequence=2)
+    step.step_completed.step = step.step_completed.num_rollouts = step.step_completed.num_tokens = (1 << 63) - 1
+    published = event_pb2.Event(writer="nobody", writer_sequence=3)
+    published.policy_published.version = (1 << 63) - 1
+    generation = await attacked.generation()
+    await attacked.skipped(Stream.EVENTS, entry(late.SerializeToString()), "no valid time", id_=f"{generation}-*")
+    for event in (step, published):
+        await attacked.redis.xadd(attacked.key(Stream.EVENTS), entry(event.SerializeToString()), id=f"{generation}-*")
+    stack = attacked.stack
+    shown = await get(stack, attacked.run)
+    assert shown.state == run_pb2.RUN_STATE_RUNNING, shown.error
+    attacked.trainer.hold.set()
+    events = await attacked.watching
+    assert states(events)[-1] == "SUCCEEDED" and "valid time" in " ".join(warnings(events, "ENTRY_DAMAGED"))
+
+
 BATCHES = {
     "undecodable": ("50-1", JUNK),
     "foreign": (

@@ -2,14 +2,25 @@
 
 import hashlib
 import json
+import os
+import tracemalloc
+from dataclasses import replace
 
 import pytest
-from recorded_log import NUM_EVENTS, NUM_REPORTS, STEPS, audit, flip, publish, record, violations
+from recorded_log import NUM_EVENTS, NUM_REPORTS, STEPS, audit, flip, publish, rearchive, record, rewrite, violations
 
+from millrace.errors import CorruptObjectError
 from millrace.runlog import EventWriter, RunLog, Stream
+from millrace.runlog.audit import mirror, named
+from millrace.runlog.audit.told import Told
 from millrace.runlog.entry import FORMAT_MAJOR
+from millrace.runlog.epochs import latest_epoch
 from millrace.runlog.event_archive import load_archived_events
-from millrace.v1 import event_pb2
+from millrace.runlog.rebuild import open_or_rebuild
+from millrace.runlog.restore import load_restored
+from millrace.runlog.revisions import Reopening
+from millrace.trainer.store_log import StoreLog
+from millrace.v1 import event_pb2, run_pb2
 
 
 @pytest.fixture
@@ -206,3 +217,101 @@ async def test_a_step_that_nobody_reported(run):
     report = await audit(run)
     assert {found.check for found in report.violations} == gone
     assert "STEP_NOT_REPORTED" in {note.check for note in report.notes}, "a killed trainer may have had it in memory"
+
+
+@pytest.mark.parametrize("stream", [*Stream, "meta"])
+async def test_a_key_of_another_type_is_a_violation(run, redis, stream):
+    key = run.names.meta if stream == "meta" else run.names.stream(stream)
+    await redis.delete(key)
+    await redis.set(key, "text")
+    report = await audit(run)
+    assert "ENTRY_CORRUPT" in {finding.check for finding in report.violations}
+    assert report.num_steps == STEPS, "the store was looked at"
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+async def test_an_entry_with_the_last_id_ends_the_reading(run, redis, stream, monkeypatch):
+    monkeypatch.setitem(mirror._PAGE, stream, 1)
+    await redis.xadd(run.names.stream(stream), {"x": "y"}, id="18446744073709551615-18446744073709551615")
+    assert "ENTRY_CORRUPT" in await violations(run)
+
+
+async def test_numbers_beyond_any_count(run):
+    def exaggerate(header):
+        header.orchestrator_state = b'{"num_duplicates": 1' + b"0" * 400 + b"}"
+
+    rewrite(run, STEPS, exaggerate)
+    assert (await audit(run, offline=True)).num_duplicates == (1 << 63) - 1
+
+
+async def test_a_group_of_any_size(run):
+    def grow(played):
+        return [replace(one, group_size=2**31 - 1) if one.ordinal == 0 else one for one in played]
+
+    rearchive(run, 0, grow)
+    tracemalloc.start()
+    assert "GROUP_NOT_WHOLE" in await violations(run, offline=True)
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+
+
+async def test_names_that_are_no_text(run):
+    for place in (run.names.policies, run.names.checkpoints, run.names.epochs("log"), run.names.event_archive):
+        directory = os.fsencode(run.store.uri(place + "x").removeprefix("file://").removesuffix("x"))
+        os.makedirs(directory + b"\xff")
+        with open(directory + b"\xff/\xff", "wb") as file:
+            file.write(b"x")
+    assert await violations(run, offline=True) == set(), "they are nobody's"
+
+
+def test_the_end_is_the_last_that_was_told_whatever_the_clocks_said():
+    """A run that had failed was reopened, and the clock jumped back by hours meanwhile."""
+    told = Told()
+    for number, (state, seconds) in enumerate([(run_pb2.RUN_STATE_FAILED, 9000), (run_pb2.RUN_STATE_SUCCEEDED, 10)]):
+        event = event_pb2.Event()
+        event.state_changed.new_state = state
+        event.time.FromSeconds(seconds)
+        told.add(event, (1, number))
+    assert told.end is not None and told.end[0].new_state == run_pb2.RUN_STATE_SUCCEEDED
+
+
+async def test_a_named_object_of_any_size_is_not_read(run, monkeypatch):
+    key = run.names.epoch("orchestrator", 1)
+    monkeypatch.setattr(named, "MAX_NAMED_BYTES", 1 << 20)
+    run.store.put(key, b"{" + b" " * (2 << 20))
+    assert "EPOCH_CHANGED" in await violations(run, offline=True)
+
+
+@pytest.mark.parametrize("name", ["\u00b2", "\u0663", "x", "9" * 30])
+async def test_names_that_are_no_numbers_are_typed(run, redis, name):
+    names, store = run.names, run.store
+    for key in (
+        f"{names.generations}{name}",
+        f"{names.checkpoints}{name}/manifest.json",
+        f"{names.policies}{name}-{name}/manifest.json",
+        f"{names.batches}{name}.pb",
+        f"{names.intents}{name}.json",
+        f"{names.reopenings[:-1]}{name}",
+    ):
+        store.create(key, b"{}")
+    await audit(run)
+    StoreLog(store, names, base_step=0).kept()
+    load_restored(store, names)
+    await redis.delete(names.meta)
+    await open_or_rebuild(redis, store, prefix=names.prefix, uid=names.uid, owner="o")
+    store.create(f"{names.epochs('log')}{name}", b"{}")
+    if not name.isdecimal():
+        with pytest.raises(CorruptObjectError, match="is no epoch"):
+            latest_epoch(store, names, "log")
+
+
+async def test_a_run_that_was_reopened_before_its_end_was_sealed(run):
+    """Whoever ended it died in between; what comes behind is sealed."""
+    seal = run.store.get(run.names.seal(0))
+    run.store.delete(run.names.seal(0))
+    run.store.create(run.names.seal(1), seal)
+    record = Reopening(step=1, revision=0, closing_sha256="00" * 32, epoch=0, owner="o", time="")
+    run.store.create(run.names.reopened(1), record.encode())
+    report = await audit(run, offline=True)
+    assert "SEAL_MISSING" not in {finding.check for finding in report.violations}
+    assert "SEAL_MISSING" in {note.check for note in report.notes}

@@ -9,9 +9,12 @@ import sys
 import pytest
 from recorded_log import STEPS, audit, flip, record
 
+from millrace.runlog import Entry, Stream, chain_hash, event_archive
+from millrace.runlog.entry import FORMAT_MAJOR
 from millrace.runlog.names import Deployment
 from millrace.runlog.repair import State, repair_run
 from millrace.storage.local import LocalStore
+from millrace.v1 import event_pb2
 
 
 @pytest.fixture
@@ -163,3 +166,108 @@ async def test_the_command(run, backup) -> None:
     document = json.loads(out)
     assert code == 0 and [each["state"] for each in document["repairs"]] == ["restored"]
     assert (await command())[0] == 0
+
+
+FAR = (99_999_999, 10**14, 10**17, 10**30)
+
+
+@pytest.mark.parametrize("step", FAR)
+async def test_a_foreign_header_far_ahead_takes_no_time(run, step: int) -> None:
+    run.store.create(f"{run.names.batches}{step:08d}.pb", run.store.get(run.names.batch_header(0)))
+    async with asyncio.timeout(20):
+        found = {finding.check for finding in (await audit(run)).violations}
+        assert await repair(run) == []
+    assert found >= {"HEADER_MISSING", "HEADER_STEP_WRONG"} or step == 10**30
+
+
+async def test_what_only_redis_has_is_never_committed(run, redis) -> None:
+    """Whoever writes there would write the run's history."""
+    key = run.names.batch_header(STEPS - 1)
+    right = run.store.get(key)
+    forged = run.header(STEPS - 1)
+    forged.reward_mean = 7.0
+    ahead = run.header(STEPS - 1)
+    ahead.step = STEPS + 5
+    for info in [*run.store.list(run.names.event_archive), *run.store.list(run.names.seals)]:
+        run.store.delete(info.key)
+    run.store.delete(run.names.batch_header(STEPS))
+    stream, events = run.names.stream(Stream.BATCHES), run.names.stream(Stream.EVENTS)
+    await redis.delete(stream)
+    told = event_pb2.Event(writer="nobody", writer_sequence=1)
+    told.batch_committed.step = STEPS - 1
+    told.batch_committed.chain_hash = chain_hash(forged.previous_chain_hash, _bytes(forged)).hex()
+    broken = event_pb2.Event(writer="nobody", writer_sequence=2)
+    broken.batch_committed.chain_hash = "no hash"
+    for id_, message in ((f"{STEPS - 1}-1", forged), (f"{STEPS + 5}-1", ahead), (f"{2**60}-1", forged)):
+        await redis.xadd(stream, _fields(_bytes(message)), id=id_)
+    for event in (told, broken):
+        await redis.xadd(events, _fields(_bytes(event)), id="1-*")
+    found = await repair(run, with_redis=True, is_applied=True)
+    assert State.RESTORED not in {each.state for each in found}
+    assert run.store.get(key) == right and run.store.head(run.names.batch_header(STEPS + 5)) is None
+
+
+async def test_foreign_events_stop_no_repair(run) -> None:
+    (info,) = list(run.store.list(run.names.event_archive))
+    event = event_pb2.Event(writer="nobody", writer_sequence=1)
+    event.batch_committed.chain_hash = "no hash"
+    data = _bytes(event)
+    entry = Entry(id="1-900", v=FORMAT_MAJOR, h=hashlib.sha256(data).hexdigest(), d=data, tp="")
+    run.store.create(run.names.archived_events("1-900", "1-900"), event_archive.encode_archive([entry]))
+    assert {each.state for each in await repair(run)} <= {State.REFUSED} and info
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("checkpoint manifest", b'{"objects": [{}]}'),
+        ("checkpoint manifest", b'{"objects": [{"key": "../x", "sha256": "", "size_bytes": -1}]}'),
+        ("checkpoint manifest", b'{"objects": 7}'),
+        ("policy manifest", b'{"encodings": [7], "files": [{"key": 1, "sha256": 2, "size_bytes": "x"}]}'),
+        ("policy manifest", b'{"encodings": [], "files": [{"key": "../x", "sha256": "", "size_bytes": 1}]}'),
+        ("run.json", b"{}"),
+        ("run.json", b'{"name": "../..", "run_hash": ""}'),
+        ("run.json", b'{"name": 7}'),
+    ],
+)
+async def test_documents_of_another_form_are_named(run, kind: str, data: bytes) -> None:
+    key = key_of(run, kind)
+    run.store.put(key, data)
+    for info in [*run.store.list(run.names.batches)] if kind == "run.json" else []:
+        run.store.delete(info.key)  # without a chain nothing proves it
+    found = await repair(run, is_applied=True)
+    assert key in {each.key for each in found}
+    await audit(run)
+
+
+async def test_an_object_of_another_run_is_left_alone(run, backup) -> None:
+    other = run.names.root.replace(run.names.uid, "0" * 28) + "run.json"
+    run.store.create(other, b"theirs")
+    backup.create(other, b"ours")
+    key = run.names.policy_manifest(0, 1)
+    manifest = json.loads(run.store.get(key))
+    item = {"key": other, "sha256": hashlib.sha256(b"ours").hexdigest(), "size_bytes": 4}
+    manifest["files"].append(item)
+    for info in [*run.store.list(run.names.batches), *run.store.list(run.names.seals)]:
+        run.store.delete(info.key)
+        backup.delete(info.key)
+    run.store.put(key, json.dumps(manifest).encode())
+    found = await repair(run, backup=backup, is_applied=True)
+    assert run.store.get(other) == b"theirs"
+    assert {each.state for each in found if each.key == other} == {State.REFUSED}, found
+
+
+async def test_a_seal_that_names_anything_stops_no_repair(run) -> None:
+    seal = json.loads(run.store.get(run.names.seal(0)))
+    seal["objects"] |= {"policies/../../x": "00", "": "00", "checkpoints//y/z": "00", "\u0000": "00"}
+    run.store.put(run.names.seal(0), json.dumps(seal).encode())
+    assert {each.state for each in await repair(run, is_applied=True)} == {State.REFUSED}
+    await audit(run)
+
+
+def _bytes(message) -> bytes:
+    return message.SerializeToString(deterministic=True)
+
+
+def _fields(data: bytes) -> dict:
+    return {"v": str(FORMAT_MAJOR), "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}

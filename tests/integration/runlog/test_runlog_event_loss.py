@@ -1,12 +1,14 @@
 """Events when Redis loses them: writers append again what is lacking, cursors stay good."""
 
 import asyncio
+import hashlib
 import time
 
 import pytest
 
 from millrace.errors import CorruptObjectError, LogGoneError
-from millrace.runlog import EventReader, EventWriter, RunLog, event_writer
+from millrace.runlog import EventReader, EventWriter, RunLog, Stream, event_writer
+from millrace.runlog.entry import FORMAT_MAJOR
 from millrace.runlog.event_archive import EventArchive, load_archived_events
 from millrace.runlog.rebuild import open_or_rebuild
 from millrace.v1 import event_pb2
@@ -187,3 +189,42 @@ async def test_a_damaged_archive_is_named(durable_log, local_store):
         with pytest.raises(CorruptObjectError, match=f"{log_key} cannot be read"):
             load_archived_events(local_store, durable_log.names)
         local_store.delete(log_key)
+
+
+async def test_an_entry_that_no_archive_could_hold_is_left_out(durable_log, durable, local_store):
+    """Its event can be read, but what is archived beside it would make an object that nobody reads again."""
+    event = event_pb2.Event(writer="nobody", writer_sequence=1)
+    event.warning.reason = "FOREIGN"
+    data = event.SerializeToString()
+    fields = {"v": str(FORMAT_MAJOR), "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": "t" * (17 << 20)}
+    await durable.client.xadd(durable_log.names.stream(Stream.EVENTS), fields, id="1-*")
+    writer = EventWriter(durable_log, "w")
+    await _write(writer, 1, 3)
+    await writer.close()
+    damaged: list[str] = []
+    archive = EventArchive(durable_log, on_damaged=lambda stream, entry: damaged.append(entry.damage))
+    assert await archive.archive() == 3
+    assert len(load_archived_events(local_store, durable_log.names)) == 3
+    assert damaged and "trace context" in damaged[0]
+
+
+@pytest.mark.parametrize("writer", ["log", "w"])
+@pytest.mark.parametrize("number", [(1 << 64) - 1, 10**18, 1 << 53, 1 << 52])
+async def test_a_foreign_number_of_an_event_stops_no_rebuild(durable, durable_log, rebuild, writer, number):
+    """Archived it would be in the way of every later number of its writer, in every copy of the log."""
+    event = event_pb2.Event(writer=writer, writer_sequence=number)
+    event.warning.reason = "FOREIGN"
+    data = event.SerializeToString()
+    fields = {"v": str(FORMAT_MAJOR), "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
+    await durable.client.xadd(durable_log.names.stream(Stream.EVENTS), fields, id="1-*")
+    own = EventWriter(durable_log, "w")
+    await _write(own, 1, 3)
+    await EventArchive(durable_log).archive()
+    await durable.client.delete(durable_log.names.meta)
+    async with asyncio.timeout(20):
+        log = await rebuild()
+    await _write(own, 4, 6)
+    await own.close()
+    async with asyncio.timeout(20):
+        written = [event.warning.message for event in await _read(log) if event.warning.reason == "TEST"]
+    assert sorted(written) == [str(number) for number in range(1, 7)]

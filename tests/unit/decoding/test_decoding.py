@@ -8,9 +8,12 @@ import zstandard
 
 from millrace.decoding import decode_json, decode_message, decode_object, decompress
 from millrace.errors import CorruptObjectError
+from millrace.internal.v1 import rollout_pb2
+from millrace.rollouts.wire import decode_archive
 from millrace.v1 import event_pb2
 
 WHERE = {"what": "this", "reason": "THIS_CORRUPT"}
+ZERO = zstandard.ZstdCompressor().compress(b"abc" * 20)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,41 @@ def test_frames() -> None:
         good + b"x",
         good[:20] + b"\0" + good[21:],
         good[:-1] + b"\0",
+        ZERO[:5] + b"\0" + ZERO[6:],  # it says that it holds nothing
+        zstandard.ZstdCompressor().compress(b"") + b"x",
         streamed.compress(b"abc") + streamed.flush(),  # it does not say how much it holds
     ):
         with pytest.raises(CorruptObjectError):
             decompress(bad, **WHERE, max_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("text", [b"a" * (1 << 20), b"\\n" * (1 << 19)])
+def test_a_long_string_takes_no_more_memory_than_its_text(text: bytes) -> None:
+    document = b'["' + text + b'"' + b",[]" * 70 + b"]"
+    tracemalloc.start()
+    assert len(decode_json(document, **WHERE)) == 71
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * len(document), f"{peak / len(document):.0f} times"
+
+
+def test_messages_within_a_message_are_counted_before_they_are_made() -> None:
+    """Two bytes each, and 260 when they are parsed: a rollout archive of 400 bytes took 9 GB."""
+    packed = zstandard.ZstdCompressor().compress(b"\x0a\0" * (2 << 20))
+    assert len(packed) < 1000
+    with pytest.raises(CorruptObjectError, match="holds too many messages"):
+        decode_archive(packed)
+    samples = rollout_pb2.Rollout(samples=[rollout_pb2.Sample()]).SerializeToString()
+    nested = rollout_pb2.RolloutArchive(rollouts=[rollout_pb2.Rollout()]).SerializeToString()[:1]
+    deep = nested + b"\x80\x80\x80\x02" + samples * ((4 << 20) // len(samples))
+    with pytest.raises(CorruptObjectError, match="holds too many messages"):
+        decode_message(rollout_pb2.RolloutArchive, deep, **WHERE)
+
+
+def test_a_large_message_is_read() -> None:
+    sample = rollout_pb2.Sample(token_ids=bytes(range(256)) * 4096, policy_spans=[rollout_pb2.PolicySpan(end=9)] * 100)
+    archive = rollout_pb2.RolloutArchive(rollouts=[rollout_pb2.Rollout(run_uid="u" * 300, samples=[sample] * 3)] * 2)
+    assert decode_message(rollout_pb2.RolloutArchive, archive.SerializeToString(), **WHERE) == archive
+    for damaged in (b"\xff" * (2 << 20), archive.SerializeToString()[:-1], b"\x0b" * (2 << 20)):
+        with pytest.raises(CorruptObjectError):
+            decode_message(rollout_pb2.RolloutArchive, damaged, **WHERE)

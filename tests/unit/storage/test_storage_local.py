@@ -7,7 +7,14 @@ import time
 
 import pytest
 
-from millrace.errors import CapacityError, ConflictError, InternalError, NotFoundError, UnavailableError
+from millrace.errors import (
+    CapacityError,
+    ConflictError,
+    InternalError,
+    InvalidSpecError,
+    NotFoundError,
+    UnavailableError,
+)
 from millrace.storage import local
 from millrace.storage.local import LocalStore
 from millrace.storage.retry import RetryPolicy, TransientError
@@ -72,6 +79,16 @@ def test_old_leftovers_are_removed_and_young_ones_kept(tmp_path):
     os.utime(old, (time.time() - 2 * 86400,) * 2)
     LocalStore(tmp_path)
     assert not old.exists() and young.exists()
+
+
+def test_files_whose_names_are_no_text_are_nobodys(tmp_path):
+    store = LocalStore(tmp_path)
+    store.put("a/b", b"x")
+    (tmp_path / "a" / os.fsdecode(b"\xff")).write_bytes(b"x")
+    (tmp_path / os.fsdecode(b"\xfe")).mkdir()
+    assert [info.key for info in store.list("")] == ["a/b"] and list(store.list_prefixes("")) == ["a/"]
+    with pytest.raises(InvalidSpecError):
+        store.get(os.fsdecode(b"a/\xff"))
 
 
 def test_delete_prunes_directories_while_others_write_there(tmp_path):

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
-from millrace.runlog.audit.findings import Audit
+from millrace.runlog.audit.findings import Audit, as_utf8
 from millrace.runlog.epochs import GENERATION_ROLE
 
 
@@ -17,7 +17,7 @@ def check_epochs(audit: Audit) -> dict[str, int]:
         newest[role] = max(numbers, default=0)
         _require_all(audit, numbers, "EPOCH_MISSING", f"epochs of {role}")
     for role, number in newest.items():
-        audit.report.epochs[role] = min(number, (1 << 63) - 1)
+        audit.report.epochs[as_utf8(role)] = min(number, (1 << 63) - 1)
     if GENERATION_ROLE not in newest:
         audit.findings.violation("EPOCH_MISSING", f"no epoch of {GENERATION_ROLE} exists: the run was never created")
     return newest

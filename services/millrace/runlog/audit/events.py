@@ -12,7 +12,7 @@ from itertools import pairwise
 from millrace.decoding import decode_message
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog.audit.findings import Audit
+from millrace.runlog.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.runlog.audit.told import Told
 from millrace.runlog.entry import Entry, id_order
 from millrace.v1 import event_pb2
@@ -49,7 +49,7 @@ class EventCheck:
             except (CorruptObjectError, ValueError) as error:  # ValueError: its id is none
                 self._findings.violation("EVENT_CORRUPT", f"event {entry.id[:80]!r}: {error}")
                 continue
-            self._add(entry, event, generation)
+            self._add(entry, event)
             if archived:
                 self.newest_generation = max(self.newest_generation, generation)
 
@@ -77,7 +77,7 @@ class EventCheck:
             ("STEP_NOT_REPORTED", self.told.completed, base_step, takeovers["trainer"]),
             ("COMMIT_NOT_REPORTED", self.told.committed, copied_until, takeovers["orchestrator"]),
         ):
-            silent = [step for step in range(first, next_step) if step not in steps]
+            silent = [step for missing in gaps(steps, first, next_step) for step in missing[:MAX_PER_CHECK]]
             if not silent:
                 continue
             word = "completed" if check == "STEP_NOT_REPORTED" else "committed"
@@ -88,7 +88,9 @@ class EventCheck:
             else:
                 self._findings.violation(check, message)
 
-    def _add(self, entry: Entry, event: event_pb2.Event, generation: int) -> None:
+    def _add(self, entry: Entry, event: event_pb2.Event) -> None:
+        at = id_order(entry.id)
+        generation = at[0]
         digest = bytes.fromhex(entry.h)[:8]
         writer = self._writers[event.writer]
         known = writer.seen.get(event.writer_sequence)
@@ -102,7 +104,7 @@ class EventCheck:
             writer.seen[event.writer_sequence] = min(known[0], generation), known[1]
             return
         writer.seen[event.writer_sequence] = generation, digest
-        self.told.add(event)
+        self.told.add(event, at)
         if event.HasField("batch_committed"):
             writer.committed[event.writer_sequence] = event.batch_committed.step
 

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,12 +54,29 @@ class Findings:
                 found.add(check=check, message=f"and {count - MAX_PER_CHECK} more")
 
     def _add(self, check: str, message: str, *, is_violation: bool) -> None:
+        message = as_utf8(message)
         self._counts[check, is_violation] += 1
         if self._counts[check, is_violation] <= MAX_PER_CHECK:
             (self._violations if is_violation else self._notes).append((check, message))
 
 
 _PIECE_BYTES = 16 << 20
+
+
+def as_utf8(text: str) -> str:
+    """The text, with what could not be encoded written out: names of files may be any bytes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def gaps(known: Iterable[int], first: int, end: int) -> Iterator[range]:
+    """What lacks of the numbers from `first` to `end` (exclusive), in runs: a foreign object may claim any number."""
+    expected = first
+    for number in sorted({number for number in known if first <= number < end}):
+        if number > expected:
+            yield range(expected, number)
+        expected = number + 1
+    if expected < end:
+        yield range(expected, end)
 
 
 class AuditStopped(Exception):

@@ -21,6 +21,7 @@ from millrace.runlog.revisions import is_failed_closing, list_headers, parse_reo
 
 _AHEAD = 16  # headers fetched at once
 _PROGRESS_EVERY = 16
+_MOST = (1 << 63) - 1
 
 ORCHESTRATOR = "orchestrator"
 """Role whose epochs headers carry."""
@@ -106,7 +107,7 @@ class HeaderCheck:
         for reason, count in ordinals.dropped.items():
             report.dropped[reason] = count
         report.num_rollouts = archives.num_rollouts
-        report.num_duplicates = max(self._duplicates, archives.num_duplicates)
+        report.num_duplicates = min(max(self._duplicates, archives.num_duplicates), _MOST)
         if self.closing is not None:
             ordinals.check_closed(self.closing.step)
 

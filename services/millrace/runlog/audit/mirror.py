@@ -18,7 +18,7 @@ from millrace.runlog.audit.events import EventCheck
 from millrace.runlog.audit.findings import Audit
 from millrace.runlog.audit.rollouts import RolloutFact, is_trainable
 from millrace.runlog.connection import as_text
-from millrace.runlog.entry import Entry, decode_entry
+from millrace.runlog.entry import LAST_ID, Entry, decode_entry
 from millrace.runlog.epochs import GENERATION_ROLE, latest_epoch
 from millrace.runlog.known import manifest_digest
 from millrace.runlog.names import Stream
@@ -37,16 +37,15 @@ class Mirror:
     @classmethod
     async def open(cls, audit: Audit, redis: redis_asyncio.Redis) -> "Mirror | None":
         """The mirror; None, with a note, if Redis does not hold the run's log."""
-        found: Any = await connection.call(
-            redis, f"reading meta of run {audit.names.uid}", lambda: redis.execute_command("HGETALL", audit.names.meta)
-        )
-        meta = {as_text(name): as_text(value) for name, value in found.items()}
+        mirror = cls(audit, redis, {})
+        found = await mirror._ask("reading meta", "HGETALL", audit.names.meta)
+        meta = mirror._meta = {as_text(name): as_text(value) for name, value in (found or {}).items()}
         if "generation" not in meta:
             audit.findings.not_seen(
                 "NOT_IN_REDIS", "Redis does not hold the log of the run: only the store was checked"
             )
             return None
-        return cls(audit, redis, meta)
+        return mirror
 
     async def rollouts(self) -> dict[tuple[int, int], list[RolloutFact]]:
         """The OK training rollouts in Redis by (ordinal, member)."""
@@ -95,16 +94,24 @@ class Mirror:
             await asyncio.to_thread(self._compare_policy, entry)
 
     async def _read_generation(self) -> int | None:
-        found: Any = await connection.call(
-            self._redis,
-            f"reading the generation of run {self._audit.names.uid}",
-            lambda: self._redis.execute_command("HGET", self._audit.names.meta, "generation"),
-        )
+        found = await self._ask("reading the generation", "HGET", self._audit.names.meta, "generation")
         text = as_text(found)
         if found is not None and not text.isdecimal():
             self._audit.findings.violation("ENTRY_CORRUPT", f"meta in Redis has the generation {text[:80]!r}")
             return None
         return None if found is None else int(text)
+
+    async def _ask(self, what: str, *words: Any) -> Any:
+        """What a Redis command answers; None, with a violation, where a key is of another type than ours."""
+        try:
+            return await connection.call(
+                self._redis,
+                f"{what} of run {self._audit.names.uid}",
+                lambda: self._redis.execute_command(*words),
+            )
+        except CorruptObjectError as error:
+            self._audit.findings.violation("ENTRY_CORRUPT", f"{error.message} ({words[1]})")
+            return None
 
     async def _compare_batches(self) -> None:
         header: batch_pb2.BatchHeader | None = None
@@ -167,19 +174,15 @@ class Mirror:
         key, start = self._audit.names.stream(stream), "-"
         while True:
             words = ("XRANGE", key, start, "+", "COUNT", _PAGE[stream])
-            found: Any = await connection.call(
-                self._redis,
-                f"auditing {stream} of run {self._audit.names.uid}",
-                lambda words=words: self._redis.execute_command(*words),
-            )
-            for id_, fields in found:
+            found = await self._ask(f"auditing {stream}", *words)
+            for id_, fields in found or ():
                 try:
                     yield decode_entry(key, id_, fields)
                 except (CorruptObjectError, InvalidStateError) as error:
                     self._audit.findings.violation(_entry_check(error), error.message)
-            if len(found) < _PAGE[stream]:
+            if found is None or len(found) < _PAGE[stream] or (last := as_text(found[-1][0])) == LAST_ID:
                 return
-            start = f"({as_text(found[-1][0])}"
+            start = f"({last}"
 
 
 def _entry_check(error: MillraceError) -> str:

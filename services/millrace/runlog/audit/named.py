@@ -11,6 +11,8 @@ from millrace.runlog.known import describe
 
 _AT_ONCE = 16  # objects fetched at once
 _PROGRESS_EVERY = 256
+MAX_NAMED_BYTES = 128 << 20
+"""Largest object that is read because somebody names it; those that headers name have some megabytes at most."""
 
 KINDS = {
     "run.json": "RUN_JSON",
@@ -86,6 +88,9 @@ class NamedCheck:
         audit, named, kind = self._audit, self._named[key], kind_of(key)
         full = audit.names.root + key
         try:
+            info = audit.store.head(full)
+            if info is not None and info.size_bytes > MAX_NAMED_BYTES:
+                return f"{kind}_CHANGED", f"{audit.uri(full)} has {info.size_bytes} bytes, and {named.by} names it"
             found = describe(audit.names, key, audit.store.get(full))
         except NotFoundError:
             return f"{kind}_MISSING", f"{audit.uri(full)} does not exist, but {named.by} names it"

@@ -13,7 +13,7 @@ from typing import Any
 
 from millrace.decoding import decode_object
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog.audit.findings import Audit
+from millrace.runlog.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.runlog.audit.named import NamedCheck
 from millrace.storage.commit_points import newest_revision
 
@@ -83,9 +83,11 @@ class PolicyCheck:
                 "FINAL_VERSION_WRONG",
                 f"the closing header names version {closing.final_version} as the final one, behind {next_step} steps",
             )
-        for version in range(first, (next_step if succeeded else newest) + 1):
-            if version not in self._lineages:
+        for missing in gaps(self._lineages, first, (next_step if succeeded else newest) + 1):
+            for version in missing[:MAX_PER_CHECK]:
                 findings.violation("POLICY_MISSING", f"version {version} was never published")
+            if missing.stop - missing.start > MAX_PER_CHECK:
+                findings.violation("POLICY_MISSING", f"versions up to {missing[-1]} were never published either")
         for version in sorted(self._lineages):
             if not first <= version <= next_step:
                 findings.violation(

@@ -17,6 +17,8 @@ from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.audit.findings import Audit
 
+_SHOWN = 100
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFact:
@@ -140,10 +142,11 @@ class Archives:
                 groups[rollout.ordinal][rollout.member] += 1
                 sizes[rollout.ordinal] = max(rollout.group_size, sizes.get(rollout.ordinal, 0))
         for ordinal, members in groups.items():
-            if sorted(members.elements()) != list(range(sizes[ordinal])):
+            found = sorted(members.elements())
+            if len(found) != sizes[ordinal] or found != list(range(len(found))):
                 self._audit.findings.violation(
                     "GROUP_NOT_WHOLE",
-                    f"step {header.step} trains ordinal {ordinal} with the members {sorted(members.elements())}, its "
+                    f"step {header.step} trains ordinal {ordinal} with the members {found[:_SHOWN]}, its "
                     f"group has {sizes[ordinal]}",
                 )
 
@@ -169,6 +172,6 @@ class Archives:
 def entry_key(entry_id: str) -> tuple[int, int]:
     """The numbers of a stream id, which compare as times; (0, 0) if it is none."""
     milliseconds, _, sequence = entry_id.partition("-")
-    if not milliseconds.isdigit() or not (sequence or "0").isdigit():
+    if not milliseconds.isdecimal() or not (sequence or "0").isdecimal():
         return 0, 0
-    return int(milliseconds), int(sequence or 0)
+    return int(milliseconds[:40]), int((sequence or "0")[:40])

@@ -25,10 +25,16 @@ class SealCheck:
     def scan(self, named: NamedCheck) -> None:
         """Read them."""
         audit, names = self._audit, self._audit.names
-        for number, info in enumerate(list(audit.store.list(names.seals))):
+        keys = {info.key: info for info in audit.store.list(names.seals)}
+        for number in range(sum(1 for _ in audit.store.list(names.reopenings))):
+            if names.seal(number) not in keys:  # if it was there, a later seal names it
+                audit.findings.note(
+                    "SEAL_MISSING", f"{audit.uri(names.seal(number))} does not exist: the run was reopened before"
+                )
+        for info in keys.values():
             what = f"seal {audit.uri(info.key)}"
-            if info.key != names.seal(number):
-                audit.findings.violation("SEAL_MISSING", f"{audit.uri(names.seal(number))} does not exist")
+            if not info.key.removeprefix(names.seals).removesuffix(".json").isdecimal():
+                audit.findings.violation("SEAL_CORRUPT", f"{audit.uri(info.key)} is no seal's place")
             data = audit.get(info.key, what=what)
             if data is None:
                 continue

@@ -32,11 +32,11 @@ class Told:
     """Digest and sha256 of the manifest (hex) by lineage and version."""
     saved: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     """sha256 (hex) of manifests of checkpoints by step."""
-    ends: list[tuple[event_pb2.StateChanged, float]] = field(default_factory=list)
-    """Changes to a terminal state, and when (seconds since the epoch, on the writer's clock)."""
+    ends: list[tuple[event_pb2.StateChanged, float, tuple[int, int]]] = field(default_factory=list)
+    """Changes to a terminal state, when (seconds since the epoch, on the writer's clock), and where in the stream."""
 
-    def add(self, event: event_pb2.Event) -> None:
-        """Take an event that was not taken before."""
+    def add(self, event: event_pb2.Event, at: tuple[int, int]) -> None:
+        """Take an event that was not taken before; `at` are the numbers of its entry's id."""
         match event.WhichOneof("body"):
             case "batch_committed":
                 self.committed[event.batch_committed.step] = event.batch_committed
@@ -48,14 +48,15 @@ class Told:
             case "checkpoint_saved":
                 self.saved[event.checkpoint_saved.step].add(event.checkpoint_saved.manifest_sha256)
             case "state_changed" if event.state_changed.new_state in TERMINAL:
-                self.ends.append((event.state_changed, event.time.seconds + event.time.nanos / 1e9))
+                self.ends.append((event.state_changed, event.time.seconds + event.time.nanos / 1e9, at))
             case _:
                 pass
 
     @property
     def end(self) -> tuple[event_pb2.StateChanged, float] | None:
-        """The newest end."""
-        return max(self.ends, key=lambda end: end[1], default=None)
+        """The newest end and its time; entries tell the order, clocks may jump."""
+        newest = max(self.ends, key=lambda end: end[2], default=None)
+        return None if newest is None else newest[:2]
 
 
 class ToldSteps:
@@ -93,7 +94,7 @@ class ToldSteps:
             self._findings.violation(
                 "HEADER_MISSING", f"events say that the steps {_some(lost)} were committed, and no header can be read"
             )
-        for end, _ in self._told.ends:
+        for end, *_ in self._told.ends:
             state = run_pb2.RunState.Name(end.new_state).removeprefix("RUN_STATE_")
             outcome = self._closing.get(end.chain_hash)
             if not self._closing:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.decoding import Fields, decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.runlog.event_archive import decode_archive, encode_archive
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Deployment, Names
@@ -22,6 +22,7 @@ from millrace.runlog.repair.objects import RedisCopy, Repair, State, Workbench, 
 from millrace.runlog.revisions import Reopening, parse_reopening
 from millrace.runlog.seal import Seal
 from millrace.storage import ObjectStore
+from millrace.storage.base import check_key
 
 __all__ = ["Repair", "State", "repair_run"]
 
@@ -85,10 +86,12 @@ def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes
 
     def judge(data: bytes) -> str:
         try:
-            if decode_object(data, what="it", reason="RUN_JSON_CORRUPT").get("uid", names.uid) != names.uid:
+            document = decode_object(data, what="it", reason="RUN_JSON_CORRUPT")
+            if document.get("uid", names.uid) != names.uid:
                 return "it is another run's"
             origin = parse_origin(data, where="it")
-        except CorruptObjectError as error:
+            _indexed(document, names)
+        except (CorruptObjectError, InvalidSpecError) as error:
             return error.message
         is_first = first is not None and first[0] == (origin.base_step, 0)
         if first is not None and is_first and origin.chain_hash != first[1][1].previous_chain_hash:
@@ -102,16 +105,23 @@ def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes
 def _repair_names(bench: Workbench, run_json: bytes) -> None:
     """The objects that lead from the run's name and request to its uid."""
     document = decode_object(run_json, what=bench.names.run_json, reason="RUN_JSON_CORRUPT")
-    deployment, uid = Deployment(bench.names.prefix), bench.names.uid.encode()
+    uid, (name, request) = bench.names.uid.encode(), _indexed(document, bench.names)
 
     def judge(data: bytes) -> str:
         return "" if data == uid else "it names another run, or none"
 
     made = [("run.json", uid)]
-    bench.examine(deployment.name_object(document["name"]), judge, prover="run.json", candidates=made)
-    if document.get("request_id"):  # made up, and without an object, where the caller named none
-        key = deployment.request_object(document["request_id"])
-        bench.examine(key, judge, prover="run.json", candidates=made, may_be_gone=True)
+    bench.examine(name, judge, prover="run.json", candidates=made)
+    if request:  # made up, and without an object, where the caller named none
+        bench.examine(request, judge, prover="run.json", candidates=made, may_be_gone=True)
+
+
+def _indexed(document: dict[str, Any], names: Names) -> tuple[str, str]:
+    """The objects that lead to a run by its name and its request ("" without one); raises if it has no such name."""
+    deployment, name, request = Deployment(names.prefix), document.get("name"), document.get("request_id") or ""
+    if not isinstance(name, str) or not isinstance(request, str):
+        raise CorruptObjectError("its name or request_id is no text", reason="RUN_JSON_CORRUPT")
+    return deployment.name_object(name), deployment.request_object(request) if request else ""
 
 
 def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> None:
@@ -164,7 +174,8 @@ def _repair_pinned(bench: Workbench, key: str, sha256: str, prover: str) -> None
     if key.startswith(names.reopenings):
         return
     folder = key.rpartition("/")[0] + "/"
-    is_retired = key.startswith((names.policies, names.checkpoints)) and not any(bench.store.list(folder))
+    is_large = bench.is_ours(key) and key.startswith((names.policies, names.checkpoints))
+    is_retired = is_large and not any(bench.store.list(folder))
     candidates = []
     if key.startswith(names.event_archive):
         candidates = [("Redis", _archive_from_redis(bench, key))]
@@ -230,6 +241,18 @@ def _json_judge(what: str) -> Callable[[bytes], str]:
     return judge
 
 
+def _judge_checkpoint(data: bytes) -> str:
+    """What is wrong with the manifest of a checkpoint, as far as its files are taken from it."""
+    try:
+        for item in Fields(decode_object(data, what="the manifest", reason="OBJECT_CORRUPT")).objects("objects"):
+            check_key(item.text("key"))
+            item.hexadecimal("sha256", num_bytes=32)
+            item.integer("size_bytes")
+    except (CorruptObjectError, InvalidSpecError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 def _checkpoints(bench: Workbench) -> list[int]:
     """Steps of the checkpoints that have a manifest, ascending."""
     prefix = bench.names.checkpoints
@@ -246,12 +269,12 @@ def _kept_from(bench: Workbench) -> int:
 def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> None:
     """Manifests prove the files of checkpoints; without one the trainer begins at an older one."""
     has_older = (0, 0) in headers and all(
-        bench.store.head(chunk.key) is not None for chunk in headers[0, 0][1].chunks
+        bench.exists(chunk.key) for chunk in headers[0, 0][1].chunks
     )  # the start model, and every batch since
     for step in _checkpoints(bench):
         key = bench.names.checkpoint_manifest(step)
         without = f"an older state than checkpoint {step} is whole: the trainer computes the steps since again"
-        data = bench.examine(key, _json_judge("manifest"), prover="", without=without if has_older else "")
+        data = bench.examine(key, _judge_checkpoint, prover="", without=without if has_older else "")
         if data is None:
             continue
         whole = [

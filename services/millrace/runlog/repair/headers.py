@@ -1,5 +1,6 @@
 """The headers of a run, from the last to the first: each names the chain hash behind the one before it."""
 
+import contextlib
 from collections import defaultdict
 
 from millrace.decoding import decode_message
@@ -13,27 +14,29 @@ from millrace.runlog.revisions import list_headers
 from millrace.runlog.seal import Seal
 from millrace.v1 import event_pb2
 
+_MAX_GAP = 10_000
+"""Most headers in a row that can be missing; what stands behind such a gap is foreign."""
 Position = tuple[int, int]
 """(step, revision)."""
 Header = tuple[bytes, batch_pb2.BatchHeader]
 
 
 def repair_headers(bench: Workbench) -> dict[Position, Header]:
-    """Examine every header; returns those that are right, or would be after the repair, in order."""
+    """Examine every header; returns those that are right, or would be after the repair, in order.
+
+    Only the store says which one is right. What stands in Redis, its events included, is a copy: it may be foreign.
+    """
     told, found = _told_chains(bench), dict[Position, Header]()
     previous: bytes | None = None  # what the header behind this one says of the chain behind this one
     for at in reversed(_positions(bench)):
         prover, targets = f"header {_name(found, at)} behind it", {previous} if previous is not None else set[bytes]()
         if not targets:
-            prover, targets = "the chain hash that events, a seal or a checkpoint name", told[at[0]]
+            prover, targets = "the chain hash that archived events or a seal name", told[at[0]]
         held = bench.redis.headers.get(at) if bench.redis is not None else None
-        if not targets and held is not None:
-            prover = "the hash of its entry in Redis"
-        judge = _judge(bench, at, targets, held)
         data = bench.examine(
             bench.names.batch_header(*at),
-            judge,
-            prover=prover if targets or held is not None else "",
+            _judge(bench, at, targets),
+            prover=prover if targets else "",
             candidates=[("Redis", held)],
         )
         if data is None:
@@ -44,7 +47,7 @@ def repair_headers(bench: Workbench) -> dict[Position, Header]:
     return dict(sorted(found.items()))
 
 
-def _judge(bench: Workbench, at: Position, targets: set[bytes], held: bytes | None) -> Judge:
+def _judge(bench: Workbench, at: Position, targets: set[bytes]) -> Judge:
     def judge(data: bytes) -> str:
         try:
             header = decode_header(data)
@@ -56,8 +59,6 @@ def _judge(bench: Workbench, at: Position, targets: set[bytes], held: bytes | No
             return "it names no chain hash"
         if targets and chain_hash(header.previous_chain_hash, data) not in targets:
             return "it does not give the chain hash that others name"
-        if not targets and held is not None and data != held:
-            return "it is not what Redis has"
         return ""
 
     return judge
@@ -70,19 +71,20 @@ def _positions(bench: Workbench) -> list[Position]:
         found |= set(bench.redis.headers)
     if bench.backup is not None:
         found |= set(list_headers(bench.backup, bench.names))
-    highest: defaultdict[int, int] = defaultdict(int)
-    for step, revision in found:
-        highest[step] = max(revision, highest[step])
-    if not highest:
-        return []
-    steps = range(min(highest), max(highest) + 1)
-    return [(step, revision) for step in steps for revision in range(highest[step] + 1)]
+    positions: list[Position] = []
+    for step, revision in sorted(found):
+        last = positions[-1] if positions else (step - 1, 0)
+        if step - last[0] > _MAX_GAP or revision > _MAX_GAP:
+            break  # so far ahead is nothing of this run
+        positions += [(between, 0) for between in range(last[0] + 1, step)]
+        positions += [(step, number) for number in range(last[1] + 1 if last[0] == step else 0, revision + 1)]
+    return positions
 
 
 def _told_chains(bench: Workbench) -> defaultdict[int, set[bytes]]:
-    """Chain hashes behind steps, as events and seals tell of them."""
+    """Chain hashes behind steps, as archived events and seals tell of them."""
     told: defaultdict[int, set[bytes]] = defaultdict(set)
-    payloads = [] if bench.redis is None else [entry.d for entry in bench.redis.events]
+    payloads: list[bytes] = []
     for info in bench.store.list(bench.names.event_archive):
         try:
             payloads += [entry.d for entry in decode_archive(bench.read(info.key) or b"", info.key)]
@@ -94,10 +96,11 @@ def _told_chains(bench: Workbench) -> defaultdict[int, set[bytes]]:
             event = decode_message(event_pb2.Event, data, what="event", reason="EVENT_CORRUPT")
         except CorruptObjectError:
             continue
-        if event.batch_committed.chain_hash:
-            told[event.batch_committed.step].add(bytes.fromhex(event.batch_committed.chain_hash))
-        if event.state_changed.chain_hash:
-            closing.add(bytes.fromhex(event.state_changed.chain_hash))
+        with contextlib.suppress(ValueError):  # no hash: a foreign event
+            if event.batch_committed.chain_hash:
+                told[event.batch_committed.step].add(bytes.fromhex(event.batch_committed.chain_hash))
+            if event.state_changed.chain_hash:
+                closing.add(bytes.fromhex(event.state_changed.chain_hash))
     for info in bench.store.list(bench.names.seals):
         try:
             closing.add(bytes.fromhex(Seal.decode(bench.read(info.key) or b"", where=info.key).chain_hash))

@@ -12,12 +12,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.errors import (
+    ConflictError,
+    CorruptObjectError,
+    InvalidSpecError,
+    InvalidStateError,
+    NotFoundError,
+)
 from millrace.rollouts.batch_wire import decode_header
-from millrace.runlog.entry import Entry, decode_entry
+from millrace.runlog.entry import LAST_ID, Entry, decode_entry
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Names, Stream
 from millrace.storage import ObjectStore
+from millrace.storage.base import check_key
 from millrace.storage.scratch import owned_directory
 
 Judge = Callable[[bytes], str]
@@ -75,7 +82,8 @@ class RedisCopy:
                     header = decode_header(entry.d)
                 except CorruptObjectError:
                     continue
-                copy.headers[header.step, header.revision] = entry.d
+                if entry.id == f"{header.step}-1":
+                    copy.headers[header.step, header.revision] = entry.d
         copy.events = [entry async for entry in copy._entries(Stream.EVENTS)]
         return copy
 
@@ -97,9 +105,9 @@ class RedisCopy:
                     yield decode_entry(key, id_, fields)
                 except (CorruptObjectError, InvalidStateError):
                     continue
-            if len(found) < _PAGE[stream]:
+            if len(found) < _PAGE[stream] or (last := found[-1][0].decode()) == LAST_ID:
                 return
-            start = f"({found[-1][0].decode()}"
+            start = f"({last}"
 
 
 @dataclass(kw_only=True)
@@ -138,6 +146,9 @@ class Workbench:
         does without it.
         """
         self.on_progress(key.removeprefix(self.names.root))
+        if not self.is_ours(key):
+            self._give_up(key, "it is named, and is no object of this run", [], "")
+            return None
         stored = self.read(key)
         problem = "it is missing" if stored is None else judge(stored)
         if stored is not None and not problem:
@@ -162,6 +173,9 @@ class Workbench:
     def examine_file(self, key: str, *, sha256: str, size_bytes: int, prover: str, without: str = "") -> bool:
         """Whether a large object is there with its hash, or can be restored; it passes through a file."""
         self.on_progress(key.removeprefix(self.names.root))
+        if not self.is_ours(key):
+            self._give_up(key, "it is named, and is no object of this run", [], "")
+            return False
         problem = _file_problem(self.store, key, sha256=sha256, size_bytes=size_bytes)
         if not problem:
             return True
@@ -182,6 +196,18 @@ class Workbench:
             tried.append(f"{source} has other bytes")
         self._give_up(key, problem, tried, without)
         return False
+
+    def is_ours(self, key: str) -> bool:
+        """Whether a repair may touch a key: what names it may be damaged, or hostile."""
+        deployment = (f"{self.names.prefix}/names/", f"{self.names.prefix}/requests/")
+        try:
+            return check_key(key).startswith((self.names.root, *deployment))
+        except InvalidSpecError:
+            return False
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object of this run under a key."""
+        return self.is_ours(key) and self.store.head(key) is not None
 
     def _restore(
         self, key: str, data: bytes, problem: str, source: str, prover: str, *, damaged: bytes | None
