@@ -1,4 +1,4 @@
-"""The log of one run: append through the one guarded script, read with every check that docs/reliability.md asks for."""
+"""The log of one run: append through the one guarded script, read with the checks of docs/reliability.md."""
 
 import asyncio
 import hashlib
