@@ -81,10 +81,13 @@ def put(tree: dict[str, Any], path: Path, value: Any) -> bool:
     match here, path[-1]:
         case dict(), str() as key if isinstance(here.get(key), dict) and isinstance(value, dict):
             return all(put(here[key], (inner,), item) for inner, item in value.items())
-        case (dict(), str() as key) | (list(), int() as key):
+        case dict(), str() as key:
             here[key] = value
-            return True
-    return False
+        case list(), int() as index:
+            here[index] = value
+        case _:
+            return False
+    return True
 
 
 class Tree:

@@ -1,5 +1,7 @@
 """The config of an RL run: what all parts share, and one section per service."""
 
+from typing import Any
+
 from millrace.config.inference import InferenceConfig
 from millrace.config.orchestrator import OrchestratorConfig
 from millrace.config.rules import Finding
@@ -41,7 +43,9 @@ class RLConfig(Document):
 
     def with_model(self, name: str) -> "RLConfig":
         """The same run with another model, such as the absolute path of a relative one; all services' names change."""
-        tree = self.model_dump()
-        for section in (tree, tree["trainer"], tree["orchestrator"], tree["inference"]):
-            section["model"]["name"] = name
-        return RLConfig.model_validate(tree)
+
+        def renamed(section: Any) -> Any:
+            return section.model_copy(update={"model": section.model.model_copy(update={"name": name})})
+
+        services = {part: renamed(getattr(self, part)) for part in ("trainer", "orchestrator", "inference")}
+        return renamed(self).model_copy(update=services)
