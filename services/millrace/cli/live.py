@@ -87,7 +87,6 @@ class LiveView:
     """Draws `render` in place on a terminal."""
 
     def __init__(self, console: Console, progress: Progress) -> None:
-        self._console = console
         self._progress = progress
         self._begun = time.monotonic()
         self._live = Live(console=console, auto_refresh=False, transient=False, get_renderable=self._render)

@@ -13,9 +13,9 @@ from millrace.cli.config_file import missing_file, require_file_or_model
 from millrace.cli.connection import environ as with_options
 from millrace.cli.model_path import check_models, is_path
 from millrace.cli.new_name import check_new_name
+from millrace.config.layers import Layer, Origin, Strength
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
-from millrace.config.sources import Origin, Source, Strength
 from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings, parse_address
 
@@ -90,13 +90,13 @@ def prepare(
     )
 
 
-def _engine_of(environ: Mapping[str, str]) -> Source | None:
+def _engine_of(environ: Mapping[str, str]) -> Layer | None:
     """MILLRACE_ENGINE, which the services read, as the weakest source of `inference.engine`."""
     engine = environ.get("MILLRACE_ENGINE")
     if not engine:
         return None
     origin = Origin(label="MILLRACE_ENGINE", strength=Strength.ENVIRONMENT)
-    return Source(tree={"inference": {"engine": engine}}, origin=origin)
+    return Layer(tree={"inference": {"engine": engine}}, origin=origin)
 
 
 def warn_of_wandb(config: RLConfig) -> None:

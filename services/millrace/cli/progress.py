@@ -101,7 +101,6 @@ class Progress:
     """The newest wait of each owner."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Ordinals dropped, by reason."""
-    num_warnings: int = 0
     entered: dict[run_pb2.RunState, float] = field(default_factory=dict)
     """When each state was entered, on the writers' clocks (seconds since the epoch)."""
     last_time: float = 0.0
@@ -145,8 +144,6 @@ class Progress:
                 self.committed = max(self.committed, event.batch_committed.step + 1)
                 for reason, number in event.batch_committed.dropped.items():
                     self.dropped[reason] = self.dropped.get(reason, 0) + number
-            case "warning":
-                self.num_warnings += 1
             case "wait_reported":
                 self.waits[event.wait_reported.wait.owner] = event.wait_reported.wait
 

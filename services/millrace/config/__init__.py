@@ -1,33 +1,13 @@
 """The config of runs: one schema with prime-rl's key names, its sources, and messages for everything that can be wrong.
 
-`schema` holds the sections, `load` turns a command line, files and the environment into one, and `validate_document`
-checks a JSON document that arrives at a server. Nothing heavy is imported here: pydantic only.
+One file per part holds the sections, and each field declares what it shares with other keys (`tree.Facts`). `load` lays
+a command line, files and the environment over each other (`layers`), fills what is declared (`filling`), and checks it
+(`check`); `validate_document` does so with a JSON document that arrives at a server. pydantic only: nothing heavy.
 """
 
-from millrace.config.canonical import run_hash
 from millrace.config.load import Loaded, load, validate_document
-from millrace.config.schema import (
-    EnvConfig,
-    EvalConfig,
-    InferenceConfig,
-    OrchestratorConfig,
-    RLConfig,
-    SamplingConfig,
-    SFTConfig,
-    TrainerConfig,
-)
+from millrace.config.rl import RLConfig
+from millrace.config.section import run_hash
+from millrace.config.sft import SFTConfig
 
-__all__ = [
-    "EnvConfig",
-    "EvalConfig",
-    "InferenceConfig",
-    "Loaded",
-    "OrchestratorConfig",
-    "RLConfig",
-    "SFTConfig",
-    "SamplingConfig",
-    "TrainerConfig",
-    "load",
-    "run_hash",
-    "validate_document",
-]
+__all__ = ["Loaded", "RLConfig", "SFTConfig", "load", "run_hash", "validate_document"]

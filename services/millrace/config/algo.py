@@ -4,6 +4,7 @@ from typing import Literal
 
 from millrace.config.client import VARIABLE_PATTERN, WITHHELD_KEY_PREFIX, ClientConfig
 from millrace.config.section import Section, option, required
+from millrace.config.tree import Facts, OnlyFor
 
 
 class TeacherConfig(ClientConfig):
@@ -30,5 +31,9 @@ class AlgoConfig(Section):
         "grpo: reward minus the mean reward of the rollouts of the same task, not divided by a deviation. opd: "
         "on-policy distillation, per token the teacher's log-probability minus the policy's; rewards only show.",
     )
-    teacher: TeacherConfig | None = option(None, "The teacher of opd, required there; off for the others.")
-    kl_coef: float = option(1.0, "opd only, above 0: multiplies every advantage.", gt=0)
+    teacher: TeacherConfig | None = option(
+        None,
+        "The teacher of opd, required there; off for the others.",
+        facts=Facts(only_for=OnlyFor(".type", ("opd",))),
+    )
+    kl_coef: float = option(1.0, "opd only: multiplies every advantage.", gt=0)

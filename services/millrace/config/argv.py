@@ -9,14 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-from millrace.config.environment import WHOLE_LISTS, below_list, put, spell
 from millrace.config.files import UnreadableFileError, read_file
-from millrace.config.paths import Path, dotted
-from millrace.config.redact import shown
-from millrace.config.sources import Origin, Source, Strength
-from millrace.config.suggest import close
-from millrace.config.text import NotJsonError, free_value, is_boolean, is_none, typed_value
-from millrace.config.tree import Kind, Node
+from millrace.config.layers import Layer, Origin, Strength, put
+from millrace.config.suggest import close, shown
+from millrace.config.text import WHOLE_LISTS, Key, NotJsonError, is_boolean, is_none
+from millrace.config.tree import Kind, Node, dotted
 from millrace.errors import Violation
 
 COMMAND_LINE = "command line"
@@ -33,12 +30,16 @@ RESERVED_FLAGS: Mapping[str, bool] = {
 """Flags that belong to the command and not to the config, and whether each takes a value."""
 
 
+def _no_values() -> Layer:
+    return Layer(tree={}, origin=Origin(label=COMMAND_LINE, strength=Strength.COMMAND_LINE))
+
+
 @dataclass(slots=True, kw_only=True)
 class CommandLine:
     """What a command line says: files in order, values, reserved flags, and what is wrong with it."""
 
-    files: list[Source] = field(default_factory=list)
-    values: Source
+    files: list[Layer] = field(default_factory=list)
+    values: Layer = field(default_factory=_no_values)
     flags: dict[str, str | bool] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
 
@@ -56,56 +57,43 @@ class _Reader:
     def __init__(
         self, argv: Sequence[str], schema: Node, *, reserved: Mapping[str, bool], cwd: FilePath | None
     ) -> None:
-        self._arguments = list(argv)
-        self._position = 0
+        self._arguments = list(reversed(argv))
         self._schema = schema
         self._reserved = reserved
         self._cwd = cwd
-        self._names: dict[Path, str] = {}
-        self._tree: dict[str, Any] = {}
-        origin = Origin(label=COMMAND_LINE, names=self._names, strength=Strength.COMMAND_LINE)
-        self._result = CommandLine(values=Source(tree=self._tree, origin=origin))
+        self._result = CommandLine()
 
     def read(self) -> CommandLine:
         """Read all arguments."""
-        while (argument := self._next()) is not None:
+        while self._arguments:
+            argument = self._arguments.pop()
             if argument.startswith("@"):
                 self._file(argument, ())
             elif argument.startswith("--") and len(argument) > 2:
                 name, equals, value = argument[2:].partition("=")
                 self._flag(name, value if equals else None)
+            elif argument.endswith((".toml", ".json")):
+                self._wrong(argument, f"is not a flag; to read the file, write `@ {argument}`")
             else:
-                self._stray(argument)
+                self._wrong(argument, "belongs to no flag; write `--key value`, or `@ file.toml` for a file")
         return self._result
-
-    def _next(self) -> str | None:
-        """Take the next argument."""
-        if self._position >= len(self._arguments):
-            return None
-        self._position += 1
-        return self._arguments[self._position - 1]
 
     def _peek(self) -> str | None:
         """The next argument if it can be a value: not a flag and not a file."""
-        if self._position >= len(self._arguments):
-            return None
-        argument = self._arguments[self._position]
+        argument = self._arguments[-1] if self._arguments else "@"
         is_flag = argument.startswith("--") and len(argument) > 2
         return None if is_flag or argument == "@" else argument
+
+    def _take(self) -> str | None:
+        """Take the next argument if it can be a value."""
+        return None if self._peek() is None else self._arguments.pop()
 
     def _wrong(self, subject: str, message: str, value: str | None = None) -> None:
         self._result.violations.append(Violation(field=subject, value=value, message=message, source=COMMAND_LINE))
 
-    def _stray(self, argument: str) -> None:
-        """An argument that belongs to no flag."""
-        if argument.endswith((".toml", ".json")):
-            self._wrong(argument, f"is not a flag; to read the file, write `@ {argument}`")
-        else:
-            self._wrong(argument, "belongs to no flag; write `--key value`, or `@ file.toml` for a file")
-
     def _file(self, argument: str, prefix: tuple[str, ...]) -> None:
         """Read `@file` or `@ file` for a place in the config."""
-        name = argument[1:] or self._next()
+        name = argument[1:] or (self._arguments.pop() if self._arguments else "")
         if not name:
             self._wrong("@", "needs the name of a file behind it")
             return
@@ -120,15 +108,15 @@ class _Reader:
         if kebab in self._reserved or kebab.removeprefix("no-") in self._reserved:
             self._reserved_flag(kebab, value)
             return
-        path, node, is_free = spell(name.split("."), self._schema)
-        if node is None and (disabled := self._disabled(name)):
-            self._disable(name, *disabled)
-        elif value is None and self._takes_file(path, node):
-            pass
-        elif value is None and (bare := self._bare(node)) is not None:
-            self._put(name, path, bare)
+        key = Key(name.split("."), self._schema)
+        if key.node is None and (off := self._switched_off(name)):
+            self._switch_off(name, off)
+        elif value is None and self._file_follows(key.node):
+            self._file(self._arguments.pop(), key.path)
+        elif value is None and (bare := self._bare(key.node)) is not None:
+            self._put(name, key, bare)
         else:
-            self._valued_flag(name, path, node, is_free=is_free, value=value)
+            self._valued_flag(name, key, value)
 
     def _reserved_flag(self, name: str, value: str | None) -> None:
         if not self._reserved.get(name, False):  # a switch, or `--no-` in front of one
@@ -137,21 +125,15 @@ class _Reader:
                 self._wrong(f"--{name}", "takes no value", value)
                 return
             self._result.flags[name.removeprefix("no-") if is_negated else name] = is_negated == (value == "false")
-            return
-        value = self._next() if value is None and self._peek() is not None else value
-        if not value:
+        elif value := self._take() if value is None else value:
+            self._result.flags[name] = value
+        else:
             self._wrong(f"--{name}", "needs a value behind it")
-            return
-        self._result.flags[name] = value
 
-    def _takes_file(self, path: tuple[str, ...], node: Node | None) -> bool:
-        """Read `--section @ file` if that is what follows; the value of any other key may begin with `@`."""
-        if self._position >= len(self._arguments) or not self._arguments[self._position].startswith("@"):
-            return False
-        if node is None or node.kind is Kind.LEAF or node.kind is Kind.SECTION_LIST:
-            return False
-        self._file(self._next() or "@", path)
-        return True
+    def _file_follows(self, node: Node | None) -> bool:
+        """Whether `--section @ file` is what follows; the value of any other key may begin with `@`."""
+        is_table = node is not None and node.kind in (Kind.SECTION, Kind.FREE_TABLE)
+        return is_table and bool(self._arguments) and self._arguments[-1].startswith("@")
 
     def _bare(self, node: Node | None) -> Any:
         """The value of a flag with nothing behind it: an empty section, or true. None if a value has to follow."""
@@ -160,51 +142,47 @@ class _Reader:
             return None
         if node.kind is Kind.SECTION and (following is None or not (following.startswith("{") or is_none(following))):
             return {}
-        if node.annotation is bool and (following is None or not is_boolean(following)):
-            return True
-        return None
+        return True if node.annotation is bool and (following is None or not is_boolean(following)) else None
 
-    def _disabled(self, name: str) -> tuple[tuple[str, ...], Node] | None:
+    def _switched_off(self, name: str) -> Key | None:
         """The key that `--no-a.b` or `--a.no-b` switches off; None if the name is neither."""
         parts = name.split(".")
         for index in (0, len(parts) - 1):
             if parts[index].startswith(("no-", "no_")):
-                path, node, _ = spell([*parts[:index], parts[index][3:], *parts[index + 1 :]], self._schema)
-                if node is not None:
-                    return path, node
+                key = Key([*parts[:index], parts[index][3:], *parts[index + 1 :]], self._schema)
+                if key.node is not None:
+                    return key
         return None
 
-    def _disable(self, name: str, path: tuple[str, ...], node: Node) -> None:
-        if node.annotation is bool:
-            self._put(name, path, False)
-        elif node.is_optional:
-            self._put(name, path, None)
+    def _switch_off(self, name: str, key: Key) -> None:
+        is_boolean_key = key.node is not None and key.node.annotation is bool
+        if is_boolean_key or (key.node is not None and key.node.is_optional):
+            self._put(name, key, False if is_boolean_key else None)
         else:
-            self._wrong(f"--{name}", f"`{dotted(path)}` cannot be switched off; leave the flag out for its default")
+            self._wrong(f"--{name}", f"`{dotted(key.path)}` cannot be switched off; leave the flag out for its default")
 
-    def _valued_flag(
-        self, name: str, path: tuple[str, ...], node: Node | None, *, is_free: bool, value: str | None
-    ) -> None:
-        if value is None:
-            value = self._next() if self._peek() is not None else None
-        if value is None and node is not None:
+    def _valued_flag(self, name: str, key: Key, value: str | None) -> None:
+        value = self._take() if value is None else value
+        if value is None and key.node is not None:
             self._wrong(f"--{name}", "needs a value behind it")
             return
-        if below_list(path, self._schema):
-            self._wrong(dotted(path), WHOLE_LISTS)
+        if key.is_in_list:
+            self._wrong(dotted(key.path), WHOLE_LISTS)
             return
         try:
-            typed = free_value(value or "") if is_free or node is None else typed_value(value or "", node)
+            typed = key.value(value or "")
         except NotJsonError as error:
-            self._wrong(dotted(path), str(error), shown(path, value))
+            self._wrong(dotted(key.path), str(error), shown(key.path, value))
             return
-        if node is None and len(path) == 1 and (near := close(path[0].replace("_", "-"), self._reserved, most=1)):
+        near = close(key.path[0].replace("_", "-"), self._reserved, most=1)
+        if key.node is None and len(key.path) == 1 and near:
             self._wrong(f"--{name}", f"unknown flag; did you mean `--{near[0]}`?", value)
             return
-        self._put(name, path, typed)
+        self._put(name, key, typed)
 
-    def _put(self, name: str, path: tuple[str, ...], value: Any) -> None:
-        if not put(self._tree, path, value):
-            self._wrong(dotted(path), "is set here and switched off or replaced by another flag; keep one of them")
-            return
-        self._names[path] = f"{COMMAND_LINE} (--{name})"
+    def _put(self, name: str, key: Key, value: Any) -> None:
+        if put(self._result.values.tree, key.path, value):
+            self._result.values.origin.places[key.path] = f"{COMMAND_LINE} (--{name})"
+        else:
+            message = "is set here and switched off or replaced by another flag; keep one of them"
+            self._wrong(dotted(key.path), message)

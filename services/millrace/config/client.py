@@ -1,12 +1,13 @@
 """`[client]`: an OpenAI-compatible endpoint that is not one of ours."""
 
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
-from millrace.config.rules_base import Finding
-from millrace.config.section import Section, as_tree, option, required
+from millrace.config.layers import as_tree
+from millrace.config.rules import Finding, finding
+from millrace.config.section import Section, option, required
 
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 WITHHELD_KEY_PREFIX = "MILLRACE_KEY_"
@@ -38,27 +39,24 @@ class ClientConfig(Section):
             tree["base_url"] = [url.rstrip("/") if isinstance(url, str) else url for url in found]
         return tree
 
-    def broken_rules(self, *path: str) -> list[Finding]:
+    def broken_rules(self, path: str) -> list[Finding]:
         """What is wrong with the URLs; `path` is where this section stands in the config."""
-        findings: list[Finding] = []
-        for index, url in enumerate(self.base_url):
-            parts = _split(url)
-            if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-                problem = "must be a URL that begins with http:// or https://, such as https://api.example.com/v1"
-            elif parts.username or parts.password or parts.query:
-                variable = ".".join((*path, "api_key_var"))
-                problem = f"must not carry credentials or a query: name the variable with the key in `{variable}`"
-            elif url in self.base_url[:index]:
-                problem = f"must not name {url} twice"
-            else:
-                continue
-            findings.append(Finding(paths=((*path, "base_url"),), message=problem))
-        return findings
+        problems = [_problem(url, f"{path}.api_key_var") for url in self.base_url]
+        problems += [
+            f"must not name {url} twice" for index, url in enumerate(self.base_url) if url in self.base_url[:index]
+        ]
+        return [finding(problem, f"{path}.base_url") for problem in problems if problem]
 
 
-def _split(url: str) -> SplitResult | None:
-    """The parts of a URL; None if it has a bracket without its other."""
+def _problem(url: str, variable: str) -> str | None:
+    """What is wrong with one URL."""
     try:
-        return urlsplit(url)
-    except ValueError:
-        return None
+        parts = urlsplit(url)
+        is_http = parts.scheme in ("http", "https") and parts.hostname
+    except ValueError:  # a bracket without its other
+        is_http, parts = False, urlsplit("")
+    if not is_http:
+        return "must be a URL that begins with http:// or https://, such as https://api.example.com/v1"
+    if parts.username or parts.password or parts.query:
+        return f"must not carry credentials or a query: name the variable with the key in `{variable}`"
+    return None

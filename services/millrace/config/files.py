@@ -6,9 +6,9 @@ import tomllib
 from pathlib import Path as FilePath
 from typing import Any
 
-from millrace.config.paths import Path
-from millrace.config.sources import Origin, Source
+from millrace.config.layers import Layer, Origin, put
 from millrace.config.suggest import close
+from millrace.config.tree import Path
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, Violation
 
@@ -19,25 +19,24 @@ MAX_FILE_BYTES = 16 << 20
 class UnreadableFileError(ValueError):
     """A config file that gives no tree; holds the violation to report."""
 
-    def __init__(self, violation: Violation) -> None:
-        super().__init__(str(violation))
-        self.violation = violation
+    def __init__(self, name: str, message: str, *, source: str) -> None:
+        self.violation = Violation(field="@", value=name, message=message, source=source)
+        super().__init__(str(self.violation))
 
 
-def read_file(name: str, *, prefix: tuple[str, ...] = (), cwd: FilePath | None = None) -> Source:
+def read_file(name: str, *, prefix: tuple[str, ...] = (), cwd: FilePath | None = None) -> Layer:
     """Read a file whose content stands at ``prefix`` of the config.
 
     Raises UnreadableFileError if it is missing, not UTF-8, malformed, or not a table.
     """
-    directory = cwd or FilePath.cwd()
-    text = _read_text(name, directory)
-    if FilePath(name).suffix == ".json":
-        tree, lines = _parse_json(name, text), {}
-    else:
-        tree, lines = _parse_toml(name, text), toml_lines(text)
-    for key in reversed(prefix):
-        tree = {key: tree}
-    return Source(tree=tree, origin=Origin(label=name, lines=lines, prefix=prefix))
+    text = _read_text(name, cwd or FilePath.cwd())
+    is_json = FilePath(name).suffix == ".json"
+    content = _parse_json(name, text) if is_json else _parse_toml(name, text)
+    lines = {} if is_json else toml_lines(text)
+    tree: dict[str, Any] = {}
+    put(tree, prefix, content) if prefix else tree.update(content)
+    places: dict[Path, str] = {(*prefix, *path): f"{name}:{line}" for path, line in lines.items()}
+    return Layer(tree=tree, origin=Origin(label=name, places=places))
 
 
 def _read_text(name: str, directory: FilePath) -> str:
@@ -58,7 +57,7 @@ def _read_text(name: str, directory: FilePath) -> str:
         message = f"is not UTF-8 text (byte {error.start}); save it as UTF-8"
     except OSError as error:
         message = f"cannot be read: {error.strerror or error}; check the path after `@`"
-    raise UnreadableFileError(Violation(field="@", value=name, message=message, source="command line"))
+    raise UnreadableFileError(name, message, source="command line")
 
 
 def _parse_json(name: str, text: str) -> dict[str, Any]:
@@ -69,10 +68,9 @@ def _parse_json(name: str, text: str) -> dict[str, Any]:
         if isinstance(cause := error.__cause__, json.JSONDecodeError):
             message = f"malformed JSON: {cause.msg} (column {cause.colno}); fix the line"
             source = f"{name}:{cause.lineno}"
-        raise UnreadableFileError(Violation(field="@", value=name, message=message, source=source)) from error
+        raise UnreadableFileError(name, message, source=source) from error
     if not isinstance(tree, dict):
-        message = f"must hold one JSON object, not a {type(tree).__name__}"
-        raise UnreadableFileError(Violation(field="@", value=name, message=message, source=name))
+        raise UnreadableFileError(name, f"must hold one JSON object, not a {type(tree).__name__}", source=name)
     return tree
 
 
@@ -84,7 +82,7 @@ def _parse_toml(name: str, text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError as error:
         message = "its arrays or tables nest too deeply; at most a few levels mean anything"
-        raise UnreadableFileError(Violation(field="@", value=name, message=message, source=name)) from error
+        raise UnreadableFileError(name, message, source=name) from error
     except ValueError as error:  # TOMLDecodeError, and numbers of more digits than Python reads
         found = _TOML_MESSAGE.match(str(error))
         lines = text.splitlines() or [""]
@@ -93,14 +91,14 @@ def _parse_toml(name: str, text: str) -> dict[str, Any]:
         column = f", column {found['column']}" if found and found["column"] else ""
         content = lines[min(number, len(lines)) - 1].strip()
         message = f"malformed TOML: {what} (line {number}{column}); fix the line"
-        raise UnreadableFileError(
-            Violation(field="@", value=content, message=message, source=f"{name}:{number}")
-        ) from error
+        raise UnreadableFileError(content, message, source=f"{name}:{number}") from error
 
 
 _HEADER = re.compile(r"^\s*(?P<open>\[\[?)(?P<keys>.+?)\]\]?\s*(#.*)?$")
 _KEY = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
 _ASSIGNMENT = re.compile(rf"^\s*(?P<keys>{_KEY}(?:\s*\.\s*{_KEY})*)\s*=(?P<value>.*)$")
+_TOKEN = re.compile(r"""\"{3}|'{3}|"(?:\\.|[^"\\])*"|'[^']*'|\#.*|[][{}]""")
+_STRING_END = {'"""': re.compile(r'(?:\\.|[^\\])*?"{3}'), "'''": re.compile(r".*?'{3}")}
 
 
 def toml_lines(text: str) -> dict[Path, int]:
@@ -111,10 +109,10 @@ def toml_lines(text: str) -> dict[Path, int]:
     lines: dict[Path, int] = {}
     table: Path = ()
     counts: dict[Path, int] = {}
-    pending = _Pending()
+    quote, depth = "", 0
     for number, line in enumerate(text.splitlines(), start=1):
-        if pending.is_open:
-            pending.feed(line)
+        if quote or depth > 0:
+            quote, depth = _read_on(line, quote, depth)
         elif (header := _HEADER.match(line)) and "=" not in header["keys"].split("#")[0]:
             table = _resolve(_split(header["keys"]), counts, is_list=header["open"] == "[[")
             lines.setdefault(table, number)
@@ -122,7 +120,7 @@ def toml_lines(text: str) -> dict[Path, int]:
             keys = _split(assignment["keys"])
             for length in range(1, len(keys) + 1):
                 lines.setdefault((*table, *keys[:length]), number)
-            pending.feed(assignment["value"])
+            quote, depth = _read_on(assignment["value"], "", 0)
     return lines
 
 
@@ -143,47 +141,14 @@ def _resolve(keys: Path, counts: dict[Path, int], *, is_list: bool) -> Path:
     return path
 
 
-class _Pending:
-    """Whether a value goes on in the next line: an open bracket or a multi-line string."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._quote = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the value has not ended."""
-        return self._depth > 0 or bool(self._quote)
-
-    def feed(self, text: str) -> None:
-        """Read on to the end of a line."""
-        position = 0
-        while position < len(text):
-            position = self._string(text, position) if self._quote else self._plain(text, position)
-        if len(self._quote) == 1:  # a one-line string cannot go on
-            self._quote = ""
-
-    def _string(self, text: str, position: int) -> int:
-        """Go on to behind the end of the string, or to the end of the line."""
-        if text[position] == "\\" and '"' in self._quote:
-            return position + 2
-        if text.startswith(self._quote, position):
-            position += len(self._quote)
-            self._quote = ""
-            return position
-        return position + 1
-
-    def _plain(self, text: str, position: int) -> int:
-        """Go on by one character outside of strings, counting brackets."""
-        for quote in ('"""', "'''", '"', "'"):
-            if text.startswith(quote, position):
-                self._quote = quote
-                return position + len(quote)
-        match text[position]:
-            case "#":
-                return len(text)
-            case "[" | "{":
-                self._depth += 1
-            case "]" | "}":
-                self._depth -= 1
-        return position + 1
+def _read_on(text: str, quote: str, depth: int) -> tuple[str, int]:
+    """The multi-line string and the depth of brackets that a value is in at the end of a line; "" and 0 at its end."""
+    position = 0
+    while position < len(text):
+        found = _STRING_END[quote].match(text, position) if quote else _TOKEN.search(text, position)
+        if found is None:
+            break
+        position, token = found.end(), found[0]
+        depth += 0 if quote else (token in ("[", "{")) - (token in ("]", "}"))
+        quote = token if not quote and token in _STRING_END else ""
+    return quote, depth

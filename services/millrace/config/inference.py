@@ -1,15 +1,17 @@
 """`[inference]`: the engine that serves the policy."""
 
-from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import ValidationInfo, model_validator
+from millrace.config.section import Document, FreeTable, Section, option, table
+from millrace.config.shared import DEFAULT_MODEL, SHARED_MODEL, LogConfig
+from millrace.config.tree import Facts, Limit, OnlyFor
 
-from millrace.config.rules_base import Finding, raise_for_rules
-from millrace.config.section import FreeTable, Section, option, table
-from millrace.config.shared import DEFAULT_MODEL, LogConfig
-
-DEFAULT_MAX_NUM_SEQS = 256
+_VLLM = OnlyFor(
+    key="inference.engine",
+    values=("vllm",),
+    says='means nothing to the {value} engine; set `inference.engine` to "vllm", or leave it out',
+)
+_VLLM_ONLY = Facts(only_for=_VLLM)
 
 
 class InferenceModelConfig(Section):
@@ -18,34 +20,48 @@ class InferenceModelConfig(Section):
     name: str = option(
         DEFAULT_MODEL,
         "`millrace rl`: has to be equal to `model.name`, since the engine serves what the trainer publishes. `millrace "
-        "inference`: the directory or Hub id to serve from the start. Shared: `model.name`.",
+        "inference`: the directory or Hub id to serve from the start.",
+        facts=SHARED_MODEL,
         min_length=1,
     )
     max_model_len: int | None = option(
         None,
-        "Longest sequence in tokens that the engine serves, at least `orchestrator.seq_len`.",
-        default_text="`orchestrator.seq_len`; the model's own in `millrace inference`",
+        "Longest sequence in tokens that the engine serves.",
+        facts=Facts(
+            default_text="`orchestrator.seq_len`; the model's own in `millrace inference`",
+            limit=Limit("at least", "orchestrator.seq_len", "; raise it or leave it out"),
+        ),
         ge=2,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "Number format that vLLM computes in. auto is that of the policy; another one than the policy's is refused, "
         "because what the engine holds could not be proved.",
+        facts=_VLLM_ONLY,
     )
-    enforce_eager: bool = option(False, "vLLM: no compilation and no CUDA graphs; starts sooner, generates slower.")
-    trust_remote_code: bool = option(False, "vLLM: run code that comes with the model.")
-    chat_template: str | None = option(None, "vLLM: file of a chat template instead of the tokenizer's.", min_length=1)
+    enforce_eager: bool = option(
+        False, "vLLM: no compilation and no CUDA graphs; starts sooner, generates slower.", facts=_VLLM_ONLY
+    )
+    trust_remote_code: bool = option(False, "vLLM: run code that comes with the model.", facts=_VLLM_ONLY)
+    chat_template: str | None = option(
+        None, "vLLM: file of a chat template instead of the tokenizer's.", facts=_VLLM_ONLY, min_length=1
+    )
     tool_call_parser: str | None = option(
-        None, "vLLM: parser of tool calls, such as hermes; switches automatic tool choice on.", min_length=1
+        None,
+        "vLLM: parser of tool calls, such as hermes; switches automatic tool choice on.",
+        facts=_VLLM_ONLY,
+        min_length=1,
     )
-    reasoning_parser: str | None = option(None, "vLLM: parser of reasoning, such as qwen3.", min_length=1)
+    reasoning_parser: str | None = option(
+        None, "vLLM: parser of reasoning, such as qwen3.", facts=_VLLM_ONLY, min_length=1
+    )
 
 
 class ParallelConfig(Section):
     """vLLM: the devices of one replica."""
 
-    tp: int = option(1, "Tensor parallel ranks, at least 1.", ge=1)
-    dp: int = option(1, "Data parallel ranks, at least 1.", ge=1)
+    tp: int = option(1, "Tensor parallel ranks.", facts=_VLLM_ONLY, ge=1)
+    dp: int = option(1, "Data parallel ranks.", facts=_VLLM_ONLY, ge=1)
 
 
 class ServerConfig(Section):
@@ -53,7 +69,7 @@ class ServerConfig(Section):
 
     host: str = option("127.0.0.1", "Address to listen on.", min_length=1)
     port: int | None = option(
-        None, "Port, 1 to 65535. A free one is picked if left out: engines are found by registration.", ge=1, le=65535
+        None, "Port; a free one is picked if left out: engines are found by registration.", ge=1, le=65535
     )
 
 
@@ -72,20 +88,23 @@ class InferenceConfig(Section):
     model: InferenceModelConfig = table(InferenceModelConfig, "The model.")
     parallel: ParallelConfig = table(ParallelConfig, "vLLM: the devices of one replica.")
     server: ServerConfig = table(ServerConfig, "Where it listens.")
-    max_num_seqs: int = option(
-        DEFAULT_MAX_NUM_SEQS, "Most sequences that one engine generates at the same time, at least 1.", ge=1
-    )
+    max_num_seqs: int = option(256, "Most sequences that one engine generates at the same time.", ge=1)
     gpu_memory_utilization: float | None = option(
-        None, "vLLM: part of the GPU's memory that it takes, above 0, at most 1.", default_text="vLLM's", gt=0, le=1
+        None,
+        "vLLM: part of the GPU's memory that it takes.",
+        facts=Facts(default_text="vLLM's", only_for=_VLLM),
+        gt=0,
+        le=1,
     )
     vllm: FreeTable = table(
         dict,
         "Any other flag of `vllm serve`, with the name that it has there (`enable_prefix_caching = true`). vLLM's own "
         "parser checks them before it starts.",
+        facts=_VLLM_ONLY,
     )
 
 
-class ReplicaConfig(Section):
+class ReplicaConfig(Document):
     """One replica in the foreground: `millrace inference @ infer.toml`.
 
     The file is either the `[inference]` section itself, as in the split form, or has it under that name.
@@ -93,36 +112,3 @@ class ReplicaConfig(Section):
 
     inference: InferenceConfig = table(InferenceConfig, "The engine.")
     log: LogConfig = table(LogConfig, "Logs.")
-
-    @model_validator(mode="after")
-    def _rules(self, info: ValidationInfo) -> "ReplicaConfig":
-        raise_for_rules(self.broken_rules(), info)
-        return self
-
-    def broken_rules(self) -> list[Finding]:
-        """Rules over several keys that do not hold."""
-        return list(engine_rules(self.inference))
-
-
-def engine_rules(config: InferenceConfig) -> Iterator[Finding]:
-    """Keys that mean nothing to the engine that is chosen."""
-    if config.engine == "vllm":
-        return
-    given = {
-        ("inference", "vllm"): bool(config.vllm),
-        ("inference", "gpu_memory_utilization"): config.gpu_memory_utilization is not None,
-        ("inference", "parallel", "tp"): config.parallel.tp > 1,
-        ("inference", "parallel", "dp"): config.parallel.dp > 1,
-        ("inference", "model", "dtype"): config.model.dtype != "auto",
-        ("inference", "model", "enforce_eager"): config.model.enforce_eager,
-        ("inference", "model", "trust_remote_code"): config.model.trust_remote_code,
-        ("inference", "model", "chat_template"): config.model.chat_template is not None,
-        ("inference", "model", "tool_call_parser"): config.model.tool_call_parser is not None,
-        ("inference", "model", "reasoning_parser"): config.model.reasoning_parser is not None,
-    }
-    for path, is_given in given.items():
-        if is_given:
-            yield Finding(
-                paths=(path, ("inference", "engine")),
-                message='means nothing to the embedded engine; set `inference.engine` to "vllm", or leave it out',
-            )

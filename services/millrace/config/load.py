@@ -11,12 +11,10 @@ from typing import Any, Generic
 
 from millrace.config.argv import RESERVED_FLAGS, read_command_line
 from millrace.config.check import ConfigT, build
-from millrace.config.environment import read_environment
-from millrace.config.paths import dotted
-from millrace.config.precedence import drop_overruled
+from millrace.config.layers import Layer, Origin, Tree
 from millrace.config.rl import RLConfig
-from millrace.config.sources import Origin, Source, merge
-from millrace.config.tree import schema_tree
+from millrace.config.text import read_environment
+from millrace.config.tree import dotted, schema_tree
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
@@ -45,7 +43,7 @@ def load(
     *,
     reserved: Mapping[str, bool] = RESERVED_FLAGS,
     cwd: FilePath | None = None,
-    base: Source | None = None,
+    base: Layer | None = None,
 ) -> Loaded[ConfigT]:
     """Load a config from a command line without the program's name.
 
@@ -56,24 +54,21 @@ def load(
     schema = schema_tree(model)
     environment, violations = read_environment(os.environ if env is None else env, schema)
     line = read_command_line(argv, schema, reserved=reserved, cwd=cwd)
-    merged = merge([*([base] if base else []), environment, *line.files, line.values], schema)
-    if model is RLConfig:
-        drop_overruled(merged)
-    merged.violations = [*violations, *line.violations, *merged.violations]
+    tree = Tree(schema)
+    tree.violations += [*violations, *line.violations]
+    tree.lay([*([base] if base else []), environment, *line.files, line.values])
     if any(violation.field == "@" for violation in line.violations):
         # Without one of the files nothing can be said about keys that are missing or do not fit together.
-        raise InvalidSpecError(merged.violations)
-    sources = {dotted(path): origin.locate(path) for path, origin in merged.origins.items()}
-    config = build(model, merged)
-    files = tuple(source.origin.label for source in line.files)
-    return Loaded(config=config, sources=sources, flags=line.flags, files=files)
+        raise InvalidSpecError(tree.violations)
+    config = build(model, tree)
+    sources = {dotted(path): origin.locate(path) for path, origin in tree.origins.items()}
+    return Loaded(
+        config=config, sources=sources, flags=line.flags, files=tuple(file.origin.label for file in line.files)
+    )
 
 
 def validate_document(
-    document: str | bytes | Mapping[str, Any],
-    model: type[ConfigT] = RLConfig,
-    *,
-    source: str = "config_json",
+    document: str | bytes | Mapping[str, Any], model: type[ConfigT] = RLConfig, *, source: str = "config_json"
 ) -> ConfigT:
     """Check a config that arrives as one JSON document, as a server does. Raises InvalidSpecError like ``load``."""
     tree: Any = document
@@ -86,5 +81,6 @@ def validate_document(
     if not isinstance(tree, Mapping):
         message = f"must be one JSON object, not a {type(tree).__name__}"
         raise InvalidSpecError([Violation(field=source, message=message, source=source)])
-    merged = merge([Source(tree=dict(tree), origin=Origin(label=source))], schema_tree(model))
-    return build(model, merged)
+    layers = Tree(schema_tree(model))
+    layers.lay([Layer(tree=dict(tree), origin=Origin(label=source))])
+    return build(model, layers)

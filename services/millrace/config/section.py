@@ -1,14 +1,20 @@
-"""Base class and value types of every config section.
+"""Base class and value types of every config section, and what a field can declare about its key.
 
 Sections are pydantic models that refuse unknown keys, coerce nothing (``"1"`` is not an integer) and cannot be changed
 after they are built. Files, environment variables and command lines are turned into typed values before they get here
 (see ``load``), so a value of the wrong type is always the user's and is always reported.
 """
 
+import hashlib
+import json
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, model_validator
+
+from millrace.config.filling import fill_document
+from millrace.config.rules import LOADING, Finding, declared_rules
+from millrace.config.tree import Facts, dotted, facts_of
 
 IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_./@-]*$"
 RUN_NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
@@ -18,13 +24,48 @@ class Section(BaseModel):
     """One table of a config file."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        validate_default=True,
-        protected_namespaces=(),
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _make_defaults(cls, data: Any) -> Any:
+        """Fill the keys whose default depends on other keys of the section."""
+        if not isinstance(data, dict):
+            return data
+        made = {name: make(data) for name, info in cls.model_fields.items() if (make := facts_of(info).default_from)}
+        return {**made, **data} if made else data
+
+
+class Document(Section):
+    """A whole config: what its fields declare about each other is filled and checked when it is built."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any, info: ValidationInfo) -> Any:
+        is_filled = LOADING in (info.context or {})
+        return data if is_filled or not isinstance(data, dict) else fill_document(cls, data)
+
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> Self:
+        """Refuse values that are right alone and wrong together."""
+        if LOADING not in (info.context or {}) and (findings := self.broken_rules()):
+            raise ValueError("; ".join(f"{dotted(finding.paths[0])} {finding.message}" for finding in findings))
+        return self
+
+    def broken_rules(self) -> list[Finding]:
+        """Rules over several keys that do not hold; a document adds its own to those that fields declare."""
+        return list(declared_rules(self))
+
+    def resolved_json(self) -> str:
+        """Every field with its value as one canonical JSON document; loading it gives the same config."""
+        tree = self.model_dump(mode="json")
+        return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def run_hash(resolved_json: str) -> str:
+    """sha256, in hex, of a resolved config."""
+    return hashlib.sha256(resolved_json.encode()).hexdigest()
 
 
 def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -45,21 +86,9 @@ FreeTable = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
 """A table whose keys belong to somebody else (an environment, an engine): any JSON value, passed on unchanged."""
 
 
-def option(
-    default: Any,
-    description: str,
-    *,
-    aliases: tuple[str, ...] = (),
-    default_text: str | None = None,
-    **constraints: Any,
-) -> Any:
-    """A field with a default.
-
-    ``aliases`` are other names of the key that files and command lines may use; ``default_text`` says in words what a
-    key that is left out becomes, where that depends on other keys.
-    """
-    extra = {"aliases": list(aliases), "default_text": default_text}
-    return Field(default, description=description, json_schema_extra=extra, **constraints)
+def option(default: Any, description: str, *, facts: Facts | None = None, **constraints: Any) -> Any:
+    """A field with a default; bounds are `constraints`, and are not part of the description."""
+    return Field(default, description=description, json_schema_extra=_extra(facts), **constraints)
 
 
 def required(description: str, **constraints: Any) -> Any:
@@ -67,19 +96,10 @@ def required(description: str, **constraints: Any) -> Any:
     return Field(..., description=description, **constraints)
 
 
-def table(factory: Any, description: str, *, default_text: str | None = None) -> Any:
+def table(factory: Any, description: str, *, facts: Facts | None = None) -> Any:
     """A sub-section, list or free table that exists with its defaults when nothing is written."""
-    return Field(default_factory=factory, description=description, json_schema_extra={"default_text": default_text})
+    return Field(default_factory=factory, description=description, json_schema_extra=_extra(facts))
 
 
-def as_tree(value: Any) -> Any:
-    """A deep copy of plain tables and lists; sections that are already built become tables of what they were given."""
-    match value:
-        case BaseModel():
-            return as_tree({name: getattr(value, name) for name in value.model_fields_set})
-        case dict():
-            return {key: as_tree(item) for key, item in value.items()}
-        case list():
-            return [as_tree(item) for item in value]
-        case _:
-            return value
+def _extra(facts: Facts | None) -> Any:
+    return {"facts": facts} if facts else None

@@ -3,8 +3,10 @@
 from typing import Literal
 
 from millrace.config.section import RUN_NAME_PATTERN, Section, option, table
+from millrace.config.tree import Facts
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+SHARED_MODEL = Facts(shared="model.name")
 
 
 class ModelConfig(Section):
@@ -49,8 +51,6 @@ class WandbConfig(Section):
 class CheckpointConfig(Section):
     """When resumable checkpoints are written and which are kept. The last step always writes one."""
 
-    interval: int | None = option(None, "Steps between checkpoints, at least 1; only the last step if left out.", ge=1)
-    keep_last: int | None = option(None, "Keep this many newest checkpoints, at least 1; all if left out.", ge=1)
-    keep_interval: int | None = option(
-        None, "Also keep every checkpoint whose step is a multiple of this, at least 1.", ge=1
-    )
+    interval: int | None = option(None, "Steps between checkpoints; only the last step if left out.", ge=1)
+    keep_last: int | None = option(None, "Keep this many newest checkpoints; all if left out.", ge=1)
+    keep_interval: int | None = option(None, "Also keep every checkpoint whose step is a multiple of this.", ge=1)

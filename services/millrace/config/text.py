@@ -1,22 +1,73 @@
-"""Text of flags and environment variables as typed values.
+"""Text of flags and environment variables as typed values, and `MILLRACE_CONFIG__a__b=value`.
 
 Only the schema can tell whether `1` is a number or a name. Text that does not fit its type stays text, so that the
 schema reports it with the type that it wanted.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, get_origin
 
-from millrace.config.tree import Kind, Node
+from millrace.config.layers import Layer, Origin, Strength, put
+from millrace.config.tree import Kind, Node, Path, dotted
 from millrace.decoding import decode_json
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, Violation
 
+PREFIX = "MILLRACE_CONFIG__"
+WHOLE_LISTS = 'lists are replaced as a whole; give the list as JSON, such as \'[{"id": "reverse-text"}]\''
 _NONE = ("none", "null")
 _BOOLEANS = {"true": True, "false": False}
+_OBJECT = 'a JSON object such as {"key": 1}'
+_TABLES = {
+    Kind.SECTION: _OBJECT,
+    Kind.FREE_TABLE: _OBJECT,
+    Kind.SECTION_LIST: 'a JSON list such as [{"id": "reverse-text"}]; lists are replaced as a whole',
+}
 
 
 class NotJsonError(ValueError):
     """Text that has to be JSON and is not; the message says why and what would do."""
+
+
+class Key:
+    """The key that was meant by parts in upper case or with dashes; free tables keep theirs as they are."""
+
+    def __init__(self, parts: list[str], schema: Node) -> None:
+        self.path: tuple[str, ...] = ()
+        self.node: Node | None = schema
+        """None where there is no such key."""
+        self.is_free = False
+        """Whether it lies in a free table, whose node it has."""
+        self.is_in_list = False
+        for part in parts:
+            self.is_in_list |= self.node is not None and self.node.kind is Kind.SECTION_LIST
+            if self.node is not None and self.node.kind is Kind.FREE_TABLE:
+                self.is_free = True
+            else:
+                part = part.lower().replace("-", "_")
+                self.node = self.node.child(part) if self.node else None
+            self.path = (*self.path, part)
+
+    def value(self, text: str) -> Any:
+        """The value that the text means here. Raises NotJsonError for tables and lists."""
+        if self.node is None or self.is_free:
+            try:
+                return _decoded(text)
+            except CorruptObjectError:
+                return text
+        kind, annotation = self.node.kind, self.node.annotation
+        if self.node.is_optional and is_none(text):
+            return None
+        if kind in _TABLES:
+            return _json(text, _TABLES[kind])
+        if annotation == list[str] and not text.startswith(("[", "{", '"')):
+            return [text]  # one name or URL needs no brackets
+        if get_origin(annotation) is list:
+            return _json(text, 'a JSON list such as ["a", "b"]; lists are replaced as a whole')
+        try:
+            return _BOOLEANS[text.lower()] if annotation is bool else annotation(text)
+        except (KeyError, TypeError, ValueError):  # TypeError: one of several texts, which is no type to call
+            return text
 
 
 def is_boolean(text: str) -> bool:
@@ -29,31 +80,33 @@ def is_none(text: str) -> bool:
     return text.lower() in _NONE
 
 
-def free_value(text: str) -> Any:
-    """A value below a free table: JSON if it is, else the text itself."""
-    try:
-        return _decoded(text)
-    except CorruptObjectError:
-        return text
-
-
-def typed_value(text: str, node: Node) -> Any:
-    """The value that the text means for a key of the schema. Raises NotJsonError for tables and lists."""
-    if node.is_optional and is_none(text):
-        return None
-    match node.kind:
-        case Kind.SECTION:
-            return _json(text, 'a JSON object such as {"key": 1}')
-        case Kind.FREE_TABLE:
-            return _json(text, 'a JSON object such as {"key": 1}')
-        case Kind.SECTION_LIST:
-            return _json(text, 'a JSON list such as [{"id": "reverse-text"}]; lists are replaced as a whole')
-        case Kind.LEAF if node.annotation == list[str] and not text.startswith(("[", "{", '"')):
-            return [text]  # one name or URL needs no brackets
-        case Kind.LEAF if get_origin(node.annotation) is list:
-            return _json(text, 'a JSON list such as ["a", "b"]; lists are replaced as a whole')
-        case Kind.LEAF:
-            return _leaf(text, node.annotation)
+def read_environment(env: Mapping[str, str], schema: Node) -> tuple[Layer, list[Violation]]:
+    """The values of all `MILLRACE_CONFIG__*` variables, and what is wrong with them. Keys may be in upper case."""
+    tree: dict[str, Any] = {}
+    places: dict[Path, str] = {}
+    violations: list[Violation] = []
+    for variable in sorted(name for name in env if name.startswith(PREFIX)):
+        field, text, message = variable, None, ""
+        parts = variable[len(PREFIX) :].split("__")
+        key = Key(parts, schema)
+        if not all(parts):
+            message = f"is no key; write {PREFIX}trainer__optim__lr for trainer.optim.lr"
+        elif key.is_in_list:
+            field, message = dotted(key.path), WHOLE_LISTS
+        else:
+            field, text = dotted(key.path), env[variable]
+            try:
+                if not put(tree, key.path, key.value(text)):
+                    message = "is set here and as a part of another variable; keep one of them"
+            except NotJsonError as error:
+                message = str(error)
+        if message:
+            violations.append(Violation(field=field, value=text, message=message, source=variable))
+        else:
+            places[key.path] = variable
+    return Layer(
+        tree=tree, origin=Origin(label="environment", places=places, strength=Strength.ENVIRONMENT)
+    ), violations
 
 
 def _json(text: str, wanted: str) -> Any:
@@ -67,17 +120,3 @@ def _json(text: str, wanted: str) -> Any:
 
 def _decoded(text: str) -> Any:
     return decode_json(text, what="it", reason="CONFIG_INVALID")
-
-
-def _leaf(text: str, annotation: Any) -> Any:
-    """Text as bool, int or float where the key wants one."""
-    try:
-        if annotation is bool:
-            return _BOOLEANS[text.lower()]
-        if annotation is int:
-            return int(text)
-        if annotation is float:
-            return float(text)
-    except (KeyError, ValueError):
-        return text
-    return text

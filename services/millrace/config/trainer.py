@@ -1,12 +1,15 @@
 """`[trainer]`: model precision, optimizer, schedule, loss, checkpoints."""
 
 import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
+from millrace.config.rules import Finding, finding
 from millrace.config.section import Section, option, table
-from millrace.config.shared import DEFAULT_MODEL, CheckpointConfig
+from millrace.config.shared import DEFAULT_MODEL, SHARED_MODEL, CheckpointConfig
+from millrace.config.tree import Facts, Limit, OnlyFor
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 DEFAULT_MICRO_BATCH_TOKENS = 8192
@@ -18,16 +21,14 @@ DEFAULT_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up
 class LoraConfig(Section):
     """Train low-rank adapters on chosen linear layers of a frozen base, instead of all weights."""
 
-    rank: int = option(16, "Rank of the adapters, at least 1.", ge=1)
-    alpha: float = option(32.0, "The adapter's part is scaled by `alpha / rank`; above 0.", gt=0)
-    dropout: float = option(
-        0.0, "Dropout on the adapter's input in training steps, at least 0 and below 1.", ge=0, lt=1
-    )
+    rank: int = option(16, "Rank of the adapters.", ge=1)
+    alpha: float = option(32.0, "The adapter's part is scaled by `alpha / rank`.", gt=0)
+    dropout: float = option(0.0, "Dropout on the adapter's input in training steps.", ge=0, lt=1)
     target_modules: list[str] = table(
         lambda: list(DEFAULT_LORA_TARGETS),
         "Linear layers with an adapter, at least one: names, the ends of names behind a dot, or regular expressions "
         "for these. A default one that the model does not have is passed over.",
-        default_text=", ".join(f"`{name}`" for name in DEFAULT_LORA_TARGETS),
+        facts=Facts(default_text=", ".join(f"`{name}`" for name in DEFAULT_LORA_TARGETS)),
     )
     modules_to_save: list[str] = table(
         list,
@@ -59,11 +60,18 @@ class LoraConfig(Section):
 class TrainerModelConfig(Section):
     """The trainer's copy of the model."""
 
-    name: str = option(DEFAULT_MODEL, "Directory or Hub id. Shared: `model.name`.", min_length=1)
+    name: str = option(DEFAULT_MODEL, "Directory or Hub id.", facts=SHARED_MODEL, min_length=1)
     seq_len: int = option(
         DEFAULT_SEQ_LEN,
-        "Longest sample in tokens that the trainer takes whole, at least 2 and at least `orchestrator.seq_len`. "
-        "Shared: `seq_len`.",
+        "Longest sample in tokens that the trainer takes whole.",
+        facts=Facts(
+            shared="seq_len",
+            limit=Limit(
+                "at least",
+                "orchestrator.seq_len",
+                ": the trainer has to take every rollout; set `seq_len` at the top for both",
+            ),
+        ),
         ge=2,
     )
     dtype: Dtype = option(
@@ -92,7 +100,7 @@ class PolicyConfig(Section):
         "false: every version is a full copy, and replicas give theirs up once it serves.",
     )
     anchor_interval: int = option(
-        20, "Versions from one full copy to the next, 1 to 256. Whoever joins late reads the newest one.", ge=1, le=256
+        20, "Versions from one full copy to the next. Whoever joins late reads the newest one.", ge=1, le=256
     )
     skip_deltas: list[int] = table(
         lambda: [4, 16],
@@ -114,11 +122,16 @@ class OptimConfig(Section):
     """The optimizer."""
 
     type: Literal["adamw"] = option("adamw", "Which optimizer.")
-    lr: float = option(1e-6, "Peak learning rate, at least 0; 0 trains nothing.", ge=0)
-    weight_decay: float = option(0.01, "Decoupled weight decay, at least 0.", ge=0)
-    max_norm: float = option(1.0, "Gradients are scaled down to this global norm, above 0.", gt=0)
-    betas1: float = option(0.9, "Decay of the first moment, at least 0 and below 1.", ge=0, lt=1)
-    betas2: float = option(0.999, "Decay of the second moment, at least 0 and below 1.", ge=0, lt=1)
+    lr: float = option(1e-6, "Peak learning rate; 0 trains nothing.", ge=0)
+    weight_decay: float = option(0.01, "Decoupled weight decay.", ge=0)
+    max_norm: float = option(1.0, "Gradients are scaled down to this global norm.", gt=0)
+    betas1: float = option(0.9, "Decay of the first moment.", ge=0, lt=1)
+    betas2: float = option(0.999, "Decay of the second moment.", ge=0, lt=1)
+
+
+def _ramp(*types: str) -> Callable[[Mapping[str, Any]], int]:
+    """The default length of a ramp that only schedules of some types have."""
+    return lambda schedule: DEFAULT_RAMP_STEPS if schedule.get("type", "constant") in types else 0
 
 
 class SchedulerConfig(Section):
@@ -134,31 +147,53 @@ class SchedulerConfig(Section):
         "`decay_steps`. cosine: warm-up, then half a cosine down to `min_lr`. linear and cosine need `max_steps`.",
     )
     warmup_steps: int = option(
-        DEFAULT_RAMP_STEPS,
-        "Steps from 0 up to the peak, at least 0.",
-        default_text="10 for linear and cosine, 0 for constant",
+        0,
+        "Steps from 0 up to the peak.",
+        facts=Facts(default_text="10 for linear and cosine, 0 for constant", default_from=_ramp("linear", "cosine")),
         ge=0,
     )
     decay_steps: int = option(
-        DEFAULT_RAMP_STEPS,
-        "linear only: steps of decay at the end, at least 1.",
-        default_text="10 for linear, 0 for the others",
+        0,
+        "linear only: steps of decay at the end, at least 1 there.",
+        facts=Facts(
+            default_text="10 for linear, 0 for the others",
+            default_from=_ramp("linear"),
+            only_for=OnlyFor(".type", ("linear",)),
+        ),
         ge=0,
     )
-    min_lr: float = option(0.0, "Learning rate at the end of the decay, at least 0 and at most the peak.", ge=0)
+    min_lr: float = option(
+        0.0,
+        "Learning rate at the end of the decay, at most the peak.",
+        facts=Facts(only_for=OnlyFor(".type", ("linear", "cosine"))),
+        ge=0,
+    )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _ramps_of_the_type(cls, data: Any) -> Any:
-        """Fill the ramp lengths that depend on the type."""
-        if not isinstance(data, dict):
-            return data
-        kind = data.get("type", "constant")
-        ramps = {
-            "warmup_steps": 0 if kind == "constant" else DEFAULT_RAMP_STEPS,
-            "decay_steps": DEFAULT_RAMP_STEPS if kind == "linear" else 0,
-        }
-        return {**ramps, **data}
+    def broken_rules(self, optim: OptimConfig, max_steps: int | None, *, prefix: str = "") -> Iterator[Finding]:
+        """A schedule that does not fit into the run; `prefix` is what stands before the keys of its section."""
+        key = f"{prefix}scheduler"
+        if self.type != "constant" and max_steps is None:
+            yield finding(
+                f"{self.type} needs `max_steps` to know where to end; set `max_steps`, or use constant",
+                f"{key}.type",
+                f"{prefix}max_steps",
+            )
+        ramps = self.warmup_steps + self.decay_steps
+        if self.type != "constant" and max_steps is not None and ramps > max_steps:
+            yield finding(
+                f"warm-up ({self.warmup_steps}) and decay ({self.decay_steps}) take {ramps} steps, more than "
+                f"`max_steps`, which is {max_steps}; shorten them",
+                f"{key}.warmup_steps",
+                f"{key}.decay_steps",
+                f"{prefix}max_steps",
+            )
+        if self.type == "linear" and self.decay_steps < 1:
+            yield finding(
+                "must be at least 1 for linear; for no decay use constant", f"{key}.decay_steps", f"{key}.type"
+            )
+        if self.type != "constant" and self.min_lr > optim.lr:
+            message = f"must be at most the peak `{prefix}optim.lr`, which is {optim.lr}"
+            yield finding(message, f"{key}.min_lr", f"{prefix}optim.lr")
 
 
 class LossConfig(Section):
@@ -166,13 +201,34 @@ class LossConfig(Section):
 
     type: Literal["default"] = option("default", "Which loss.")
     dppo_mask_low: float = option(
-        0.2, "A token with advantage <= 0 is dropped when its probability fell by more than this, 0 to 1.", ge=0, le=1
+        0.2, "A token with advantage <= 0 is dropped when its probability fell by more than this.", ge=0, le=1
     )
     dppo_mask_high: float = option(
-        0.2, "A token with advantage > 0 is dropped when its probability rose by more than this, 0 to 1.", ge=0, le=1
+        0.2, "A token with advantage > 0 is dropped when its probability rose by more than this.", ge=0, le=1
     )
-    adv_tau: float = option(1.0, "Factor of the policy-gradient term, at least 0.", ge=0)
-    kl_tau: float = option(1e-3, "Factor of the squared log-ratio term, at least 0.", ge=0)
+    adv_tau: float = option(1.0, "Factor of the policy-gradient term.", ge=0)
+    kl_tau: float = option(1e-3, "Factor of the squared log-ratio term.", ge=0)
+
+
+def micro_batch_tokens(key: str, section: str) -> Any:
+    """The field `micro_batch_tokens`: `key` holds the longest sample, which is `seq_len` of the table `section`."""
+
+    def default(table: Mapping[str, Any]) -> int:
+        """Room for one whole sample at least."""
+        inner = table.get(section)
+        seq_len = inner.get("seq_len") if isinstance(inner, dict) else getattr(inner, "seq_len", None)
+        return max(DEFAULT_MICRO_BATCH_TOKENS, seq_len) if isinstance(seq_len, int) else DEFAULT_MICRO_BATCH_TOKENS
+
+    return option(
+        DEFAULT_MICRO_BATCH_TOKENS,
+        "Tokens with padding that go through the model at once.",
+        facts=Facts(
+            default_text=f"{DEFAULT_MICRO_BATCH_TOKENS}, or `{key}` if that is more",
+            default_from=default,
+            limit=Limit("at least", key, ": it has to hold one whole sample; raise it"),
+        ),
+        ge=1,
+    )
 
 
 class TrainerConfig(Section):
@@ -183,32 +239,13 @@ class TrainerConfig(Section):
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     loss: LossConfig = table(LossConfig, "The loss.")
     policy: PolicyConfig = table(PolicyConfig, "Published versions of the policy.")
-    ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out. Shared: `ckpt`.")
+    ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.", facts=Facts(shared="ckpt"))
     max_steps: int | None = option(
-        None, "Optimizer steps, at least 1; unlimited if left out. Shared: `max_steps`.", ge=1
+        None, "Optimizer steps; unlimited if left out.", facts=Facts(shared="max_steps"), ge=1
     )
     determinism: Literal["auto", "strict", "best_effort"] = option(
         "auto",
         "strict: a step that is replayed has to give the same policy bit for bit, or the run stops. best_effort: a "
         "replayed policy may differ and starts a new lineage. auto: strict on a CPU, best_effort on a GPU.",
     )
-    micro_batch_tokens: int = option(
-        DEFAULT_MICRO_BATCH_TOKENS,
-        "Tokens with padding that go through the model at once, at least `trainer.model.seq_len`.",
-        default_text="8192, or `trainer.model.seq_len` if that is more",
-        ge=1,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _room_for_one_sample(cls, data: Any) -> Any:
-        """Raise the default of ``micro_batch_tokens`` to one whole sample."""
-        return (
-            {"micro_batch_tokens": micro_batch_default(data.get("model")), **data} if isinstance(data, dict) else data
-        )
-
-
-def micro_batch_default(section: Any) -> int:
-    """The default of ``micro_batch_tokens`` for a raw or built section that holds ``seq_len``."""
-    seq_len = section.get("seq_len") if isinstance(section, dict) else getattr(section, "seq_len", None)
-    return max(DEFAULT_MICRO_BATCH_TOKENS, seq_len) if isinstance(seq_len, int) else DEFAULT_MICRO_BATCH_TOKENS
+    micro_batch_tokens: int = micro_batch_tokens("trainer.model.seq_len", "model")

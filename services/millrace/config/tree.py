@@ -1,7 +1,7 @@
-"""The schema as a tree of keys: what `load`, the messages and the generated documentation walk over."""
+"""The schema as a tree of keys: what loading, the messages and the generated documentation walk over."""
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -11,6 +11,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+Path = tuple[str | int, ...]
+"""Table keys and list indices."""
+
+
+def dotted(path: Path) -> str:
+    """A path as text: ``orchestrator.env[0].id``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
 
 class Kind(StrEnum):
     """What stands behind a key."""
@@ -19,6 +30,47 @@ class Kind(StrEnum):
     SECTION = "section"
     SECTION_LIST = "section_list"
     FREE_TABLE = "free_table"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A bound that is the value of another key; `why` ends the message, with the remedy."""
+
+    words: Literal["at least", "at most", "below"]
+    key: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyFor:
+    """A key that means something only where another key has one of some values; `says` may use `{value}`."""
+
+    key: str
+    values: tuple[str, ...]
+    says: str = "has no meaning for {value}; leave it out, or use {values}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a field declares about its key beside its type, its default and its own bounds.
+
+    ``shared`` is the key at the top of a document that means the same; ``may_differ`` says of such a key that the keys
+    that it fills may have different values where it is left out. ``follows`` is the key whose value is taken where this
+    one is left out. ``default_from`` makes the default from the raw table that the key is in. Keys are written with
+    dots from the top of the document, or from the table that holds the field with a dot in front.
+    """
+
+    aliases: tuple[str, ...] = ()
+    default_text: str | None = None
+    shared: str | None = None
+    may_differ: bool = False
+    follows: str | None = None
+    default_from: Callable[[Mapping[str, Any]], Any] | None = None
+    limit: Limit | None = None
+    only_for: OnlyFor | None = None
+
+
+_NO_FACTS = Facts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +83,10 @@ class Node:
     is_optional: bool = False
     is_required: bool = False
     default: Any = None
-    default_text: str | None = None
     description: str = ""
-    aliases: tuple[str, ...] = ()
+    bounds: tuple[str, ...] = ()
+    """`at least 1`, `below 2`: those of the field itself."""
+    facts: Facts = _NO_FACTS
     children: dict[str, "Node"] = field(default_factory=dict)
 
     @property
@@ -42,9 +95,26 @@ class Node:
         return self.path[-1] if self.path else ""
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other names of the key."""
+        return self.facts.aliases
+
+    @property
     def is_variant(self) -> bool:
         """Whether a `type` key decides what the other keys of the section mean."""
         return self.kind is Kind.SECTION and "type" in self.children
+
+    def about(self, *, said: str = "") -> str:
+        """The description with the bounds, and the shared key; without the bound that was said already."""
+        limit = self.facts.limit
+        limits = [f"{limit.words} `{dotted(self.other(limit.key))}`"] if limit else []
+        bounds = [bound for bound in (*self.bounds, *limits) if bound != said]
+        text = f"{self.description} {' and '.join(bounds).capitalize()}." if bounds else self.description
+        return f"{text} Shared: `{self.facts.shared}`." if self.facts.shared else text
+
+    def other(self, key: str) -> tuple[str, ...]:
+        """The path of a key that this key's facts name."""
+        return (*self.path[:-1], key[1:]) if key.startswith(".") else tuple(key.split("."))
 
     def child(self, key: str) -> "Node | None":
         """The child of that name or alias."""
@@ -58,24 +128,26 @@ class Node:
             yield node
             yield from node.walk()
 
-    def find(self, path: tuple[str | int, ...]) -> "Node | None":
+    def find(self, path: Path) -> "Node | None":
         """The key at a path; list indices and aliases may be part of it. None below free tables and where none is."""
         node: Node | None = self
         for part in path:
-            if isinstance(part, int):
-                continue
-            node = node.child(part) if node else None
+            if not isinstance(part, int):
+                node = node.child(part) if node else None
         return node
 
 
 @cache
 def schema_tree(model: type[BaseModel]) -> Node:
     """The tree of a config class; the root has an empty path."""
-    return Node(path=(), kind=Kind.SECTION, annotation=model, description=_doc(model), children=_children(model, ()))
+    about = (model.__doc__ or "").strip()
+    return Node(path=(), kind=Kind.SECTION, annotation=model, description=about, children=_children(model, ()))
 
 
-def _doc(model: type[BaseModel]) -> str:
-    return (model.__doc__ or "").strip()
+def facts_of(info: FieldInfo) -> Facts:
+    """What a field declares."""
+    extra: Any = info.json_schema_extra
+    return extra["facts"] if isinstance(extra, dict) else _NO_FACTS
 
 
 def _children(model: type[BaseModel], path: tuple[str, ...]) -> dict[str, Node]:
@@ -85,10 +157,8 @@ def _children(model: type[BaseModel], path: tuple[str, ...]) -> dict[str, Node]:
 def _node(info: FieldInfo, path: tuple[str, ...]) -> Node:
     """The node of one pydantic field."""
     annotation, is_optional = _without_none(info.annotation)
-    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     kind, section = _kind(annotation)
     default = info.get_default(call_default_factory=True, validated_data={}) if kind is Kind.LEAF else info.default
-    aliases, default_text = extra.get("aliases") or (), extra.get("default_text")
     return Node(
         path=path,
         kind=kind,
@@ -96,11 +166,18 @@ def _node(info: FieldInfo, path: tuple[str, ...]) -> Node:
         is_optional=is_optional,
         is_required=info.is_required(),
         default=None if default is PydanticUndefined else default,
-        default_text=default_text if isinstance(default_text, str) else None,
         description=info.description or "",
-        aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list) else (),
+        bounds=_bounds(info),
+        facts=facts_of(info),
         children=_children(section, path) if section else {},
     )
+
+
+def _bounds(info: FieldInfo) -> tuple[str, ...]:
+    """The field's bounds in words."""
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    found = [(text, getattr(bound, name, None)) for bound in info.metadata for name, text in words.items()]
+    return tuple(f"{text} {value:g}" for text, value in found if value is not None)
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:
@@ -127,17 +204,10 @@ def _kind(annotation: Any) -> tuple[Kind, type[BaseModel] | None]:
 
 def type_text(node: Node) -> str:
     """The type of a key for people."""
-    match node.kind:
-        case Kind.SECTION:
-            text = "table"
-        case Kind.SECTION_LIST:
-            text = "list of tables"
-        case Kind.FREE_TABLE:
-            text = "free table"
-        case Kind.LEAF if get_origin(node.annotation) is Literal:
-            text = " or ".join(f'"{choice}"' for choice in get_args(node.annotation))
-        case Kind.LEAF if get_origin(node.annotation) is list:
-            text = "list of strings"
-        case Kind.LEAF:
-            text = {str: "string", int: "integer", float: "number", bool: "true or false"}[node.annotation]
-    return text
+    if node.kind is not Kind.LEAF:
+        return {Kind.SECTION: "table", Kind.SECTION_LIST: "list of tables", Kind.FREE_TABLE: "free table"}[node.kind]
+    if get_origin(node.annotation) is Literal:
+        return " or ".join(f'"{choice}"' for choice in get_args(node.annotation))
+    if get_origin(node.annotation) is list:
+        return "list of strings"
+    return {str: "string", int: "integer", float: "number", bool: "true or false"}[node.annotation]

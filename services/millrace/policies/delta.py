@@ -11,13 +11,11 @@ learning rates, nearly all by one unit in the last place. Three kinds of frames 
 Every stream is compressed with zstd level 1. Decoded changes are absolute values, and a frame carries the digests of
 base and result: it applies to its base only, decodes to an empty change on its own result, and what it decodes to is
 proved against the result's digest. Work goes block by block, so that scratch memory stays small beside the piece. numpy
-and zstd release the GIL: encode and decode pieces in as many threads as there are cores (`run_pieces`).
+and zstd release the GIL: encode and decode pieces in as many threads as there are cores.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +34,6 @@ _SAMPLE_SLICES, _SAMPLE_ELEMENTS = 32, 2048
 _DENSE_ABOVE = 0.28  # changed share above which absolute exceptions cost more than differences of everything
 _WIDE_GAPS_BELOW = 0.004  # changed share below which two-byte gaps are smaller than one-byte gaps with escapes
 _PLAIN_ABOVE = 0.85  # of the raw bytes: a dense frame larger than that may lose against the plain one
-
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,17 +125,6 @@ def decode_piece(
     change = TensorChange(bits=new, positions=positions)
     _check_result(header, change_digest(current_digest, change, old))
     return change
-
-
-def run_pieces(work: Iterable[Callable[[], _T]], *, threads: int) -> list[_T]:
-    """Runs encodes or decodes of many pieces in up to `threads` threads; the results come in order.
-
-    The first error, in order, is raised once all that had begun are done.
-    """
-    if threads <= 1:
-        return [each() for each in work]
-    with ThreadPoolExecutor(threads, thread_name_prefix="policy-delta") as pool:
-        return list(pool.map(lambda each: each(), work))
 
 
 def _changed_share(base: Bits, new: Bits) -> float:

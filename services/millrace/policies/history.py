@@ -70,11 +70,6 @@ class History:
         self._parts: dict[str, TensorPart] = {}
         self._skips: dict[int, _SkipBase] = {}
 
-    @property
-    def last_version(self) -> int | None:
-        """The version that the next delta is against; None if there is none."""
-        return None if self._last is None else self._last.version
-
     def holds(self, parts: Sequence[TensorPart]) -> bool:
         """Whether these very parts are the last version's."""
         return bool(parts) and self._parts.get(parts[0].name) is parts[0]

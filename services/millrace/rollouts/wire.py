@@ -40,11 +40,6 @@ MAX_ARCHIVE_BYTES = 1 << 30
 _SMALL_ARCHIVE_BYTES, _MAX_EXPANSION = 64 << 20, 256  # log-probs hardly compress: real archives expand about 5 times
 
 
-def purpose_to_wire(purpose: Purpose) -> rollout_pb2.Purpose:
-    """The protobuf value of a purpose."""
-    return _PURPOSE_TO_WIRE[purpose]
-
-
 def purpose_from_wire(value: int) -> Purpose:
     """The purpose of a protobuf value; `CorruptObjectError` when it is unknown or not set."""
     if value not in _PURPOSE_FROM_WIRE:

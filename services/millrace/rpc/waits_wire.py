@@ -19,18 +19,3 @@ def to_proto(waits: Iterable[Wait]) -> list[event_pb2.Wait]:
         )
         for wait in waits
     ]
-
-
-def from_proto(messages: Iterable[event_pb2.Wait]) -> list[Wait]:
-    """The waits of messages, in the same order."""
-    return [
-        Wait(
-            owner=message.owner,
-            reason=message.reason,
-            waits_on=message.waits_on,
-            age_s=message.age_seconds,
-            deadline_s=message.deadline_seconds,
-            run=message.run_uid,
-        )
-        for message in messages
-    ]

@@ -51,11 +51,6 @@ class Frontier:
         """The frontier after a committed header."""
         return cls(header.resolved_below, frozenset(header.resolved_above))
 
-    @property
-    def num_resolved(self) -> int:
-        """How many ordinals are resolved."""
-        return self.resolved_below + len(self.resolved_above)
-
     def is_resolved(self, ordinal: int) -> bool:
         """Whether the ordinal was trained or dropped."""
         return ordinal < self.resolved_below or ordinal in self.resolved_above

@@ -103,22 +103,6 @@ async def list_runs(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str)
     return runs
 
 
-async def find_run(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, name_or_uid: str) -> str:
-    """The uid of a run by its name, `runs/{name}`, or uid; `NotFoundError` if there is none."""
-    wanted = name_or_uid.removeprefix("runs/")
-    runs = await list_runs(redis, store, prefix)
-    if wanted in runs:
-        return runs[wanted]
-    if wanted in runs.values():
-        return wanted
-    raise NotFoundError(
-        f"no run {wanted!r}",
-        reason="RUN_NOT_FOUND",
-        remedy="`millrace run list` shows the runs",
-        metadata={"run": wanted},
-    )
-
-
 def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | None:
     deployment = Deployment(prefix)
     uid = _read_uid(store, deployment.request_object(request_id))

@@ -115,12 +115,6 @@ class Lease:
         )
 
 
-async def lease_holder(log: RunLog, role: str) -> LeaseHolder | None:
-    """Owner, epoch and slot of the lease of a role; None if nobody holds it."""
-    held = await log.command(f"reading the lease of {role}", "GET", log.names.lease(role))
-    return None if held is None else _decode(as_text(held), role, log.uid)
-
-
 def _value(owner: str, token: str, epoch: int, slot: str) -> str:
     return json.dumps({"owner": owner, "token": token, "epoch": epoch, "slot": slot}, sort_keys=True)
 

@@ -62,11 +62,6 @@ class Deployment:
         return f"{self.prefix}:runs"
 
     @property
-    def runs_prefix(self) -> str:
-        """Prefix of the objects of all runs."""
-        return f"{self.prefix}/runs/"
-
-    @property
     def names_prefix(self) -> str:
         """Prefix of the create-only objects that make run names unique."""
         return f"{self.prefix}/names/"

@@ -57,11 +57,6 @@ class StepHeaders:
         """The header that counts; None while the successor of a reopened one is to come."""
         return None if self.is_reopened else self.revisions[-1]
 
-    @property
-    def superseded(self) -> tuple[bytes, ...]:
-        """The closing headers that do not count any more, in order."""
-        return self.revisions if self.is_reopened else self.revisions[:-1]
-
 
 def is_failed_closing(header: batch_pb2.BatchHeader) -> bool:
     """Whether a header ends its run as FAILED: the only kind that can be superseded."""

@@ -6,14 +6,11 @@ Shape suffixes: B rows, T padded length, K = T - first scored column + 1 (the lo
 import contextlib
 import inspect
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from millrace.trainer.batch import MicroBatch
-
-ModelFunction = Callable[..., Any]
 
 
 def token_logprobs(

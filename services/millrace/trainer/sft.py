@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from torch import nn
 
-from millrace.config.canonical import run_hash
+from millrace.config.section import run_hash
 from millrace.config.sft import SFTConfig
 from millrace.config.trainer import LossConfig
 from millrace.policies.tensors import pack_safetensors

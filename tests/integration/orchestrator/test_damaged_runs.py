@@ -125,7 +125,7 @@ async def test_a_damaged_index_hides_nobody_else(stack) -> None:
     deployment = Deployment(prefix)
     overwrite(store, deployment.name_object("broken"), b"\xff")
     store.create(f"{deployment.names_prefix}folder/foreign", b"x")
-    store.create(f"{deployment.runs_prefix}folder/foreign", b"x")
+    store.create(f"{prefix}/runs/folder/foreign", b"x")
     for field, value in ((b"\xff", b"\xff"), (b"../x", run.uid.encode()), (b"name", b"../../x"), (b"?x", b"\xff")):
         await redis.hset(deployment.runs_key, field, value)
     assert set(await listed(stack)) == {"good", "broken"}

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from leases import lease_holder
 from orchestrator_runs import bodies, create, resolutions, states, until, watch
 
 from millrace.errors import UnavailableError
@@ -16,7 +17,6 @@ from millrace.local.ports import free_port
 from millrace.local.redis import die_with_parent
 from millrace.rpc.channel import call, open_channel, stream
 from millrace.runlog.events import EventReader
-from millrace.runlog.lease import lease_holder
 from millrace.runlog.log import RunLog
 from millrace.telemetry import faults
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc

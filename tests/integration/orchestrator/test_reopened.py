@@ -229,4 +229,4 @@ async def test_readers_of_a_stale_copy_do_not_take_the_superseded_header(stack) 
     header, data, _ = await read_batch(log, step, timeout_s=5)
     found = load_step(store, log.names, step)
     assert found is not None and header.revision == 1 and data == found.in_force
-    assert found.superseded == (entry.d,)
+    assert found.revisions[:-1] == (entry.d,)

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from millrace.errors import AlreadyExistsError, InvalidSpecError, NotFoundError, UnavailableError
+from millrace.errors import AlreadyExistsError, InvalidSpecError, UnavailableError
 from millrace.runlog import RunLog, new_uid
-from millrace.runlog.index import create_run, find_request, find_run, list_runs
+from millrace.runlog.index import create_run, find_request, list_runs
 from millrace.runlog.names import Deployment, Names
 
 
@@ -26,11 +26,7 @@ def create(redis, local_store, prefix, run_json):
 async def test_created_runs_are_found_and_open(create, redis, local_store, prefix):
     first, second = await create("one"), await create("two", request_id="r2")
     assert await list_runs(redis, local_store, prefix) == {"one": first, "two": second}
-    for wanted in ("one", "runs/one", first):
-        assert await find_run(redis, local_store, prefix, wanted) == first
     assert (await RunLog.open(redis, local_store, prefix=prefix, uid=first)).generation == 1
-    with pytest.raises(NotFoundError, match="three"):
-        await find_run(redis, local_store, prefix, "three")
 
 
 async def test_a_second_request_finds_the_first_run(create, local_store, prefix):

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
+from leases import lease_holder
 
 from millrace.errors import CorruptObjectError, FencedError, LogGoneError
 from millrace.runlog import Lease, RunLog
-from millrace.runlog.lease import lease_holder
 
 
 @pytest.fixture
@@ -146,4 +146,4 @@ async def test_a_released_lease_is_not_taken_again(log):
 async def test_a_foreign_value_is_named(log, redis):
     await redis.set(log.names.lease("trainer"), "x", px=30_000)
     with pytest.raises(CorruptObjectError, match="lease of trainer"):
-        await lease_holder(log, "trainer")
+        await Lease.acquire(log, "trainer", "a", 30, slot="s")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leases import lease_holder
 
 from millrace.config.rl import RLConfig
 from millrace.errors import FencedError, LogGoneError
@@ -17,7 +18,6 @@ from millrace.local.redis import EmbeddedRedis
 from millrace.policies.manifest import PolicyManifest
 from millrace.runlog import Stream, open_redis, reappend_committed
 from millrace.runlog.epochs import create_epoch
-from millrace.runlog.lease import lease_holder
 from millrace.runlog.rebuild import open_or_rebuild
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits

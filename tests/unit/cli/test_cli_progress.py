@@ -38,7 +38,7 @@ def test_state_of_a_finished_run():
     assert progress.wait_ratio == pytest.approx(2.0 / 4.0)
     assert progress.policy is not None and progress.policy.version == 3
     assert progress.inference_version == 3
-    assert progress.dropped == {"zero_advantage": 2} and progress.num_warnings == 1
+    assert progress.dropped == {"zero_advantage": 2}
     assert progress.entered[run_pb2.RUN_STATE_RUNNING] - progress.entered[run_pb2.RUN_STATE_STARTING] == 2.0
 
 

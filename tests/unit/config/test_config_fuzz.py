@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.config import RLConfig, load, validate_document
-from millrace.config.environment import put
+from millrace.config.layers import put
 from millrace.config.tree import schema_tree
 from millrace.errors import InvalidSpecError
 

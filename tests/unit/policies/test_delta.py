@@ -12,7 +12,7 @@ from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError
 from millrace.policies import delta as delta_module
 from millrace.policies import delta_dense
 from millrace.policies.change import TensorChange
-from millrace.policies.delta import EncodedPiece, decode_piece, encode_piece, run_pieces
+from millrace.policies.delta import EncodedPiece, decode_piece, encode_piece
 from millrace.policies.delta_codings import Bits, decode_gaps, encode_gaps, ulp_map, unzigzag, zigzag
 from millrace.policies.digest import bits_digest
 
@@ -225,14 +225,3 @@ def test_gaps_of_any_length(width: int, gaps: list[int]) -> None:
             decode_gaps(units, num_positions=len(gaps), limit=limit - 1, what="gaps")
     with pytest.raises(CorruptObjectError, match="do not name"):
         decode_gaps(units, num_positions=len(gaps) + 1, limit=limit + 1, what="gaps")
-
-
-def test_threads_give_the_same_frames_in_order_and_the_first_error() -> None:
-    pairs = [_bf16(5000, 0.02, seed=seed) for seed in range(8)]
-    alone, together = (
-        run_pieces([lambda pair=pair: _encode(*pair).data for pair in pairs], threads=threads) for threads in (1, 4)
-    )
-    assert alone == together
-    work = [lambda pair=pair, data=alone[0]: decode_piece(data, pair[0]) for pair in pairs]
-    with pytest.raises(ConflictError):
-        run_pieces(work, threads=4)

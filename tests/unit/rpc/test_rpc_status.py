@@ -7,7 +7,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from millrace import errors
 from millrace.rpc import status
-from millrace.rpc.waits_wire import from_proto, to_proto
+from millrace.rpc.waits_wire import to_proto
 from millrace.telemetry.waits import Wait
 
 
@@ -96,4 +96,7 @@ def test_waits_on_the_wire() -> None:
         Wait(owner="trainer-0", reason="batch 12", waits_on="orchestrator", age_s=2.5, deadline_s=60.0),
         Wait(owner="trainer-0", reason="idle"),
     ]
-    assert from_proto(to_proto(waits)) == waits
+    first, second = to_proto(waits)
+    assert (first.owner, first.reason, first.waits_on) == ("trainer-0", "batch 12", "orchestrator")
+    assert (first.age_seconds, first.deadline_seconds, first.run_uid) == (2.5, 60.0, "")
+    assert (second.owner, second.reason) == ("trainer-0", "idle")

@@ -6,9 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
@@ -117,17 +115,6 @@ class Audit:
         except CorruptObjectError as error:
             self.findings.violation("OBJECT_CORRUPT", f"{what or 'object'} {self.uri(key)}: {error.message}")
         return None
-
-    def get_json(self, key: str, *, missing: str, corrupt: str, what: str) -> dict[str, Any] | None:
-        """A JSON object, or None with a violation."""
-        data = self.get(key, missing=missing, what=what)
-        if data is None:
-            return None
-        try:
-            return decode_object(data, what=f"{what} {self.uri(key)}", reason=corrupt)
-        except CorruptObjectError as error:
-            self.findings.violation(corrupt, error.message)
-            return None
 
     @contextlib.contextmanager
     def reading(self, check: str, what: str) -> Iterator[None]:

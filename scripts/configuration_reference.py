@@ -1,4 +1,4 @@
-"""`docs/configuration.md`, made from the schema. `python -m millrace.config.reference` prints it; a test compares."""
+"""`docs/configuration.md`, made from the schema. this script prints it; a test compares."""
 
 import json
 import sys
@@ -6,14 +6,15 @@ import sys
 from pydantic import BaseModel
 
 from millrace.config.eval import EvalRunConfig
+from millrace.config.filling import shared_keys
 from millrace.config.rl import RLConfig
 from millrace.config.sft import SFTConfig
 from millrace.config.suggest import MOVED
-from millrace.config.tree import Kind, Node, schema_tree, type_text
+from millrace.config.tree import Kind, Node, dotted, schema_tree, type_text
 
 _INTRODUCTION = """# Configuration
 
-<!-- Made by `python -m millrace.config.reference > docs/configuration.md`; a test fails where the two differ. -->
+<!-- Made by `python scripts/configuration_reference.py > docs/configuration.md`; a test fails where the two differ. -->
 
 A run is described by one config. Its keys are those of prime-rl; a key that does not exist is an error with a
 suggestion, and everything that is wrong is reported at once, each with the key, the value, where it is written, and
@@ -44,15 +45,9 @@ both are written, the shared key wins if it comes from a stronger source: flags 
 stronger source. Different values in equally strong sources, and in one of several services' keys alone, are an error
 that lists every place.
 
-| Shared key | Fills |
-|---|---|
-| `model.name` | `trainer.model.name`, `orchestrator.model.name`, `inference.model.name` |
-| `max_steps` | `trainer.max_steps`, `orchestrator.max_steps` |
-| `seq_len` | `trainer.model.seq_len`, `orchestrator.seq_len` |
-| `seed` | `orchestrator.seed` |
-| `async_level` | `orchestrator.async_level` |
-| `ckpt` | `trainer.ckpt` |
+"""
 
+_SPLIT = """
 The split form puts each service's section into a file of its own, as in `examples/reverse_text_split`:
 `millrace rl --trainer @ trainer.toml --orchestrator @ orchestrator.toml --inference @ inference.toml`. There the
 shared keys are filled from the services' where those agree. Any section can be read so: `--trainer.optim @ optim.toml`.
@@ -90,7 +85,7 @@ _DIFFERENCES = """
 def render() -> str:
     """The whole page."""
     rl, sft = schema_tree(RLConfig), schema_tree(SFTConfig)
-    parts = [_INTRODUCTION, _alias_rows(rl), _MOVED]
+    parts = [_INTRODUCTION, _shared_rows(), _SPLIT, _alias_rows(rl), _MOVED]
     parts += [f"| `{key}` | {text} |\n" for key, text in MOVED.items()]
     parts += [_DIFFERENCES]
     parts += [_config("RL: `millrace rl`", RLConfig, rl), _config("SFT: `millrace sft`", SFTConfig, sft)]
@@ -98,8 +93,15 @@ def render() -> str:
     return "".join(parts)
 
 
+def _shared_rows() -> str:
+    rows = "| Shared key | Fills |\n|---|---|\n"
+    for shared in shared_keys(RLConfig):
+        rows += f"| `{dotted(shared.top)}` | {', '.join(f'`{dotted(path)}`' for path in shared.targets)} |\n"
+    return rows
+
+
 def _alias_rows(root: Node) -> str:
-    rows = [f"| `{_name(node)}` | `{alias}` |\n" for node in root.walk() for alias in node.aliases]
+    rows = [f"| `{dotted(node.path)}` | `{alias}` |\n" for node in root.walk() for alias in node.aliases]
     return "".join(rows)
 
 
@@ -121,7 +123,7 @@ def _section(section: Node, model: type[BaseModel]) -> str:
     if rows:
         text += "\n| Key | Type | Default | Meaning |\n|---|---|---|---|\n"
     for node in rows:
-        text += f"| `{node.name}` | {type_text(node)} | {_default(node)} | {node.description} |\n"
+        text += f"| `{node.name}` | {type_text(node)} | {_default(node)} | {node.about()} |\n"
     return text
 
 
@@ -137,22 +139,18 @@ def _presence(section: Node) -> str:
         return ""
     if section.is_required and section.kind is Kind.SECTION_LIST:
         return " At least one is required."
-    if section.default_text:
-        return f" Default: {section.default_text}."
+    if section.facts.default_text:
+        return f" Default: {section.facts.default_text}."
     return " Off unless it is written." if section.is_optional else ""
 
 
 def _header(node: Node) -> str:
-    return f"[[{_name(node)}]]" if node.kind is Kind.SECTION_LIST else f"[{_name(node)}]"
-
-
-def _name(node: Node) -> str:
-    return ".".join(node.path)
+    return f"[[{dotted(node.path)}]]" if node.kind is Kind.SECTION_LIST else f"[{dotted(node.path)}]"
 
 
 def _default(node: Node) -> str:
-    if node.default_text:
-        return node.default_text
+    if node.facts.default_text:
+        return node.facts.default_text
     if node.is_required:
         return "required"
     if node.kind is Kind.FREE_TABLE:

@@ -1,0 +1,167 @@
+"""What fields declare about each other's values, applied to a tree in one pass.
+
+A shared key fills the services' keys of the same meaning where those are absent. Where only the services' keys are set
+(the split form: one file per service) and agree, they fill the shared key. What a stronger layer sets overrules the
+other spellings of weaker ones: command line > files > environment. All files are equally strong, and a contradiction
+between two of them is the user's to solve. Filling a filled tree changes nothing, so a resolved config loads unchanged.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from millrace.config.layers import ABSENT, Tree, as_tree
+from millrace.config.suggest import shown
+from millrace.config.tree import Kind, Node, Path, dotted, schema_tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedKey:
+    """A key at the top and the services' keys of the same meaning."""
+
+    top: Path
+    targets: tuple[Path, ...]
+    may_differ: bool = False
+    """Whether the targets may have different values, and the key at the top none."""
+
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """All of them, the top first."""
+        return (self.top, *self.targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """One meaning with different values in different places; each with where it is written."""
+
+    shared: SharedKey
+    values: tuple[tuple[Path, Any, str | None], ...]
+
+    def describe(self) -> str:
+        """The conflict in one line, with the remedy."""
+        places = " and ".join(f"`{dotted(path)}` is {value!r}" for path, value, _ in self.values)
+        return f"{places}, but they have to be equal; set one of them only"
+
+    def others(self) -> str:
+        """All places but the first, for a message about the first."""
+        return "; ".join(
+            f"`{dotted(path)}` is {shown(path, value)} ({where})" for path, value, where in self.values[1:]
+        )
+
+
+@cache
+def shared_keys(model: type[BaseModel]) -> tuple[SharedKey, ...]:
+    """The keys that a document shares among its services."""
+    schema = schema_tree(model)
+    targets: dict[str, list[Path]] = {}
+    for node in schema.walk():
+        if node.facts.shared:
+            targets.setdefault(node.facts.shared, []).append(node.path)
+    tops = {name: schema.find(tuple(name.split("."))) for name in targets}
+    return tuple(
+        SharedKey(top=top.path, targets=tuple(targets[name]), may_differ=top.facts.may_differ)
+        for name, top in tops.items()
+        if top is not None
+    )
+
+
+@cache
+def _followers(model: type[BaseModel]) -> tuple[Node, ...]:
+    return tuple(node for node in schema_tree(model).walk() if node.facts.follows)
+
+
+def fill_document(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+    """A filled copy of a raw document; ValueError if it contradicts itself."""
+    tree = Tree(schema_tree(model), as_tree(values))
+    if conflicts := fill(tree):
+        raise ValueError("; ".join(conflict.describe() for conflict in conflicts))
+    return tree.values
+
+
+def fill(tree: Tree) -> list[Conflict]:
+    """Fill what fields declare, in place; where a document contradicts itself, the first value stays."""
+    model = tree.schema.annotation
+    conflicts = [conflict for shared in shared_keys(model) for conflict in _share(tree, shared)]
+    for node in _followers(model):
+        _follow(tree, node)
+    return conflicts
+
+
+def _share(tree: Tree, shared: SharedKey) -> list[Conflict]:
+    """Make the places of one shared key equal."""
+    written = {path: value for path in shared.places if (value := tree.get(path)) is not ABSENT}
+    tables = [value for value in written.values() if isinstance(value, dict)]
+    if tables and len(tables) == len(written):  # they are united: each of their keys is a shared key of its own
+        _copy(tree, shared, next(iter(written)), {})
+        keys = dict.fromkeys(key for value in tables for key in value)
+        inner = [SharedKey(top=(*shared.top, key), targets=tuple((*p, key) for p in shared.targets)) for key in keys]
+        return [conflict for one in inner for conflict in _share(tree, one)]
+    _overrule(tree, shared, written)
+    if shared.may_differ and written.get(shared.top) is None:
+        _summarise(tree, shared)
+        return []
+    conflicts = _settle(tree, shared, written)
+    for path in list(written)[:1]:
+        _copy(tree, shared, path, written[path])
+    return conflicts
+
+
+def _copy(tree: Tree, shared: SharedKey, source: Path, value: Any) -> None:
+    """Fill the places where nothing is written."""
+    for path in shared.places:
+        if tree.get(path) is ABSENT:
+            tree.fill(path, value, source)
+
+
+def _overrule(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> None:
+    """Take out what a stronger layer overrules.
+
+    The key at the top overrules the services' keys of weaker layers. It is overruled itself only where every service's
+    key is written in a stronger layer: one of several services' keys alone does not speak for the others.
+    """
+    if shared.top not in written:
+        return
+    strength = tree.strength(shared.top)
+    is_overruled = len(written) == len(shared.places) and all(tree.strength(p) > strength for p in shared.targets)
+    weaker = [shared.top] if is_overruled else [path for path in written if tree.strength(path) < strength]
+    for path in weaker:
+        tree.drop(path)
+        del written[path]
+
+
+def _summarise(tree: Tree, shared: SharedKey) -> None:
+    """Fill the key at the top from services that may differ: with their value, if they have the same."""
+    defaults = {path: node.default for path in shared.targets if (node := tree.schema.find(path))}
+    values = [default if (value := tree.get(path)) is ABSENT else value for path, default in defaults.items()]
+    tree.fill(shared.top, values[0] if all(value == values[0] for value in values) else None, shared.targets[0])
+
+
+def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Conflict]:
+    """The conflict of the values that are left, if they differ; all but the first are taken out."""
+    first = next(iter(written), None)
+    clashes = [path for path in written if first and written[path] != written[first]]
+    if not first or not clashes:
+        return []
+    values = tuple((path, written[path], tree.locate(path)) for path in (first, *clashes))
+    for path in clashes:
+        tree.drop(path)
+    return [Conflict(shared=shared, values=values)]
+
+
+def _follow(tree: Tree, node: Node) -> None:
+    """Fill a key that is left out from the one that it follows, unless it is in a table that is off."""
+    source: Path = node.other(node.facts.follows or "")
+    value, own = tree.get(source), tree.get(node.path)
+    is_list = node.kind is Kind.SECTION_LIST
+    if value is ABSENT or not (own is ABSENT or (is_list and not own)):
+        return
+    above = [tree.schema.find(node.path[:length]) for length in range(1, len(node.path))]
+    if any(table and table.is_optional and not isinstance(tree.get(table.path), dict) for table in above):
+        return
+    if is_list and isinstance(value, list):  # tables of another kind: with the keys that they have in common
+        known = node.children
+        value = [{key: item[key] for key in item if key in known} if isinstance(item, dict) else item for item in value]
+    if isinstance(value, list) or not is_list:
+        tree.fill(node.path, value, source)

@@ -1,0 +1,244 @@
+"""Config values in layers: raw tables, each with an origin, laid over each other into one tree that knows where each
+value comes from.
+
+A layer is normalised while it is laid (aliases renamed, unknown keys reported and left out). Tables are merged key by
+key, all else is replaced. What is filled afterwards (see ``filling``) keeps the origin of the key that it came from.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from pydantic import BaseModel
+
+from millrace.config.suggest import shown, unknown_key_message
+from millrace.config.tree import Kind, Node, Path, dotted
+from millrace.errors import Violation
+
+MAX_SECTIONS = 1024
+"""Most tables of one list, such as environments."""
+MAX_UNKNOWN_KEYS = 200
+"""Most unknown keys that are named: what each was meant to be takes a while to find."""
+ABSENT = object()
+"""No value, where None is one."""
+
+
+class Strength(IntEnum):
+    """How strong the kinds of layers are; among files, and where keys are not shared, the later one wins."""
+
+    ENVIRONMENT = 0
+    FILE = 1
+    COMMAND_LINE = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class Origin:
+    """Where the values of one layer are written: its name, and more exactly by path."""
+
+    label: str
+    places: dict[Path, str] = field(default_factory=dict)
+    strength: Strength = Strength.FILE
+
+    def locate(self, path: Path) -> str:
+        """The place of the value at a path: `rl.toml:12`, `command line (--max-steps)`, or the label alone."""
+        above = (path[:length] for length in range(len(path), -1, -1))
+        return next((self.places[known] for known in above if known in self.places), self.label)
+
+
+@dataclass(slots=True, kw_only=True)
+class Layer:
+    """Raw values and where they are written."""
+
+    tree: dict[str, Any]
+    origin: Origin
+
+
+def as_tree(value: Any) -> Any:
+    """A deep copy of plain tables and lists; sections that are already built become tables of what they were given."""
+    match value:
+        case BaseModel():
+            return as_tree({name: getattr(value, name) for name in value.model_fields_set})
+        case dict():
+            return {key: as_tree(item) for key, item in value.items()}
+        case list():
+            return [as_tree(item) for item in value]
+        case _:
+            return value
+
+
+def put(tree: dict[str, Any], path: Path, value: Any) -> bool:
+    """Set a value in nested tables, joining tables; False if a value that is no table is in the way."""
+    here: Any = tree
+    for part in path[:-1]:
+        match here, part:
+            case dict(), str():
+                here = here.setdefault(part, {})
+            case list(), int() if part < len(here):
+                here = here[part]
+            case _:
+                return False
+    match here, path[-1]:
+        case dict(), str() as key if isinstance(here.get(key), dict) and isinstance(value, dict):
+            return all(put(here[key], (inner,), item) for inner, item in value.items())
+        case dict(), str() as key:
+            here[key] = value
+        case list(), int() as index:
+            here[index] = value
+        case _:
+            return False
+    return True
+
+
+class Tree:
+    """The values that all layers make together. ``origins`` has one entry per written leaf, list and replaced value.
+
+    ``filled`` has the keys that were filled, each with the key that it came from. ``suspects`` are keys that an unknown
+    key was probably meant to be: messages about their absence would mislead.
+    """
+
+    def __init__(self, schema: Node, values: dict[str, Any] | None = None) -> None:
+        self.schema = schema
+        self.values: dict[str, Any] = values or {}
+        self.origins: dict[Path, Origin] = {}
+        self.filled: dict[Path, Path] = {}
+        self.violations: list[Violation] = []
+        self.suspects: set[Path] = set()
+        self._num_unknown = 0
+
+    def get(self, path: Path) -> Any:
+        """The value at a path, or ABSENT."""
+        here: Any = self.values
+        for part in path:
+            match here, part:
+                case dict(), str() if part in here:
+                    here = here[part]
+                case list(), int() if part < len(here):
+                    here = here[part]
+                case _:
+                    return ABSENT
+        return here
+
+    def fill(self, path: Path, value: Any, source: Path) -> None:
+        """Give a key the value of another one, unless a value that is no table is in the way."""
+        if put(self.values, path, as_tree(value)):
+            self.filled[path] = source
+
+    def drop(self, path: Path) -> None:
+        """Take out the value at a path of table keys, as if it had not been written."""
+        if isinstance(parent := self.get(path[:-1]), dict):
+            parent.pop(path[-1], None)
+        self._forget(path)
+
+    def source(self, path: Path) -> Path:
+        """The key that a value was written at: the path itself unless it was filled."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.filled:
+                return self.source((*self.filled[path[:length]], *path[length:]))
+        return path
+
+    def is_written(self, path: Path) -> bool:
+        """Whether there is a value at a path that was not filled from elsewhere."""
+        return self.get(path) is not ABSENT and self.source(path) == path
+
+    def strength(self, path: Path) -> Strength:
+        """The strength of the layer that wrote a value; of a table, that of its strongest key."""
+        inside = [origin.strength for known, origin in self.origins.items() if known[: len(path)] == path]
+        origin = self._origin(path)
+        return max(inside, default=origin.strength if origin else Strength.ENVIRONMENT)
+
+    def locate(self, path: Path) -> str | None:
+        """Where the value at a path is written; None for a default."""
+        source = self.source(path)
+        origin = self._origin(source)
+        return origin.locate(source) if origin else None
+
+    def report(self, path: Path, message: str) -> None:
+        """Add a violation of the value at a path, at the key where it is written."""
+        source = self.source(path)
+        value = self.get(source)
+        text = None if value is ABSENT else shown(source, value)
+        self.violations.append(Violation(field=dotted(source), value=text, message=message, source=self.locate(source)))
+
+    def lay(self, layers: Iterable[Layer]) -> None:
+        """Lay layers over what is there, the last one winning."""
+        for layer in layers:
+            self._lay(self.values, layer.tree, self.schema, (), layer.origin)
+        if (more := self._num_unknown - MAX_UNKNOWN_KEYS) > 0:
+            self.violations.append(Violation(field="…", message=f"and {more} more unknown keys"))
+
+    def _lay(self, base: dict[str, Any], over: dict[str, Any], node: Node | None, path: Path, origin: Origin) -> None:
+        """Lay a table over the one at `path`, in place; without a node it is a free one."""
+        clean = over if node is None else self._normalised(over, node, path, origin)
+        if node and node.is_variant and "type" in base and clean.get("type", base["type"]) != base["type"]:
+            base.clear()
+            self._forget(path)
+        for key, value in clean.items():
+            here, child = (*path, key), node.child(key) if node else None
+            if isinstance(value, dict) and (child is None or child.kind is not Kind.LEAF):
+                if not isinstance(base.get(key), dict):
+                    self._forget(here)
+                    base[key] = {}
+                self._lay(base[key], value, child if child and child.kind is Kind.SECTION else None, here, origin)
+                if not value or not base[key]:
+                    self.origins.setdefault(here, origin)
+            else:
+                self._forget(here)
+                base[key] = as_tree(value)
+                self.origins[here] = origin
+
+    def _normalised(self, table: dict[str, Any], node: Node, path: Path, origin: Origin) -> dict[str, Any]:
+        """A table with aliases renamed and unknown keys left out and reported, also in lists of tables."""
+        clean: dict[str, Any] = {}
+        for key, value in table.items():
+            child = node.child(key)
+            if child is None:
+                self._unknown(key, value, node, path, origin)
+                continue
+            here, written = (*path, child.name), (*path, key)
+            if child.name in clean and clean[child.name] != value:
+                other = next(name for name in (child.name, *child.aliases) if name != key and name in table)
+                message = f"means the same as `{other}`, which has another value; keep `{child.name}` only"
+                self._wrong(written, value, message, origin)
+                continue
+            if key != child.name and written in origin.places:
+                origin.places[here] = origin.places[written]
+            if child.kind is Kind.SECTION_LIST and isinstance(value, list):
+                value = self._normalised_list(value, child, here, origin)
+            clean[child.name] = value
+        return clean
+
+    def _normalised_list(self, items: list[Any], node: Node, path: Path, origin: Origin) -> list[Any]:
+        if len(items) > MAX_SECTIONS:
+            message = f"has {len(items)} entries; at most {MAX_SECTIONS} are taken"
+            self.violations.append(Violation(field=dotted(path), message=message, source=origin.locate(path)))
+            items = items[:1]
+        return [
+            self._normalised(item, node, (*path, index), origin) if isinstance(item, dict) else item
+            for index, item in enumerate(items)
+        ]
+
+    def _unknown(self, key: str, value: Any, node: Node, path: Path, origin: Origin) -> None:
+        """Report a key that is not in the schema."""
+        self._num_unknown += 1
+        if self._num_unknown <= MAX_UNKNOWN_KEYS:
+            message, meant = unknown_key_message(key, node, path, schema=self.schema)
+            self._wrong((*path, key), value, message, origin, is_table=isinstance(value, dict))
+            self.suspects |= meant
+
+    def _wrong(self, path: Path, value: Any, message: str, origin: Origin, *, is_table: bool = False) -> None:
+        text = None if is_table else shown(path, value)
+        where = origin.locate(path)
+        self.violations.append(Violation(field=dotted(path), value=text, message=message, source=where))
+
+    def _origin(self, path: Path) -> Origin | None:
+        """The origin of the value at a path, or of the nearest value that contains it or that it contains."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return next((origin for known, origin in self.origins.items() if known[: len(path)] == path), None)
+
+    def _forget(self, path: Path) -> None:
+        """Drop what is known about values that are replaced."""
+        for known in [known for known in self.origins if known[: len(path)] == path]:
+            del self.origins[known]
