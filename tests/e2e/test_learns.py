@@ -21,9 +21,8 @@ KEYS = (
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_held_out_reward_rises(seed: int, make_workplace) -> None:
-    workplace = make_workplace(f"seed{seed}")
-    workplace.warm_up(seed)
+def test_held_out_reward_rises(seed: int, make_warm) -> None:
+    workplace = make_warm(seed)
     summary, output = workplace.train("--seed", str(seed))
     assert summary["reward_after"] - summary["reward_before"] >= 0.10, output[-3000:]
     assert summary["steps"] == 80
