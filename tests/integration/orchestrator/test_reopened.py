@@ -16,7 +16,6 @@ from millrace.runlog import Names, Stream, load_headers
 from millrace.runlog.batch_reader import read_batch
 from millrace.runlog.intents import read_intents
 from millrace.runlog.revisions import has_ended, load_reopenings, load_step
-from millrace.runlog.seal import seal_key
 from millrace.v1 import run_pb2, run_service_pb2
 
 FAILED, CLOSE = run_pb2.RUN_STATE_FAILED, batch_pb2.BATCH_KIND_CLOSE
@@ -43,13 +42,7 @@ async def fail(stack, run, env, trainer) -> None:
     """Have the trainer give the run up; what held it up is gone then."""
     trainer.status.error_reason, trainer.status.error_message = "MODEL_MISSING", "the model is not there"
     await until(lambda: has_state(stack, run, FAILED), what="FAILED")
-    await until(lambda: is_sealed(stack, run), what="sealed")  # an end that is reopened before stays without a seal
     env.silent.clear()
-
-
-def is_sealed(stack, run) -> bool:
-    store, names = stack.deps["store"], names_of(stack, run)
-    return store.head(seal_key(store, names)) is not None
 
 
 def names_of(stack, run) -> Names:
