@@ -1,9 +1,11 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-unit test-vllm test-compose test-slow soak torture fuzz lint format types protos bench chart clean
+.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-compose test-slow soak torture fuzz lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
-TEST_JOBS ?= 2
+# Tests mostly wait: twice as many at a time as there are processors.
+TEST_JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 24 ? n : 24)))
+PYTEST_JOBS = -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 FUZZ_SECONDS ?= 60
 export OMP_NUM_THREADS ?= 1
 
@@ -22,8 +24,11 @@ setup-vllm: ## Make .venv-vllm with real vLLM for CPUs (2.5 GB, minutes).
 demo: setup ## Train a tiny model with RL on this machine; ENGINE=vllm, ARGS="--trainer.optim.lr 0".
 	@ENGINE=$(ENGINE) scripts/demo.sh $(ARGS)
 
-test: setup-dev ## Run the default test suite, two files at a time (TEST_JOBS).
-	$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile -m "not slow and not gpu and not vllm and not compose"
+test: setup-dev ## Run the default test suite, several files at a time (TEST_JOBS).
+	$(PY) -m pytest $(PYTEST_JOBS) -m "not long and not slow and not gpu and not vllm and not compose"
+
+test-long: setup-dev ## Run the tests of whole stacks that take long and rarely fail.
+	$(PY) -m pytest $(PYTEST_JOBS) -m "long and not slow and not gpu and not vllm and not compose"
 
 test-unit: setup-dev ## Run the tests that need no services.
 	$(PY) -m pytest tests/unit tests/contract

@@ -1,6 +1,8 @@
 """Fixtures shared by all tests: a real Redis, real object stores, and names that no other test uses."""
 
+import fcntl
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -136,8 +138,31 @@ def make_workplace(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session")
-def warm(make_workplace):
+def make_warm(tmp_path_factory: pytest.TempPathFactory):
+    """Makes workplaces with the warmed-up model of a seed, which one process of the test run trains for all of them."""
+    from workplaces import Workplace
+
+    def make(seed: int) -> Workplace:
+        shared = _shared_by_workers(tmp_path_factory) / f"warmed-up-{seed}"
+        with shared.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (shared / "done").exists():
+                shutil.rmtree(shared, ignore_errors=True)  # what another process has failed to make
+                shared.mkdir()
+                Workplace(shared).warm_up(seed)
+                (shared / "done").touch()
+        return Workplace(shared).twin(tmp_path_factory.mktemp(f"warm-{seed}") / "place")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def warm(make_warm):
     """A workplace with the warmed-up model of seed 0."""
-    workplace = make_workplace("warm")
-    workplace.warm_up(0)
-    return workplace
+    return make_warm(0)
+
+
+def _shared_by_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The temporary directory of the whole test run; with pytest-xdist, each of its processes has one below that."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own

@@ -1,7 +1,7 @@
 """The stack that the chaos tests break; see `chaos_stack.py`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ TIMEOUT_S = 900
 
 
 @pytest.fixture(scope="session")
-def warm(warm: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+def warm(make_warm: Callable[[int], Workplace]) -> Workplace:
     """The warmed-up model in a workplace of the chaos tests' own: other tests count what runs in theirs."""
-    return warm.twin(tmp_path_factory.mktemp("chaos") / "place")
+    return make_warm(0)
 
 
 _OF_SESSION = pytest.StashKey[ChaosStack]()

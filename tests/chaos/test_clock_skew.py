@@ -18,6 +18,8 @@ from patience import patient
 
 from millrace.local import forked
 
+pytestmark = pytest.mark.long
+
 HOUR = 3600
 SKEW = {
     "millrace.orchestrator.main": HOUR,

@@ -19,6 +19,8 @@ from millrace.local.redis import die_with_parent
 from millrace.runlog.names import Names, Stream
 from millrace.telemetry.faults import Action, Point
 
+pytestmark = pytest.mark.long
+
 REFUSED_WITHIN_S = 90.0
 REFUSALS = (
     "was lost to another orchestrator; that one continues the run",  # when it renews its lease

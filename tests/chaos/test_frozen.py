@@ -20,6 +20,8 @@ from millrace.runlog import EventReader, RunLog
 from millrace.runlog.connection import OUTAGE_S
 from millrace.v1 import event_pb2, run_service_pb2
 
+pytestmark = pytest.mark.long
+
 NAMED_WITHIN_S = 30.0
 BLAME = ("WORKER_", "ORCHESTRATOR_", "REDIS_")
 """Warnings that accuse somebody begin like this."""

@@ -32,6 +32,7 @@ def is_idle(replica: ExtraReplica) -> bool:
     return replica.status().num_requests == 0
 
 
+@pytest.mark.long
 def test_replicas_join_fall_behind_hang_die_and_leave_mid_run(chaos: ChaosStack) -> None:
     run = chaos.submit(max_steps=100_000)  # how many steps it takes is the machine's affair: it is cancelled
     run.wait_step(1)

@@ -4,11 +4,14 @@ import re
 import signal
 import time
 
+import pytest
 from chaos_stack import SERVICES, ChaosStack
 from patience import patient
 
 from millrace.local.supervisor import TERM_GRACE_S
 from millrace.v1 import run_pb2
+
+pytestmark = pytest.mark.long
 
 STOPPED_WITHIN_S = 2 * TERM_GRACE_S + 5.0  # the services, Redis behind them, and a sweep
 

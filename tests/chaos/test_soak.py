@@ -22,6 +22,7 @@ Kill = tuple[str, float]
 """Who, and when as `time.time()`."""
 
 
+@pytest.mark.long
 def test_every_service_is_killed_within_seconds_of_the_others(chaos: ChaosStack) -> None:
     dice = random.Random(SEED)
     print(f"seed {SEED}: MILLRACE_SOAK_SEED={SEED} repeats the choices")

@@ -14,6 +14,8 @@ from millrace.client import Client
 from millrace.storage.s3 import S3Store
 from millrace.v1 import run_service_pb2
 
+pytestmark = pytest.mark.long
+
 BUCKET = "millrace-chaos"
 NAMED_WITHIN_S = 30.0
 

@@ -1,7 +1,7 @@
 """No silent wait: whatever waits for another process is registered, so that `millrace run why` shows it.
 
-Read from the source, in three rules; what is exempt stands in a list with its reason, and an entry that no longer
-matches anything fails as well.
+Read from the source, in three rules. What is exempt says so in the line above it, `# unregistered wait: REASON`. The
+comment moves with the code; one that stands above nothing of the kind fails as well.
 
 1. A loop that sleeps stands in a registered wait: inside `with ...waiting(...)` or `...shared(...)`, or in a function
    that keeps a `LastingWait`.
@@ -13,6 +13,8 @@ And whom a wait names (`waits_on`) is somebody whom the chain of `millrace run w
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -22,74 +24,58 @@ ROOT = Path(__file__).parents[2] / "services" / "millrace"
 SKIPPED = ("v1", "internal", "cli")
 SLEEPS = {"asyncio.sleep", "time.sleep"}
 REGISTERS = {"waiting", "shared"}
-TICKER = "looks at something of its own at an interval; what it awaits there is registered where it is awaited"
-LOCAL = "of the local stack, whose terminal shows what it waits for"
-IN_ENV_WORKER = "runs in an environment worker, all of whose rollouts are one wait of the env-server"
+EXEMPT = "# unregistered wait: "
 
 COMPONENTS = {"", "trainer", "orchestrator", "env-server", "inference"}
 COMPONENTS |= {"env worker", "redis", "object store", "disk", "operator"}
 
-SLEEPING_LOOPS = {
-    "env_server/renderer.py:post": IN_ENV_WORKER,
-    "env_server/teacher_client.py:_try": "`score` around it is the registered wait",
-    "local/keeper.py:_check": TICKER,
-    "local/keeper.py:_check_life": TICKER,
-    "local/reaper.py:end_all": "stands alone, with nothing imported, when everything else is dead",
-    "local/redis.py:wait_ready": LOCAL,
-    "local/stack.py:_report_waits": TICKER,
-    "local/watched.py:_replace": "a pause between two reapers of which the first died at once; it is noted",
-    "rpc/worker.py:_live": TICKER,
-    "env_server/sink.py:_tidy": TICKER,
-    "env_server/warm.py:run": TICKER,
-    "env_server/census.py:kill_all": "between looks at processes that were just ended, for a fifth of a second in all",
-    "orchestrator/housekeeping.py:archive_events": TICKER,
-    "orchestrator/housekeeping.py:mend_damage": TICKER,
-    "orchestrator/housekeeping.py:trim_batches": TICKER,
-    "orchestrator/housekeeping.py:watch_log": TICKER,
-    "orchestrator/manager.py:_look_for_wishes": TICKER,
-    "orchestrator/manager.py:_renew": TICKER,
-    "orchestrator/policy_driver.py:run": TICKER,
-    "orchestrator/trainer_watch.py:run": TICKER,
-    "orchestrator/watchdog.py:run": TICKER,
-    "orchestrator/workers.py:keep_pulse": TICKER,
-    "runlog/connection.py:_retry": "`call` around it is the registered wait",
-    "inference/launch.py:_say_progress": TICKER,
-    "inference/launch.py:_until_it_serves_alone": "`_until_up` around it is the registered wait",
-    "inference/launch_process.py:end": "after a SIGKILL, for at most KILL_WAIT_S",
-    "inference/vllm/ping.py:_run": TICKER,
-    "inference/vllm/prober.py:watch": "bounds the wait for the probe, which is registered around it",
-    "inference/vllm/plugin.py:_run": "until vLLM has made its server object, moments after the plugin's start",
-    "inference/vllm/plugin.py:_take_signal": "until vLLM's server has started; the launcher registers that wait",
-    "storage/prepare.py:_until_it_answers": "a command of its own, which prints what it waits for",
-    "client/runs.py:watch": "tells its caller of every lost server (`on_reconnect`), and gives up after `give_up_s`",
-}
-DIRECT_CALLS: dict[str, str] = {}
-REDIS_COMMANDS = {
-    "local/preflight.py:check_redis": LOCAL,
-    "env_server/teacher.py:close": "an HTTP session, which closes at once",
-    "env_server/teacher_check.py:check_teacher": "`TeacherClient.score`, which registers its own wait",
-    "inference/vllm/gate.py:abort": "a request of vLLM's engine, with a deadline",
-    "runlog/script.py:run": "what runs a script hands it to `connection.call`",
-}
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the services, read once."""
+
+    name: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def exempt(self) -> dict[int, int]:
+        """Every line that is exempt, the next line of code below a comment, with the line of that comment."""
+        lines = self.text.splitlines()
+        found = {}
+        for above, line in enumerate(lines, start=1):
+            if line.strip().startswith(EXEMPT.strip()):
+                assert line.strip() != EXEMPT.strip(), f"{self.name}:{above} says not why"
+                below = next(at for at in range(above, len(lines)) if not lines[at].strip().startswith("#"))
+                found[below + 1] = above
+        return found
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(ROOT.rglob("*.py")):
-        name = path.relative_to(ROOT).as_posix()
-        if name.split("/")[0] not in SKIPPED:
-            yield name, ast.parse(path.read_text())
+@cache
+def sources() -> tuple[Source, ...]:
+    paths = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
+    return tuple(Source(name, path.read_text()) for name, path in paths.items() if name.split("/")[0] not in SKIPPED)
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+@cache
+def functions(tree: ast.Module) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+@cache
+def own_nodes(function: ast.AST) -> tuple[ast.AST, ...]:
     """The nodes of a function without those of functions inside it."""
-    for child in ast.iter_child_nodes(function):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield child
-            yield from own_nodes(child)
+    found: list[ast.AST] = []
+    left = [function]
+    while left:
+        children = ast.iter_child_nodes(left.pop())
+        fresh = [node for node in children if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+        found += fresh
+        left += fresh
+    return tuple(found)
 
 
 def dotted(node: ast.AST) -> str:
@@ -145,18 +131,19 @@ def sleeps(loop: ast.AST) -> bool:
     return False
 
 
-def found_loops(name: str, tree: ast.Module) -> dict[str, int]:
+def found_loops(tree: ast.Module) -> dict[int, str]:
+    """The line of every loop that sleeps unregistered, with the name of its function."""
     return {
-        f"{name}:{function.name}": loop.lineno  # type: ignore[attr-defined]
+        loop.lineno: function.name  # type: ignore[attr-defined]
         for function in functions(tree)
         for loop in unregistered_loops(function)
     }
 
 
-def found_calls(name: str, tree: ast.Module) -> dict[str, int]:
+def found_calls(tree: ast.Module) -> dict[int, str]:
     """Awaited calls of a stub's method: `await stub.PlayGroup(...)`."""
     return {
-        f"{name}:{function.name}": node.lineno
+        node.lineno: function.name
         for function in functions(tree)
         for node in own_nodes(function)
         if isinstance(node, ast.Await)
@@ -166,7 +153,7 @@ def found_calls(name: str, tree: ast.Module) -> dict[str, int]:
     }
 
 
-def found_commands(name: str, tree: ast.Module) -> dict[str, int]:
+def found_commands(tree: ast.Module) -> dict[int, str]:
     """Awaited commands of a Redis client, outside of the functions that are handed to `call`."""
     handed = {
         argument.id
@@ -176,7 +163,7 @@ def found_commands(name: str, tree: ast.Module) -> dict[str, int]:
         if isinstance(argument, ast.Name)
     }
     return {
-        f"{name}:{function.name}": node.lineno
+        node.lineno: function.name
         for function in functions(tree)
         if function.name not in handed
         for node in own_nodes(function)
@@ -199,30 +186,42 @@ def named(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 RULES = {
-    "a loop that sleeps outside of a registered wait": (found_loops, SLEEPING_LOOPS),
-    "a stub's method that is not called through rpc.channel.call": (found_calls, DIRECT_CALLS),
-    "a Redis command outside of runlog.connection.call": (found_commands, REDIS_COMMANDS),
+    "a loop that sleeps outside of a registered wait": found_loops,
+    "a stub's method that is not called through rpc.channel.call": found_calls,
+    "a Redis command outside of runlog.connection.call": found_commands,
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_wait_is_registered(rule: str) -> None:
-    find, exempt = RULES[rule]
-    found = {place: line for name, tree in sources() for place, line in find(name, tree).items()}
-    new = [f"{place} (line {found[place]})" for place in sorted(found.keys() - exempt.keys())]
+    new = [
+        f"{source.name}:{line} ({function})"
+        for source in sources()
+        for line, function in RULES[rule](source.tree).items()
+        if line not in source.exempt
+    ]
     assert not new, (
-        f"{rule}: {'; '.join(new)}. Register it (telemetry.waits.waiting, shared, LastingWait), or name it in this "
-        "file with the reason why nobody needs to see it"
+        f"{rule}: {'; '.join(new)}. Register it (telemetry.waits.waiting, shared, LastingWait), or say in the line "
+        f"above it why nobody needs to see it: `{EXEMPT}REASON`"
     )
-    assert not exempt.keys() - found.keys(), f"exempt, but not there (any more): {exempt.keys() - found.keys()}"
+
+
+def test_every_exemption_stands_above_what_it_exempts() -> None:
+    stale = [
+        f"{source.name}:{comment}"
+        for source in sources()
+        for line, comment in source.exempt.items()
+        if not any(line in find(source.tree) for find in RULES.values())
+    ]
+    assert not stale, f"`{EXEMPT.strip()}` stands above nothing that the rules find: {stale}; drop the comment"
 
 
 def test_whom_a_wait_names_is_known_to_the_chain() -> None:
     unknown = [
-        f"{name}:{line} waits on {target!r}"
-        for name, tree in sources()
-        if not name.startswith("local/")
-        for target, line in named(tree)
+        f"{source.name}:{line} waits on {target!r}"
+        for source in sources()
+        if not source.name.startswith("local/")
+        for target, line in named(source.tree)
         if target not in COMPONENTS
     ]
     assert not unknown, f"{unknown}; the chain knows {sorted(COMPONENTS)}, worker ids and engine URLs"
@@ -264,9 +263,19 @@ HEARD = {
 
 @pytest.mark.parametrize(("rule", "source"), [(rule, source) for rule in SILENT for source in SILENT[rule]])
 def test_a_silent_wait_is_found(rule: str, source: str) -> None:
-    assert RULES[rule][0]("x.py", ast.parse(source))
+    assert RULES[rule](ast.parse(source))
 
 
 @pytest.mark.parametrize(("rule", "source"), [(rule, source) for rule in HEARD for source in HEARD[rule]])
 def test_a_registered_wait_is_not(rule: str, source: str) -> None:
-    assert not RULES[rule][0]("x.py", ast.parse(source))
+    assert not RULES[rule](ast.parse(source))
+
+
+def test_an_exemption_is_that_of_the_next_line_of_code() -> None:
+    source = Source("x.py", f"def f():\n    {EXEMPT}it ticks,\n    # for ever\n    while True:\n        pass\n")
+    assert source.exempt == {4: 2}
+
+
+def test_an_exemption_without_a_reason_is_refused() -> None:
+    with pytest.raises(AssertionError, match="says not why"):
+        _ = Source("x.py", f"{EXEMPT}\nwhile True:\n    pass\n").exempt

@@ -4,7 +4,11 @@ import json
 import signal
 import time
 
+import pytest
+
 from millrace.local.reaper import KILL_WAIT_S, TERM_GRACE_S
+
+pytestmark = pytest.mark.long  # tests/integration/local does the same with services that only listen
 
 SMALL = [
     *("--orchestrator.batch-size", "32", "--orchestrator.rollouts-per-example", "8"),

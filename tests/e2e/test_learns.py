@@ -6,6 +6,8 @@ import math
 import pytest
 from scraper import Scrapes, scraping
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
 KEYS = (
     "reward_before",
     "reward_after",
@@ -19,11 +21,9 @@ KEYS = (
 )
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_held_out_reward_rises(seed: int, make_workplace) -> None:
-    workplace = make_workplace(f"seed{seed}")
-    workplace.warm_up(seed)
+def test_held_out_reward_rises(seed: int, make_warm) -> None:
+    workplace = make_warm(seed)
     summary, output = workplace.train("--seed", str(seed))
     assert summary["reward_after"] - summary["reward_before"] >= 0.10, output[-3000:]
     assert summary["steps"] == 80
@@ -39,7 +39,6 @@ def test_held_out_reward_rises(seed: int, make_workplace) -> None:
     assert (workplace.path / summary["checkpoint_path"] / "manifest.json").is_file()
 
 
-@pytest.mark.timeout(600)
 def test_without_learning_rate_nothing_changes(warm) -> None:
     with scraping(warm.path) as scrapes:
         summary, _ = warm.train("--trainer.optim.lr", "0")

@@ -178,6 +178,7 @@ class RunsClient:
         cursor = after
         heard = time.monotonic()
         attempt = 0
+        # unregistered wait: tells its caller of every lost server (`on_reconnect`), and gives up after `give_up_s`
         while True:
             try:
                 async with contextlib.aclosing(self._watch_once(name, cursor, silence_s)) as responses:

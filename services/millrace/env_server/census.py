@@ -85,6 +85,7 @@ class Census:
 def kill_all(leader: int) -> None:
     """SIGKILL every process of the worker, those that it starts meanwhile included (blocking, milliseconds)."""
     ended: dict[int, int] = {}
+    # unregistered wait: between looks at processes that were just ended, for a fifth of a second in all
     for _ in range(_MAX_ROUNDS):
         table = _Table()
         again = [pid for pid, started in ended.items() if pid in table.seen and table.seen[pid].started == started]

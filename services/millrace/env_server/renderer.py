@@ -74,6 +74,7 @@ class _RememberingClient:
 
     async def post(self, *args: Any, **kwargs: Any) -> Any:
         """Post, a few times if the engine refuses before it works, and keep the body."""
+        # unregistered wait: in an environment worker, all of whose rollouts are one wait of the env-server
         for attempt in range(1, MAX_ATTEMPTS + 1):
             is_last = attempt == MAX_ATTEMPTS
             try:

@@ -158,6 +158,7 @@ class RolloutSink:
 
     async def _tidy(self) -> None:
         """Drop evaluations that were read long ago, and runs that ended while nobody told us."""
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(self._look_for_end_s)
             now = time.monotonic()

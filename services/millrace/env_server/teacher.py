@@ -138,6 +138,7 @@ class Teachers:
                 with contextlib.suppress(asyncio.CancelledError, Exception):  # whoever asked has had its answer
                     await run.opening
             if run.client is not None:
+                # unregistered wait: an HTTP session, which closes at once
                 await run.client.close()
 
     async def _open(self, request: env_service_pb2.PlayGroupRequest, run: _RunTeacher) -> None:

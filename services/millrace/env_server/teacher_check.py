@@ -29,6 +29,7 @@ async def check_teacher(client: TeacherClient, teacher: TeacherConfig, *, tokeni
     tokens as the policy, and that it knows the policy's highest token id.
     """
     try:
+        # unregistered wait: one request while a run is opened, with the deadline of the client's session
         longest = await client.max_model_len()
         if longest is not None and longest <= seq_len:
             problem = f"has a context of {longest} tokens; it must be longer than orchestrator.seq_len, {seq_len}"
@@ -37,6 +38,7 @@ async def check_teacher(client: TeacherClient, teacher: TeacherConfig, *, tokeni
             logger.warning("the policy has no tokenizer.json: that the teacher's is equal is not checked")
             return
         token_ids, text, highest = await asyncio.to_thread(_read_tokenizer, Path(tokenizer_dir))
+        # unregistered wait: `TeacherClient.score`, which registers its own wait
         await client.score(token_ids, text=text, attempts=1)
     except TokensDifferError as error:
         problem = f"has another tokenizer than the policy: {error}"
@@ -44,6 +46,7 @@ async def check_teacher(client: TeacherClient, teacher: TeacherConfig, *, tokeni
     except TeacherRefusedError as error:
         raise refusal(f"{TEACHER}.base_url", teacher, f"cannot score: {error}") from error
     try:
+        # unregistered wait: `TeacherClient.score`, which registers its own wait
         await client.score([*token_ids[:2], highest], attempts=1)
     except TeacherRefusedError as error:
         if error.status not in ABOUT_THE_TOKENS:

@@ -110,6 +110,7 @@ class TeacherClient:
         return _parse(reply, token_ids, of=self.describe())
 
     async def _try(self, body: bytes, first_url: int, attempts: int) -> Mapping[str, Any]:
+        # unregistered wait: `score` around it is the registered wait
         for attempt in range(1, attempts + 1):
             url = self._urls[(first_url + attempt - 1) % len(self._urls)]
             try:

@@ -61,6 +61,7 @@ class WarmKeeper:
 
     async def run(self) -> None:
         """Look every few seconds until cancelled."""
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()

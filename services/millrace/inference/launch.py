@@ -182,6 +182,7 @@ class Launcher:
         """Return when vLLM answers on its HTTP port, which it opens after its plugins have started."""
         host, port = parse_address(self._settings.require("http_listen"))
         here = "127.0.0.1" if host == "0.0.0.0" else host.strip("[]")
+        # unregistered wait: `_until_up` around it is the registered wait
         while True:
             await asyncio.sleep(_PORT_POLL_S)
             try:
@@ -314,6 +315,7 @@ class Launcher:
 async def _say_progress(vllm: VllmProcess, deadline_s: float) -> None:
     """Never silent for long: a model takes minutes to load."""
     began = time.monotonic()
+    # unregistered wait: a periodic look; what it awaits is registered where it is awaited
     while True:
         await asyncio.sleep(_SAY_AFTER_S)
         age_s = time.monotonic() - began

@@ -146,6 +146,7 @@ class VllmProcess:
             os.killpg(self.pid, signal.SIGKILL)
         await self.exited
         ends = time.monotonic() + KILL_WAIT_S
+        # unregistered wait: after a SIGKILL, for at most KILL_WAIT_S
         while _group_exists(self.pid) and time.monotonic() < ends:  # noqa: ASYNC110 - other processes have no event
             await asyncio.sleep(_POLL_S)
         for task in self._tasks:

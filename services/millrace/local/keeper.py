@@ -113,6 +113,7 @@ class Keeper:
 
     async def _check(self, name: str) -> None:
         """Ask one process for its health as long as the stack lives; kills each life of it that stops answering."""
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(liveness.PERIOD_S)
             child = self._supervisor.children[name]
@@ -122,6 +123,7 @@ class Keeper:
     async def _check_life(self, child: Child) -> None:
         """Ask until this life ends."""
         name, pulse = child.spec.name, Pulse(time.monotonic())
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while self._is_serving(child):
             answer = await self._probes[name]()
             now = time.monotonic()

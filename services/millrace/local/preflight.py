@@ -22,6 +22,7 @@ async def check_redis(url: str) -> None:
         client = open_redis(url)  # as the services do; a malformed URL is not repeated
         try:
             async with asyncio.timeout(REDIS_TIMEOUT_S):
+                # unregistered wait: of the local stack, whose terminal shows what it waits for
                 await client.ping()
         except (OSError, TimeoutError, redis.exceptions.RedisError) as error:
             raise UnavailableError(

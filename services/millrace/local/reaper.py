@@ -112,6 +112,7 @@ def end_all(
     """
     begun = time.monotonic()
     asked: set[int] = set()
+    # unregistered wait: stands alone, with nothing imported, when everything else is dead
     while left := marked(mark, variable=variable) | members(groups):
         age_s = time.monotonic() - begun
         if age_s > term_grace_s + kill_wait_s:

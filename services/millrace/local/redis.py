@@ -148,6 +148,7 @@ class EmbeddedRedis:
     def wait_ready(self, *, deadline_s: float = 20.0) -> None:
         """Return when the server answers; `UnavailableError` if it ends before, or after `deadline_s`."""
         ends = time.monotonic() + deadline_s
+        # unregistered wait: of the local stack, whose terminal shows what it waits for
         while True:
             code = self._process.poll() if self._process else None
             if code is not None:

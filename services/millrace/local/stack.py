@@ -398,6 +398,7 @@ class LocalStack:
         )
 
     async def _report_waits(self) -> None:
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(SAY_WAIT_AFTER_S)
             pending = waits.snapshot("millrace", min_age_s=SAY_WAIT_AFTER_S / 2)

@@ -84,6 +84,7 @@ class WatchedReaper:
 
     async def _replace(self) -> None:
         loop = asyncio.get_running_loop()
+        # unregistered wait: a pause between two reapers of which the first died at once; it is noted
         while self._process is not None:
             began = loop.time()
             code = await self._process.wait()

@@ -62,6 +62,7 @@ class Housekeeper:
         Raises LogGoneError when the log is gone, or was rebuilt as another generation: whoever claims the run next
         begins on that one.
         """
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(LOG_LOOK_S)
             instance = await self._log.read_instance()
@@ -110,6 +111,7 @@ class Housekeeper:
         """Tell of damaged entries and remove them; env-servers append again what the log then lacks."""
         mended = 0
         pause_s = TELL_DAMAGE_S
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(pause_s)
             was_met = await self._parts.damage.tell()
@@ -137,6 +139,7 @@ class Housekeeper:
     async def trim_batches(self) -> None:
         """Remove from Redis the batches below the newest durable checkpoint; the store keeps them."""
         trimmed = 0
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(TRIM_S)
             newest = await self.newest_checkpoint()
@@ -150,6 +153,7 @@ class Housekeeper:
 
     async def archive_events(self) -> None:
         """Bring new events to the store every few seconds, however long the store is away."""
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(ARCHIVE_S)
             try:

@@ -318,6 +318,7 @@ class RunManager:
 
     async def _renew(self, lease: Lease, run_log: RunLog) -> None:
         """Renew the lease at a third of its ttl; losing it ends the drive."""
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(LEASE_TTL_S / 3)
             if not await lease.renew():
@@ -329,6 +330,7 @@ class RunManager:
 
     async def _look_for_wishes(self, claim: _Claim, uid: str) -> None:
         """Hear of wishes that another replica acknowledged."""
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(POLL_S)
             try:

@@ -123,6 +123,7 @@ class PolicyDriver:
         """Keep one task per replica of the run; ends by cancellation."""
         tasks: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
+            # unregistered wait: a periodic look; what it awaits is registered where it is awaited
             while True:
                 # Only a run that has a trainer takes replicas, else two runs could each hold half of what they need.
                 if self._registry.owned(worker_service_pb2.WORKER_KIND_TRAINER, self._run_uid):

@@ -33,6 +33,7 @@ class TrainerWatch:
         A trainer that has finished although the run is not `is_closing` read the closing header of a run that was then
         reopened: it is given back, and comes again as soon as it has forgotten that.
         """
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             self._look(fresh=True)
             if not is_closing() and (status := self._status()) is not None and status.is_finished:

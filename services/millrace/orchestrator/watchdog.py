@@ -126,6 +126,7 @@ class Watchdog:
     async def run(self) -> None:
         """Look and tell; ends by cancellation."""
         standstill.watch()
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(TICK_S)
             await self.look()

@@ -273,6 +273,7 @@ class WorkerRegistry:
         Ends by cancellation. Without it a stopped orchestrator would lose every worker in the moment it goes on.
         """
         self._pulse = time.monotonic()
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(PULSE_S)
             now = time.monotonic()

@@ -170,6 +170,7 @@ class WorkerAgent:
     async def _live(self) -> None:
         async with open_channel(self._address) as channel:
             stub = WorkerServiceStub(channel)
+            # unregistered wait: a periodic look; what it awaits is registered where it is awaited
             while True:
                 if not self._is_registered:
                     await self._register(stub)

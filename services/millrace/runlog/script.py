@@ -28,8 +28,10 @@ class Script:
     async def run(self, client: redis_asyncio.Redis, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """Run it; connection errors are the caller's (`connection.call`)."""
         try:
+            # unregistered wait: what runs a script hands it to `connection.call`
             return await client.execute_command("EVALSHA", self.sha1, len(keys), *keys, *args)
         except NoScriptError:
+            # unregistered wait: what runs a script hands it to `connection.call`
             return await client.execute_command("EVAL", self.source, len(keys), *keys, *args)
 
 

@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _until_it_answers(store: S3Store, *, timeout_s: float) -> None:
     """Create the bucket, trying again until the deadline while the server is not up yet."""
     ends = time.monotonic() + timeout_s
+    # unregistered wait: a command of its own, which prints what it waits for
     while True:
         try:
             store.ensure_bucket()

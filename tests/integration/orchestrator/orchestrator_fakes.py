@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 
-from millrace.errors import LogGoneError
+from millrace.errors import ConflictError, LogGoneError
 from millrace.internal.v1 import (
     batch_pb2,
     env_service_pb2,
@@ -255,10 +255,11 @@ class FakeTrainer:
                     await RunLog.open(self.deps["redis"], self.deps["store"], prefix=self.deps["prefix"], uid=uid)
                 )
                 return
-            except LogGoneError:
+            except (LogGoneError, ConflictError):  # rebuilt: its policies are appended again
                 await asyncio.sleep(0.05)
 
     async def _train_on(self, log: RunLog) -> None:
+        self.log_instance = await log.read_instance()  # an assignment may have come before anybody had read it
         epoch = await log.acquire_epoch("trainer", self.worker_id)
         version = 0
         while True:

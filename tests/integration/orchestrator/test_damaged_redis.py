@@ -10,7 +10,7 @@ from test_log_loss import headers_of, require_clean
 
 from millrace.errors import MillraceError
 from millrace.internal.v1 import batch_pb2, policy_pb2, rollout_pb2
-from millrace.orchestrator import housekeeping
+from millrace.orchestrator import housekeeping, manager
 from millrace.rpc.channel import call
 from millrace.runlog import Names, Stream, rebuild
 from millrace.runlog.entry import FORMAT_MAJOR
@@ -41,6 +41,8 @@ ENTRIES = {
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """One run gets what would take many attackers; that damage is rebuilt ever more seldom has a test of its own."""
     monkeypatch.setattr(rebuild, "_MAX_PROMPT", 1000)
+    monkeypatch.setattr(manager, "MAX_GONE", 1000)
+    monkeypatch.setattr(housekeeping, "ARCHIVE_S", 0.5)
     monkeypatch.setattr(housekeeping, "TELL_DAMAGE_S", 0.1)
     monkeypatch.setattr(housekeeping, "MAX_TELL_DAMAGE_S", 0.1)
 

@@ -220,6 +220,7 @@ async def abort(client: Any, request_ids: list[str]) -> None:
     if request_ids:
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_DEADLINE_S):
+                # unregistered wait: a request of vLLM's engine, with a deadline
                 await client.abort(request_ids)
 
 

@@ -40,6 +40,7 @@ class Ping:
             await self._client.get_weight_version()
 
     async def _run(self) -> None:
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             if self._asked_at is None:
                 self._asked_at = time.monotonic()

@@ -96,6 +96,7 @@ async def _run(parts: ReplicaParts, replica: Replica, url: Any, stopping: asynci
     finally:
         await replica.engine.close()
         stopping.set()
+        # unregistered wait: until vLLM has made its server object, moments after the plugin's start
         while (server := getattr(state, "server", None)) is None:  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(_SERVER_POLL_S)
         server.should_exit = True
@@ -103,6 +104,7 @@ async def _run(parts: ReplicaParts, replica: Replica, url: Any, stopping: asynci
 
 async def _take_signal(state: Any, stopping: asyncio.Event) -> None:
     """From the moment that vLLM has set its own handler, SIGTERM drains the replica first."""
+    # unregistered wait: until vLLM's server has started; the launcher registers that wait
     while not getattr(getattr(state, "server", None), "started", False):  # noqa: ASYNC110 - vLLM tells nobody
         await asyncio.sleep(_SERVER_POLL_S)
     loop = asyncio.get_running_loop()

@@ -107,6 +107,7 @@ class _Patience:
         """Looks until what it finds ends the bounded block."""
         began = moved = time.monotonic()
         seen = self._given()
+        # unregistered wait: bounds the wait for the probe, which is registered around it
         while True:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
