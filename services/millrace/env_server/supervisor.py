@@ -218,7 +218,7 @@ class WorkerProcess:
 
     def _weigh(self) -> None:
         """Look at what its processes use, and kill it if that is more than it may."""
-        usage = census.CENSUS.usage(self.process.pid)
+        usage = census.CENSUS.usage(self.process.pid, is_container=self.door is not None)
         self.memory_bytes = usage.rss_bytes
         self.peak_bytes = max(self.peak_bytes, usage.rss_bytes, census.peak_bytes(self.process.pid))
         if problem := self.limits.exceeded_by(usage):
