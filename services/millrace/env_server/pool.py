@@ -243,7 +243,7 @@ class EnvPool:
     async def _play_probed(
         self, request: env_service_pb2.PlayGroupRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
     ) -> list[rollout_pb2.Rollout] | None:
-        """Play alone in a probe worker; None if the task's standing changed while this rollout was in the queue.
+        """Play alone in a probe worker; None if its standing, or the environment's, changed meanwhile.
 
         Raises WorkerDiedError; PlayAbandonedError while the env-server leaves.
         """
@@ -258,6 +258,8 @@ class EnvPool:
             except EnvLoadError as error:
                 if self._is_leaving:
                     raise PlayAbandonedError from error
+                if self.failure is not None:
+                    return None  # that is the reason
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
             except OSError as error:
                 message = f"cannot start a probe worker: {error}"
