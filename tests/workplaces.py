@@ -38,7 +38,7 @@ class Workplace:
         env |= {"OMP_NUM_THREADS": "1", MARKER: str(self.path), **options.pop("env", {})}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         return subprocess.Popen(
-            [sys.executable, *argv],
+            [*self.program(), *argv],
             cwd=self.path,
             env=env,
             text=True,
@@ -47,6 +47,10 @@ class Workplace:
             start_new_session=True,
             **options,
         )
+
+    def program(self) -> list[str]:
+        """What runs Python here."""
+        return [sys.executable]
 
     def attempt(self, *argv: str, **options) -> tuple[int, str]:
         """Run a command to its end, good or bad; returns the exit code and everything that was printed."""

@@ -51,6 +51,10 @@ class _Table:
             self._children[seen.parent].append(pid)
             self._sessions[seen.session].append(pid)
 
+    def children_of(self, pid: int) -> list[int]:
+        """Its own, not theirs."""
+        return self._children.get(pid, [])
+
     def of(self, leader: int) -> list[int]:
         """The living processes of a worker."""
         found: set[int] = set()
@@ -70,14 +74,20 @@ class Census:
         self._until = 0.0
         self._table: _Table | None = None
 
-    def usage(self, leader: int) -> Usage:
-        """What the processes of a session leader use; nothing where there is no /proc."""
+    def usage(self, leader: int, *, is_container: bool = False) -> Usage:
+        """What the processes of a session leader use; nothing where there is no /proc.
+
+        At level `container` it and its child are ours (`isolation.namespaces`), and not counted.
+        """
         began = time.monotonic()
         if self._table is None or began >= self._until:
             self._table = _Table()
             now = time.monotonic()
             self._until = now + max(_FRESH_S, _SHARE_OF_TIME * (now - began))
         pids = self._table.of(leader)
+        if is_container:
+            ours = {leader, *self._table.children_of(leader)}
+            pids = [pid for pid in pids if pid not in ours]
         rss_bytes = sum(self._table.seen[pid].rss_bytes for pid in pids)
         return Usage(num_processes=len(pids), rss_bytes=rss_bytes, pids=tuple(pids))
 

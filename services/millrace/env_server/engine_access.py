@@ -104,6 +104,11 @@ class EngineToken:
             self.refresh()
         return variables
 
+    def visible(self) -> list[str]:
+        """Paths that an env worker needs for that."""
+        shared = [path for path in self._shared.access_environ().values() if os.path.isabs(path)]
+        return shared if self._workers is None else [*shared, str(self._path().parent)]
+
     def refresh(self) -> None:
         """Follow the workers' token, if it has changed. Costs microseconds."""
         if self._workers is None or (tokens := self._workers.engine_tokens()) == self._written:

@@ -23,20 +23,19 @@ An environment that nobody plays rests: its workers end, and what is known of it
 """
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from millrace.env_server import play_meters
 from millrace.env_server.deaths import Cause, EnvLoadError, WorkerDiedError
+from millrace.env_server.loading import Loader, PoolLimits
 from millrace.env_server.outcome import Outcome, failed, make_rollout
 from millrace.env_server.probes import Probes
 from millrace.env_server.starter import WorkerStarter
-from millrace.env_server.supervisor import DEFAULT_BLOCKED_GRACE_S, DEFAULT_FROZEN_S, WorkerProcess
+from millrace.env_server.supervisor import WorkerProcess
 from millrace.env_server.verdicts import Verdicts
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
@@ -45,8 +44,6 @@ from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 
-# Importing verifiers takes 7 CPU-seconds and a data set may be downloaded; beyond this the load counts as failed.
-LOAD_TIMEOUT_S = 600.0
 # A v1 rollout holds two HTTP connections in its worker; above this number they break (VERIFIERS: ReadErrors at 512).
 _MAX_PLAYS_V1 = 128
 _MAX_PLAYS_V0 = 1024
@@ -57,8 +54,6 @@ _MAX_RESTART_S = 30.0
 _STABLE_S = 60.0
 # Ends of workers that were asked to end, per rollout, that count for nothing.
 _MAX_ASKED_ENDS = 2
-# Loads that may be ended from outside, one after the other, before the environment counts as failed.
-_MAX_KILLED_LOADS = 3
 KILLS_WORKERS = "ENV_KILLS_WORKERS"
 """Error type of an environment that is given up because most of its tasks end their workers."""
 
@@ -67,24 +62,11 @@ class PlayAbandonedError(Exception):
     """The rollout lost its worker while the env-server leaves: it has no end here and says nothing about its task."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolLimits:
-    """How many workers, and how long things may take."""
-
-    num_workers: int = 1
-    load_timeout_s: float = LOAD_TIMEOUT_S
-    blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S
-    frozen_s: float = DEFAULT_FROZEN_S
-    num_probes: int = 4
-    probe_idle_s: float = 60.0
-
-
 class EnvPool:
     """The shared workers and the probe workers of one environment."""
 
     def __init__(self, env: env_service_pb2.EnvSpec, limits: PoolLimits, starter: WorkerStarter) -> None:
         self.env = env
-        self.info: env_worker_pb2.EnvLoaded | None = None
         self.failure: EnvLoadError | None = None
         self.failed_at = 0.0
         self.num_deaths = 0
@@ -94,13 +76,12 @@ class EnvPool:
         """Uids of the runs that played here."""
         self.verdicts = Verdicts()
         self._limits = limits
-        self._starter = starter
+        self._loader = Loader(env=env, limits=limits, starter=starter, is_over=lambda: self._is_over)
         self._workers: list[WorkerProcess | None] = [None] * limits.num_workers
         self._changed = asyncio.Condition()
         self._supervisors: list[asyncio.Task[None]] = []
         self.probes = Probes(env.id, self._start_probe, limit=limits.num_probes, idle_s=limits.probe_idle_s)
         self._ending: set[asyncio.Task[None]] = set()
-        self._numbers = itertools.count()
         self._num_plays = 0
         self._used_at = time.monotonic()
         self._is_leaving = False
@@ -113,6 +94,16 @@ class EnvPool:
         for slot in range(self._limits.num_workers):
             name = f"supervise {self.env.id} {slot}"
             self._supervisors.append(asyncio.create_task(self._supervise(slot), name=name))
+
+    @property
+    def info(self) -> env_worker_pb2.EnvLoaded | None:
+        """What it consists of, once it is loaded."""
+        return self._loader.info
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no more workers are started."""
+        return self._is_leaving or self.failure is not None
 
     @property
     def idle_since(self) -> float | None:
@@ -252,7 +243,7 @@ class EnvPool:
     async def _play_probed(
         self, request: env_service_pb2.PlayGroupRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
     ) -> list[rollout_pb2.Rollout] | None:
-        """Play alone in a probe worker; None if the task's standing changed while this rollout was in the queue.
+        """Play alone in a probe worker; None if its standing, or the environment's, changed meanwhile.
 
         Raises WorkerDiedError; PlayAbandonedError while the env-server leaves.
         """
@@ -267,6 +258,8 @@ class EnvPool:
             except EnvLoadError as error:
                 if self._is_leaving:
                     raise PlayAbandonedError from error
+                if self.failure is not None:
+                    return None  # that is the reason
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
             except OSError as error:
                 message = f"cannot start a probe worker: {error}"
@@ -339,22 +332,17 @@ class EnvPool:
     async def _supervise(self, slot: int) -> None:
         """Keep one shared worker alive until the pool is closed or the environment cannot be loaded."""
         pause_s = _FIRST_RESTART_S
-        num_killed_loads = 0
-        while self.failure is None and not self._is_leaving:
+        while not self._is_over:
             began = time.monotonic()
             try:
-                worker = await self._start_worker(f"{self.env.id}#{next(self._numbers)}", slot)
-                num_killed_loads = 0
+                # `rest` finds it in its slot while it loads.
+                worker = await self._loader.start("", lambda started: self._workers.__setitem__(slot, started))
             except EnvLoadError as error:
-                num_killed_loads += 1
-                if self._is_leaving:
-                    self._workers[slot] = None
-                    break
-                if error.is_from_outside and num_killed_loads < _MAX_KILLED_LOADS:
-                    logger.warning("loading was ended from outside, trying again", extra={"env": self.env.id})
-                    continue
-                await self._fail(error)
-                return
+                if not self._is_over:
+                    await self._fail(error)
+                    return
+                self._workers[slot] = None
+                break
             except OSError as error:
                 await self._fail(EnvLoadError(type(error).__name__, f"cannot start a worker process: {error}"))
                 return
@@ -377,53 +365,12 @@ class EnvPool:
         self.failed_at = time.monotonic()
         await self._notify()
 
-    async def _start_worker(self, name: str, slot: int | None = None) -> WorkerProcess:
-        """Start a worker and wait until it has loaded the same tasks as the first one. Raises EnvLoadError."""
-        limits = self._limits
-        worker = await WorkerProcess.spawn(
-            self.env, self._starter, name=name, blocked_grace_s=limits.blocked_grace_s, frozen_s=limits.frozen_s
-        )
-        if slot is not None:
-            self._workers[slot] = worker  # `rest` finds it while it loads
+    async def _start_probe(self) -> WorkerProcess:
+        """Start a probe worker. Raises EnvLoadError, OSError."""
+        started: list[WorkerProcess] = []
         try:
-            await self._loaded(worker)
+            return await self._loader.start("probe", started.append)
         except asyncio.CancelledError:
-            if slot is None:
+            for worker in started:
                 self._in_background(worker.close())
             raise
-        return worker
-
-    async def _loaded(self, worker: WorkerProcess) -> None:
-        """Wait until the worker has loaded the tasks of the others. Raises EnvLoadError."""
-        timeout_s = self._limits.load_timeout_s
-        with waits.waiting(f"environment {self.env.id} to load", waits_on="env worker", deadline_s=timeout_s):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    info = await asyncio.shield(worker.loaded)
-            except TimeoutError:
-                worker.kill("loading took too long")
-                message = f"not loaded within {timeout_s:g} s; load it once by hand to see what it waits for"
-                raise EnvLoadError("LoadTimeout", message) from None
-        if self.info is None:
-            self.info = info
-        elif (info.train.digest, info.eval.digest) != (self.info.train.digest, self.info.eval.digest):
-            worker.kill("its tasks differ")
-            raise EnvLoadError(
-                "TaskSetChanged",
-                f"a new worker of environment {self.env.id} loaded other tasks than the first one; "
-                "make its data a function of its args (a fixed seed)",
-            )
-
-    async def _start_probe(self) -> WorkerProcess:
-        """Start a probe worker; again if loading was ended from outside. Raises EnvLoadError, OSError."""
-        num_killed_loads = 0
-        while True:
-            if self._is_leaving:
-                raise EnvLoadError("Leaving", "the env-server leaves")
-            try:
-                return await self._start_worker(f"{self.env.id}#probe{next(self._numbers)}")
-            except EnvLoadError as error:
-                num_killed_loads += 1
-                if not error.is_from_outside or num_killed_loads >= _MAX_KILLED_LOADS:
-                    raise
-                logger.warning("loading was ended from outside, trying again", extra={"env": self.env.id})

@@ -57,7 +57,7 @@ async def run(settings: Settings, own: EnvServerSettings, confinement: Confineme
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
     worker_id = new_worker_id("env-server")
     async with _open_sink(settings, own) as sink, _open_starter(confinement) as starter:
-        readable = starter.directory if confinement.user is not None else None
+        readable = starter.shared if confinement.user is not None or confinement.is_container else None
         tokenizers = await asyncio.to_thread(TokenizerFiles, store, parent=readable)
         teachers = Teachers(store, tokenizers, prefix=settings.prefix, key_problem=teacher_key_problem)
         service = EnvService(

@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from millrace.env_server import landlock
 from millrace.env_server.confinement import Confinement, Isolation
+from millrace.env_server.isolation import namespaces
+from millrace.env_server.isolation.check import why_no_container
+from millrace.env_server.isolation.view import VISIBLE_VARIABLE, view_of
 from millrace.env_server.limits import NO_LIMITS, WorkerLimits
 from millrace.errors import InvalidSpecError, Violation
 from millrace.storage.scratch import SCRATCH_VARIABLE
@@ -58,6 +61,13 @@ def _ports(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def _paths(text: str) -> tuple[str, ...]:
+    paths = tuple(path for path in text.split(os.pathsep) if path)
+    if not all(os.path.isabs(path) and os.path.exists(path) for path in paths):
+        raise ValueError(f"must be absolute paths of what exists, separated by {os.pathsep!r}")
+    return paths
+
+
 def _spool_dir(text: str) -> Path:
     """It need not exist yet."""
     path = Path(text)
@@ -95,9 +105,9 @@ class EnvServerSettings:
     idle_workers: int = _variable("MILLRACE_ENV_IDLE_WORKERS", _bound, 4)
     """Workers that environments of ended runs keep at once."""
     isolation: Isolation = _variable(ISOLATION_VARIABLE, _isolation, Isolation.PROCESS)  # noqa: RUF009 - it is a field
-    """What keeps workers from what is around them: none, process, user; container is refused (`confinement`)."""
+    """What keeps workers from what is around them: none, process, user, container (`confinement`)."""
     user: str = _variable(USER_VARIABLE, str, "")
-    """User (name or uid) that workers run as at level `user`."""
+    """User (name or uid) that workers run as at level `user`, and at `container` where the env-server is root."""
     memory_bytes: int = _variable("MILLRACE_ENV_MEMORY_BYTES", _bound, WorkerLimits().memory_bytes)
     """Memory of a worker and its children; 0 is no limit."""
     max_processes: int = _variable("MILLRACE_ENV_MAX_PROCESSES", _bound, WorkerLimits().max_processes)
@@ -108,6 +118,8 @@ class EnvServerSettings:
     """Size of each file that a worker writes; 0 is no limit."""
     connect_ports: tuple[int, ...] = _variable(PORTS_VARIABLE, _ports, ())
     """TCP ports that workers may connect to: the engines' own, and those of what environments call. Empty: all."""
+    visible: tuple[str, ...] = _variable(VISIBLE_VARIABLE, _paths, ())
+    """Paths that workers of level `container` see, beside what programs need: data of environments."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "EnvServerSettings":
@@ -136,36 +148,51 @@ class EnvServerSettings:
         )
         problems: list[Violation] = []
         uid_gid = None
+        needs_user = self.isolation is Isolation.USER
+        needs_user = needs_user or (self.isolation is Isolation.CONTAINER and namespaces.is_administrator())
         match self.isolation:
             case Isolation.NONE:
                 limits = NO_LIMITS
-            case Isolation.CONTAINER:
-                message = "is not there yet: run the env-server itself in a container or a sandbox, with level user"
-                problems.append(_refused(ISOLATION_VARIABLE, self.isolation.value, message))
-            case Isolation.USER:
-                try:
-                    uid_gid = _find_user(self.user)
-                except ValueError as error:
-                    problems.append(_refused(USER_VARIABLE, self.user, str(error)))
             case Isolation.PROCESS:
                 pass
-        if self.user and self.isolation is not Isolation.USER:
+            case Isolation.USER | Isolation.CONTAINER if needs_user:
+                try:
+                    uid_gid = _find_user(self.user, must_import=self.isolation is Isolation.USER)
+                except ValueError as error:
+                    problems.append(_refused(USER_VARIABLE, self.user, str(error)))
+            case _:
+                pass
+        if self.user and not needs_user:
             message = f"is used only with {ISOLATION_VARIABLE}=user, which is {self.isolation}"
+            if self.isolation is Isolation.CONTAINER:
+                message = "is used at level container only where the env-server is root with all of its powers"
             problems.append(_refused(USER_VARIABLE, self.user, message))
         if self.connect_ports and self.isolation is Isolation.NONE:
-            problems.append(_refused(PORTS_VARIABLE, self.connect_ports, f"needs {ISOLATION_VARIABLE}=process or user"))
+            problems.append(_refused(PORTS_VARIABLE, self.connect_ports, f"needs {ISOLATION_VARIABLE}=process or more"))
         elif self.connect_ports and landlock.version() < landlock.CONNECT_VERSION:
             message = "cannot be kept by this kernel: it takes Linux 6.7 with Landlock; use a network policy instead"
             problems.append(_refused(PORTS_VARIABLE, self.connect_ports, message))
+        if self.visible and self.isolation is not Isolation.CONTAINER:
+            message = f"is used only with {ISOLATION_VARIABLE}=container, which is {self.isolation}"
+            problems.append(_refused(VISIBLE_VARIABLE, ",".join(self.visible), message))
+        confinement = Confinement(
+            isolation=self.isolation, limits=limits, user=uid_gid, connect_ports=self.connect_ports
+        )
+        if self.isolation is Isolation.CONTAINER and not problems:
+            confinement = replace(confinement, view=view_of(os.environ, self.visible))
+            if why := why_no_container(confinement):
+                best = "user, with a user to run as," if os.geteuid() == 0 else "process"
+                message = f"cannot be kept here: {why}. Level {best} can, which keeps out less (docs/security.md)"
+                problems.append(_refused(ISOLATION_VARIABLE, self.isolation.value, message))
         if problems:
             raise InvalidSpecError(problems, reason="SETTINGS_INVALID", remedy="correct these and start again")
-        return Confinement(isolation=self.isolation, limits=limits, user=uid_gid, connect_ports=self.connect_ports)
+        return confinement
 
     def make_private(self) -> None:
-        """At level `user`: let nobody but this process' user into spool and scratch files."""
+        """From level `user` on: let nobody but this process' user into spool and scratch files."""
         scratch = os.environ.get(SCRATCH_VARIABLE, "")
         for path in [self.spool_dir, Path(scratch) if scratch else None]:
-            if self.isolation is Isolation.USER and path is not None:
+            if self.isolation in (Isolation.USER, Isolation.CONTAINER) and path is not None:
                 path.mkdir(parents=True, exist_ok=True)
                 path.chmod(0o700)
 
@@ -174,16 +201,18 @@ def _refused(name: str, value: object, message: str) -> Violation:
     return Violation(field=name, value=str(value), message=message, source="environment")
 
 
-def _find_user(text: str) -> tuple[int, int]:
-    """uid and gid. Raises ValueError if workers cannot run as that user."""
+def _find_user(text: str, *, must_import: bool) -> tuple[int, int]:
+    """uid and gid. Raises ValueError if workers cannot run as that user; `must_import`: with this machine's files."""
     if not text:
-        raise ValueError(f"must name the user that workers run as, with {ISOLATION_VARIABLE}=user")
+        raise ValueError(f"must name the user that workers run as, with {ISOLATION_VARIABLE}=user or container")
     try:
         entry = pwd.getpwuid(int(text)) if text.isdecimal() else pwd.getpwnam(text)
     except KeyError:
         raise ValueError("is no user of this machine; make one with `useradd --system`") from None
     if entry.pw_uid in (0, os.geteuid()):
         raise ValueError("must be another user than root and the one that runs the env-server")
+    if not must_import:
+        return entry.pw_uid, entry.pw_gid
     try:
         answer = subprocess.run(
             [sys.executable, "-c", "import millrace"],

@@ -8,17 +8,19 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from millrace.env_server import play_meters
 from millrace.env_server.confinement import Confinement
 from millrace.env_server.engine_access import engine_token_for_workers
 from millrace.env_server.forkserver import ForkServer, ForkServerError
 from millrace.env_server.inherited import worker_environ
+from millrace.env_server.isolation.check import furnish
+from millrace.env_server.isolation.namespaces import DIRECTORY
 from millrace.storage.scratch import owned_directory
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,11 @@ class Started:
     process: Process
     directory: Path
 
+    @property
+    def hosts(self) -> Path:
+        """Its /etc/hosts, at level `container`."""
+        return self.directory / "hosts"
+
     async def forget(self) -> None:
         """It has ended: its directory goes."""
         await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
@@ -65,9 +72,13 @@ class WorkerStarter:
         parent = Path(tempfile.gettempdir())
         self.directory = self._owned.enter_context(owned_directory("env-workers", parent=parent))
         (self.directory / "template").mkdir()
+        self.shared = self.directory / "shared"
+        """For files that workers read."""
+        self.shared.mkdir()
         self._fork_server = ForkServer(self._environ, str(self.directory / "template")) if forks else None
         if self.confinement.user is not None:
             self.directory.chmod(0o711)
+            self.shared.chmod(0o755)
             self._owned_by_user(self.directory / "home")
             engine_token_for_workers().owner = self.confinement.user
 
@@ -76,16 +87,19 @@ class WorkerStarter:
         if self._fork_server is not None:
             await self._fork_server.warm()
 
-    async def start(self, channel: int, pulse: int) -> Started:
-        """Start a worker with these two sockets. Raises OSError."""
+    async def start(self, files: Sequence[int]) -> Started:
+        """Start a worker with these sockets (`worker.run`). Raises OSError."""
         directory = Path(tempfile.mkdtemp(prefix="w", dir=self.directory))
         try:
-            if self.confinement.user is not None:
-                os.chown(directory, *self.confinement.user)
-            environ = {**self._environ(), "TMPDIR": str(directory)}
-            process = await self._fork(channel, pulse, environ, directory)
+            if self.confinement.is_container:
+                furnish(directory, self.confinement.user)
+                environ = {**self._environ(), "TMPDIR": DIRECTORY, "HOME": DIRECTORY}
+            else:
+                self._give(directory)
+                environ = {**self._environ(), "TMPDIR": str(directory)}
+            process = await self._fork(files, environ, directory)
             if process is None:
-                process = await self._spawn(channel, pulse, environ, directory)
+                process = await self._spawn(files, environ, directory)
             return Started(process=process, directory=directory)
         except BaseException:  # raised on
             shutil.rmtree(directory, ignore_errors=True)
@@ -97,29 +111,28 @@ class WorkerStarter:
             await self._fork_server.close()
         await asyncio.to_thread(self._owned.close)
 
-    async def _fork(self, channel: int, pulse: int, environ: Mapping[str, str], directory: Path) -> Process | None:
+    async def _fork(self, files: Sequence[int], environ: Mapping[str, str], directory: Path) -> Process | None:
         """A copy of the template; None if there is none to be had."""
         if self._fork_server is None:
             return None
-        request = {"environ": environ, "directory": str(directory), "confinement": self.confinement.to_json()}
+        request = {"environ": environ, "directory": str(directory), "confinement": self._confinement_json()}
         try:
-            process = await self._fork_server.fork(request, [channel, pulse])
+            process = await self._fork_server.fork(request, files)
         except ForkServerError as error:
             logger.warning("env worker is started by itself, not forked", extra={"problem": str(error)})
             return None
         play_meters.worker_started("fork")
         return process
 
-    async def _spawn(self, channel: int, pulse: int, environ: Mapping[str, str], directory: Path) -> Process:
+    async def _spawn(self, files: Sequence[int], environ: Mapping[str, str], directory: Path) -> Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "millrace.env_server.worker",
-            f"--fd={channel}",
-            f"--pulse-fd={pulse}",
+            *(f"--fd={file}" for file in files),
             f"--directory={directory}",
-            f"--confinement={json.dumps(self.confinement.to_json())}",
-            pass_fds=[channel, pulse],
+            f"--confinement={json.dumps(self._confinement_json())}",
+            pass_fds=files,
             env=environ,
             cwd=self.directory / "template",
             stdin=asyncio.subprocess.DEVNULL,
@@ -131,10 +144,11 @@ class WorkerStarter:
     def _environ(self) -> dict[str, str]:
         """The variables of a worker, but for its directory."""
         environ = {**worker_environ(os.environ), **engine_token_for_workers().environ()}
-        # Environments beside the env-server's working directory are found as before.
         search = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        with contextlib.suppress(FileNotFoundError):
-            search.insert(0, str(Path.cwd()))
+        if not self.confinement.is_container:
+            # Environments beside the env-server's working directory are found as before.
+            with contextlib.suppress(FileNotFoundError):
+                search.insert(0, str(Path.cwd()))
         environ["PYTHONPATH"] = os.pathsep.join(search)
         environ = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false", **environ}
         if self.confinement.user is not None:
@@ -142,7 +156,16 @@ class WorkerStarter:
             environ |= {"HOME": str(self.directory / "home"), "USER": "env", "LOGNAME": "env"}
         return environ
 
+    def _confinement_json(self) -> dict[str, Any]:
+        """With what a worker of level `container` is shown by this env-server: tokenizers, its token, certificates."""
+        given = engine_token_for_workers().visible()
+        view = self.confinement.view.with_shown([str(self.shared), *given])
+        return replace(self.confinement, view=view).to_json()
+
     def _owned_by_user(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)
+        self._give(directory)
+
+    def _give(self, directory: Path) -> None:
         if self.confinement.user is not None:
             os.chown(directory, *self.confinement.user)

@@ -13,6 +13,7 @@ from millrace.env_server.deaths import Cause, Death, EnvLoadError, WorkerDiedErr
 from millrace.env_server.engine_access import engine_token_for_workers
 from millrace.env_server.forkserver import ForkedProcess
 from millrace.env_server.frames import encode_frame, read_frame
+from millrace.env_server.isolation.door import Door
 from millrace.env_server.limits import WorkerLimits
 from millrace.env_server.pulse import Pulse
 from millrace.env_server.starter import Process, Started, WorkerStarter
@@ -50,6 +51,8 @@ class WorkerProcess:
     blocked_grace_s: float
     frozen_s: float
     pulse: Pulse
+    door: Door | None = None
+    """Its way out at level `container`."""
     memory_bytes: int = field(default=0, init=False)
     """Memory of it and its children when it was looked at last."""
     peak_bytes: int = field(default=0, init=False)
@@ -75,17 +78,20 @@ class WorkerProcess:
         frozen_s: float = DEFAULT_FROZEN_S,
     ) -> Self:
         """Start a worker and tell it what to load. In a session of its own, so that its children die with it."""
-        ours, theirs = socket.socketpair()
-        our_pulse, their_pulse = socket.socketpair()
+        is_container = starter.confinement.is_container
+        pairs = [socket.socketpair(), socket.socketpair()]
+        if is_container:
+            pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
-            started = await starter.start(theirs.fileno(), their_pulse.fileno())
+            started = await starter.start([theirs.fileno() for _, theirs in pairs])
         except BaseException:  # raised on
-            ours.close()
-            our_pulse.close()
+            for end, _ in pairs:
+                end.close()
             raise
         finally:
-            theirs.close()
-            their_pulse.close()
+            for _, end in pairs:
+                end.close()
+        ours, our_pulse, *control = (end for end, _ in pairs)
         reader, writer = await asyncio.open_connection(sock=ours)
         worker = cls(
             started=started,
@@ -96,6 +102,7 @@ class WorkerProcess:
             blocked_grace_s=blocked_grace_s,
             frozen_s=frozen_s,
             pulse=Pulse(our_pulse, stood_still_s=_PING_S + _SILENT_S),
+            door=Door(control[0], started.hosts) if is_container else None,
         )
         worker.loaded = asyncio.get_running_loop().create_future()
         worker._listener = asyncio.create_task(worker._listen(), name=f"listen {name}")
@@ -141,6 +148,9 @@ class WorkerProcess:
         self._plays[play_id] = answer
         try:
             engine_token_for_workers().refresh()
+            if self.door is not None:
+                with contextlib.suppress(ConnectionError):  # it died: the listener ends the play
+                    await self.door.open(request.base_url)
             play = env_worker_pb2.PlayMembers(play_id=play_id, request=request, tokenizer_dir=tokenizer_dir)
             await self._send(env_worker_pb2.WorkerCommand(play=play))
             faults.reach(Point.ENV_SERVER_MID_EPISODE, step=request.planned_step)
@@ -208,7 +218,7 @@ class WorkerProcess:
 
     def _weigh(self) -> None:
         """Look at what its processes use, and kill it if that is more than it may."""
-        usage = census.CENSUS.usage(self.process.pid)
+        usage = census.CENSUS.usage(self.process.pid, is_container=self.door is not None)
         self.memory_bytes = usage.rss_bytes
         self.peak_bytes = max(self.peak_bytes, usage.rss_bytes, census.peak_bytes(self.process.pid))
         if problem := self.limits.exceeded_by(usage):
@@ -253,6 +263,8 @@ class WorkerProcess:
             await self.process.wait()
         # Children of the environment outlive a worker that crashed.
         await asyncio.to_thread(census.kill_all, self.process.pid)
+        if self.door is not None:
+            await self.door.close()
         await self.started.forget()
 
     def _take(self, report: env_worker_pb2.WorkerReport) -> None:

@@ -5,7 +5,7 @@ environments, knows no secret (it has the variables of a worker), and stays sing
 started would not exist in the copies, and what it holds would be locked there for ever. So before each fork it counts
 its threads, and refuses if there are more than one; the env-server starts workers by themselves then.
 
-On its socket, one JSON object per message: `{"fork": n, …}` with two open files is answered by
+On its socket, one JSON object per message: `{"fork": n, …}` with two or three open files is answered by
 `{"forked": n, "pid": p}` or `{"refused": n, "problem": text}`, and the end of each copy is told as
 `{"ended": p, "status": s, "peak_bytes": b}`.
 """
@@ -31,6 +31,7 @@ from millrace.env_server.confinement import Confinement, die_with_parent
 from millrace.telemetry.startup import without_gc
 
 MAX_MESSAGE_BYTES = 128 * 1024
+MAX_FILES = 3
 # What workers of both generations of environments import.
 _PRELOADED = ("millrace.env_server.v0", "millrace.env_server.v1", "millrace.env_server.renderer")
 _PR_SET_NAME = 15
@@ -74,7 +75,7 @@ class _Template:
                 if file in self._children:
                     self._tell_end(file)
                     continue
-                data, files, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE_BYTES, 2)
+                data, files, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE_BYTES, MAX_FILES)
                 if not data:
                     return None
                 be_worker = self._fork(
@@ -138,7 +139,7 @@ def _be_worker(request: dict[str, Any], files: list[int]) -> None:
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"env-worker", 0, 0, 0)
-    worker.run(files[0], files[1], request["directory"], Confinement.from_json(request["confinement"]))
+    worker.run(files, request["directory"], Confinement.from_json(request["confinement"]))
 
 
 def _close_others(*, keep: set[int]) -> None:

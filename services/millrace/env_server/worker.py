@@ -1,4 +1,4 @@
-"""An environment worker: `python -m millrace.env_server.worker --fd N --pulse-fd M …`, or a copy of `template`.
+"""An environment worker: `python -m millrace.env_server.worker --fd N --fd M …`, or a copy of `template`.
 
 Hosts one environment: loads it in the main thread, then plays rollouts in one event loop. It speaks frames over the
 socket that it inherits and ends when the socket closes. Its own deadline ends a rollout that waits or overruns; what
@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from millrace.decoding import decode_object
@@ -40,18 +41,21 @@ _EXIT_S = 5.0
 def main() -> None:
     """Started by itself."""
     parser = argparse.ArgumentParser(description="Millrace environment worker; started by the env-server.")
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket")
-    parser.add_argument("--pulse-fd", type=int, required=True, help="inherited socket on which every byte is answered")
+    parser.add_argument("--fd", type=int, action="append", required=True, help="inherited socket, as of `run`")
     parser.add_argument("--directory", required=True, help="working directory of this worker alone")
     parser.add_argument("--confinement", required=True, help="what it may, as JSON")
     args = parser.parse_args()
     confinement = decode_object(args.confinement, what="--confinement", reason="SETTINGS_INVALID")
-    run(args.fd, args.pulse_fd, args.directory, Confinement.from_json(confinement))
+    run(args.fd, args.directory, Confinement.from_json(confinement))
 
 
-def run(channel_fd: int, pulse_fd: int, directory: str, confinement: Confinement) -> None:
-    """Confine this process, then load, report, play."""
-    confinement.enter(directory)
+def run(files: Sequence[int], directory: str, confinement: Confinement) -> None:
+    """Confine this process, then load, report, play.
+
+    `files` are sockets: for commands, for the pulse (every byte is answered), and at level `container` for its `Door`.
+    """
+    channel_fd, pulse_fd, *rest = files
+    confinement.enter(directory, files=[channel_fd, pulse_fd], control=rest[0] if rest else None)
     for inherited in (channel_fd, pulse_fd):
         os.set_inheritable(inherited, False)  # what the environment starts does not get them
     channel = socket.socket(fileno=channel_fd)

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from millrace.env_server import adapter
+from millrace.env_server import settings as own_settings
 from millrace.env_server.confinement import Confinement, Isolation
 from millrace.env_server.deaths import describe_exit
 from millrace.env_server.frames import encode_frame, read_frame
 from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
+from millrace.env_server.isolation.view import View, view_of
 from millrace.env_server.limits import WorkerLimits
 from millrace.env_server.outcome import Outcome, bounded_json, checked, failed, finite_metrics, make_rollout
 from millrace.env_server.rewards_v0 import recorded_reward_errors, watch_rubric
@@ -242,7 +244,7 @@ def test_the_service_never_imports_verifiers() -> None:
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({"MILLRACE_ENV_ISOLATION": "container"}, "is not there yet: run the env-server itself in a container"),
+        ({"MILLRACE_ENV_VISIBLE": "/usr"}, "is used only with MILLRACE_ENV_ISOLATION=container, which is process"),
         ({"MILLRACE_ENV_ISOLATION": "user"}, "MILLRACE_ENV_USER: must name the user that workers run as"),
         ({"MILLRACE_ENV_ISOLATION": "user", "MILLRACE_ENV_USER": "no-such-user"}, "is no user of this machine"),
         ({"MILLRACE_ENV_ISOLATION": "user", "MILLRACE_ENV_USER": "0"}, "must be another user than root"),
@@ -255,6 +257,47 @@ def test_an_isolation_that_cannot_be_kept_is_refused(environ: dict[str, str], sa
     with pytest.raises(InvalidSpecError) as caught:
         settings.confinement()
     assert says in str(caught.value) and caught.value.reason == "SETTINGS_INVALID"
+
+
+def test_a_container_that_cannot_be_made_is_refused_and_a_user_where_root_makes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(own_settings, "why_no_container", lambda _: "mount proc at /proc: Operation not permitted")
+    monkeypatch.setattr(own_settings.namespaces, "is_administrator", lambda: False)
+    settings = EnvServerSettings.from_env({"MILLRACE_ENV_ISOLATION": "container"})
+    with pytest.raises(InvalidSpecError, match=r"cannot be kept here: mount proc .* Level .* keeps out less"):
+        settings.confinement()
+    monkeypatch.setattr(own_settings, "why_no_container", lambda _: "")
+    assert settings.confinement().is_container
+    monkeypatch.setattr(own_settings.namespaces, "is_administrator", lambda: True)
+    with pytest.raises(InvalidSpecError, match="MILLRACE_ENV_USER: must name the user that workers run as"):
+        settings.confinement()
+
+
+def test_what_a_container_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("redis", "envs", "secrets"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environ = {
+        "PYTHONPATH": f"{tmp_path}/envs",
+        "MILLRACE_SPOOL_DIR": "/var/spool/x",
+        "MILLRACE_STORE_URL": "file:///var/store",
+        "MILLRACE_REDIS_URL_FILE": f"{tmp_path}/redis/file",
+        "MILLRACE_WORKER_TOKEN_FILE": f"{tmp_path}/envs/file",
+        "MILLRACE_TLS_CA": f"{tmp_path}/secrets/file",
+        "MILLRACE_ENV_VISIBLE": f"{tmp_path}/envs",
+    }
+    view = view_of(environ, ["/data"])
+    assert {"/usr", "/data", f"{tmp_path}/envs", sys.prefix} <= set(view.shown)
+    assert str(tmp_path) not in view.shown, "where the env-server was started is its own business"
+    assert not {"/", "/home", "/root", "/etc", "/var", "/run", "/tmp"} & set(view.shown)
+    hidden = {"/var/spool/x", "/var/store", f"{tmp_path}/redis/file", f"{tmp_path}/redis", f"{tmp_path}/envs/file"}
+    assert set(view.hidden) == {*hidden, f"{tmp_path}/secrets/file"}
+    given = view.with_shown([f"{tmp_path}/secrets/file"])
+    assert set(given.hidden) == hidden and f"{tmp_path}/secrets/file" in given.shown
+    assert View.from_json(json.loads(json.dumps(given.to_json()))) == given
 
 
 def test_isolation_settings() -> None:
