@@ -46,7 +46,7 @@ SLEEPING_LOOPS = {
     "orchestrator/housekeeping.py:mend_damage": TICKER,
     "orchestrator/housekeeping.py:trim_batches": TICKER,
     "orchestrator/housekeeping.py:watch_log": TICKER,
-    "orchestrator/manager.py:_look_for_wishes": TICKER,
+    "orchestrator/manager.py:_follow_intents": TICKER,
     "orchestrator/manager.py:_renew": TICKER,
     "orchestrator/policy_driver.py:run": TICKER,
     "orchestrator/trainer_watch.py:run": TICKER,
