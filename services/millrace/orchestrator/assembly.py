@@ -9,22 +9,22 @@ from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.batch_writer import BatchWriter
 from millrace.orchestrator.damage import DamageBook
-from millrace.orchestrator.env_pool import EnvPool, env_spec
+from millrace.orchestrator.fixed_model import FixedEndpoints, NoTrainer
 from millrace.orchestrator.loop import RolloutLoop
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.env_pool import EnvPool, env_spec
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
 from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Play, load_of
 from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.rollout_stream import RolloutStream
-from millrace.orchestrator.play.routing import Router
+from millrace.orchestrator.play.routing import Policies, Router
 from millrace.orchestrator.play.settings import of_run, of_training, plays_of_training
 from millrace.orchestrator.play.tasks import TaskOrder, TaskSource
-from millrace.orchestrator.policies import FixedEndpoints, NoTrainer, Policies, Trainer
 from millrace.orchestrator.policy_driver import PolicyDriver
 from millrace.orchestrator.run_context import RunContext
-from millrace.orchestrator.trainer_watch import TrainerWatch
+from millrace.orchestrator.trainer_watch import Trainer, TrainerWatch
 
 NO_SAMPLES = 1
 """Length to which the samples of a run without samples are cut."""
@@ -77,10 +77,10 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         trainer = TrainerWatch(run_uid=uid, registry=context.registry)
     damage = DamageBook(run_log, events, run=context.record.name)
     evaluations: dict[str, Evaluation] = {}
-    intake = Intake(book=book, evaluations=evaluations, replicas=policies)
+    intake = Intake(book=book, evaluations=evaluations, policies=policies)
     stream = RolloutStream(run_log, take=intake.take, is_scored=is_scored, on_damaged=damage.note)
     identity = RunIdentity(uid=uid, epoch=epoch, generation=run_log.generation)
-    player = Player(run=identity, envs=envs, replicas=policies, stream=stream, router=router)
+    player = Player(run=identity, envs=envs, policies=policies, stream=stream, router=router)
     evals = Evaluator(settings=evaluation, epoch=epoch, envs=envs, player=player, evaluations=evaluations)
     router.count(lambda: load_of(book.plays.values()))
     router.count(evals.load)

@@ -18,8 +18,8 @@ from millrace.orchestrator.batcher import (
     resolutions,
     score_samples,
 )
-from millrace.orchestrator.env_pool import EnvPool
 from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.env_pool import EnvPool
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.batch_wire import pack_batch

@@ -35,7 +35,7 @@ from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.intake import MakePlay
 from millrace.orchestrator.play.play import Play, State
 from millrace.orchestrator.play.player import Player
-from millrace.orchestrator.policies import Policies
+from millrace.orchestrator.play.routing import Policies
 from millrace.telemetry.waits import LastingWait
 
 TICK_S = 1.0

@@ -6,6 +6,7 @@ An evaluation that the log has is not done again.
 """
 
 import asyncio
+from collections.abc import Collection
 
 from millrace.config.schema import RLConfig
 from millrace.errors import InvalidStateError
@@ -43,7 +44,7 @@ class TrainRunDriver(RunDriver):
         await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "workers, environments and policy are ready")
         settings = self._config.orchestrator.eval
         if settings is not None and self._parts.book.step == 0 and not settings.skip_first_step:
-            await self._unless_stopped(self._evaluate_missing(0))
+            await self._unless_stopped(self._evaluate(0, done=self._done_evals))
         background.append(tasks.create_task(self._evaluate_periodically()))
         await loop.run()
         if self._asked_to_stop.is_set():
@@ -78,22 +79,15 @@ class TrainRunDriver(RunDriver):
         while step < self._parts.max_steps:
             await self._wait_served(step, overdue_s=0.0)  # it comes when it comes: nothing is held up
             try:
-                await self._evaluate_missing(step)
+                await self._evaluate(step, done=self._done_evals)
             except InvalidStateError as error:
                 await self._events.warning(error.reason, str(error))
             step = max(step, self._parts.book.step // settings.interval * settings.interval) + settings.interval
 
-    async def _evaluate_missing(self, step: int) -> None:
-        """Evaluate with the policy of `step` what the log does not have of it."""
-        for env in self._parts.evals.names:
-            if (env, step) not in self._done_evals:
-                report, _ = await self._parts.evals.evaluate(env, step=step, min_version=step)
-                await self._events.eval_completed(report)
-
-    async def _evaluate(self, step: int) -> list[Rollout]:
-        """Evaluate every evaluated environment with the policy of `step`; returns the OK rollouts."""
+    async def _evaluate(self, step: int, *, done: Collection[tuple[str, int]] = ()) -> list[Rollout]:
+        """Evaluate with the policy of `step` what is not `done`; returns the OK rollouts."""
         rollouts: list[Rollout] = []
-        for env in self._parts.evals.names:
+        for env in (name for name in self._parts.evals.names if (name, step) not in done):
             report, good = await self._parts.evals.evaluate(env, step=step, min_version=step)
             await self._events.eval_completed(report)
             rollouts += good

@@ -8,8 +8,8 @@ from orchestrator_fakes import FakeEnvServer, make_rollout
 from orchestrator_runs import bodies, create, get, has_state, resolutions, states, until, watch
 
 from millrace.internal.v1 import batch_pb2, rollout_pb2
-from millrace.orchestrator import env_pool, manager
-from millrace.orchestrator.play import play
+from millrace.orchestrator import manager
+from millrace.orchestrator.play import env_pool, play
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import decode_archive, encode_rollout
 from millrace.runlog import Lease, RunLog, load_headers

@@ -8,10 +8,11 @@ from millrace.config.load import validate_document
 from millrace.errors import InvalidSpecError, Violation
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.env_pool import OpenedEnv
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
 from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Play
-from millrace.orchestrator.play.player import OpenedEnv, Player, RunIdentity
+from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.routing import Replica, Router
 from millrace.orchestrator.play.settings import PLAY_SLACK_S, of_training, plays_of_training
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
@@ -88,7 +89,7 @@ class HastyEnvs:
 
 
 def player_of(envs: HastyEnvs) -> Player:
-    return Player(run=RUN, envs=envs, replicas=OneReplica(), stream=ReadStream(), router=Router())
+    return Player(run=RUN, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router())
 
 
 def training_book(*, scored_whole: bool = False) -> tuple[Book, Play]:
@@ -163,7 +164,7 @@ class Evaluated:
         evaluations: dict[str, Evaluation] = {}
         self.player = player_of(envs)
         evaluator = Evaluator(settings=settings, epoch=1, envs=envs, player=self.player, evaluations=evaluations)
-        self.intake = Intake(book=Book(), evaluations=evaluations, replicas=OneReplica())
+        self.intake = Intake(book=Book(), evaluations=evaluations, policies=OneReplica())
         self.current = evaluator.begin("reverse-text", step=0, min_version=0)
         self.plays = list(self.current.plays.values())
         self.intake.begin(None, has_predecessor=True)

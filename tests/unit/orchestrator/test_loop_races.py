@@ -22,8 +22,8 @@ class Policies:
 
 
 def player_of(envs: object, stream: object) -> Player:
-    replicas = cast("Any", Policies())
-    return Player(run=RUN, envs=cast("Any", envs), replicas=replicas, stream=cast("Any", stream), router=Router())
+    policies = cast("Any", Policies())
+    return Player(run=RUN, envs=cast("Any", envs), policies=policies, stream=cast("Any", stream), router=Router())
 
 
 async def test_a_lost_group_whose_members_come_while_it_is_stopped_is_whole() -> None:

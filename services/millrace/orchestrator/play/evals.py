@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from millrace.errors import InvalidStateError
+from millrace.orchestrator.play.env_pool import EnvPool
 from millrace.orchestrator.play.eval_stats import figures
 from millrace.orchestrator.play.play import Play, State, load_of
-from millrace.orchestrator.play.player import EnvServers, Player
+from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.settings import EvalSettings
 from millrace.orchestrator.play.tasks import TaskRef
 from millrace.rollouts.types import Rollout
@@ -77,7 +78,7 @@ class Evaluator:
         *,
         settings: EvalSettings | None,
         epoch: int,
-        envs: EnvServers,
+        envs: EnvPool,
         player: Player,
         evaluations: dict[str, Evaluation],
     ) -> None:

@@ -8,7 +8,7 @@ from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.evals import Evaluation
 from millrace.orchestrator.play.play import Play, State
 from millrace.orchestrator.play.rollout_stream import RolloutStream
-from millrace.orchestrator.play.routing import Replicas
+from millrace.orchestrator.play.routing import Policies
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 
 log = logging.getLogger(__name__)
@@ -20,11 +20,11 @@ MakePlay = Callable[[int, int], Play]
 class Intake:
     """Takes every rollout of a run once, in the order of the log."""
 
-    def __init__(self, *, book: Book, evaluations: Mapping[str, Evaluation], replicas: Replicas) -> None:
+    def __init__(self, *, book: Book, evaluations: Mapping[str, Evaluation], policies: Policies) -> None:
         """`evaluations` are those that are open, by id."""
         self._book = book
         self._evaluations = evaluations
-        self._replicas = replicas
+        self._policies = policies
         self._make_play: MakePlay | None = None
         self._is_taking_over = False
         """What is read is a predecessor's; ends with `take_over`."""
@@ -65,7 +65,7 @@ class Intake:
                 play.follow(group.attempt)
         for play, server, group in offers:
             if play is not None and play.is_continued_by(attempt=group.attempt, members=group.members):
-                replica = self._replicas.replica_at(group.base_url)
+                replica = self._policies.replica_at(group.base_url)
                 play.place(server, replica=replica, timeout_s=play.settings.timeout_s)
         evaluated = [play for each in self._evaluations.values() for play in each.plays.values() if play.is_open]
         left = [*self._book.open, *evaluated]
@@ -82,7 +82,7 @@ class Intake:
         if self._is_taking_over:
             play.follow(rollout.attempt)
         if rollout.status == RolloutStatus.ENGINE_LOST and rollout.attempt == play.attempt:
-            self._replicas.suspect(play.replica)
+            self._policies.suspect(play.replica)
 
     def _of_predecessor(self, rollout: Rollout) -> Play | None:
         """The play of a rollout that we did not ask for; None if its ordinal is resolved.

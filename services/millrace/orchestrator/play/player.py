@@ -6,14 +6,14 @@ One player serves training and evaluation: it changes the state of the plays tha
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from millrace.internal.v1 import env_service_pb2
+from millrace.orchestrator.play.env_pool import EnvPool
 from millrace.orchestrator.play.play import Play, State
 from millrace.orchestrator.play.rollout_stream import RolloutStream
-from millrace.orchestrator.play.routing import Replica, Replicas, Router
+from millrace.orchestrator.play.routing import Policies, Replica, Router
 from millrace.rollouts.types import Purpose
 from millrace.rollouts.wire import purpose_to_wire
 from millrace.telemetry import faults
@@ -33,51 +33,15 @@ class RunIdentity:
     generation: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedEnv:
-    """An environment that is ready on at least one env-server."""
-
-    spec: env_service_pb2.EnvSpec
-    num_train: int
-    train_digest: str
-    num_eval: int
-    requires_group: bool
-
-
-class EnvServers(Protocol):
-    """The env-servers of a run."""
-
-    @property
-    def envs(self) -> Mapping[str, OpenedEnv]:
-        """The environments that are ready, by name."""
-        ...
-
-    def alive(self) -> Collection[str]:
-        """Worker ids of those whose lease holds."""
-        ...
-
-    def servers_with(self, env: str) -> Sequence[str]:
-        """Those that take work and have the environment ready."""
-        ...
-
-    async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
-        """Ask one of them to play; False if it cannot now, or did not answer."""
-        ...
-
-    async def cancel(self, groups: Sequence[env_service_pb2.PlayingGroup], *, timeout_s: float) -> None:
-        """Stop plays on all of them, as far as they answer."""
-        ...
-
-
 class Player:
     """Places plays on env-servers and replicas."""
 
     def __init__(
-        self, *, run: RunIdentity, envs: EnvServers, replicas: Replicas, stream: RolloutStream, router: Router
+        self, *, run: RunIdentity, envs: EnvPool, policies: Policies, stream: RolloutStream, router: Router
     ) -> None:
         self._run = run
         self._envs = envs
-        self._replicas = replicas
+        self._policies = policies
         self._stream = stream
         self._router = router
         self._orphaned: dict[str, float] = {}  # as many as replicas were lost with work of the run
@@ -113,7 +77,7 @@ class Player:
             # The members of such a task end together: the others are on their way, unless `lost` says otherwise.
             play.place(play.source, replica="", timeout_s=play.settings.rest_timeout_s)
             return True
-        replica = self._router.pick(self._replicas.ready(), min_version=play.min_version, home=play.home)
+        replica = self._router.pick(self._policies.ready(), min_version=play.min_version, home=play.home)
         if replica is None or not _has_room(play, plays):
             return False
         request = self._request(play, replica)
@@ -133,7 +97,7 @@ class Player:
     def lost(self, plays: Iterable[Play]) -> list[Play]:
         """Placed plays whose env-server or replica is gone, or whose deadline passed."""
         now = time.monotonic()
-        env_servers, replicas = self._envs.alive(), self._replicas.known()
+        env_servers, replicas = self._envs.alive(), self._policies.known()
         placed = [play for play in plays if play.state is State.PLACED]
         gone = {play.replica for play in placed if play.replica} | self._orphaned.keys()
         self._orphaned = {replica: self._orphaned.get(replica, now) for replica in gone - replicas}
@@ -170,7 +134,7 @@ class Player:
         return sorted(self._envs.servers_with(env), key=lambda worker_id: (load[worker_id], worker_id))
 
     def _request(self, play: Play, replica: Replica) -> env_service_pb2.PlayGroupRequest:
-        policy, settings = self._replicas.desired, play.settings
+        policy, settings = self._policies.desired, play.settings
         return env_service_pb2.PlayGroupRequest(
             run_uid=self._run.uid,
             purpose=purpose_to_wire(settings.purpose),

@@ -34,8 +34,8 @@ class Replica:
     """It takes a new version and generates nothing meanwhile."""
 
 
-class Replicas(Protocol):
-    """The replicas that a run's plays may use."""
+class Policies(Protocol):
+    """The policies of a run, and the replicas that serve them."""
 
     @property
     def desired(self) -> policy_pb2.PolicyEntry | None:
@@ -56,6 +56,22 @@ class Replicas(Protocol):
 
     def suspect(self, worker_id: str) -> None:
         """A rollout lost its engine there."""
+        ...
+
+    def publish(self, entry: policy_pb2.PolicyEntry) -> None:
+        """A version was published."""
+        ...
+
+    def served_version(self) -> int | None:
+        """Newest version that a ready replica serves."""
+        ...
+
+    def up_to(self, version: int) -> str:
+        """Kind of component that must act before a version is served."""
+        ...
+
+    async def run(self) -> None:
+        """Keep replicas at the newest version; ends by cancellation."""
         ...
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import grpc
 
@@ -17,7 +18,6 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2
-from millrace.orchestrator.play.player import OpenedEnv
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
@@ -41,6 +41,17 @@ KILLS_WORKERS = "ENV_KILLS_WORKERS"
 # INTERNAL: it died in the middle of its answer. UNAUTHENTICATED: tokens are being changed, and not every machine has
 # the new ones yet. None of them says anything about the run: others are asked, and this one again.
 _AWAY = (UnavailableError, InternalError, UnauthenticatedError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedEnv:
+    """An environment that is ready on at least one env-server."""
+
+    spec: env_service_pb2.EnvSpec
+    num_train: int
+    train_digest: str
+    num_eval: int
+    requires_group: bool
 
 
 class EnvPool:

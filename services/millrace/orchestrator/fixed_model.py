@@ -1,43 +1,10 @@
-"""What a run's driver needs of policies and of a trainer, and those that do nothing, for a run with a fixed model."""
+"""What an evaluation run has instead of policies that change, and of a trainer."""
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from millrace.internal.v1 import policy_pb2
-from millrace.orchestrator.play.routing import Replica, Replicas
-
-
-class Policies(Replicas, Protocol):
-    """The policies of a run and the replicas that serve them."""
-
-    def publish(self, entry: policy_pb2.PolicyEntry) -> None:
-        """A version was published."""
-        ...
-
-    def served_version(self) -> int | None:
-        """Newest version that a ready replica serves."""
-        ...
-
-    def up_to(self, version: int) -> str:
-        """Kind of component that must act before a version is served."""
-        ...
-
-    async def run(self) -> None:
-        """Keep replicas at the newest version; ends by cancellation."""
-        ...
-
-
-class Trainer(Protocol):
-    """The trainer of a run."""
-
-    async def run(self, *, is_closing: Callable[[], bool]) -> None:
-        """Keep one assigned, and raise TrainerFailedError if it gives up; ends by cancellation."""
-        ...
-
-    async def wait_finished(self, *, is_needed: bool, spare_s: float) -> None:
-        """Wait until it has read the closing header and written everything."""
-        ...
+from millrace.orchestrator.play.routing import Replica
 
 
 class FixedEndpoints:
