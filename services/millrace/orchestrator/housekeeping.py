@@ -48,8 +48,8 @@ class Housekeeper:
     async def watch_log(self) -> None:
         """Notice that Redis restarted, which may have lost the newest entries, and bring its copy up to date.
 
-        Raises LogGoneError when the log is gone, or was rebuilt as another generation: whoever claims the run next
-        begins on that one.
+        Raises LogGoneError when the log is gone, or was rebuilt as another generation: who claims the run next begins
+        on that one.
         """
         while True:
             await asyncio.sleep(LOG_LOOK_S)

@@ -342,7 +342,7 @@ class RunManager:
             run_meters.forget(view.record.name)
         self._desired.forget(view.record.uid)
         self._end_pause(view.record.uid)
-        if view.record.uid not in self._claims:  # else whoever ended it here is about to seal it
+        if view.record.uid not in self._claims:  # else the drive that ended it is about to seal it
             self._sealer.note(view)
 
     def _forget_end(self, uid: str) -> None:

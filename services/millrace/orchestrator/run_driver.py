@@ -91,7 +91,7 @@ class RunDriver(ABC):
         """Drive the run to its closing header and its terminal state, or to its pause.
 
         A lost lease or epoch, a log that is gone or cannot be read, and an outage of Redis or the store, are raised:
-        the run stays open, and whoever claims it next continues from the log. Everything else fails the run.
+        the run stays open, and who claims it next continues from the log. Everything else fails the run.
         """
         try:
             await self._drive()

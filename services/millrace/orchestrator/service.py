@@ -249,7 +249,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of)
 
     async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
-        """The config and the record of the new run, checked beside the event loop; InvalidSpecError says all."""
+        """The config and the record of the new run, checked in a thread; InvalidSpecError says all."""
 
         def check() -> tuple[RLConfig | EvalRunConfig, RunRecord]:
             config = validate(request)

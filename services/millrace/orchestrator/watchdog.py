@@ -142,7 +142,7 @@ class Watchdog:
         still_s = self._meter.within(self._looked, now)
         self._looked = now
         if still_s > SILENT_S:
-            # Nothing that was seen before is true by now, and whoever seems silent was not heard: look again later.
+            # Nothing that was seen before is true by now, and who seems silent was not listened to: look again later.
             self._moved, self._num_told = now, 0
             if still_s > TELL_STILL_S:
                 await self._warn(

@@ -42,7 +42,7 @@ class Book:
     """What is played for training, and what every ordinal came to."""
 
     def __init__(self, *, count: Callable[[Rollout], None] = lambda rollout: None) -> None:
-        """`count` hears of every rollout that was no duplicate."""
+        """`count` is called with every rollout that is no duplicate."""
         self._count = count
         self.plays: dict[int, Play] = {}
         """Open and whole plays by ordinal; the whole ones in the order in which they became it."""

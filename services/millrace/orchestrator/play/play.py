@@ -170,7 +170,7 @@ class Play:
                 self.members.clear()
 
     def is_continued_by(self, *, attempt: int, members: Collection[int]) -> bool:
-        """Whether nobody plays it yet, and somebody's play with these `members` to come brings all that is missing.
+        """Whether nobody is known to play it, and a play with these `members` to come covers all that is missing.
 
         Without a deadline nobody would notice that the members of an earlier attempt failed.
         """

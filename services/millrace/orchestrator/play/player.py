@@ -21,7 +21,7 @@ from millrace.telemetry import faults
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 2.0
-"""An env-server that does not stop a play within it may play on: what it brings late is a duplicate."""
+"""An env-server that does not stop a play within it may play on: what it sends late is a duplicate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class Player:
 
 
 def _has_room(play: Play, plays: Iterable[Play]) -> bool:
-    """Whether the play may be played beside the others; one that is larger than the bound is played alone."""
+    """Whether the bound leaves room for the play; one that is larger than the bound is played alone."""
     bound = play.settings.max_playing
     playing = sum(other.num_playing for other in plays) if bound is not None else 0
     return bound is None or not playing or playing + len(play.missing) <= bound

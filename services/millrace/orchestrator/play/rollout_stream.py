@@ -40,7 +40,7 @@ class RolloutStream:
         is_scored: bool = False,
         on_damaged: OnDamaged | None = None,
     ) -> None:
-        """`take` gets every rollout once, with its `entry_id`; `on_damaged` hears of entries that were skipped.
+        """`take` gets every rollout once, with its `entry_id`; `on_damaged` is called with each entry that is skipped.
 
         `is_scored`: a teacher scores the rollouts that are trained on, and they are taken with its scores.
         """
