@@ -30,7 +30,7 @@ class IntentCalls:
     def __init__(
         self, *, store: ObjectStore, prefix: str, owner: str, on_intent: Callable[[str], Awaitable[None]]
     ) -> None:
-        """`on_intent` is called with the uid of a run that has a new intent; `owner` names this orchestrator in what it records."""
+        """`on_intent` is called with the uid of a run with a new intent; `owner` is named in what is recorded."""
         self._owner = owner
         self._store = store
         self._prefix = prefix

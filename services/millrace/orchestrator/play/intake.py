@@ -87,8 +87,8 @@ class Intake:
     def _of_predecessor(self, rollout: Rollout) -> Play | None:
         """The play of a rollout that we did not ask for; None if its ordinal is resolved.
 
-        Also after a takeover: an env-server of a predecessor that did not answer may play on, and what it sends must not be
-        generated again.
+        Also after a takeover: an env-server of a predecessor that did not answer may play on, and what it
+        sends must not be generated again.
         """
         play = self._opened(rollout.ordinal, rollout.planned_step)
         if play is not None:
