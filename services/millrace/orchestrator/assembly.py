@@ -147,8 +147,7 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
         writer=parts.writer,
         events=parts.context.events,
         algorithm=ALGORITHMS[settings.algo.type].from_config(settings.algo),
-        filter_zero_advantages=settings.filter_zero_advantages,
-        seq_len=settings.seq_len,
+        settings=settings,
         timeout_s=plays.timeout_s,
         is_stopping=is_stopping,
     )

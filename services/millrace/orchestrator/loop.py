@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from millrace.algorithms import Algorithm
+from millrace.config.schema import OrchestratorConfig
 from millrace.orchestrator.batch_writer import BatchWriter
 from millrace.orchestrator.batcher import cut
 from millrace.orchestrator.events import RunEvents
@@ -61,8 +62,7 @@ class RolloutLoop:
     writer: BatchWriter
     events: RunEvents
     algorithm: Algorithm
-    filter_zero_advantages: bool
-    seq_len: int
+    settings: OrchestratorConfig
     timeout_s: float
     """Time after which a play counts as lost."""
     is_stopping: Callable[[], bool]
@@ -152,8 +152,8 @@ class RolloutLoop:
             groups,
             self.algorithm,
             step=self.book.step,
-            filter_zero_advantages=self.filter_zero_advantages,
-            seq_len=self.seq_len,
+            filter_zero_advantages=self.settings.filter_zero_advantages,
+            seq_len=self.settings.seq_len,
         )
         if self.rule.async_level == 0:
             surplus = [group for group in (*self.book.open, *self.book.whole) if group not in groups]
