@@ -11,20 +11,9 @@ from millrace.algorithms import Algorithm, Credit
 from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.groups import Group
+from millrace.orchestrator.play.book import Resolved
+from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout, Sample, TrainSample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """How one ordinal ends in the next header."""
-
-    ordinal: int
-    env: str
-    task_id: str
-    reason: str = ""
-    """Empty: trained."""
-    attempts: int = 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,9 +26,7 @@ class Batch:
     resolved: list[Resolved] = field(default_factory=list)
 
 
-def credit_group(
-    group: Group, algorithm: Algorithm, *, filter_zero_advantages: bool, seq_len: int
-) -> list[TrainSample]:
+def credit_group(group: Play, algorithm: Algorithm, *, filter_zero_advantages: bool, seq_len: int) -> list[TrainSample]:
     """Turn a whole group into training samples of at most `seq_len` tokens, cut there as prime-rl's packing does.
 
     Samples without a sampled token are left out, and if filtered those whose every advantage is 0.
@@ -76,7 +63,7 @@ def train_sample(rollout: Rollout, sample: Sample, credit: Credit, *, seq_len: i
 
 
 def cut(
-    groups: Sequence[Group], algorithm: Algorithm, *, step: int, filter_zero_advantages: bool, seq_len: int
+    groups: Sequence[Play], algorithm: Algorithm, *, step: int, filter_zero_advantages: bool, seq_len: int
 ) -> Batch:
     """Make a batch of whole groups. Groups without any advantage are resolved as dropped, and not replaced."""
     batch = Batch(step=step, samples=[], rewards=[])
@@ -84,16 +71,8 @@ def cut(
         samples = credit_group(group, algorithm, filter_zero_advantages=filter_zero_advantages, seq_len=seq_len)
         batch.samples += samples
         batch.rewards += [rollout.reward for rollout in group.rollouts()]
-        batch.resolved.append(resolve(group, reason="" if samples else "zero_advantage"))
+        batch.resolved.append(Resolved.of(group, "" if samples else "zero_advantage"))
     return batch
-
-
-def resolve(group: Group, *, reason: str) -> Resolved:
-    """How `group` ends: trained if `reason` is empty, else dropped for it."""
-    task_id = next((rollout.task_id for rollout in group.members.values()), f"{group.task.task_index}")
-    return Resolved(
-        ordinal=group.ordinal, env=group.task.env, task_id=task_id, reason=reason, attempts=group.attempt + 1
-    )
 
 
 def count_dropped(resolved: Sequence[Resolved]) -> Counter[str]:

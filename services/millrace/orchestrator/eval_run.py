@@ -1,6 +1,6 @@
 """A run of kind EVAL: every environment is played with a fixed model, then the run closes like any other.
 
-    run ──▶ restore ──▶ environments ──▶ begin all ──▶ read the log, adopt what is played ──▶ RUNNING
+    run ──▶ restore ──▶ environments ──▶ begin all ──▶ read the log, take over what is played ──▶ RUNNING
                                                                                                 │
             closing header, its archive holds every rollout ◀── STOPPING ◀── play what is missing
 
@@ -8,11 +8,11 @@ Rollouts go through the log like those of training, so who takes the run over pl
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from millrace.orchestrator.assembly import RunParts
-from millrace.orchestrator.eval_tasks import Evaluation
+from millrace.config.schema import EvalRunConfig
+from millrace.orchestrator.assembly import assemble
+from millrace.orchestrator.play.evals import Evaluation
+from millrace.orchestrator.run_context import RunContext
 from millrace.orchestrator.run_driver import RunDriver
 from millrace.rollouts.types import Rollout
 from millrace.v1 import run_pb2
@@ -21,33 +21,26 @@ STEP = 0
 """An evaluation run has no steps; its reports carry this one."""
 
 
-@dataclass(slots=True)
-class EvalReader:
-    """Reads the log for an evaluation run: what Redis loses is appended again and read again."""
-
-    parts: RunParts
-
-    async def resync(self, log_instance: str) -> None:
-        """Redis came back with another copy of the stream: let env-servers append what it lacks, and read it again."""
-        self.parts.stream.rewind()
-        await self.parts.envs.playing(log_instance)
-        await self.parts.stream.catch_up()
-
-
 class EvalRunDriver(RunDriver):
     """Drives one evaluation run under one epoch."""
 
     PLAYED, WRITTEN = "every environment is evaluated", "every rollout is archived"
-    _evaluations: Sequence[Evaluation] = ()
+
+    def __init__(self, context: RunContext, *, done_evals: frozenset[tuple[str, int]]) -> None:
+        """`done_evals` are the environments and steps whose evaluation the log holds."""
+        super().__init__(assemble(context, EvalRunConfig.model_validate(context.record.config)))
+        self._done_evals = done_evals
+        self._evaluations: list[Evaluation] = []
 
     async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
         """Play every environment; there are no rollouts for a trainer to score."""
         parts = self._parts
         await self._unless_stopped(parts.envs.open_all(parts.specs))
         self._evaluations = [parts.evals.begin(env, step=STEP, min_version=0) for env in parts.evals.names]
-        parts.stream.take = parts.evals.add
-        self._keeper.collector = EvalReader(parts)
-        await self._take_over()
+        has_predecessor = self._context.epoch.number > 1
+        parts.intake.begin(None, has_predecessor=has_predecessor)
+        if has_predecessor:
+            await self._take_over()
         background.append(tasks.create_task(parts.stream.follow()))
         await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "environments are ready")
         try:
@@ -56,18 +49,8 @@ class EvalRunDriver(RunDriver):
                 if (evaluation.env, STEP) not in self._done_evals:
                     await self._events.eval_completed(report)
         finally:
-            self._ledger.keep([r for each in self._evaluations for r in (*each.good(), *each.failed())])
+            parts.book.keep([r for each in self._evaluations for r in (*each.good(), *each.failed())])
         return []
-
-    async def _take_over(self) -> None:
-        """What a predecessor has played counts, and what env-servers still play for it goes on."""
-        parts = self._parts
-        if parts.epoch.number == 1:
-            return
-        await parts.envs.let_return()
-        playing = await parts.envs.playing(self._keeper.log_instance)
-        await parts.stream.catch_up()
-        parts.evals.adopt(playing)
 
     def progress(self) -> run_pb2.RunProgress:
         """Rollouts that came back, of how many; the mean reward so far."""

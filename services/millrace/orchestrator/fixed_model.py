@@ -1,24 +1,37 @@
-"""Stand-ins for what an evaluation run does without: a policy that changes, and a trainer."""
+"""What an evaluation run has instead of policies that change, and of a trainer."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 
-from millrace.orchestrator.policy_driver import PolicyDriver, Replica
-from millrace.orchestrator.trainer_watch import TrainerWatch
+from millrace.internal.v1 import policy_pb2
+from millrace.orchestrator.play.routing import Replica
 
 
-class FixedEndpoints(PolicyDriver):
-    """Endpoints that serve one model for good. They are known by configuration: they neither register nor update."""
+class FixedEndpoints:
+    """Policies that never change: endpoints known by configuration, which neither register nor update."""
 
-    def use(self, urls: Sequence[str], *, model: str, max_concurrent: int) -> None:
-        """Take these from now on; the first rollout finds out whether they answer."""
+    desired = None
+
+    def __init__(self, urls: Sequence[str], *, model: str, max_concurrent: int) -> None:
+        """The first rollout finds out whether they answer."""
         self._endpoints = [
             Replica(worker_id=url, http_url=url, model=model, version=0, max_num_seqs=max_concurrent) for url in urls
         ]
 
+    def publish(self, entry: policy_pb2.PolicyEntry) -> None:
+        """Nobody publishes anything."""
+
     def ready(self) -> list[Replica]:
         """All of them."""
         return list(self._endpoints)
+
+    def served_version(self) -> int | None:
+        """The only one."""
+        return 0 if self._endpoints else None
+
+    def up_to(self, version: int) -> str:
+        """There is nobody else."""
+        return "inference"
 
     def known(self) -> set[str]:
         """Their URLs."""
@@ -36,12 +49,12 @@ class FixedEndpoints(PolicyDriver):
         await asyncio.Event().wait()
 
 
-class NoTrainer(TrainerWatch):
+class NoTrainer:
     """A run that trains nothing takes no trainer from others."""
 
-    async def run(self, *, is_closing: Callable[[], bool] = lambda: False) -> None:
+    async def run(self, *, is_closing: Callable[[], bool]) -> None:
         """Ends by cancellation."""
         await asyncio.Event().wait()
 
-    async def wait_finished(self, *, is_needed: bool, spare_s: float = 0.0) -> None:
+    async def wait_finished(self, *, is_needed: bool, spare_s: float) -> None:
         """Nobody has anything to finish."""

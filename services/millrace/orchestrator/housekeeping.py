@@ -5,7 +5,6 @@ Each method is a background task of the driver and ends by cancellation.
 
 import asyncio
 import logging
-from typing import Protocol
 
 from millrace.errors import CapacityError, LogGoneError, MillraceError, UnavailableError
 from millrace.orchestrator.assembly import RunParts
@@ -27,40 +26,30 @@ TELL_DAMAGE_S, MAX_TELL_DAMAGE_S = 1.0, 60.0
 """Shortest and longest pause between two looks at what was damaged; one event tells of all that was met meanwhile."""
 
 
-class LogReader(Protocol):
-    """Who reads the run's rollouts."""
-
-    async def resync(self, log_instance: str) -> None:
-        """Redis came back with another copy of the stream: have it completed, and read it again."""
-        ...
-
-
 class Housekeeper:
     """Keeps the copies of a run's log in step, and its workers informed."""
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
-        self._log = parts.log
-        self._generation = parts.log.generation
-        self._archive = EventArchive(parts.log, on_damaged=parts.damage.note)
+        self._log = parts.context.log
+        self._generation = parts.context.log.generation
+        self._archive = EventArchive(parts.context.log, on_damaged=parts.damage.note)
         self._policy_cursor = "0"
         self._policy_rewinds = 0
         self.log_instance = ""
         """Which copy of the log Redis held at the last look."""
-        self.collector: LogReader | None = None
-        """Reads the rollouts, once the run is that far."""
 
     async def start(self) -> None:
         """Note which copy of the log Redis holds, tell the workers, and append again what it lacks of the batches."""
         self.log_instance = await self._log.read_instance()
-        self._parts.registry.set_log_instance(self._log.uid, self.log_instance)
-        await reappend_committed(self._log, self._parts.epoch)
+        self._parts.context.registry.set_log_instance(self._log.uid, self.log_instance)
+        await reappend_committed(self._log, self._parts.context.epoch)
 
     async def watch_log(self) -> None:
         """Notice that Redis restarted, which may have lost the newest entries, and bring its copy up to date.
 
-        Raises LogGoneError when the log is gone, or was rebuilt as another generation: whoever claims the run next
-        begins on that one.
+        Raises LogGoneError when the log is gone, or was rebuilt as another generation: who claims the run next begins
+        on that one.
         """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -78,15 +67,17 @@ class Housekeeper:
                 await self._resync(instance)
 
     async def _resync(self, instance: str) -> None:
-        self._parts.registry.set_log_instance(self._log.uid, instance)
-        count = await reappend_committed(self._log, self._parts.epoch)
-        if self.collector is not None:
-            await self.collector.resync(instance)
+        self._parts.context.registry.set_log_instance(self._log.uid, instance)
+        count = await reappend_committed(self._log, self._parts.context.epoch)
+        if self._parts.intake.has_begun:  # env-servers append what this copy of the stream lacks, and it is read again
+            self._parts.stream.rewind()
+            await self._parts.envs.playing(instance)
+            await self._parts.stream.catch_up()
         self._policy_cursor = "0"
         self._policy_rewinds += 1
         self.log_instance = instance
-        self._parts.changed.set()
-        await self._parts.events.warning(
+        self._parts.book.changed.set()
+        await self._parts.context.events.warning(
             "REDIS_RESTARTED",
             f"Redis restarted and may have lost the entries of its last second; {count} committed batches were "
             "appended again, env-servers and the trainer append what it lacks of theirs",
@@ -105,7 +96,7 @@ class Housekeeper:
                     break
                 if policy is not None:
                     self._parts.policies.publish(policy)
-                    self._parts.ledger.lineage = max(policy.lineage, self._parts.ledger.lineage)
+                    self._parts.writer.lineage = max(policy.lineage, self._parts.writer.lineage)
 
     async def mend_damage(self) -> None:
         """Tell of damaged entries and remove them; env-servers append again what the log then lacks."""
@@ -125,8 +116,8 @@ class Housekeeper:
         """Wake the loop when workers change, tell them the watermark, open environments where servers joined."""
         parts = self._parts
         while True:
-            changed = parts.registry.changed
-            parts.registry.set_watermark(parts.record.uid, parts.ledger.frontier.resolved_below)
+            changed = parts.context.registry.changed
+            parts.context.registry.set_watermark(parts.context.record.uid, parts.book.frontier.resolved_below)
             if parts.envs.envs and not parts.envs.is_complete(parts.specs):
                 await parts.envs.refresh(parts.specs)
             try:
@@ -134,7 +125,7 @@ class Housekeeper:
                     await changed.wait()
             except TimeoutError:
                 pass
-            parts.changed.set()
+            parts.book.changed.set()
 
     async def trim_batches(self) -> None:
         """Remove from Redis the batches below the newest durable checkpoint; the store keeps them."""
@@ -165,19 +156,19 @@ class Housekeeper:
 
     async def archive_now(self) -> None:
         """Bring every event that was written so far to the store."""
-        await self._parts.events.flush()
+        await self._parts.context.events.flush()
         await self._archive.archive()
         if await self._parts.damage.tell():  # what was damaged among these is told in events, which belong there, too
-            await self._parts.events.flush()
+            await self._parts.context.events.flush()
             await self._archive.archive()
 
     async def seal(self, state: str) -> None:
         """Seal the run, whose terminal state is archived; what fails here a later look does (`sealing`)."""
-        store, names, ledger = self._log.store, self._log.names, self._parts.ledger
-        by = f"{self._parts.epoch.role}, epoch {self._parts.epoch.number}"
+        store, names, writer = self._log.store, self._log.names, self._parts.writer
+        by = f"{self._parts.context.epoch.role}, epoch {self._parts.context.epoch.number}"
         try:
-            key = names.seal(ledger.num_reopened)
-            await asyncio.to_thread(write_seal, store, names, key, ledger.known, chain=ledger.chain, state=state, by=by)
+            key = names.seal(writer.num_reopened)
+            await asyncio.to_thread(write_seal, store, names, key, writer.known, chain=writer.chain, state=state, by=by)
         except MillraceError as error:
             log.warning("run not sealed, trying again later", extra={"uid": names.uid, "error": str(error)})
 

@@ -12,16 +12,18 @@ import redis.asyncio
 from millrace.errors import CorruptObjectError, FencedError, LogGoneError, MillraceError, all_errors
 from millrace.internal.v1 import worker_service_pb2
 from millrace.orchestrator import run_meters
-from millrace.orchestrator.assembly import RunParts, assemble
+from millrace.orchestrator.assembly import RunParts
 from millrace.orchestrator.catalog import RunCatalog
+from millrace.orchestrator.desired_state import POLL_S, DesiredState, DesiredStates
 from millrace.orchestrator.eval_run import EvalRunDriver
 from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.intent_calls import ROLE
+from millrace.orchestrator.run_context import RunContext
 from millrace.orchestrator.run_driver import RunDriver
 from millrace.orchestrator.run_view import EVAL, RunView
 from millrace.orchestrator.sealing import Sealer
+from millrace.orchestrator.train_run import TrainRunDriver
 from millrace.orchestrator.watchdog import Watchdog, tell_takeover
-from millrace.orchestrator.wish_calls import ROLE
-from millrace.orchestrator.wishes import POLL_S, Wish, WishBook
 from millrace.orchestrator.workers import LET_GO_S, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
 from millrace.runlog.revisions import load_reopenings
@@ -51,12 +53,12 @@ class _Claim:
 
     driver: RunDriver | None = None
     lease: Lease | None = None
-    wish: Wish = field(default_factory=Wish)
+    desired: DesiredState = field(default_factory=DesiredState)
 
-    def heed(self, wish: Wish) -> None:
-        self.wish = wish
+    def apply(self, desired: DesiredState) -> None:
+        self.desired = desired
         if self.driver is not None:
-            self.driver.heed(wish)
+            self.driver.apply(desired)
 
 
 class RunManager:
@@ -80,7 +82,7 @@ class RunManager:
         self._catalog = catalog
         self._registry = registry
         self._on_scan = on_scan
-        self._wishes = WishBook(store, prefix)
+        self._desired = DesiredStates(store, prefix)
         self._claims: dict[str, _Claim] = {}
         self._not_before: dict[str, float] = {}
         self._pauses: dict[str, waits.LastingWait] = {}
@@ -99,20 +101,20 @@ class RunManager:
     def progress(self, uid: str) -> run_pb2.RunProgress | None:
         """How far an evaluation run is that is driven here, which no event says; None of others."""
         claim = self._claims.get(uid)
-        return claim.driver.progress() if claim and isinstance(claim.driver, EvalRunDriver) else None
+        return claim.driver.progress() if claim and claim.driver else None
 
     def driven(self) -> list[tuple[RunParts, bool]]:
         """The runs that are driven here, and whether their leases are fresh."""
         claims = list(self._claims.values())
         return [(c.driver.parts, c.lease.may_write) for c in claims if c.driver is not None and c.lease is not None]
 
-    async def heed(self, uid: str) -> None:
-        """A wish for the run was acknowledged: tell its driver, if it is here, and look at the run now."""
-        self._wishes.expire(uid)
+    async def apply(self, uid: str) -> None:
+        """An intent for the run was acknowledged: tell its driver, if it is here, and look at the run now."""
+        self._desired.expire(uid)
         if uid in self._claims:
-            wish = await self._wishes.read(uid)
+            desired = await self._desired.read(uid)
             if uid in self._claims:
-                self._claims[uid].heed(wish)
+                self._claims[uid].apply(desired)
         self._not_before.pop(uid, None)
         self.wake()
 
@@ -146,7 +148,7 @@ class RunManager:
         except MillraceError as error:
             log.warning("cannot list runs, trying again", extra={"error": str(error)})
             return []
-        wishes: list[tuple[RunView, Wish]] = []
+        found: list[tuple[RunView, DesiredState]] = []
         for view in views:
             uid = view.record.uid
             if view.is_terminal:
@@ -156,20 +158,20 @@ class RunManager:
                 if self._catalog.is_unreadable(view):
                     continue
                 try:
-                    wishes.append((view, await self._wishes.read(uid)))
+                    found.append((view, await self._desired.read(uid)))
                 except Exception as error:  # noqa: BLE001 - the edge of a run: the other runs go on
                     self._put_off(view, error)
         # Without an await in between: a trainer that registers now goes to the oldest run that lacks one.
-        found = [(view, self._work_on(view, wish)) for view, wish in wishes]
-        return [(view, work) for view, work in found if work is not None]
+        works = [(view, self._work_on(view, desired)) for view, desired in found]
+        return [(view, work) for view, work in works if work is not None]
 
-    def _work_on(self, view: RunView, wish: Wish) -> Work | None:
+    def _work_on(self, view: RunView, desired: DesiredState) -> Work | None:
         """Drive the run if it gets a trainer, or needs none for what is left; None if there is nothing to do now."""
         if view.is_reopened:
             return self._reopen
         is_paused = view.logged_state == run_pb2.RUN_STATE_PAUSED
         is_closing = view.is_closed or view.logged_state == run_pb2.RUN_STATE_STOPPING
-        if wish.is_paused and not is_closing:
+        if desired.is_paused and not is_closing:
             if is_paused:
                 self._tell_once(view, has_ended=False)
                 return None
@@ -179,7 +181,7 @@ class RunManager:
             return self._drive  # it needs neither a trainer nor a replica
         kind, uid = worker_service_pb2.WORKER_KIND_TRAINER, view.record.uid
         trainers = self._registry.claim(kind, uid, limit=1, fresh=not is_closing)
-        if trainers or wish.is_cancelled or is_closing:
+        if trainers or desired.is_cancelled or is_closing:
             return self._drive
         return self._queue_again if is_paused else None
 
@@ -233,21 +235,17 @@ class RunManager:
             await lease.renew(epoch=epoch.number)
             events = await self._events(view)
             try:
-                parts = assemble(
-                    record=view.record,
-                    run_log=run_log,
-                    epoch=epoch,
-                    lease=lease,
-                    registry=self._registry,
-                    events=events,
+                kind = EvalRunDriver if view.record.kind == EVAL else TrainRunDriver
+                context = RunContext(
+                    record=view.record, log=run_log, epoch=epoch, lease=lease, registry=self._registry, events=events
                 )
-                kind = EvalRunDriver if view.record.kind == EVAL else RunDriver
-                claim.lease, claim.driver = lease, kind(parts, done_evals=frozenset(view.done_evals))
-                claim.heed(await self._wishes.read(uid))
+                driver = kind(context, done_evals=frozenset(view.done_evals))
+                claim.lease, claim.driver = lease, driver
+                claim.apply(await self._desired.read(uid))
                 run_meters.lease_acquired(view.record.name)
                 log.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
-                await tell_takeover(parts, owner=self._owner, spoke_at=view.spoke_at)
-                await self._keep(claim, claim.driver, lease, run_log, Watchdog.of(parts, owner=self._owner))
+                await tell_takeover(context, owner=self._owner, spoke_at=view.spoke_at)
+                await self._keep(claim, driver, lease, run_log, Watchdog.of(driver.parts, owner=self._owner))
             except Exception as error:  # looked at only: `_safely` is the edge that reports it
                 if _is_gone(all_errors(error)):
                     self._kept_events[uid] = events  # goes on by itself as soon as the log is rebuilt
@@ -259,11 +257,11 @@ class RunManager:
             await _try_to("release the lease", lease.release())
 
     async def _keep(self, claim: _Claim, driver: RunDriver, lease: Lease, run_log: RunLog, watchdog: Watchdog) -> None:
-        """Drive, and keep the lease and an eye on wishes and on what stands still meanwhile."""
+        """Drive, and keep the lease and an eye on intents and on what stands still meanwhile."""
         async with asyncio.TaskGroup() as tasks:
             keepers = [
                 tasks.create_task(self._renew(lease, run_log)),
-                tasks.create_task(self._look_for_wishes(claim, run_log.uid)),
+                tasks.create_task(self._follow_intents(claim, run_log.uid)),
                 tasks.create_task(watchdog.run()),
             ]
             await driver.run()
@@ -328,15 +326,15 @@ class RunManager:
                     remedy="that one continues the run",
                 )
 
-    async def _look_for_wishes(self, claim: _Claim, uid: str) -> None:
-        """Hear of wishes that another replica acknowledged."""
+    async def _follow_intents(self, claim: _Claim, uid: str) -> None:
+        """Apply intents that another replica acknowledged."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(POLL_S)
             try:
-                claim.heed(await self._wishes.read(uid))
+                claim.apply(await self._desired.read(uid))
             except MillraceError as error:
-                log.warning("cannot read the wishes for a run, trying again", extra={"uid": uid, "error": str(error)})
+                log.warning("cannot read the intents for a run, trying again", extra={"uid": uid, "error": str(error)})
 
     def _note_ended(self, view: RunView) -> None:
         """Let workers forget a run that ended a short while ago."""
@@ -344,9 +342,9 @@ class RunManager:
             self._tell_once(view, has_ended=True)
         else:
             run_meters.forget(view.record.name)
-        self._wishes.forget(view.record.uid)
+        self._desired.forget(view.record.uid)
         self._end_pause(view.record.uid)
-        if view.record.uid not in self._claims:  # else whoever ended it here is about to seal it
+        if view.record.uid not in self._claims:  # else the drive that ended it is about to seal it
             self._sealer.note(view)
 
     def _forget_end(self, uid: str) -> None:

@@ -10,10 +10,12 @@ from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter
 
+from millrace.config.schema import OrchestratorConfig
 from millrace.orchestrator.assembly import RunParts
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.explain import KIND_NAMES
 from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.play.play import State
 from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
 from millrace.orchestrator.run_view import EVAL
 from millrace.orchestrator.workers import QUIET_S, WorkerRecord, WorkerRegistry
@@ -98,11 +100,11 @@ def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistr
         _read_runs(sheet, catalog)
         _read_workers(sheet, workers)
         driven = manager.driven()
-        _read_open(sheet, catalog, driven={parts.record.name for parts, _ in driven})
+        _read_open(sheet, catalog, driven={parts.context.record.name for parts, _ in driven})
         for parts, may_write in driven:
-            sheet.put(LEASE_HELD, may_write, parts.record.name)
-            if parts.dispatcher is not None:
-                _read_training(sheet, parts)
+            sheet.put(LEASE_HELD, may_write, parts.context.record.name)
+            if parts.training is not None:
+                _read_training(sheet, parts, parts.training.orchestrator)
 
     workers.on_lost.append(_count_lost)
     return make_registry("orchestrator", [StateCollector(FAMILIES, read), *COUNTED, LOST])
@@ -140,16 +142,21 @@ def _read_workers(sheet: Sheet, workers: WorkerRegistry) -> None:
     sheet.put(STOOD_STILL, workers.stood_still_s)
 
 
-def _read_training(sheet: Sheet, parts: RunParts) -> None:
-    run, settings = parts.record.name, parts.rl.orchestrator
-    sheet.put(STEP, parts.ledger.step, run)
-    sheet.put(EVENT_QUEUE, parts.events.num_queued, run)
-    since = parts.events.meters.seconds_since_batch
-    if since is not None and parts.ledger.step < parts.max_steps:
+def _read_training(sheet: Sheet, parts: RunParts, settings: OrchestratorConfig) -> None:
+    run, book = parts.context.record.name, parts.book
+    sheet.put(STEP, book.step, run)
+    sheet.put(EVENT_QUEUE, parts.context.events.num_queued, run)
+    since = parts.context.events.meters.seconds_since_batch
+    if since is not None and book.step < parts.max_steps:
         sheet.put(SINCE_BATCH, since, run)
-    need, have = settings.batch_size // settings.rollouts_per_example, len(parts.table.finished)
-    playing = sum(1 for group in parts.table.open.values() if group.env_server)
-    for state, count in (("playing", playing), ("unplaced", len(parts.table.open) - playing), ("finished", have)):
+    need = settings.batch_size // settings.rollouts_per_example
+    states = Count(play.state for play in book.plays.values())
+    have = states[State.WHOLE]
+    for state, count in (
+        ("playing", states[State.PLACED]),
+        ("unplaced", states[State.UNPLACED]),
+        ("finished", have),
+    ):
         sheet.put(GROUPS, count, run, state)
     sheet.put(WAITED_FOR, max(0, need - have), run)
     sheet.put(FILL, min(1.0, have / need), run)
@@ -157,7 +164,7 @@ def _read_training(sheet: Sheet, parts: RunParts) -> None:
 
 
 def _read_replicas(sheet: Sheet, parts: RunParts) -> None:
-    run, desired = parts.record.name, parts.policies.desired
+    run, desired = parts.context.record.name, parts.policies.desired
     versions = [replica.version for replica in parts.policies.ready()]
     newest = desired.version if desired is not None else max(versions, default=0)
     num_serving = sum(1 for version in versions if version >= newest)

@@ -7,11 +7,11 @@ until the replica says that it serves it. Replicas join when they register and l
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from millrace.errors import MillraceError
 from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_pb2_grpc, worker_service_pb2
 from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.play.routing import Replica
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
@@ -31,20 +31,6 @@ SLOW_S = 600.0
 """Age from which a replica's update is overdue: it may be loading a large model."""
 RESCAN_S = 1.0
 """How often the registry is looked at for replicas that joined or left, if nothing wakes us."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """A replica that serves a version of this run's policy."""
-
-    worker_id: str
-    http_url: str
-    model: str
-    version: int
-    max_num_seqs: int = 0
-    """Sequences that it generates at once; 0 if it does not say."""
-    is_applying: bool = False
-    """It takes a new version and generates nothing meanwhile."""
 
 
 class PolicyDriver:

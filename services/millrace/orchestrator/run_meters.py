@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import Counter, Histogram
 
-from millrace.orchestrator.groups import Group
+from millrace.orchestrator.play.play import Play
 from millrace.orchestrator.run_view import BatchClock
 from millrace.rollouts.types import Rollout
 from millrace.telemetry.metrics import BoundedLabel
@@ -111,11 +111,11 @@ class RunMeters:
         for reason, count in dropped.items():
             GROUPS.labels(self.run, reason).inc(count)
 
-    def trained(self, groups: Iterable[Group], *, step: int) -> None:
+    def trained(self, plays: Iterable[Play], *, step: int) -> None:
         """These groups are in the batch of that step."""
         ages = STALENESS.labels(self.run)
-        for group in groups:
-            for rollout in group.rollouts():
+        for play in plays:
+            for rollout in play.rollouts():
                 if rollout.min_version is not None:
                     ages.observe(step - rollout.min_version)
 

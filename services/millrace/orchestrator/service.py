@@ -25,11 +25,11 @@ from millrace.errors import (
 from millrace.orchestrator import forks
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.explain import explain, unanswered
+from millrace.orchestrator.intent_calls import IntentCalls
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.new_run import make_record, validate
 from millrace.orchestrator.run_view import EVAL, TERMINAL, RunRecord, RunView
 from millrace.orchestrator.watch import EventFeed
-from millrace.orchestrator.wish_calls import WishCalls
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
@@ -80,7 +80,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self._registry = registry
         self._owner = owner
         self._draining = draining
-        self._wishes = WishCalls(store=store, prefix=prefix, owner=owner, on_wish=manager.heed)
+        self._intents = IntentCalls(store=store, prefix=prefix, owner=owner, on_intent=manager.apply)
         self._auditing = asyncio.Semaphore(1)  # an audit reads everything of a run: one at a time
         self._validating = asyncio.Semaphore(MAX_VALIDATIONS)
 
@@ -164,8 +164,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.CancelRunResponse:
         """Write the intent, then tell the driver. Cancelling a run that ended is an error; twice is not."""
         view = await self._catalog.find(request.name)
-        _check_wish(request.reason, request.request_id)
-        await self._wishes.cancel(view, reason=request.reason, request_id=request.request_id)
+        _check_intent(request.reason, request.request_id)
+        await self._intents.cancel(view, reason=request.reason, request_id=request.request_id)
         return run_service_pb2.CancelRunResponse(run=view.run)
 
     async def PauseRun(
@@ -173,8 +173,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.PauseRunResponse:
         """Write the intent, then tell the driver. Pausing a run that ends or ended is an error; twice is not."""
         view = await self._catalog.find(request.name)
-        _check_wish(request.reason, request.request_id)
-        await self._wishes.pause(view, reason=request.reason, request_id=request.request_id)
+        _check_intent(request.reason, request.request_id)
+        await self._intents.pause(view, reason=request.reason, request_id=request.request_id)
         return run_service_pb2.PauseRunResponse(run=view.run)
 
     async def ResumeRun(
@@ -182,8 +182,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ResumeRunResponse:
         """Write the intent, then look for a free trainer. A failed run is reopened; an open one goes on as it does."""
         view = await self._catalog.find(request.name)
-        _check_wish("", request.request_id)
-        await self._wishes.resume(view, request_id=request.request_id)
+        _check_intent("", request.request_id)
+        await self._intents.resume(view, request_id=request.request_id)
         return run_service_pb2.ResumeRunResponse(run=view.run)
 
     async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):
@@ -249,7 +249,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of)
 
     async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
-        """The config and the record of the new run, checked beside the event loop; InvalidSpecError says all."""
+        """The config and the record of the new run, checked in a thread; InvalidSpecError says all."""
 
         def check() -> tuple[RLConfig | EvalRunConfig, RunRecord]:
             config = validate(request)
@@ -331,7 +331,7 @@ def _manifest_bytes(data: bytes, *, what: str) -> int:
         raise CorruptObjectError(f"{what} cannot be read: {error}", reason=reason) from error
 
 
-def _check_wish(reason: str, request_id: str) -> None:
+def _check_intent(reason: str, request_id: str) -> None:
     if len(reason) > MAX_REASON_CHARS:
         message = f"must have at most {MAX_REASON_CHARS} characters"
         raise InvalidSpecError([Violation(field="reason", value=f"{len(reason)} characters", message=message)])

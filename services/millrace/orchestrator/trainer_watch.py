@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from millrace.errors import InternalError
 from millrace.internal.v1 import worker_service_pb2
@@ -18,6 +19,18 @@ _TRAINER = worker_service_pb2.WORKER_KIND_TRAINER
 
 class TrainerFailedError(InternalError):
     """The trainer gave up on the run; message and reason are its own."""
+
+
+class Trainer(Protocol):
+    """The trainer of a run."""
+
+    async def run(self, *, is_closing: Callable[[], bool]) -> None:
+        """Keep one assigned, and raise TrainerFailedError if it gives up; ends by cancellation."""
+        ...
+
+    async def wait_finished(self, *, is_needed: bool, spare_s: float) -> None:
+        """Wait until it has read the closing header and written everything."""
+        ...
 
 
 class TrainerWatch:

@@ -28,6 +28,7 @@ from millrace.orchestrator.assembly import RunParts
 from millrace.orchestrator.chain import SILENT_S, Chain, is_overdue
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.explain import KIND_NAMES, chain_of, components, serves
+from millrace.orchestrator.run_context import RunContext
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.runlog.connection import OUTAGES
 from millrace.runlog.epochs import epoch_owner
@@ -103,24 +104,29 @@ class Watchdog:
     @classmethod
     def of(cls, parts: RunParts, *, owner: str) -> Self:
         """The watchdog of a driven run: rollouts, commits, policies and the trainer's steps are progress."""
+        context = parts.context
 
         def progress() -> object:
             desired = parts.policies.desired
             return (
                 parts.stream.newest,
-                parts.ledger.step,
-                parts.events.state,
+                parts.book.step,
+                context.events.state,
                 desired and (desired.lineage, desired.version),
                 parts.policies.served_version(),
                 [
                     (record.trainer.epoch, record.trainer.step)
-                    for record in parts.registry.records()
-                    if record.trainer is not None and record.trainer.run_uid == parts.record.uid
+                    for record in context.registry.records()
+                    if record.trainer is not None and record.trainer.run_uid == context.record.uid
                 ],
             )
 
         return cls(
-            run_uid=parts.record.uid, owner=owner, registry=parts.registry, events=parts.events, progress=progress
+            run_uid=context.record.uid,
+            owner=owner,
+            registry=context.registry,
+            events=context.events,
+            progress=progress,
         )
 
     async def run(self) -> None:
@@ -137,7 +143,7 @@ class Watchdog:
         still_s = self._meter.within(self._looked, now)
         self._looked = now
         if still_s > SILENT_S:
-            # Nothing that was seen before is true by now, and whoever seems silent was not heard: look again later.
+            # Nothing that was seen before is true by now, and who seems silent was not listened to: look again later.
             self._moved, self._num_told = now, 0
             if still_s > TELL_STILL_S:
                 await self._warn(
@@ -255,12 +261,12 @@ class Watchdog:
         return True
 
 
-async def tell_takeover(parts: RunParts, *, owner: str, spoke_at: Mapping[str, float]) -> None:
+async def tell_takeover(context: RunContext, *, owner: str, spoke_at: Mapping[str, float]) -> None:
     """Name the orchestrator that held the run before; `spoke_at`: when each writer wrote its last event."""
-    epoch = parts.epoch
+    epoch, run_log = context.epoch, context.log
     before = ""
     if epoch.number > 1:
-        before = await asyncio.to_thread(epoch_owner, parts.log.store, parts.log.names, epoch.role, epoch.number - 1)
+        before = await asyncio.to_thread(epoch_owner, run_log.store, run_log.names, epoch.role, epoch.number - 1)
     if not before or before == owner:
         return
     heard = (
@@ -268,7 +274,7 @@ async def tell_takeover(parts: RunParts, *, owner: str, spoke_at: Mapping[str, f
         if before in spoke_at
         else ("wrote no event")
     )
-    await parts.events.warning(
+    await context.events.warning(
         "ORCHESTRATOR_REPLACED",
         f"orchestrator {owner} took the run over from {before}, which {heard}: it gave the run back, or it is frozen "
         "or gone and its lease ran out",

@@ -40,6 +40,11 @@ MAX_ARCHIVE_BYTES = 1 << 30
 _SMALL_ARCHIVE_BYTES, _MAX_EXPANSION = 64 << 20, 256  # log-probs hardly compress: real archives expand about 5 times
 
 
+def purpose_to_wire(purpose: Purpose) -> rollout_pb2.Purpose:
+    """The protobuf value of a purpose."""
+    return _PURPOSE_TO_WIRE[purpose]
+
+
 def purpose_from_wire(value: int) -> Purpose:
     """The purpose of a protobuf value; `CorruptObjectError` when it is unknown or not set."""
     if value not in _PURPOSE_FROM_WIRE:
@@ -107,7 +112,7 @@ def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
     error = rollout.error and rollout_pb2.RolloutError(type=rollout.error.type, message=rollout.error.message)
     return rollout_pb2.Rollout(
         run_uid=rollout.run_uid,
-        purpose=_PURPOSE_TO_WIRE[rollout.purpose],
+        purpose=purpose_to_wire(rollout.purpose),
         ordinal=rollout.ordinal,
         member=rollout.member,
         attempt=rollout.attempt,

@@ -2,6 +2,10 @@
 
 import numpy as np
 
+from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.play import Play
+from millrace.orchestrator.play.settings import PlaySettings
+from millrace.orchestrator.play.tasks import TaskRef
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample
 
 
@@ -45,3 +49,30 @@ def make_rollout(
         entry_id=entry_id,
         env_server=env_server,
     )
+
+
+PLAYS = PlaySettings(
+    purpose=Purpose.TRAIN,
+    rollout_timeout_s=60.0,
+    hopeless=frozenset({RolloutStatus.PROMPT_TOO_LONG, RolloutStatus.QUARANTINED}),
+)
+
+
+def make_play(
+    ordinal: int = 0, *, group_size: int = 2, settings: PlaySettings = PLAYS, scored_whole: bool = False
+) -> Play:
+    task = TaskRef(ordinal=ordinal, env="reverse-text", task_index=ordinal)
+    return Play(task=task, group_size=group_size, settings=settings, is_scored_whole=scored_whole)
+
+
+def book_with(*ordinals: int, group_size: int = 2, scored_whole: bool = False) -> Book:
+    book = Book()
+    for ordinal in ordinals:
+        book.plays[ordinal] = make_play(ordinal, group_size=group_size, scored_whole=scored_whole)
+    return book
+
+
+def archived(book: Book) -> list[Rollout]:
+    """What the next header archives."""
+    with book.committing() as rollouts:
+        return rollouts

@@ -1,20 +1,16 @@
 import numpy as np
-from orchestrator_builders import make_rollout
+from orchestrator_builders import make_play, make_rollout
 
 from millrace.algorithms import Grpo
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.batcher import count_dropped, cut, resolutions, score_samples
-from millrace.orchestrator.groups import Group
-from millrace.orchestrator.tasks import TaskRef
+from millrace.orchestrator.play.play import Play
 
 
-def make_group(ordinal: int, rewards: list[float]) -> Group:
-    task = TaskRef(ordinal=ordinal, env="reverse-text", task_index=ordinal)
-    group = Group(task=task, group_size=len(rewards), planned_step=0)
-    group.members = {
-        member: make_rollout(ordinal, member, reward=reward, group_size=len(rewards))
-        for member, reward in enumerate(rewards)
-    }
+def make_group(ordinal: int, rewards: list[float]) -> Play:
+    group = make_play(ordinal, group_size=len(rewards))
+    for member, reward in enumerate(rewards):
+        group.add(make_rollout(ordinal, member, reward=reward, group_size=len(rewards)))
     return group
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from millrace.errors import InvalidStateError, UnauthenticatedError
 from millrace.internal.v1 import env_service_pb2, worker_service_pb2
-from millrace.orchestrator import env_pool
-from millrace.orchestrator.env_pool import EnvPool, env_spec
+from millrace.orchestrator.play import env_pool
+from millrace.orchestrator.play.env_pool import EnvPool, env_spec
 from millrace.orchestrator.workers import WorkerRegistry
 
 SPEC = env_spec("reverse-text", "reverse-text", {})

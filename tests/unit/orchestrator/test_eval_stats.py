@@ -3,15 +3,20 @@
 import itertools
 
 import pytest
-from orchestrator_builders import make_rollout
+from orchestrator_builders import make_play, make_rollout
 
-from millrace.orchestrator.eval_stats import figures, pass_at_k
-from millrace.orchestrator.eval_tasks import MAX_ATTEMPTS, EvalTask
-from millrace.rollouts.types import RolloutStatus
+from millrace.orchestrator.play.eval_stats import figures, pass_at_k
+from millrace.orchestrator.play.play import MAX_FAILED_ATTEMPTS, Play, State
+from millrace.orchestrator.play.settings import PlaySettings
+from millrace.rollouts.types import Purpose, RolloutStatus
 
 
-def task(index: int, rewards: list[float]) -> EvalTask:
-    made = EvalTask(index, len(rewards))
+def of_evaluation(*, max_blameless_attempts: int | None = None) -> PlaySettings:
+    return PlaySettings(purpose=Purpose.EVAL, rollout_timeout_s=60.0, max_blameless_attempts=max_blameless_attempts)
+
+
+def task(index: int, rewards: list[float]) -> Play:
+    made = make_play(index, group_size=len(rewards), settings=of_evaluation())
     for member, reward in enumerate(rewards):
         made.add(make_rollout(index, member, reward=reward, group_size=len(rewards)))
     return made
@@ -31,19 +36,24 @@ def test_figures_of_two_tasks() -> None:
 
 
 def test_a_task_that_an_endpoint_keeps_losing_ends() -> None:
-    lost = EvalTask(0, 1, max_blameless_attempts=3)
+    lost = make_play(group_size=1, settings=of_evaluation(max_blameless_attempts=3))
     for attempt in range(4):
-        assert not lost.is_done and lost.attempt == attempt
+        assert lost.is_open and lost.attempt == attempt
         lost.add(make_rollout(0, 0, attempt=attempt, group_size=1, status=RolloutStatus.ENGINE_LOST))
-    assert lost.is_done and lost.num_failed_attempts == MAX_ATTEMPTS and list(lost.failed) == [0]
-    ours = EvalTask(0, 1)
+    assert lost.state is State.RESOLVED and lost.num_failed_attempts == MAX_FAILED_ATTEMPTS
+    assert list(lost.failures) == [0]
+    ours = make_play(group_size=1, settings=of_evaluation())
     for attempt in range(20):
         ours.add(make_rollout(0, 0, attempt=attempt, group_size=1, status=RolloutStatus.ENGINE_LOST))
-    assert not ours.is_done
+    assert ours.is_open
 
 
 def test_what_a_predecessor_played_counts_at_whatever_attempt_it_was() -> None:
-    adopted = EvalTask(0, 2)
-    adopted.adopt(make_rollout(0, 0, attempt=3, group_size=2, status=RolloutStatus.ENV_ERROR))
-    adopted.adopt(make_rollout(0, 1, attempt=1, group_size=2))
-    assert (adopted.attempt, list(adopted.good), adopted.num_failed_attempts) == (4, [1], 1)
+    adopted = make_play(settings=of_evaluation())
+    for rollout in (
+        make_rollout(0, 0, attempt=3, group_size=2, status=RolloutStatus.ENV_ERROR),
+        make_rollout(0, 1, attempt=1, group_size=2),
+    ):
+        adopted.follow(rollout.attempt)
+        adopted.add(rollout)
+    assert (adopted.attempt, list(adopted.members), adopted.num_failed_attempts) == (4, [1], 1)

@@ -2,19 +2,19 @@ import time
 from dataclasses import replace
 
 import pytest
-from orchestrator_builders import make_rollout
+from orchestrator_builders import make_play, make_rollout
 
 from millrace.config.load import validate_document
 from millrace.errors import InvalidSpecError, Violation
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
-from millrace.orchestrator.dispatcher import PLAY_SLACK_S, Dispatcher, RunIdentity
-from millrace.orchestrator.env_pool import OpenedEnv
-from millrace.orchestrator.eval_settings import of_training
-from millrace.orchestrator.evals import Evaluator
-from millrace.orchestrator.groups import Group, GroupTable
-from millrace.orchestrator.policy_driver import Replica
-from millrace.orchestrator.routing import Router
-from millrace.orchestrator.tasks import TaskRef
+from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.env_pool import OpenedEnv
+from millrace.orchestrator.play.evals import Evaluation, Evaluator
+from millrace.orchestrator.play.intake import Intake
+from millrace.orchestrator.play.play import Play
+from millrace.orchestrator.play.player import Player, RunIdentity
+from millrace.orchestrator.play.routing import Replica, Router
+from millrace.orchestrator.play.settings import PLAY_SLACK_S, of_training, plays_of_training
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 
 CONFIG = validate_document(
@@ -88,16 +88,26 @@ class HastyEnvs:
         return True
 
 
+def player_of(envs: HastyEnvs) -> Player:
+    return Player(run=RUN, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router())
+
+
+def training_book(*, scored_whole: bool = False) -> tuple[Book, Play]:
+    """A book with one group of training, as the run's config has it played."""
+    book = Book()
+    play = book.plays[0] = make_play(settings=plays_of_training(CONFIG), scored_whole=scored_whole)
+    return book, play
+
+
 @pytest.mark.timeout(20)
 async def test_an_evaluation_whose_failures_outrun_the_answer_is_played_again() -> None:
     envs = HastyEnvs()
-    evaluator = Evaluator(
-        run=RUN, settings=of_training(CONFIG), envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
-    )
+    open_: dict[str, Evaluation] = {}
+    evaluator = Evaluator(settings=of_training(CONFIG), epoch=1, envs=envs, player=player_of(envs), evaluations=open_)
 
     def deliver(rollout: Rollout, request) -> None:
         fields = {name: getattr(rollout, name) for name in rollout.__slots__}
-        evaluator.add(Rollout(**fields | {"purpose": Purpose.EVAL, "eval_id": request.eval_id}))
+        open_[request.eval_id].add(Rollout(**fields | {"purpose": Purpose.EVAL, "eval_id": request.eval_id}))
 
     envs.deliver = deliver
     report, good = await evaluator.evaluate("reverse-text", step=0, min_version=0)
@@ -105,23 +115,18 @@ async def test_an_evaluation_whose_failures_outrun_the_answer_is_played_again() 
 
 
 async def test_a_group_whose_failures_outrun_the_answer_is_not_taken_for_placed() -> None:
-    envs, table = HastyEnvs(), GroupTable()
-    group = Group(task=TaskRef(ordinal=0, env="reverse-text", task_index=0), group_size=2, planned_step=0)
-    table.open[0] = group
+    envs, (book, group) = HastyEnvs(), training_book()
 
     def deliver(rollout: Rollout, request) -> None:
         assert request.purpose == rollout_pb2.PURPOSE_TRAIN
-        if table.add(rollout) == "retry":
-            group.next_attempt()
+        book.add(rollout)
 
     envs.deliver = deliver
-    dispatcher = Dispatcher(
-        run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
-    )
-    assert await dispatcher.dispatch(group, table, min_version=0)
+    player = player_of(envs)
+    assert await player.place(group, book.plays.values())
     assert (group.attempt, group.env_server) == (1, ""), "attempt 1 is placed by nobody yet"
-    assert await dispatcher.dispatch(group, table, min_version=0)
-    assert 0 in table.finished
+    assert await player.place(group, book.plays.values())
+    assert book.whole == [group]
 
 
 class CountedEnvs(HastyEnvs):
@@ -151,9 +156,21 @@ class CountedEnvs(HastyEnvs):
         return not self.loses_answers
 
 
-def evaluator_of(envs: HastyEnvs, num_examples: int = 1) -> Evaluator:
-    settings = replace(of_training(CONFIG), num_examples=num_examples)
-    return Evaluator(run=RUN, settings=settings, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router())
+class Evaluated:
+    """One evaluation, the player that places its tasks, and the intake that brings it rollouts."""
+
+    def __init__(self, envs: HastyEnvs, num_examples: int = 1) -> None:
+        settings = replace(of_training(CONFIG), num_examples=num_examples)
+        evaluations: dict[str, Evaluation] = {}
+        self.player = player_of(envs)
+        evaluator = Evaluator(settings=settings, epoch=1, envs=envs, player=self.player, evaluations=evaluations)
+        self.intake = Intake(book=Book(), evaluations=evaluations, policies=OneReplica())
+        self.current = evaluator.begin("reverse-text", step=0, min_version=0)
+        self.plays = list(self.current.plays.values())
+        self.intake.begin(None, has_predecessor=True)
+
+    async def place(self) -> None:
+        await self.player.place_open(self.plays)
 
 
 def play_of(current, member: int, env_server: str, *, attempt: int = 0, reward: float = 0.0) -> Rollout:
@@ -163,33 +180,31 @@ def play_of(current, member: int, env_server: str, *, attempt: int = 0, reward: 
 
 async def test_a_task_goes_to_an_env_server_that_has_room() -> None:
     envs = CountedEnvs(room={"full": 0, "free": 9}, num_eval=4)
-    evaluator = evaluator_of(envs, num_examples=4)
-    await evaluator._place(evaluator.begin("reverse-text", step=0, min_version=0))
+    await Evaluated(envs, num_examples=4).place()
     assert envs.placed == [("free", ordinal, 0) for ordinal in range(4)]
 
 
 async def test_tasks_begin_at_env_servers_in_turn_and_stop_when_all_are_full() -> None:
     envs = CountedEnvs(room={"a": 2, "b": 1}, num_eval=4)
-    evaluator = evaluator_of(envs, num_examples=4)
-    current = evaluator.begin("reverse-text", step=0, min_version=0)
-    await evaluator._place(current)
+    evaluated = Evaluated(envs, num_examples=4)
+    await evaluated.place()
     assert envs.placed == [("a", 0, 0), ("b", 1, 0), ("a", 2, 0)]
-    assert [task.env_server for task in current.tasks] == ["a", "b", "a", ""]
+    assert [task.env_server for task in evaluated.plays] == ["a", "b", "a", ""]
 
 
 async def test_a_task_that_is_scored_whole_begins_anew_when_it_was_lost_in_part() -> None:
     envs = CountedEnvs(room={"a": 9, "b": 9}, requires_group=True)
-    evaluator = evaluator_of(envs)
-    current = evaluator.begin("reverse-text", step=0, min_version=0)
-    await evaluator._place(current)
-    evaluator.add(play_of(current, 0, "a", reward=1.0))
+    evaluated = Evaluated(envs)
+    current = evaluated.current
+    await evaluated.place()
+    current.add(play_of(current, 0, "a", reward=1.0))
     del envs.room["a"]
-    await evaluator._place(current)
+    await evaluated.place()
     assert envs.placed == [("a", 0, 0), ("b", 0, 1)] and not current.good()
-    evaluator.add(play_of(current, 1, "a", reward=1.0))
+    current.add(play_of(current, 1, "a", reward=1.0))
     assert not current.good(), "what the lost play still brings was compared with other members"
     for member in (0, 1):
-        evaluator.add(play_of(current, member, "b", attempt=1))
+        current.add(play_of(current, member, "b", attempt=1))
     assert [(rollout.env_server, rollout.attempt) for rollout in current.good()] == [("b", 1)] * 2
 
 
@@ -197,88 +212,77 @@ async def test_a_task_that_is_scored_whole_begins_anew_when_it_was_lost_in_part(
 async def test_a_whole_task_whose_answer_was_lost_is_left_to_who_plays_it(dies: bool) -> None:
     envs = CountedEnvs(room={"a": 1}, requires_group=True)
     envs.loses_answers = True
-    evaluator = evaluator_of(envs)
-    current = evaluator.begin("reverse-text", step=0, min_version=0)
-    await evaluator._place(current)
-    evaluator.add(play_of(current, 0, "a"))
+    evaluated = Evaluated(envs)
+    current = evaluated.current
+    await evaluated.place()
+    current.add(play_of(current, 0, "a"))
     envs.loses_answers = False
     envs.room = {"b": 9} if dies else {"a": 9, "b": 9}
-    await evaluator._place(current)
-    await evaluator._place(current)
+    await evaluated.place()
+    await evaluated.place()
     if dies:
         assert envs.placed == [("a", 0, 0), ("b", 0, 1)] and not current.good()
     else:
-        assert envs.placed == [("a", 0, 0)] and current.tasks[0].env_server == "a"
+        assert envs.placed == [("a", 0, 0)] and current.plays[0].env_server == "a"
 
 
 @pytest.mark.parametrize("dies", [False, True])
 async def test_a_whole_training_group_whose_answer_was_lost_is_left_to_who_plays_it(dies: bool) -> None:
-    envs, table = CountedEnvs(room={"a": 1}, requires_group=True), GroupTable()
+    envs = CountedEnvs(room={"a": 1}, requires_group=True)
     envs.loses_answers = True
-    task = TaskRef(ordinal=0, env="reverse-text", task_index=0)
-    group = table.open[0] = Group(task=task, group_size=2, planned_step=0, is_scored_whole=True)
-    dispatcher = Dispatcher(
-        run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
-    )
-    assert not await dispatcher.dispatch(group, table, min_version=0)
-    table.add(make_rollout(0, 0, group_size=2, env_server="a"))
+    (book, group), player = training_book(scored_whole=True), player_of(envs)
+    assert not await player.place(group, book.plays.values())
+    book.add(make_rollout(0, 0, group_size=2, env_server="a"))
     envs.loses_answers = False
     envs.room = {"b": 9} if dies else {"a": 9, "b": 9}
-    assert await dispatcher.dispatch(group, table, min_version=0)
+    assert await player.place(group, book.plays.values())
     assert (group.env_server, group.attempt) == ("a", 0)
-    assert group.deadline < time.monotonic() + PLAY_SLACK_S + 1 < time.monotonic() + dispatcher.timeout_s
-    assert dispatcher.lost(table) == ([group] if dies else []), "the loop plays it anew if nobody plays it any more"
+    assert group.deadline < time.monotonic() + PLAY_SLACK_S + 1 < time.monotonic() + group.settings.timeout_s
+    assert player.lost(book.plays.values()) == ([group] if dies else []), (
+        "the loop plays it anew if nobody plays it any more"
+    )
     assert envs.placed == [("a", 0, 0)]
     if not dies:
-        table.add(make_rollout(0, 1, group_size=2, env_server="a"))
-        assert 0 in table.finished
+        book.add(make_rollout(0, 1, group_size=2, env_server="a"))
+        assert book.whole == [group]
 
 
 async def test_a_whole_group_that_two_play_belongs_to_the_one_that_brought_the_first_member() -> None:
-    envs, table = CountedEnvs(room={"a": 1, "b": 1}, requires_group=True), GroupTable()
-    task = TaskRef(ordinal=0, env="reverse-text", task_index=0)
-    group = table.open[0] = Group(task=task, group_size=2, planned_step=0, is_scored_whole=True)
-    dispatcher = Dispatcher(
-        run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
-    )
+    envs = CountedEnvs(room={"a": 1, "b": 1}, requires_group=True)
+    (book, group), player = training_book(scored_whole=True), player_of(envs)
     ask = envs.play
 
     async def play(worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
         took = await ask(worker_id, request)
         if worker_id == "b":  # while it is asked, the play whose answer was lost brings a member
-            table.add(make_rollout(0, 0, group_size=2, env_server="a"))
+            book.add(make_rollout(0, 0, group_size=2, env_server="a"))
         return took and worker_id == "b"
 
     envs.play = play
-    assert await dispatcher.dispatch(group, table, min_version=0)
+    assert await player.place(group, book.plays.values())
     assert [server for server, *_ in envs.placed] == ["a", "b"] and group.env_server == "a"
 
 
 async def test_a_whole_group_is_lost_with_the_one_that_brought_its_first_member() -> None:
-    envs, table = CountedEnvs(room={"b": 9}, requires_group=True), GroupTable()
-    task = TaskRef(ordinal=0, env="reverse-text", task_index=0)
-    group = table.open[0] = Group(task=task, group_size=2, planned_step=0, is_scored_whole=True)
-    dispatcher = Dispatcher(
-        run=RUN, config=CONFIG, envs=envs, policies=OneReplica(), stream=ReadStream(), router=Router()
-    )
-    assert await dispatcher.dispatch(group, table, min_version=0)
-    assert group.env_server == "b" and not dispatcher.lost(table)
-    table.add(make_rollout(0, 0, group_size=2, env_server="a"))  # of an earlier play, which counted as lost
-    assert dispatcher.lost(table) == [group], "what b brings is of another play"
+    envs = CountedEnvs(room={"b": 9}, requires_group=True)
+    (book, group), player = training_book(scored_whole=True), player_of(envs)
+    assert await player.place(group, book.plays.values())
+    assert group.env_server == "b" and not player.lost(book.plays.values())
+    book.add(make_rollout(0, 0, group_size=2, env_server="a"))  # of an earlier play, which counted as lost
+    assert player.lost(book.plays.values()) == [group], "what b brings is of another play"
 
 
-def test_a_takeover_keeps_a_whole_task_only_if_its_play_goes_on() -> None:
+async def test_a_takeover_keeps_a_whole_task_only_if_its_play_goes_on() -> None:
     envs = CountedEnvs(room={"a": 9}, requires_group=True)
-    evaluator = evaluator_of(envs)
-    current = evaluator.begin("reverse-text", step=0, min_version=0)
-    [task] = current.tasks
-    task.adopt(play_of(current, 0, "a"))
+    evaluated = Evaluated(envs)
+    intake, current, [task] = evaluated.intake, evaluated.current, evaluated.plays
+    intake.take(play_of(current, 0, "a"))
     playing = env_service_pb2.PlayingGroup(
         purpose=rollout_pb2.PURPOSE_EVAL, eval_id=current.eval_id, ordinal=0, attempt=1, members=[0, 1]
     )
-    evaluator.adopt({"a": [playing]})
+    await intake.take_over(ReadStream(), {"a": [playing]})
     assert (task.attempt, task.missing, task.env_server) == (1, [0, 1], "a")
     for member in (0, 1):
-        task.adopt(play_of(current, member, "a", attempt=1))
-    task.adopt(play_of(current, 0, "a", attempt=2))
-    assert not task.missing and {rollout.attempt for rollout in task.good.values()} == {1}, "what is whole stays"
+        intake.take(play_of(current, member, "a", attempt=1))
+    intake.take(play_of(current, 0, "a", attempt=2))
+    assert not task.missing and {rollout.attempt for rollout in task.members.values()} == {1}, "what is whole stays"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from orchestrator_builders import make_rollout
 
-from millrace.orchestrator.rollout_stream import RolloutStream
+from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import encode_rollout
 from millrace.runlog import Entry
@@ -30,9 +30,8 @@ class ListLog:
 
 
 def reading(log: ListLog) -> tuple[RolloutStream, list[Rollout]]:
-    stream, taken = RolloutStream(log), []  # pyright: ignore[reportArgumentType]
-    stream.take = taken.append
-    return stream, taken
+    taken: list[Rollout] = []
+    return RolloutStream(log, take=taken.append), taken  # pyright: ignore[reportArgumentType]
 
 
 async def test_catching_up_beside_a_blocked_read_takes_every_entry_once() -> None:

@@ -3,12 +3,10 @@
 from collections import Counter
 from dataclasses import replace
 
-from orchestrator_builders import make_rollout
+from orchestrator_builders import make_play, make_rollout
 
-from millrace.orchestrator.groups import Arrival, Group, GroupTable
-from millrace.orchestrator.policy_driver import Replica
-from millrace.orchestrator.routing import Router
-from millrace.orchestrator.tasks import TaskRef
+from millrace.orchestrator.play.play import Arrival, Play, load_of
+from millrace.orchestrator.play.routing import Replica, Router
 from millrace.rollouts.types import RolloutStatus
 
 
@@ -57,21 +55,16 @@ def test_a_replica_that_is_applying_a_version_gets_nothing_while_another_one_gen
     assert picked(router(), applying) == "a"
 
 
-def play(table: GroupTable, status: RolloutStatus) -> Group:
-    group = Group(task=TaskRef(ordinal=0, env="e", task_index=0), group_size=2, planned_step=0)
-    group.env_server, group.replica = "env-server-0", "a"
-    table.open[0] = group
-    table.add(make_rollout(0, 0, group_size=2))
-    assert table.load() == {"a": 1}
-    assert table.add(make_rollout(0, 1, group_size=2, status=status)) is Arrival.RETRY
-    return group
+def failed(status: RolloutStatus) -> Play:
+    play = make_play()
+    play.place("env-server-0", replica="a", timeout_s=60.0)
+    play.add(make_rollout(0, 0, group_size=2))
+    assert load_of([play]) == {"a": 1}
+    assert play.add(make_rollout(0, 1, group_size=2, status=status)) is Arrival.RETRY
+    return play
 
 
 def test_what_is_played_again_knows_its_replica_and_forgets_one_that_lost_it() -> None:
-    table = GroupTable()
-    group = play(table, RolloutStatus.ENV_ERROR)
-    group.next_attempt()
-    assert (group.home, group.replica) == ("a", "") and table.load() == {}
-    group = play(GroupTable(), RolloutStatus.ENGINE_LOST)
-    group.next_attempt(is_lost=True)
-    assert group.home == ""
+    play = failed(RolloutStatus.ENV_ERROR)
+    assert (play.home, play.replica) == ("a", "") and load_of([play]) == {}
+    assert failed(RolloutStatus.ENGINE_LOST).home == ""

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from millrace.orchestrator.tasks import TaskOrder, TaskSource
+from millrace.orchestrator.play.tasks import TaskOrder, TaskSource
 
 
 def source(env: str, num_tasks: int, *, digest: str = "d", weight: float = 1.0) -> TaskSource:

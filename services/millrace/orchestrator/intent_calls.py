@@ -1,8 +1,8 @@
-"""CancelRun, PauseRun and ResumeRun: a wish is durable before it is acknowledged.
+"""CancelRun, PauseRun and ResumeRun: an intent is durable before it is acknowledged.
 
-ResumeRun of a run that has FAILED reopens it, in this order: the intent, a new epoch of the orchestrator (whoever drove
-the run before is fenced out), the create-only record that its closing header does not end it (`runlog.revisions`).
-Whoever claims the run next begins another copy of its log, says in an event that it is QUEUED again, and drives it. A
+ResumeRun of a run that has FAILED reopens it, in this order: the intent, a new epoch of the orchestrator (who drove the
+run before is fenced out), the create-only record that its closing header does not end it (`runlog.revisions`).
+Who claims the run next begins another copy of its log, says in an event that it is QUEUED again, and drives it. A
 process that dies in between leaves either a run that is still FAILED, or one that any orchestrator goes on with.
 """
 
@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from millrace.errors import InvalidStateError
+from millrace.orchestrator.desired_state import DesiredState
 from millrace.orchestrator.run_view import RunView
-from millrace.orchestrator.wishes import Wish
 from millrace.runlog import Intent, Names
 from millrace.runlog.epochs import create_epoch
 from millrace.runlog.intents import read_intents, write_intent
@@ -24,38 +24,38 @@ ROLE = "orchestrator"
 """Role whose epochs fence those who drive a run."""
 
 
-class WishCalls:
-    """Writes the wishes of users as intents, each once however often it is repeated."""
+class IntentCalls:
+    """Writes what users ask for as intents, each once however often it is repeated."""
 
     def __init__(
-        self, *, store: ObjectStore, prefix: str, owner: str, on_wish: Callable[[str], Awaitable[None]]
+        self, *, store: ObjectStore, prefix: str, owner: str, on_intent: Callable[[str], Awaitable[None]]
     ) -> None:
-        """`on_wish` hears the uid of a run with a new wish; `owner` names this orchestrator in what it records."""
+        """`on_intent` is called with the uid of a run with a new intent; `owner` is named in what is recorded."""
         self._owner = owner
         self._store = store
         self._prefix = prefix
-        self._on_wish = on_wish
+        self._on_intent = on_intent
 
     async def cancel(self, view: RunView, *, reason: str, request_id: str) -> None:
         """Ask the run to end."""
         if view.run.state == run_pb2.RUN_STATE_CANCELLED:
             return
         _require_open(view, "cancel")
-        if not (await self._wish(view)).is_cancelled:
+        if not (await self._desired(view)).is_cancelled:
             await self._write(view, "cancel", {"reason": reason, "request_id": request_id})
 
     async def pause(self, view: RunView, *, reason: str, request_id: str) -> None:
         """Ask the run to pause."""
         _require_open(view, "pause")
-        wish = await self._wish(view)
-        if wish.is_cancelled or view.run.state == run_pb2.RUN_STATE_STOPPING:
-            why = "it is being cancelled" if wish.is_cancelled else "every step is done"
+        desired = await self._desired(view)
+        if desired.is_cancelled or view.run.state == run_pb2.RUN_STATE_STOPPING:
+            why = "it is being cancelled" if desired.is_cancelled else "every step is done"
             raise InvalidStateError(
                 f"run {view.record.name!r} is about to end: {why}",
                 reason="RUN_STOPPING",
                 remedy="nothing is left to pause",
             )
-        if not wish.is_paused:
+        if not desired.is_paused:
             await self._write(view, "pause", {"reason": reason, "request_id": request_id})
 
     async def resume(self, view: RunView, *, request_id: str) -> None:
@@ -64,13 +64,13 @@ class WishCalls:
             await self._reopen(view, request_id)
             return
         _require_open(view, "resume")
-        if (await self._wish(view)).is_paused:
+        if (await self._desired(view)).is_paused:
             await self._write(view, "resume", {"request_id": request_id})
 
     async def _reopen(self, view: RunView, request_id: str) -> None:
         names = Names(self._prefix, view.record.uid)
         intents = await read_intents(self._store, names)
-        if Wish().then(intents).is_cancelled:
+        if DesiredState().after(intents).is_cancelled:
             raise InvalidStateError(
                 f"run {view.record.name!r} was asked to end before it failed, and a cancellation is for good",
                 reason="RUN_CANCELLED",
@@ -86,7 +86,7 @@ class WishCalls:
         await asyncio.to_thread(reopen, self._store, names, closing, epoch=epoch.number, owner=self._owner)
         faults.reach(faults.Point.ORCHESTRATOR_REOPENED, step=closing.step)
         view.reopen()
-        await self._on_wish(view.record.uid)
+        await self._on_intent(view.record.uid)
 
     async def _was_done(self, names: Names, intents: Sequence[Intent], request_id: str) -> bool:
         """Whether this very request has reopened the run before, which then failed again."""
@@ -94,13 +94,13 @@ class WishCalls:
         records = await asyncio.to_thread(load_reopenings, self._store, names)
         return bool(request_id) and any(record.closing_sha256 in asked for record in records)
 
-    async def _wish(self, view: RunView) -> Wish:
+    async def _desired(self, view: RunView) -> DesiredState:
         """What the run shall do, with every intent that was acknowledged by now."""
-        return Wish().then(await read_intents(self._store, Names(self._prefix, view.record.uid)))
+        return DesiredState().after(await read_intents(self._store, Names(self._prefix, view.record.uid)))
 
     async def _write(self, view: RunView, kind: str, payload: dict[str, str]) -> None:
         await write_intent(self._store, Names(self._prefix, view.record.uid), kind, payload)
-        await self._on_wish(view.record.uid)
+        await self._on_intent(view.record.uid)
 
 
 def _require_open(view: RunView, verb: str) -> None:

@@ -7,15 +7,72 @@ what the replica generates at once; all kinds of work of the run count together.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from millrace.orchestrator.policy_driver import Replica
+from millrace.internal.v1 import policy_pb2
 
 DEFAULT_SEQS = 256
 """Sequences at once of a replica that does not say how many."""
 
 Load = Callable[[], Mapping[str, int]]
 """Rollouts that are being played, by the replica's worker id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """A replica that serves a version of this run's policy."""
+
+    worker_id: str
+    http_url: str
+    model: str
+    version: int
+    max_num_seqs: int = 0
+    """Sequences that it generates at once; 0 if it does not say."""
+    is_applying: bool = False
+    """It takes a new version and generates nothing meanwhile."""
+
+
+class Policies(Protocol):
+    """The policies of a run, and the replicas that serve them."""
+
+    @property
+    def desired(self) -> policy_pb2.PolicyEntry | None:
+        """The policy that they shall serve; None where it never changes."""
+        ...
+
+    def ready(self) -> Sequence[Replica]:
+        """Those that serve and take work."""
+        ...
+
+    def known(self) -> set[str]:
+        """Worker ids of those that are there, ready or not."""
+        ...
+
+    def replica_at(self, http_url: str) -> str:
+        """Worker id of the one with that base URL; empty if it is not known."""
+        ...
+
+    def suspect(self, worker_id: str) -> None:
+        """A rollout lost its engine there."""
+        ...
+
+    def publish(self, entry: policy_pb2.PolicyEntry) -> None:
+        """A version was published."""
+        ...
+
+    def served_version(self) -> int | None:
+        """Newest version that a ready replica serves."""
+        ...
+
+    def up_to(self, version: int) -> str:
+        """Kind of component that must act before a version is served."""
+        ...
+
+    async def run(self) -> None:
+        """Keep replicas at the newest version; ends by cancellation."""
+        ...
 
 
 class Router:

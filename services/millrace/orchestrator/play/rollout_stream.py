@@ -32,12 +32,20 @@ START = "0"
 class RolloutStream:
     """Reads from the first entry, so that a new orchestrator reuses what its predecessor was sent."""
 
-    def __init__(self, run_log: RunLog, *, is_scored: bool = False, on_damaged: OnDamaged | None = None) -> None:
-        """`is_scored`: a teacher scores the rollouts that are trained on, and they are taken with its scores.
+    def __init__(
+        self,
+        run_log: RunLog,
+        *,
+        take: Callable[[Rollout], None],
+        is_scored: bool = False,
+        on_damaged: OnDamaged | None = None,
+    ) -> None:
+        """`take` gets every rollout once, with its `entry_id`; `on_damaged` is called with each entry that is skipped.
 
-        `on_damaged` hears of entries that were skipped.
+        `is_scored`: a teacher scores the rollouts that are trained on, and they are taken with its scores.
         """
         self._log = run_log
+        self._take = take
         self._on_damaged = on_damaged
         self._is_scored = is_scored
         self._cursor = START
@@ -45,8 +53,6 @@ class RolloutStream:
         self._seen: dict[bytes, None] = {}
         self.newest = ""
         """Id of the newest entry that was read; empty before the first."""
-        self.take: Callable[[Rollout], None] = _nobody_takes
-        """Gets every rollout once, with its `entry_id`; set by who sorts them."""
 
     @property
     def position(self) -> str:
@@ -59,7 +65,7 @@ class RolloutStream:
             await self._poll(block_s=FOLLOW_BLOCK_S)
 
     async def catch_up(self) -> None:
-        """Take every entry that the stream holds now. Safe beside `follow`."""
+        """Take every entry that the stream holds now. Safe while `follow` runs."""
         while await self._poll(block_s=0.0):
             pass
 
@@ -89,7 +95,7 @@ class RolloutStream:
             if not self._is_new(bytes.fromhex(entry.h)):
                 continue
             if (rollout := rollouts.get(entry.id)) is not None:
-                self.take(replace(rollout, entry_id=entry.id))
+                self._take(replace(rollout, entry_id=entry.id))
         return bool(entries)
 
     async def _decode(self, entries: Sequence[Entry]) -> dict[str, Rollout]:
@@ -142,7 +148,3 @@ def entry_key(entry_id: str) -> tuple[int, int]:
     """Order of stream ids, which are two numbers; an empty id is before all."""
     milliseconds, _, sequence = entry_id.partition("-")
     return int(milliseconds or 0), int(sequence or 0)
-
-
-def _nobody_takes(rollout: Rollout) -> None:
-    raise AssertionError("the stream is read before anybody takes its rollouts")

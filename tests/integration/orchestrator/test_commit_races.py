@@ -4,9 +4,8 @@ import pytest
 from orchestrator_fakes import make_rollout
 from orchestrator_runs import create, has_state, resolutions, states, until, watch
 
-from millrace.orchestrator import ledger as ledger_module
-from millrace.orchestrator import loop, manager
-from millrace.orchestrator.ledger import Ledger
+from millrace.orchestrator import batch_writer, loop, manager
+from millrace.orchestrator.batch_writer import BatchWriter
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rollouts.wire import decode_archive, decode_rollout, encode_rollout
 from millrace.rpc.channel import call
@@ -25,25 +24,25 @@ async def is_explained(stack, run, why: str) -> bool:
 
 
 @pytest.fixture
-def ledgers(monkeypatch) -> list[Ledger]:
-    """Every ledger that is made, in order."""
-    found: list[Ledger] = []
-    restore = Ledger.restore
+def writers(monkeypatch) -> list[BatchWriter]:
+    """Every batch writer that is made, in order."""
+    found: list[BatchWriter] = []
+    restore = BatchWriter.restore
 
     def noting(self, *args, **options) -> None:
         found.append(self)
         restore(self, *args, **options)
 
-    monkeypatch.setattr(Ledger, "restore", noting)
+    monkeypatch.setattr(BatchWriter, "restore", noting)
     return found
 
 
-async def let_it_read(stack, run, ledger: Ledger, request, member: int, status: RolloutStatus) -> None:
+async def let_it_read(stack, run, writer: BatchWriter, request, member: int, status: RolloutStatus) -> None:
     """Append a rollout and return when the orchestrator has taken it."""
     log = await log_of(stack, run)
     (await log.append_rollout(encode_rollout(make_rollout(request, member, status, 0)))).require("rollout")
     newest = await log.last_id(Stream.ROLLOUTS)
-    await until(lambda: place_of(ledger._stream.newest) >= place_of(newest), what="the orchestrator reads it")
+    await until(lambda: place_of(writer._stream.newest) >= place_of(newest), what="the orchestrator reads it")
 
 
 def place_of(entry_id: str) -> tuple[int, ...]:
@@ -52,18 +51,18 @@ def place_of(entry_id: str) -> tuple[int, ...]:
 
 
 async def test_a_late_rollout_of_an_ordinal_that_is_being_committed_does_not_open_it_again(
-    stack, ledgers, monkeypatch
+    stack, writers, monkeypatch
 ) -> None:
     env, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
-    commit, late = ledger_module.commit_batch, []
+    commit, late = batch_writer.commit_batch, []
 
     async def commit_slowly(log, epoch, header, chunks, archive, **fields) -> bytes:
         if header.step == 1:
             late.append(header.resolutions[0].ordinal)
-            await let_it_read(stack, run, ledgers[0], env.plays_of(late[0])[0], 1, RolloutStatus.TIMEOUT)
+            await let_it_read(stack, run, writers[0], env.plays_of(late[0])[0], 1, RolloutStatus.TIMEOUT)
         return await commit(log, epoch, header, chunks, archive, **fields)
 
-    monkeypatch.setattr(ledger_module, "commit_batch", commit_slowly)
+    monkeypatch.setattr(batch_writer, "commit_batch", commit_slowly)
     run = await create(stack)
     assert states(await watch(stack, run))[-1] == "SUCCEEDED"
     resolutions(trainer.steps)
@@ -71,10 +70,10 @@ async def test_a_late_rollout_of_an_ordinal_that_is_being_committed_does_not_ope
 
 
 async def test_what_is_dropped_while_the_lease_is_renewed_before_a_commit_is_not_forgotten(
-    stack, ledgers, monkeypatch
+    stack, writers, monkeypatch
 ) -> None:
     env, _, trainer = await stack.env_server(silent={3}), await stack.inference(), await stack.trainer()
-    renew, commit, stale = Lease.renew, ledger_module.commit_batch, []
+    renew, commit, stale = Lease.renew, batch_writer.commit_batch, []
 
     async def commit_then_lose(log, epoch, header, chunks, archive, **options) -> bytes:
         written = await commit(log, epoch, header, chunks, archive, **options)
@@ -87,13 +86,13 @@ async def test_what_is_dropped_while_the_lease_is_renewed_before_a_commit_is_not
             stale.clear()
             renewed.append(True)
             await until(lambda: env.plays_of(3))
-            await let_it_read(stack, run, ledgers[0], env.plays_of(3)[0], 0, RolloutStatus.QUARANTINED)
+            await let_it_read(stack, run, writers[0], env.plays_of(3)[0], 0, RolloutStatus.QUARANTINED)
         return await renew(self, epoch=epoch)
 
     renewed: list[bool] = []
     monkeypatch.setattr(Lease, "may_write", property(lambda self: not stale))
     monkeypatch.setattr(Lease, "renew", renew_slowly)
-    monkeypatch.setattr(ledger_module, "commit_batch", commit_then_lose)
+    monkeypatch.setattr(batch_writer, "commit_batch", commit_then_lose)
     run = await create(stack, max_steps=4)
     assert states(await watch(stack, run))[-1] == "SUCCEEDED"
     assert renewed

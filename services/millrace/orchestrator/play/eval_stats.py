@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from millrace.orchestrator.eval_tasks import EvalTask
+from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout
 
 
-def figures(tasks: Sequence[EvalTask], *, pass_threshold: float) -> dict[str, float]:
+def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]:
     """Everything but the mean reward, by name.
 
     `reward/sem` is the standard error over tasks, because rollouts of one task are not independent. pass@k and pass^k
@@ -17,7 +17,7 @@ def figures(tasks: Sequence[EvalTask], *, pass_threshold: float) -> dict[str, fl
     of k pass"; tasks with fewer than k finished rollouts are left out of them.
     """
     found: dict[str, float] = {}
-    played = [[rollout.reward for rollout in task.good.values()] for task in tasks if task.good]
+    played = [[rollout.reward for rollout in play.members.values()] for play in plays if play.members]
     means = [float(np.mean(rewards)) for rewards in played]
     if len(means) > 1:
         found["reward/sem"] = float(np.std(means, ddof=1) / math.sqrt(len(means)))
@@ -28,7 +28,7 @@ def figures(tasks: Sequence[EvalTask], *, pass_threshold: float) -> dict[str, fl
         found[f"pass@{k}"] = float(np.mean([pass_at_k(size, passed, k) for size, passed in usable]))
         found[f"pass^{k}"] = float(np.mean([math.comb(passed, k) / math.comb(size, k) for size, passed in usable]))
         k *= 2
-    good = [rollout for task in tasks for rollout in task.good.values()]
+    good = [rollout for play in plays for rollout in play.members.values()]
     if good:
         found["truncated"] = float(np.mean([rollout.is_truncated for rollout in good]))
         found["turns"] = float(np.mean([rollout.num_turns for rollout in good]))

@@ -1,0 +1,195 @@
+"""Evaluation: held-out tasks played with one version of a policy, or with an endpoint that serves a fixed model.
+
+Never trained on. During training an evaluation begins anew after a takeover; a run that is nothing but an evaluation
+keeps what the log has of it (`begin` before the stream is read).
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from millrace.errors import InvalidStateError
+from millrace.orchestrator.play.env_pool import EnvPool
+from millrace.orchestrator.play.eval_stats import figures
+from millrace.orchestrator.play.play import Play, State, load_of
+from millrace.orchestrator.play.player import Player
+from millrace.orchestrator.play.settings import EvalSettings
+from millrace.orchestrator.play.tasks import TaskRef
+from millrace.rollouts.types import Rollout
+from millrace.telemetry import waits
+from millrace.v1 import event_pb2
+
+log = logging.getLogger(__name__)
+
+STALL_SLACK_S = 60.0
+"""Beyond one rollout's deadline, without any answer, before an evaluation ends; what is missing counts as failed."""
+TICK_S = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation of one environment."""
+
+    eval_id: str
+    env: str
+    step: int
+    min_version: int
+    plays: dict[int, Play]
+    """By ordinal, which is the task's index."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    began: float = field(default_factory=time.monotonic)
+    last_answer: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_missing(self) -> int:
+        """Rollouts that are still to come."""
+        return sum(len(play.missing) for play in self.plays.values() if play.is_open)
+
+    @property
+    def num_wanted(self) -> int:
+        """Rollouts that were asked for."""
+        return sum(play.group_size for play in self.plays.values())
+
+    def add(self, rollout: Rollout) -> None:
+        """Take a rollout of one of its tasks."""
+        if rollout.ordinal in self.plays:
+            self.plays[rollout.ordinal].add(rollout)
+            self.last_answer = time.monotonic()
+            self.changed.set()
+
+    def good(self) -> list[Rollout]:
+        """The OK rollouts in order of (task, member)."""
+        return [rollout for play in self.plays.values() for rollout in play.rollouts()]
+
+    def failed(self) -> list[Rollout]:
+        """The last failure of every member that did not come back OK."""
+        return [play.failures[member] for play in self.plays.values() for member in sorted(play.failures)]
+
+
+class Evaluator:
+    """Plays evaluations and averages them."""
+
+    def __init__(
+        self,
+        *,
+        settings: EvalSettings | None,
+        epoch: int,
+        envs: EnvPool,
+        player: Player,
+        evaluations: dict[str, Evaluation],
+    ) -> None:
+        """`epoch` is that of the run's driver; `evaluations` are those that take rollouts, by id."""
+        self._settings = settings
+        self._epoch = epoch
+        self._envs = envs
+        self._player = player
+        self._open = evaluations
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the environments that are evaluated."""
+        return [] if self._settings is None else list(self._settings.envs)
+
+    @property
+    def settings(self) -> EvalSettings:
+        """What is evaluated; there must be something."""
+        assert self._settings is not None, "evaluation is off"
+        return self._settings
+
+    def load(self) -> Counter[str]:
+        """Rollouts of evaluations that are being played, by replica."""
+        return load_of(play for current in self._open.values() for play in current.plays.values())
+
+    def begin(self, env: str, *, step: int, min_version: int) -> Evaluation:
+        """Open an evaluation of `env` (on its training tasks if it has no others): from now on it takes rollouts."""
+        settings, opened = self.settings, self._envs.envs[env]
+        num_tasks = opened.num_eval or opened.num_train
+        if settings.num_examples > 0:
+            num_tasks = min(num_tasks, settings.num_examples)
+        eval_id = f"{env}@{step}" if settings.is_whole_run else f"{env}@{step}-e{self._epoch}"
+        plays = replace(settings.plays, eval_id=eval_id, use_train_tasks=opened.num_eval == 0)
+        current = self._open[eval_id] = Evaluation(
+            eval_id=eval_id,
+            env=env,
+            step=step,
+            min_version=min_version,
+            plays={
+                index: Play(
+                    task=TaskRef(ordinal=index, env=env, task_index=index),
+                    group_size=settings.rollouts_per_example,
+                    settings=plays,
+                    min_version=min_version,
+                    is_scored_whole=opened.requires_group,
+                )
+                for index in range(num_tasks)
+            },
+        )
+        return current
+
+    async def evaluate(self, env: str, *, step: int, min_version: int) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
+        """Play `env` on replicas at `min_version` or newer; returns the report and the OK rollouts.
+
+        It lasts as long as answers come; raises InvalidStateError if not one rollout came back OK.
+        """
+        current = self.begin(env, step=step, min_version=min_version)
+        try:
+            return await self.finish(current), current.good()
+        finally:
+            del self._open[current.eval_id]
+
+    async def finish(self, current: Evaluation) -> event_pb2.EvalCompleted:
+        """Play what is missing of an evaluation and report; raises InvalidStateError as `evaluate` does."""
+        current.last_answer = current.began = time.monotonic()
+        await self._play(current)
+        return self._report(current, seconds=time.monotonic() - current.began)
+
+    async def _play(self, current: Evaluation) -> None:
+        plays = current.plays.values()
+        stall_s = self.settings.plays.rollout_timeout_s + STALL_SLACK_S
+        with waits.waiting(
+            f"evaluation of {current.env} with policy {current.min_version}", waits_on="env-server", deadline_s=stall_s
+        ) as wait:
+            while current.num_missing:
+                current.changed.clear()
+                await self._player.place_open(plays)
+                wait.update(reason=f"{current.num_missing} rollouts of the evaluation of {current.env}")
+                try:
+                    async with asyncio.timeout(TICK_S):
+                        await current.changed.wait()
+                except TimeoutError:
+                    if not any(play.state is State.PLACED for play in plays):
+                        current.last_answer = time.monotonic()  # nobody plays: no replica or env-server takes it
+                    if time.monotonic() - current.last_answer > stall_s:
+                        log.warning("evaluation incomplete", extra={"env": current.env, "missing": current.num_missing})
+                        return
+
+    def _report(self, current: Evaluation, *, seconds: float) -> event_pb2.EvalCompleted:
+        good = current.good()
+        if not good:
+            raise InvalidStateError(
+                f"evaluation of {current.env} at step {current.step}: none of {current.num_wanted} rollouts finished; "
+                f"first failure: {_first_failure(current)}",
+                reason="EVAL_FAILED",
+                remedy="look at the env-server's log",
+            )
+        return event_pb2.EvalCompleted(
+            env=current.env,
+            policy_version=min(rollout.min_version or 0 for rollout in good),
+            step=current.step,
+            reward_mean=float(np.mean([rollout.reward for rollout in good])),
+            num_rollouts=len(good),
+            num_failed=current.num_wanted - len(good),
+            metrics=figures(list(current.plays.values()), pass_threshold=self.settings.pass_threshold),
+            seconds=seconds,
+        )
+
+
+def _first_failure(current: Evaluation) -> str:
+    for rollout in current.failed():
+        error = rollout.error
+        return f"{rollout.status}: {error.type}: {error.message}" if error else str(rollout.status)
+    return "no answer within the deadline"

@@ -1,0 +1,112 @@
+"""What becomes of each rollout that the log holds: its play takes it. What a predecessor left is taken over here."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.evals import Evaluation
+from millrace.orchestrator.play.play import Play, State
+from millrace.orchestrator.play.rollout_stream import RolloutStream
+from millrace.orchestrator.play.routing import Policies
+from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
+
+log = logging.getLogger(__name__)
+
+MakePlay = Callable[[int, int], Play]
+"""From ordinal and planned step to an unplaced play."""
+
+
+class Intake:
+    """Takes every rollout of a run once, in the order of the log."""
+
+    def __init__(self, *, book: Book, evaluations: Mapping[str, Evaluation], policies: Policies) -> None:
+        """`evaluations` are those that are open, by id."""
+        self._book = book
+        self._evaluations = evaluations
+        self._policies = policies
+        self._make_play: MakePlay | None = None
+        self._is_taking_over = False
+        """What is read is a predecessor's; ends with `take_over`."""
+        self.has_begun = False
+        """The environments are known, so that rollouts find their plays; before, they are only noted."""
+        self.noted: list[Rollout] = []
+
+    def begin(self, make_play: MakePlay | None, *, has_predecessor: bool) -> None:
+        """Put rollouts into their plays from now on; `make_play` opens those of training, if the run trains."""
+        self.has_begun, self._make_play = True, make_play
+        self._is_taking_over = has_predecessor
+
+    def take(self, rollout: Rollout) -> None:
+        """Take one rollout: the stream calls this for every entry, once."""
+        if not self.has_begun:
+            self.noted.append(rollout)
+        elif rollout.purpose is Purpose.TRAIN:
+            play = self._book.plays.get(rollout.ordinal) or self._of_predecessor(rollout)
+            self._prepare(play, rollout)
+            self._book.add(rollout)
+        elif (evaluation := self._evaluations.get(rollout.eval_id)) is not None:
+            self._prepare(evaluation.plays.get(rollout.ordinal), rollout)
+            evaluation.add(rollout)
+
+    async def take_over(
+        self, stream: RolloutStream, playing: Mapping[str, Sequence[env_service_pb2.PlayingGroup]]
+    ) -> None:
+        """Take every rollout that a predecessor's log holds, then what env-servers still play.
+
+        Each env-server first appended what it has finished and the log lacks. What nobody plays, or a silent env-server
+        does, is left to be placed as the next attempt.
+        """
+        await stream.catch_up()
+        self._is_taking_over = False
+        offers = [(self._offered(group), server, group) for server, groups in playing.items() for group in groups]
+        for play, _, group in offers:
+            if play is not None:
+                play.follow(group.attempt)
+        for play, server, group in offers:
+            if play is not None and play.is_continued_by(attempt=group.attempt, members=group.members):
+                replica = self._policies.replica_at(group.base_url)
+                play.place(server, replica=replica, timeout_s=play.settings.timeout_s)
+        evaluated = [play for each in self._evaluations.values() for play in each.plays.values() if play.is_open]
+        left = [*self._book.open, *evaluated]
+        for play in left:
+            if play.state is State.UNPLACED:
+                play.lose()
+        fields = {"open": len(left), "finished": len(self._book.whole)}
+        log.info("rollouts taken over", extra=fields | {"being_played": sum(bool(play.env_server) for play in left)})
+
+    def _prepare(self, play: Play | None, rollout: Rollout) -> None:
+        """Before `play` takes the rollout: a predecessor's attempts count, and what it says of its replica does."""
+        if play is None or not play.is_open:
+            return
+        if self._is_taking_over:
+            play.follow(rollout.attempt)
+        if rollout.status == RolloutStatus.ENGINE_LOST and rollout.attempt == play.attempt:
+            self._policies.suspect(play.replica)
+
+    def _of_predecessor(self, rollout: Rollout) -> Play | None:
+        """The play of a rollout that we did not ask for; None if its ordinal is resolved.
+
+        Also after a takeover: an env-server of a predecessor that did not answer may play on, and what it
+        sends must not be generated again.
+        """
+        play = self._opened(rollout.ordinal, rollout.planned_step)
+        if play is not None:
+            play.follow(rollout.attempt)
+            if rollout.env_server and not self._is_taking_over:
+                play.place(rollout.env_server, replica="", timeout_s=play.settings.timeout_s)
+        return play
+
+    def _offered(self, group: env_service_pb2.PlayingGroup) -> Play | None:
+        """The play that an env-server says to be at."""
+        if group.purpose == rollout_pb2.PURPOSE_TRAIN:
+            return self._opened(group.ordinal, group.planned_step)
+        evaluation = self._evaluations.get(group.eval_id)
+        return evaluation.plays.get(group.ordinal) if evaluation is not None else None
+
+    def _opened(self, ordinal: int, planned_step: int) -> Play | None:
+        """The play of an ordinal that is not resolved, opened if it is not known."""
+        book = self._book
+        if ordinal not in book.plays and self._make_play is not None and not book.is_resolved(ordinal):
+            book.plays[ordinal] = self._make_play(ordinal, planned_step)
+        return book.plays.get(ordinal)

@@ -1,0 +1,224 @@
+"""One task that is played: the state machine from its opening to its end, the same for training and for evaluation.
+
+| state    | meaning                                      | `place` | `add` a rollout          | `lose`   | `resolve` |
+|----------|----------------------------------------------|---------|--------------------------|----------|-----------|
+| UNPLACED | nobody is known to play it                   | PLACED  | as below, else UNPLACED  | UNPLACED | RESOLVED  |
+| PLACED   | an env-server plays what is missing          |         | as below, else PLACED    | UNPLACED | RESOLVED  |
+| WHOLE    | every member came back OK                    |         | discarded                |          | RESOLVED  |
+| RESOLVED | it is over: trained, or dropped for `reason` |         | discarded                |          |           |
+
+`add` leads to WHOLE with the last member; to RESOLVED where no attempt can help any more; to UNPLACED, as the next
+attempt, once all that is missing has failed. `lose` is the next attempt, too: nobody answers for the current one.
+Members that came back OK are kept from attempt to attempt, and late ones still count; where an environment scores the
+members together, all come from one play.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from millrace.orchestrator.play.settings import PlaySettings
+from millrace.orchestrator.play.tasks import TaskRef
+from millrace.rollouts.types import Rollout, RolloutStatus
+
+MAX_FAILED_ATTEMPTS = 2
+"""Attempts that may end with failed members before the task is given up as `error`."""
+
+BLAMELESS = frozenset({RolloutStatus.ENGINE_LOST, RolloutStatus.CANCELLED})
+"""Outcomes that say nothing about the task: the member is played again, within `max_blameless_attempts`."""
+
+BLAMELESS_PAUSE_S = (0.5, 15.0)
+"""First and longest pause before a member is played again that an engine lost; it doubles in between."""
+
+
+class State(StrEnum):
+    """Where a play stands; the table above has the transitions."""
+
+    UNPLACED = "unplaced"
+    PLACED = "placed"
+    WHOLE = "whole"
+    RESOLVED = "resolved"
+
+
+class Arrival(StrEnum):
+    """What one rollout did to its play."""
+
+    DUPLICATE = "duplicate"
+    """The member was there already, or its play is over: discarded."""
+    OPEN = "open"
+    """Members are still to come."""
+    FINISHED = "finished"
+    """The play is whole."""
+    RETRY = "retry"
+    """Every member answered, some failed: the next attempt plays these again."""
+    HOPELESS = "hopeless"
+    """The play cannot become whole: it is resolved."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Play:
+    """One task on its way from dispatch to its batch or its report."""
+
+    task: TaskRef
+    group_size: int
+    settings: PlaySettings
+    planned_step: int = 0
+    min_version: int = 0
+    """Oldest policy version that a replica may serve to get it."""
+    is_scored_whole: bool = False
+    """Its environment compares the members, so all must come from one attempt."""
+    state: State = State.UNPLACED
+    reason: str = ""
+    """Why it was resolved without becoming whole, in the words of a resolution."""
+    attempt: int = 0
+    num_failed_attempts: int = 0
+    num_blameless_attempts: int = 0
+    env_server: str = ""
+    replica: str = ""
+    home: str = ""
+    """Replica of the attempt before, which has the prefix in its cache; empty if it lost the play."""
+    deadline: float = 0.0
+    """Monotonic time after which the attempt counts as lost."""
+    not_before: float = 0.0
+    """Monotonic time before which it is not placed again."""
+    members: dict[int, Rollout] = field(default_factory=dict)
+    """OK rollouts by member."""
+    failures: dict[int, Rollout] = field(default_factory=dict)
+    """Failed rollouts of the current attempt by member."""
+
+    @property
+    def ordinal(self) -> int:
+        """Ordinal of its task."""
+        return self.task.ordinal
+
+    @property
+    def is_open(self) -> bool:
+        """Whether members may still come."""
+        return self.state in (State.UNPLACED, State.PLACED)
+
+    @property
+    def missing(self) -> list[int]:
+        """Members that have no OK rollout yet."""
+        return [member for member in range(self.group_size) if member not in self.members]
+
+    @property
+    def num_playing(self) -> int:
+        """Rollouts that an env-server plays."""
+        return len(self.missing) - len(self.failures) if self.state is State.PLACED else 0
+
+    @property
+    def source(self) -> str:
+        """Env-server whose play of a task that is scored as a whole has come in part; empty if there is none."""
+        return next((rollout.env_server for rollout in self.members.values()), "") if self.is_scored_whole else ""
+
+    @property
+    def min_policy_version(self) -> int | None:
+        """Oldest version among the tokens of its members so far; None before the first sampled token."""
+        versions = [rollout.min_version for rollout in self.members.values() if rollout.min_version is not None]
+        return min(versions) if versions else None
+
+    def rollouts(self) -> list[Rollout]:
+        """The OK rollouts in order of member."""
+        return [self.members[member] for member in sorted(self.members)]
+
+    def place(self, env_server: str, *, replica: str, timeout_s: float) -> None:
+        """An env-server plays what is missing of the current attempt; after `timeout_s` it counts as lost."""
+        assert self.state is State.UNPLACED, self.state
+        self.state = State.PLACED
+        self.env_server, self.replica = env_server, replica
+        self.deadline = time.monotonic() + timeout_s
+
+    def add(self, rollout: Rollout) -> Arrival:
+        """Take a rollout of the task; one that fills no place is discarded."""
+        if not self._wants(rollout):
+            return Arrival.DUPLICATE
+        if rollout.status == RolloutStatus.OK:
+            self.members[rollout.member] = rollout
+            self.failures.pop(rollout.member, None)
+        elif rollout.attempt >= self.attempt:
+            self.failures[rollout.member] = rollout
+        return self._settle()
+
+    def lose(self, *, keeps_home: bool = False) -> None:
+        """Give the current attempt up: nobody plays the task until it is placed again.
+
+        `keeps_home`: its replica answers and has the prefix, so that it is preferred; else it goes to any with room.
+        """
+        assert self.is_open, self.state
+        self.state = State.UNPLACED
+        self.home = self.replica if keeps_home else ""
+        self.env_server = self.replica = ""
+        self.follow(self.attempt + 1)
+
+    def resolve(self, reason: str) -> None:
+        """Nothing of it is played or taken any more; `reason` is empty if it is trained."""
+        assert self.state is not State.RESOLVED
+        self.state, self.reason = State.RESOLVED, reason
+
+    def follow(self, attempt: int) -> None:
+        """Go on to a later attempt, which may be a predecessor's; what is over stays as it is.
+
+        A task that is scored whole begins anew.
+        """
+        if attempt > self.attempt and self.is_open:
+            self.attempt = attempt
+            self.failures.clear()
+            if self.is_scored_whole:
+                self.members.clear()
+
+    def is_continued_by(self, *, attempt: int, members: Collection[int]) -> bool:
+        """Whether nobody is known to play it, and a play with these `members` to come covers all that is missing.
+
+        Without a deadline nobody would notice that the members of an earlier attempt failed.
+        """
+        if self.state is not State.UNPLACED or not set(self.missing) - set(self.failures) <= set(members):
+            return False
+        return attempt == self.attempt or not (self.is_scored_whole or math.isinf(self.settings.timeout_s))
+
+    def _wants(self, rollout: Rollout) -> bool:
+        """Whether the rollout fills a place: its member is missing, and it fits those that are there.
+
+        Rollouts that are scored one by one combine over attempts; those of a task that is scored whole come from one
+        play, and two orchestrators may have given the same number to two plays.
+        """
+        if not self.is_open or rollout.group_size != self.group_size or rollout.member in self.members:
+            return False
+        if not self.is_scored_whole:
+            return True
+        return rollout.attempt == self.attempt and (not self.members or rollout.env_server == self.source)
+
+    def _settle(self) -> Arrival:
+        """Draw the consequences of a rollout that was taken."""
+        statuses = [failure.status for failure in self.failures.values()]
+        if not self.missing:
+            self.state = State.WHOLE
+            return Arrival.FINISHED
+        if hopeless := [status for status in statuses if status in self.settings.hopeless]:
+            self.resolve(str(hopeless[0].value))
+            return Arrival.HOPELESS
+        if any(member not in self.failures for member in self.missing):
+            return Arrival.OPEN
+        is_blameless, limit = all(status in BLAMELESS for status in statuses), self.settings.max_blameless_attempts
+        if is_blameless and (limit is None or self.num_blameless_attempts < limit):
+            first_s, longest_s = BLAMELESS_PAUSE_S
+            self.not_before = time.monotonic() + min(first_s * 2 ** min(self.num_blameless_attempts, 10), longest_s)
+            self.num_blameless_attempts += 1
+        else:
+            self.num_failed_attempts = MAX_FAILED_ATTEMPTS if is_blameless else self.num_failed_attempts + 1
+        if self.num_failed_attempts >= MAX_FAILED_ATTEMPTS:
+            self.resolve("error")
+            return Arrival.HOPELESS
+        self.lose(keeps_home=RolloutStatus.ENGINE_LOST not in statuses)
+        return Arrival.RETRY
+
+
+def load_of(plays: Iterable[Play]) -> Counter[str]:
+    """Rollouts that are being played, by replica."""
+    load = Counter[str]()
+    for play in plays:
+        if play.replica:
+            load[play.replica] += play.num_playing
+    return load

@@ -1,0 +1,120 @@
+"""How plays are asked for, and what training and evaluation differ in."""
+
+import json
+import math
+from dataclasses import dataclass, field
+
+from millrace.config.eval import FixedSamplingConfig
+from millrace.config.orchestrator import EvalSamplingConfig, SamplingConfig
+from millrace.config.schema import EvalRunConfig, OrchestratorConfig
+from millrace.internal.v1 import env_service_pb2
+from millrace.rollouts.types import Purpose, RolloutStatus
+
+PLAY_SLACK_S = 30.0
+"""Beyond the rollout deadline that the env-server enforces itself, before a play counts as lost."""
+REPLICA_GRACE_S = 5.0
+"""Time for an env-server to notice that a lost replica's connections are dead, before its play is taken from it."""
+MAX_LOST_BY_ENDPOINT = 8
+"""Plays of a task that an external endpoint loses in a row before that counts as a failure, about five minutes: nobody
+restarts somebody else's endpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaySettings:
+    """What all plays of one purpose, or of one evaluation, have in common."""
+
+    purpose: Purpose
+    rollout_timeout_s: float
+    """Deadline of one rollout, which its env-server enforces."""
+    sampling: env_service_pb2.Sampling = field(default_factory=env_service_pb2.Sampling)
+    eval_id: str = ""
+    use_train_tasks: bool = True
+    is_external: bool = False
+    """The engines are endpoints that are not ours."""
+    api_key_var: str = ""
+    timeout_s: float = math.inf
+    """Time after which a play counts as lost."""
+    rest_timeout_s: float = math.inf
+    """The same for the rest of a play that has come in part, of a task whose members end together."""
+    replica_grace_s: float = 0.0
+    """Time after the loss of its replica from which a play counts as lost."""
+    max_playing: int | None = None
+    """Most rollouts that are played at once; None leaves it to the env-servers' capacity."""
+    max_blameless_attempts: int | None = None
+    """Attempts in a row that may be lost before that counts as a failure; None: as many as it takes."""
+    hopeless: frozenset[RolloutStatus] = frozenset()
+    """Outcomes of one member that end the whole play at once, because another attempt cannot change them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    """The evaluation of one run."""
+
+    envs: tuple[str, ...]
+    num_examples: int
+    """Tasks per environment; -1 is all."""
+    rollouts_per_example: int
+    plays: PlaySettings
+    pass_threshold: float = 1.0
+    is_whole_run: bool = False
+    """The run is nothing but this evaluation: a successor goes on with it instead of beginning anew."""
+
+
+def plays_of_training(config: OrchestratorConfig) -> PlaySettings:
+    """How what is trained on is played."""
+    return PlaySettings(
+        purpose=Purpose.TRAIN,
+        rollout_timeout_s=config.rollout_timeout_s,
+        sampling=_sampling(config.sampling),
+        timeout_s=config.rollout_timeout_s + PLAY_SLACK_S,
+        rest_timeout_s=PLAY_SLACK_S,
+        replica_grace_s=REPLICA_GRACE_S,
+        hopeless=frozenset({RolloutStatus.PROMPT_TOO_LONG, RolloutStatus.QUARANTINED}),
+    )
+
+
+def of_training(config: OrchestratorConfig) -> EvalSettings | None:
+    """The evaluation during training; None if it is off."""
+    settings = config.eval
+    if settings is None:
+        return None
+    return EvalSettings(
+        envs=tuple(env.name for env in settings.env),
+        num_examples=settings.num_examples,
+        rollouts_per_example=settings.rollouts_per_example,
+        plays=PlaySettings(
+            purpose=Purpose.EVAL,
+            rollout_timeout_s=config.rollout_timeout_s,
+            sampling=_sampling(settings.sampling),
+        ),
+    )
+
+
+def of_run(config: EvalRunConfig) -> EvalSettings:
+    """The evaluation that an evaluation run is."""
+    return EvalSettings(
+        envs=tuple(env.name for env in config.env),
+        num_examples=config.num_examples,
+        rollouts_per_example=config.rollouts_per_example,
+        plays=PlaySettings(
+            purpose=Purpose.EVAL,
+            rollout_timeout_s=config.rollout_timeout_s,
+            sampling=_sampling(config.sampling),
+            is_external=True,
+            api_key_var=(config.client and config.client.api_key_var) or "",
+            max_playing=config.max_concurrent,
+            max_blameless_attempts=MAX_LOST_BY_ENDPOINT,
+        ),
+        pass_threshold=config.pass_threshold,
+        is_whole_run=True,
+    )
+
+
+def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig) -> env_service_pb2.Sampling:
+    extra = config.extra_body
+    return env_service_pb2.Sampling(
+        temperature=config.temperature,
+        max_tokens=config.max_tokens or 0,
+        top_p=config.top_p,
+        extra_body_json=json.dumps(extra, sort_keys=True) if extra else "",
+    )
