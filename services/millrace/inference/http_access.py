@@ -56,13 +56,15 @@ def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -
 class TokenGate:
     """ASGI middleware: 401 to whoever shows no valid token, before anything is read, and 413 to bodies above the bound.
 
-    A body that does not say its length ends the connection where it passes the bound.
+    A body of no announced length is refused where it passes the bound. Where tokens are demanded, `GET /health` tells
+    its status and not why.
     """
 
     def __init__(self, app: App, *, access: ServerAccess | None = None) -> None:
         """`access` is by default that of this process's variables."""
         self._app = app
         self._access = ServerAccess.from_environ() if access is None else access
+        self._is_guarded = self._access.tokens is not None or self._access.worker_tokens is not None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
@@ -78,8 +80,11 @@ class TokenGate:
         size = _content_length(scope)
         if scope["type"] == "http" and size is not None and size > MAX_BODY_BYTES:
             await _answer(send, *body_too_large(size))
-        else:
-            await self._app(scope, _bounded(receive), send)
+            return
+        if self._is_guarded and scope["path"] == HEALTH:
+            send = _status_only(send)
+        exchange = _Exchange(receive, send)
+        await self._app(scope, exchange.receive, exchange.send)
 
     async def _refuse(self, scope: Mapping[str, Any], send: Send) -> None:
         if scope["type"] != "http":
@@ -100,14 +105,37 @@ def _content_length(scope: Mapping[str, Any]) -> int | None:
     return int(values[0]) if len(values) == 1 and values[0].isdigit() and len(values[0]) < 20 else None
 
 
-def _bounded(receive: Receive) -> Receive:
-    """`receive` that says that the client has gone when it has sent more than the bound."""
-    left = MAX_BODY_BYTES
+class _Exchange:
+    """A request whose body is bounded: 413 where it passes the bound, and what the application answers is dropped."""
 
-    async def read() -> MutableMapping[str, Any]:
-        nonlocal left
-        message = await receive()
-        left -= len(message.get("body", b""))
-        return message if left >= 0 else {"type": "http.disconnect"}
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._left = MAX_BODY_BYTES
 
-    return read
+    async def receive(self) -> MutableMapping[str, Any]:
+        """The next part of the body; a disconnect behind the bound."""
+        if self._left < 0:
+            return {"type": "http.disconnect"}
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if self._left >= 0:
+            return message
+        await _answer(self._send, *body_too_large(None))
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Pass a part of the answer on."""
+        if self._left >= 0:
+            await self._send(message)
+
+
+def _status_only(send: Send) -> Send:
+    """Sends only whether the status is 200."""
+
+    async def shortened(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            await _answer(send, status, {"status": "ok" if status == 200 else "unavailable"})
+
+    return shortened
