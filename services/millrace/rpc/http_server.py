@@ -2,9 +2,9 @@
 
 uvicorn knows of a connection after its TLS handshake, and waits for a request's header as long as bytes come. Here a
 connection counts from its acceptance: it has `request_s` for handshake and header together, for each further header,
-and for reading on where an answer does not fit into the socket. One place is always kept free for who comes next: by
-closing the connection that has been without a whole header for longest, else by waiting until an answer is over. So
-whoever opens connections and lets bytes trickle keeps nobody out.
+and for reading on where an answer does not fit into the socket. Where all places are taken, a new one gets that of the
+connection that has been without a whole header for longest, else the first that an answer leaves. So whoever opens
+connections and lets bytes trickle keeps nobody out.
 
 It serves in the event loop that starts it. Who may call is the application's to say; TLS is here.
 """
@@ -31,6 +31,7 @@ logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below: its start, 
 MAX_HEADER_BYTES = 64 << 10
 """Of a request line with its headers, give or take one read from the socket."""
 _BACKLOG = 4096
+_LEAST_S = 0.02  # for what a connection has sent already to be read, before its place is another's
 _NO_DESCRIPTOR_S = 0.1  # pause after the process ran out of descriptors or memory for one more connection
 _NONE_LEFT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -106,7 +107,6 @@ class HttpServer:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._make_room()
             try:
                 link, _ = await loop.sock_accept(self._listener)
             except OSError as error:  # of one connection that has gone already, or of this process
@@ -114,6 +114,11 @@ class HttpServer:
                     log.error("no connection can be accepted", extra={"port": self.port, "error": str(error)})
                     await asyncio.sleep(_NO_DESCRIPTOR_S)
                 continue
+            try:
+                await self._make_room()
+            except asyncio.CancelledError:
+                link.close()
+                raise
             connection = _Connection(
                 self._config,
                 self._uvicorn.server_state,
@@ -126,12 +131,14 @@ class HttpServer:
 
     async def _make_room(self) -> None:
         while len(self._open) >= self._bounds.connections:
-            waiting = self._waiting()
-            if waiting:
-                waiting[0].cut()
-            else:
-                self._freed.clear()
-                await self._freed.wait()  # an answer ends, or its time is over
+            oldest = next(iter(self._waiting()), None)
+            left = None if oldest is None else oldest.since + _LEAST_S - asyncio.get_running_loop().time()
+            if oldest is not None and left is not None and left <= 0:
+                oldest.cut()
+                continue
+            self._freed.clear()
+            with contextlib.suppress(TimeoutError):  # without `left`, until an answer ends or its time is over
+                await asyncio.wait_for(self._freed.wait(), left)
 
     def _waiting(self) -> "list[_Connection]":
         return [connection for connection in self._open if not connection.is_busy]
@@ -154,6 +161,8 @@ class _Connection(HttpToolsProtocol):
         self._shaking: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._end: asyncio.TimerHandle | None = None
+        self.since = self.loop.time()
+        """When it began to wait for a header."""
         self._is_idle = False
         self._is_in_message = False
         self._size = 0
@@ -227,7 +236,7 @@ class _Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.is_busy:  # with a request that came before this answer was over
             return
-        self._is_idle = True
+        self._is_idle, self.since = True, self.loop.time()
         self._cut_in(self._bounds.idle_s + self._bounds.request_s)  # uvicorn closes it before, if the client reads
         self._changed(self, True)
 
