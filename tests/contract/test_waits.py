@@ -38,6 +38,7 @@ SLEEPING_LOOPS = {
     "local/redis.py:wait_ready": LOCAL,
     "local/stack.py:_report_waits": TICKER,
     "local/watched.py:_replace": "a pause between two reapers of which the first died at once; it is noted",
+    "rpc/http_server.py:_accept": "a pause where the process is out of descriptors, which is logged",
     "rpc/worker.py:_live": TICKER,
     "env_server/sink.py:_tidy": TICKER,
     "env_server/warm.py:run": TICKER,

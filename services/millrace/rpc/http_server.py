@@ -90,6 +90,8 @@ class HttpServer:
         await server._uvicorn.startup(sockets=[])
         loop = asyncio.get_running_loop()
         server._tasks = [loop.create_task(server._uvicorn.main_loop()), loop.create_task(server._accept())]
+        for task in server._tasks:
+            task.add_done_callback(_report)
         return server
 
     async def stop(self) -> None:
@@ -144,10 +146,11 @@ class HttpServer:
         return [connection for connection in self._open if not connection.is_busy]
 
     def _note(self, connection: "_Connection", is_open: bool) -> None:
-        """A connection has ended, or waits for its next request from now on."""
-        was_open = self._open.pop(connection, self) is None
-        if is_open and was_open:
-            self._open[connection] = None
+        """A connection has ended, or waits for its next request from now on: behind the others."""
+        if connection in self._open:
+            del self._open[connection]
+            if is_open:
+                self._open[connection] = None
         self._freed.set()
 
 
@@ -247,6 +250,12 @@ class _Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._cut_in(None if self.is_busy else self._bounds.idle_s + self._bounds.request_s)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    """Without it nothing new would be served, and nobody would say so."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("an HTTP server has broken down", exc_info=error)
 
 
 def _bind(host: str, port: int, *, field: str) -> socket.socket:

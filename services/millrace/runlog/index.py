@@ -125,7 +125,7 @@ async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str
         except CorruptObjectError as error:
             index.damaged[name] = error
             continue
-        if held == uid or (held is not None and mark.startswith(_DAMAGED)):
+        if held is not None and (held == uid or mark.startswith(_DAMAGED)):
             await _promote(redis, deployment, name, held)
             runs[name] = held
     index.runs.update(runs)
