@@ -102,14 +102,14 @@ class HttpApi:
         app = FastAPI(openapi_url=None, redirect_slashes=False, lifespan=self._lifespan)
         app.add_exception_handler(RoutingError, _routing_error)
         for path, handler in (("/v1/models", self.models), ("/health", self.health), ("/metrics", self.metrics)):
-            app.add_api_route(path, _safely(handler), methods=["GET", "HEAD"])
+            app.add_route(path, _safely(handler), methods=["GET", "HEAD"])
         for path, endpoint in (
             ("/v1/chat/completions", self._endpoint(ChatBody, self.chat)),
             ("/v1/completions", self._endpoint(CompletionBody, self.completions)),
             ("/inference/v1/generate", self._endpoint(GenerateBody, self.generate)),
             ("/tokenize", self._endpoint(TokenizeBody, self.tokenize)),
         ):
-            app.add_api_route(path, _safely(endpoint), methods=["POST"])
+            app.add_route(path, _safely(endpoint), methods=["POST"])
         return app
 
     @contextlib.asynccontextmanager

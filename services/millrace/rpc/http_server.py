@@ -31,7 +31,7 @@ logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below: its start, 
 MAX_HEADER_BYTES = 64 << 10
 """Of a request line with its headers, give or take one read from the socket."""
 _BACKLOG = 4096
-_LEAST_S = 0.02  # for what a connection has sent already to be read, before its place is another's
+_LEAST_S = 0.05  # for what a connection has sent already to be read, before its place is another's
 _NO_DESCRIPTOR_S = 0.1  # pause after the process ran out of descriptors or memory for one more connection
 _NONE_LEFT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -70,6 +70,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=int(bounds.idle_s),
             timeout_graceful_shutdown=int(bounds.shutdown_s),
         )
@@ -212,6 +213,10 @@ class _Connection(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.cut)
+
+    def connection_made(self, transport: Any) -> None:
+        self.since = self.loop.time()
+        super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

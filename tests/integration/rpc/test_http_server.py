@@ -60,11 +60,20 @@ async def serving(app: App, *, tls: ServerFiles | None = None, **bounds) -> Asyn
         await server.stop()
 
 
-async def trickle(server: HttpServer, begin: bytes, more: bytes = b"x", *, every_s: float = 0.1) -> float:
+async def trickle(
+    server: HttpServer,
+    begin: bytes,
+    more: bytes = b"x",
+    *,
+    every_s: float = 0.1,
+    connected: asyncio.Semaphore | None = None,
+) -> float:
     """Sends `begin`, then `more` again and again; returns after how many seconds the server hung up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     loop = asyncio.get_running_loop()
     began = loop.time()
+    if connected is not None:
+        connected.release()
     ended = asyncio.create_task(reader.read(-1))
     with contextlib.suppress(ConnectionError):
         writer.write(begin)
@@ -87,7 +96,10 @@ async def test_a_hundred_tricklers_keep_nobody_out_and_end(tmp_path, is_tls: boo
         tls, scheme = ServerFiles(cert=pair.cert, key=pair.key), "https"
         context, begin = ssl.create_default_context(cafile=str(authority.path)), b"\x16\x03\x01\x02\x00"
     async with serving(App(), tls=tls) as server:
-        held = [asyncio.create_task(trickle(server, begin)) for _ in range(100)]
+        connected = asyncio.Semaphore(0)
+        held = [asyncio.create_task(trickle(server, begin, connected=connected)) for _ in range(100)]
+        for _ in held:
+            await connected.acquire()
         for _ in range(5):
             async with httpx.AsyncClient(verify=context, timeout=patient(5.0)) as client:
                 assert (await client.get(f"{scheme}://localhost:{server.port}/")).text == "ok"
