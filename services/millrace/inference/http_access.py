@@ -15,6 +15,8 @@ from millrace.rpc.access import WORKER, ServerAccess
 from millrace.telemetry.settings import Settings
 
 HEALTH = "/health"
+BODY_TOO_LARGE = "millrace.body_too_large"
+"""Key of the scope of a request whose body has passed the bound."""
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -56,8 +58,8 @@ def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -
 class TokenGate:
     """ASGI middleware: 401 to whoever shows no valid token, before anything is read, and 413 to bodies above the bound.
 
-    A body of no announced length is refused where it passes the bound. Where tokens are demanded, `GET /health` tells
-    its status and not why.
+    A body of no announced length looks cut off to the application where it passes the bound. Where tokens are demanded,
+    `GET /health` tells its status and not why.
     """
 
     def __init__(self, app: App, *, access: ServerAccess | None = None) -> None:
@@ -83,8 +85,7 @@ class TokenGate:
             return
         if self._is_guarded and scope["path"] == HEALTH:
             send = _status_only(send)
-        exchange = _Exchange(receive, send)
-        await self._app(scope, exchange.receive, exchange.send)
+        await self._app(scope, _bounded(scope, receive), send)
 
     async def _refuse(self, scope: Mapping[str, Any], send: Send) -> None:
         if scope["type"] != "http":
@@ -105,29 +106,20 @@ def _content_length(scope: Mapping[str, Any]) -> int | None:
     return int(values[0]) if len(values) == 1 and values[0].isdigit() and len(values[0]) < 20 else None
 
 
-class _Exchange:
-    """A request whose body is bounded: 413 where it passes the bound, and what the application answers is dropped."""
+def _bounded(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
+    """`receive` that says that the client has gone where its body passes the bound, which is noted in the scope."""
+    left = MAX_BODY_BYTES
 
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
-        self._left = MAX_BODY_BYTES
-
-    async def receive(self) -> MutableMapping[str, Any]:
-        """The next part of the body; a disconnect behind the bound."""
-        if self._left < 0:
-            return {"type": "http.disconnect"}
-        message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        if self._left >= 0:
+    async def read() -> MutableMapping[str, Any]:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if left >= 0:
             return message
-        await _answer(self._send, *body_too_large(None))
+        scope[BODY_TOO_LARGE] = True
         return {"type": "http.disconnect"}
 
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Pass a part of the answer on."""
-        if self._left >= 0:
-            await self._send(message)
+    return read
 
 
 def _status_only(send: Send) -> Send:

@@ -46,7 +46,7 @@ from millrace.inference import http_responses as responses
 from millrace.inference import meters
 from millrace.inference.chat import encode_chat
 from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
-from millrace.inference.http_access import TokenGate, http_access
+from millrace.inference.http_access import BODY_TOO_LARGE, TokenGate, http_access
 from millrace.inference.http_schema import (
     ChatBody,
     CompletionBody,
@@ -395,7 +395,10 @@ def _safely(handler: Handler) -> Handler:
         except RoutingError as error:
             return await _routing_error(request, error)
         except ClientDisconnect:
-            return Response(status_code=_CLIENT_GONE)
+            if BODY_TOO_LARGE not in request.scope:
+                return Response(status_code=_CLIENT_GONE)
+            status, body = limits.body_too_large(None)
+            return _json(body, status=status)
         except Exception:  # the edge of the process: a defect must reach client and log
             log.exception("a request failed", extra={"path": request.url.path})
             status, body = responses.error_body(InternalError("internal error; see the server's log"))
