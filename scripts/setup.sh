@@ -45,5 +45,5 @@ if [ "${1:-}" = dev ]; then
   "${uv[@]}" --group dev
 fi
 # uv leaves bytecode to the first import, which then costs seconds in every service; a file for a newer Python may refuse.
-.venv/bin/python -m compileall -qq -j 0 .venv/lib/python3*/site-packages/{transformers,verifiers,datasets,openai,grpc,botocore,boto3,aiohttp} || true
+.venv/bin/python -m compileall -qq -j 0 .venv/lib/python3*/site-packages/{transformers,verifiers,datasets,openai,grpc,botocore,boto3,aiohttp,fastapi,starlette,uvicorn} || true
 echo "$wanted" > "$stamp"

@@ -101,6 +101,7 @@ def test_the_bundled_redis_starts_with_its_configuration(render, tmp_path):
                 break
         client = redis.Redis(port=port, password="s3cret-of-the-test")
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+        assert client.config_get("proto-max-bulk-len") == {"proto-max-bulk-len": str(256 << 20)}
         assert client.config_get("appendonly") == {"appendonly": "yes"}
         with pytest.raises(redis.AuthenticationError):
             redis.Redis(port=port, retry=Retry(NoBackoff(), 0)).ping()

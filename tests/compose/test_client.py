@@ -8,6 +8,7 @@ from deployment import run
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1300)]
 
 SERVICES_NEED = {"torch", "transformers", "verifiers", "renderers", "redis", "boto3", "botocore", "numpy", "aiohttp"}
+SERVICES_NEED |= {"fastapi", "uvicorn"}
 MAX_BYTES = 100e6
 MAX_PACKAGES = 20
 

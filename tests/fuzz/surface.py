@@ -195,8 +195,10 @@ class Http(_Loop):
         engine, slot = EmbeddedEngine(max_num_seqs=64), ModelSlot()
         await engine.load(place, None, identity=PolicyIdentity(run_uid="", lineage=0, version=0))
         slot.current = ServedModel(names=("policy",), directory=place, tokenizer=load_tokenizer(place))
-        self._runner, port = await start_http(HttpApi(engine, slot), "127.0.0.1", 0)
-        self._session = aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=aiohttp.ClientTimeout(ANSWER_S))
+        self._server = await start_http(HttpApi(engine, slot), "127.0.0.1", 0)
+        self._session = aiohttp.ClientSession(
+            f"http://127.0.0.1:{self._server.port}", timeout=aiohttp.ClientTimeout(ANSWER_S)
+        )
 
     def call(self, data: bytes) -> Any:
         """One request; InvalidSpecError for a status that blames it, AssertionError for one that does not."""

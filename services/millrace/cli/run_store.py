@@ -77,10 +77,13 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     from millrace.runlog.index import read_names
     from millrace.runlog.names import Deployment
 
-    uids = read_names(store, Deployment(prefix))
+    index = read_names(store, Deployment(prefix))
+    uids = index.runs
     if text not in uids and _UID.fullmatch(text) and _exists(store, prefix, text):
         return text  # also where its name leads nowhere
     wanted = text.removeprefix("runs/")
+    if wanted in index.damaged:
+        raise index.damaged[wanted]
     if wanted == "-" and uids:
         return max(uids.values())  # uids sort by creation
     if wanted in uids:

@@ -15,6 +15,8 @@ from millrace.rpc.access import WORKER, ServerAccess
 from millrace.telemetry.settings import Settings
 
 HEALTH = "/health"
+BODY_TOO_LARGE = "millrace.body_too_large"
+"""Key of the scope of a request whose body has passed the bound."""
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -56,13 +58,15 @@ def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -
 class TokenGate:
     """ASGI middleware: 401 to whoever shows no valid token, before anything is read, and 413 to bodies above the bound.
 
-    A body that does not say its length ends the connection where it passes the bound.
+    A body of no announced length looks cut off to the application where it passes the bound. Where tokens are demanded,
+    `GET /health` tells its status and not why.
     """
 
     def __init__(self, app: App, *, access: ServerAccess | None = None) -> None:
         """`access` is by default that of this process's variables."""
         self._app = app
         self._access = ServerAccess.from_environ() if access is None else access
+        self._is_guarded = self._access.tokens is not None or self._access.worker_tokens is not None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
@@ -78,8 +82,10 @@ class TokenGate:
         size = _content_length(scope)
         if scope["type"] == "http" and size is not None and size > MAX_BODY_BYTES:
             await _answer(send, *body_too_large(size))
-        else:
-            await self._app(scope, _bounded(receive), send)
+            return
+        if self._is_guarded and scope["path"] == HEALTH:
+            send = _status_only(send)
+        await self._app(scope, _bounded(scope, receive), send)
 
     async def _refuse(self, scope: Mapping[str, Any], send: Send) -> None:
         if scope["type"] != "http":
@@ -100,14 +106,28 @@ def _content_length(scope: Mapping[str, Any]) -> int | None:
     return int(values[0]) if len(values) == 1 and values[0].isdigit() and len(values[0]) < 20 else None
 
 
-def _bounded(receive: Receive) -> Receive:
-    """`receive` that says that the client has gone when it has sent more than the bound."""
+def _bounded(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
+    """`receive` that says that the client has gone where its body passes the bound, which is noted in the scope."""
     left = MAX_BODY_BYTES
 
     async def read() -> MutableMapping[str, Any]:
         nonlocal left
         message = await receive()
         left -= len(message.get("body", b""))
-        return message if left >= 0 else {"type": "http.disconnect"}
+        if left >= 0:
+            return message
+        scope[BODY_TOO_LARGE] = True
+        return {"type": "http.disconnect"}
 
     return read
+
+
+def _status_only(send: Send) -> Send:
+    """Sends only whether the status is 200."""
+
+    async def shortened(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            await _answer(send, status, {"status": "ok" if status == 200 else "unavailable"})
+
+    return shortened

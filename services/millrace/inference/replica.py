@@ -42,12 +42,12 @@ class Replica:
     async def run(self) -> None:
         """Serves until it shall stop, then drains."""
         host, port = parse_address(self._settings.require("http_listen"))
-        runner, http_port = await start_http(self._api, host.strip("[]"), port)
-        log.info("listening for HTTP", extra={"address": f"{host}:{http_port}"})
+        server = await start_http(self._api, host.strip("[]"), port)
+        log.info("listening for HTTP", extra={"address": f"{host}:{server.port}"})
         try:
             if self._own.model_dir is not None:
                 await self._parts.updater.serve_fixed(self._own.model_dir)
-            await self._parts.run(http_address(host, http_port), drain=self._api.drain, warm_up=loader.warm_up)
+            await self._parts.run(http_address(host, server.port), drain=self._api.drain, warm_up=loader.warm_up)
         finally:
-            await runner.cleanup()
+            await server.stop()
             await self._engine.close()

@@ -10,19 +10,26 @@
 
 A client that hangs up cancels its handler, which aborts its requests in the engine. Without a policy every model route
 answers 503, which OpenAI clients retry.
+
+FastAPI routes, and pydantic reads the bodies, but not by FastAPI's parameters: they would parse 16 MiB on the event
+loop, through Python objects, and validate every answer that was just made.
 """
 
 import asyncio
-import json
+import contextlib
 import logging
+import resource
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from aiohttp import web
+import orjson
+from fastapi import FastAPI, HTTPException, Request, Response
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException as RoutingError
+from starlette.requests import ClientDisconnect
 from transformers import PreTrainedTokenizerBase
 
 from millrace.errors import (
@@ -39,7 +46,7 @@ from millrace.inference import http_responses as responses
 from millrace.inference import meters
 from millrace.inference.chat import encode_chat
 from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
-from millrace.inference.http_gate import protect
+from millrace.inference.http_access import BODY_TOO_LARGE, TokenGate, http_access
 from millrace.inference.http_schema import (
     ChatBody,
     CompletionBody,
@@ -49,6 +56,7 @@ from millrace.inference.http_schema import (
     TokenizeBody,
 )
 from millrace.inference.model_files import ModelSlot, ServedModel
+from millrace.rpc.http_server import HttpBounds, HttpServer
 from millrace.telemetry.metrics import make_registry
 
 log = logging.getLogger(__name__)
@@ -57,12 +65,22 @@ _SMALL = 8192
 """Bytes, characters or tokens that are worked on without leaving the event loop: about a millisecond."""
 _WORKERS = 2
 _MAX_VIOLATIONS = 20
-_SHUTDOWN_S = 2.0  # for answers on their way after `drain`, which has ended every generation
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+_JSON = "application/json"
+
+MAX_CONNECTIONS = 4096
+"""At once, and `_OTHER_FILES` fewer than the files that this process may open."""
+REQUEST_S = 10.0
+"""How long a client has for its TLS handshake and for each header, and to go on reading an answer."""
+IDLE_S = 75.0
+"""Between two requests: longer than the pools of clients keep connections, so that none is closed under a request."""
+_SHUTDOWN_S = 2.0  # for answers on their way after `drain`, which has ended every generation
+_OTHER_FILES = 256
+_CLIENT_GONE = 499  # nobody reads it
 
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class HttpApi:
@@ -79,27 +97,35 @@ class HttpApi:
         self._has_none_open = asyncio.Event()
         self._has_none_open.set()
 
-    def make_app(self) -> web.Application:
-        """The application; run it with `handler_cancellation=True`."""
-        app = web.Application(client_max_size=limits.MAX_BODY_BYTES, middlewares=[self._errors])
-        app.add_routes(
-            [
-                web.get("/v1/models", self.models),
-                web.post("/v1/chat/completions", self.chat),
-                web.post("/v1/completions", self.completions),
-                web.post("/inference/v1/generate", self.generate),
-                web.post("/tokenize", self.tokenize),
-                web.get("/health", self.health),
-                web.get("/metrics", self.metrics),
-            ]
-        )
-        app.on_cleanup.append(self._close)
+    def make_app(self) -> FastAPI:
+        """The application, without its gate."""
+        app = FastAPI(openapi_url=None, redirect_slashes=False, lifespan=self._lifespan)
+        app.add_exception_handler(RoutingError, _routing_error)
+        for path, handler in (("/v1/models", self.models), ("/health", self.health), ("/metrics", self.metrics)):
+            app.add_route(path, _safely(handler), methods=["GET", "HEAD"])
+        for path, endpoint in (
+            ("/v1/chat/completions", self._endpoint(ChatBody, self.chat)),
+            ("/v1/completions", self._endpoint(CompletionBody, self.completions)),
+            ("/inference/v1/generate", self._endpoint(GenerateBody, self.generate)),
+            ("/tokenize", self._endpoint(TokenizeBody, self.tokenize)),
+        ):
+            app.add_route(path, _safely(endpoint), methods=["POST"])
         return app
 
-    async def _close(self, _: web.Application) -> None:
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        yield
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    async def models(self, _: web.Request) -> web.Response:
+    def _endpoint(self, model: type[B], handler: Callable[[B], Coroutine[Any, Any, Response]]) -> Handler:
+        """Reads the body for `handler`, which is cancelled when the client hangs up."""
+
+        async def endpoint(request: Request) -> Response:
+            return await _while_connected(request, handler(await self._read(request, model)))
+
+        return endpoint
+
+    async def models(self, _: Request) -> Response:
         """`GET /v1/models`."""
         model, status = self._require()
         cards = [
@@ -114,11 +140,10 @@ class HttpApi:
             }
             for name in model.names
         ]
-        return web.json_response({"object": "list", "data": cards})
+        return _json({"object": "list", "data": cards})
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
+    async def chat(self, body: ChatBody) -> Response:
         """`POST /v1/chat/completions`."""
-        body = await self._read(request, ChatBody)
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         tools = body.tools if body.tool_choice != "none" else None
@@ -127,15 +152,13 @@ class HttpApi:
         completed = await self._complete([prompt], body, n=body.n, max_tokens=wanted, status=status)
         name = body.model or model.names[0]
         return await self._respond(
-            request,
             completed,
             lambda: responses.chat_body(_id("chatcmpl"), name, body, tokenizer, completed),
             stream=body if body.stream else None,
         )
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
+    async def completions(self, body: CompletionBody) -> Response:
         """`POST /v1/completions`."""
-        body = await self._read(request, CompletionBody)
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         prompts = await self._prompts(tokenizer, body, status.max_model_len)
@@ -152,11 +175,10 @@ class HttpApi:
                 choice["prompt_logprobs"] = rows
             return made
 
-        return await self._respond(request, completed, whole, stream=body if body.stream else None)
+        return await self._respond(completed, whole, stream=body if body.stream else None)
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
+    async def generate(self, body: GenerateBody) -> Response:
         """`POST /inference/v1/generate`."""
-        body = await self._read(request, GenerateBody)
         model, status = self._require(body.model)
         sampling = body.sampling_params
         completed = await self._complete(
@@ -169,11 +191,10 @@ class HttpApi:
         def whole() -> dict[str, Any]:
             return responses.generate_body(body.request_id or _id("gen"), body, completed) | {"prompt_logprobs": scored}
 
-        return await self._respond(request, completed, whole, stream=None)
+        return await self._respond(completed, whole, stream=None)
 
-    async def tokenize(self, request: web.Request) -> web.Response:
+    async def tokenize(self, body: TokenizeBody) -> Response:
         """`POST /tokenize`."""
-        body = await self._read(request, TokenizeBody)
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         if body.messages is not None:
@@ -182,22 +203,22 @@ class HttpApi:
             text, is_special = body.prompt or "", body.add_special_tokens is not False
             [tokens] = await self._encode(tokenizer, [text], status.max_model_len, add_special_tokens=is_special)
         names = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return web.json_response(
+        return _json(
             {"count": len(tokens), "max_model_len": status.max_model_len, "tokens": tokens, "token_strs": names}
         )
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def health(self, _: Request) -> Response:
         """`GET /health`."""
         self._require()
         status = self._engine.status()
         if status.progress_age_s > STALL_S:
             raise UnavailableError(f"the engine did nothing for {status.progress_age_s:.0f} s", reason="ENGINE_STALLED")
-        return web.json_response({"status": "ok"})
+        return _json({"status": "ok"})
 
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self._metrics), headers={"Content-Type": content_type})
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._metrics), headers={"content-type": content_type})
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for the open ones at most `grace_s`, then aborts them."""
@@ -314,36 +335,30 @@ class HttpApi:
 
     async def _respond(
         self,
-        request: web.Request,
         completed: list[responses.Completed],
         whole: Callable[[], dict[str, Any]],
         *,
         stream: CompletionCommon | None,
-    ) -> web.StreamResponse:
+    ) -> Response:
         """The body that `whole` makes as JSON or, with the body that asked for it, as server-sent events."""
 
-        def encode() -> list[bytes]:
+        def encode() -> bytes:
             if stream is None:
-                return [json.dumps(whole()).encode()]
-            return list(responses.stream_chunks(whole(), wants_usage=stream.wants_usage_chunk))
+                return orjson.dumps(whole())
+            return b"".join(responses.stream_chunks(whole(), wants_usage=stream.wants_usage_chunk))
 
-        chunks = await self._beside(encode, size=sum(len(item.generation.token_ids) for item in completed))
+        content = await self._beside(encode, size=sum(len(item.generation.token_ids) for item in completed))
         if stream is None:
-            return web.Response(body=chunks[0], content_type="application/json", charset="utf-8")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for chunk in chunks:
-            await response.write(chunk)
-        await response.write_eof()
-        return response
+            return Response(content, media_type=_JSON)
+        return Response(content, headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
 
-    async def _read(self, request: web.Request, body: type[B]) -> B:
+    async def _read(self, request: Request, body: type[B]) -> B:
         """The body, validated; InvalidSpecError names the fields that are wrong."""
         try:
             async with asyncio.timeout(limits.BODY_S):
-                data = await request.read()
+                data = await request.body()
         except TimeoutError:
-            raise web.HTTPRequestTimeout(reason=f"the body did not arrive within {limits.BODY_S:.0f} s") from None
+            raise HTTPException(408, f"the body did not arrive within {limits.BODY_S:.0f} s") from None
         return await self._beside(lambda: _validated(body, data), size=len(data))
 
     async def _score(self, prompt: list[int], tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any] | None]:
@@ -366,25 +381,53 @@ class HttpApi:
             case _:
                 return responses.Completed(prompt_ids=request.prompt_token_ids, generation=generation)
 
-    @web.middleware
-    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors in OpenAI's shape."""
+
+def _safely(handler: Handler) -> Handler:
+    """The handler, whose errors become answers in OpenAI's shape."""
+
+    async def endpoint(request: Request) -> Response:
         try:
             return await handler(request)
         except MillraceError as error:
             status, body = responses.error_body(error)
             headers = {"Retry-After": str(int(error.retry_after_s or 1))} if status in (429, 503) else {}
-            return web.json_response(body, status=status, headers=headers)
-        except web.HTTPRequestEntityTooLarge:
-            status, body = limits.body_too_large(request.content_length)
-            return web.json_response(body, status=status, headers={"Connection": "close"})
-        except web.HTTPException as error:
-            body = {"error": {"message": error.reason, "type": "HTTPError", "param": None, "code": error.status}}
-            return web.json_response(body, status=error.status)
+            return _json(body, status=status, headers=headers)
+        except RoutingError as error:
+            return await _routing_error(request, error)
+        except ClientDisconnect:
+            if BODY_TOO_LARGE not in request.scope:
+                return Response(status_code=_CLIENT_GONE)
+            status, body = limits.body_too_large(None)
+            return _json(body, status=status)
         except Exception:  # the edge of the process: a defect must reach client and log
-            log.exception("a request failed", extra={"path": request.path})
+            log.exception("a request failed", extra={"path": request.url.path})
             status, body = responses.error_body(InternalError("internal error; see the server's log"))
-            return web.json_response(body, status=status)
+            return _json(body, status=status)
+
+    return endpoint
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """What `work` gives; it is cancelled when the client hangs up."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())  # behind the whole body only a disconnect comes
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=_CLIENT_GONE)
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+async def _routing_error(_: Request, error: Exception) -> Response:
+    """No such path or method, or what is no error of ours."""
+    assert isinstance(error, RoutingError)
+    body = {"error": {"message": error.detail, "type": "HTTPError", "param": None, "code": error.status_code}}
+    return _json(body, status=error.status_code, headers=error.headers)
+
+
+def _json(body: dict[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers=headers, media_type=_JSON)
 
 
 def _validated(body: type[B], data: bytes) -> B:
@@ -420,19 +463,16 @@ def _id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(12)}"
 
 
-async def start_http(api: HttpApi, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Serves the API; returns the runner to clean up and the port. UnavailableError if the address cannot be bound."""
-    app = api.make_app()
-    context = protect(app, host, port)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port, backlog=4096, ssl_context=context).start()
-    except OSError as error:
-        await runner.cleanup()
-        raise UnavailableError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}",
-            reason="ADDRESS_UNAVAILABLE",
-            remedy="stop what listens there, or choose another address (MILLRACE_HTTP_LISTEN; port 0 takes a free one)",
-        ) from error
-    return runner, runner.addresses[0][1]
+async def start_http(api: HttpApi, host: str, port: int) -> HttpServer:
+    """Serves the API until the server is stopped. UnavailableError if the address cannot be bound."""
+    access = http_access(host, port)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    bounds = HttpBounds(
+        connections=MAX_CONNECTIONS if files < 0 else max(16, min(MAX_CONNECTIONS, files - _OTHER_FILES)),
+        request_s=REQUEST_S,
+        idle_s=IDLE_S,
+        message_bytes=2 * limits.MAX_BODY_BYTES,
+        shutdown_s=_SHUTDOWN_S,
+    )
+    app = TokenGate(api.make_app(), access=access)
+    return await HttpServer.start(app, host, port, tls=access.tls, bounds=bounds, field="MILLRACE_HTTP_LISTEN")

@@ -32,6 +32,7 @@ _STOP_S = 5.0  # SIGTERM makes the server flush its append-only file; it takes m
 _CONNECT_S = 1.0
 _LOG_TAIL_BYTES = 2000
 _PASSWORD_BYTES = 32
+_MAX_VALUE_BYTES = 256 << 20  # `MAX_ENTRY_BYTES` of the log: what nobody would decode cannot even be written
 
 AppendOnly = Literal["none", "everysec", "always"]
 
@@ -116,6 +117,7 @@ class EmbeddedRedis:
             "appendfsync": self._append_only if is_durable else "no",
             "maxmemory": str(self._max_memory_bytes),
             "maxmemory-policy": "noeviction",
+            "proto-max-bulk-len": str(_MAX_VALUE_BYTES),
             "stream-node-max-bytes": "65536",  # entries are large: more per node only slows trimming
         }
         self.directory.mkdir(parents=True, exist_ok=True)

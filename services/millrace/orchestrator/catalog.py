@@ -20,7 +20,7 @@ from millrace.errors import (
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.run_view import TERMINAL, UNKNOWN, RunRecord, RunView
 from millrace.runlog import EventReader, RunLog
-from millrace.runlog.index import list_runs
+from millrace.runlog.index import RunIndex, read_index
 from millrace.runlog.names import Names
 from millrace.runlog.rebuild import open_or_rebuild, open_reopened
 from millrace.runlog.recover import load_history
@@ -62,7 +62,9 @@ class RunCatalog:
         failed = [uid for uid, view in self._views.items() if view.has_failed]
         self._turn += 1
         looked_at = failed[self._turn % len(failed)] if failed else ""
-        for name, uid in (await list_runs(self._redis, self._store, self._prefix)).items():
+        index = await read_index(self._redis, self._store, self._prefix)
+        self._note_names(index)
+        for name, uid in index.runs.items():
             try:
                 await self._look_at(uid, name, is_looked_at=uid == looked_at)
             except MillraceError as error:  # Redis or the store is away: what was seen last stays
@@ -76,7 +78,11 @@ class RunCatalog:
     async def find(self, name: str) -> RunView:
         """The run called `runs/{name}`, `{name}` or with that uid; NotFoundError with a suggestion otherwise."""
         wanted = name.removeprefix("runs/")
-        runs = await list_runs(self._redis, self._store, self._prefix)
+        index = await read_index(self._redis, self._store, self._prefix)
+        self._note_names(index)
+        runs = index.runs
+        if wanted in index.damaged:
+            return self._views[_key_of(wanted)]
         uid = runs.get(wanted) or (wanted if wanted in runs.values() else None)
         if uid is None:
             close = difflib.get_close_matches(wanted, list(runs), n=1)
@@ -114,6 +120,15 @@ class RunCatalog:
     def is_unreadable(self, view: RunView) -> bool:
         """Whether the last look failed, so that a drive cannot even begin."""
         return view.damage is not None and view.record.uid not in self._drive_damage
+
+    def _note_names(self, index: RunIndex) -> None:
+        """Runs of which only the name is known are DAMAGED; they have a uid again when their object is back."""
+        known = {_key_of(name): (name, error) for name, error in index.damaged.items()}
+        for key in [key for key, view in self._views.items() if not view.record.uid and key not in known]:
+            del self._views[key]
+        for key, (name, error) in known.items():
+            self._views.setdefault(key, RunView(RunRecord.unreadable("", name)))
+            self._note_damage(key, error)
 
     def _note_damage(self, uid: str, error: Exception, *, name: str = "") -> RunView:
         """The run cannot be read: show it as DAMAGED until a look succeeds."""
@@ -197,6 +212,11 @@ class RunCatalog:
         if number > view.num_reopened and not await asyncio.to_thread(has_ended, self._store, names):
             view.reopen()
         view.num_reopened = number
+
+
+def _key_of(name: str) -> str:
+    """Stands for the uid of a run of which only the name is known; no uid begins with it."""
+    return f"?{name}"
 
 
 def _as_damage(error: Exception, name: str) -> MillraceError:

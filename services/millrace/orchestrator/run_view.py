@@ -151,8 +151,9 @@ class RunView:
         run = run_pb2.Run()
         run.CopyFrom(self._run)
         run.state = run_pb2.RUN_STATE_DAMAGED
-        repair = f"`millrace run repair {self.record.name}` says what can be restored from what"
-        message = f"{self.damage}; {repair}"
+        message = str(self.damage)
+        if self.record.uid:
+            message += f"; `millrace run repair {self.record.name}` says what can be restored from what"
         run.error.CopyFrom(run_pb2.RunError(reason=self.damage.reason, message=message, component="orchestrator"))
         return run
 

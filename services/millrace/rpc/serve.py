@@ -46,6 +46,10 @@ MAX_REQUEST_BYTES = 4 << 20
 HANDSHAKE_S = 10.0
 """How long a new connection may take until it speaks HTTP/2, however its bytes trickle."""
 
+IDLE_S = 120.0
+"""How long a connection without a call stays. A call begins when its header is whole, for which gRPC waits as long as
+bytes come: it takes them for signs of life. Who calls later than that gets a new connection without noticing."""
+
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently and gets half of the calls
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -59,6 +63,7 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     # TLS handshake and HTTP/2 preface together; the default lets a connection that says nothing stay for 120 s.
     ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
+    ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
 ]
 
 Register = Callable[[grpc.aio.Server, asyncio.Event], Sequence[str]]

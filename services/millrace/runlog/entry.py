@@ -21,7 +21,10 @@ from millrace.runlog.names import Stream
 FORMAT_MAJOR = 2
 """Major format of entries (field `v`) and logs: the one that this release writes and the only one that it reads."""
 MAX_ENTRY_BYTES = 256 << 20
-"""Largest entry that is decoded; a batch in Redis has at most 32 MiB, a rollout seldom more than one."""
+"""Largest entry that is decoded; a batch in Redis has at most 32 MiB, a rollout seldom more than one.
+
+A reply is in memory before its size is known, so the Redis servers that we start take no larger value
+(`proto-max-bulk-len`); docs/security.md asks it of others."""
 MAX_TRACE_BYTES = 512
 """Longest trace context (a W3C `traceparent` has 55): it is archived with the event, whose size is bounded."""
 

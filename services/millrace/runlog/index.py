@@ -8,12 +8,15 @@ Creating a run writes, in this order, all create-only and each by a rule that le
 4. `names/{name}` → uid             **the commit**: the run exists and its name is taken
 5. `{prefix}:runs` name → uid       listed; a pending mark `?uid` written before step 4 finds it after a crash
 
+A name whose object cannot be read, when the hash is built again, is marked there (`!name`) and looked at each time.
+
 What a crash leaves behind before step 4 is invisible, and the same request id completes it.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis.asyncio as redis_asyncio
@@ -29,7 +32,18 @@ from millrace.storage import ObjectStore
 logger = logging.getLogger(__name__)
 
 _PENDING = "?"  # no run name begins with it
+_DAMAGED = "!"  # nor with this
 _COMPLETE = "*"  # field that says: this hash was built from the store, so a missing name is a missing run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIndex:
+    """Every run of a deployment."""
+
+    runs: dict[str, str] = field(default_factory=dict)
+    """Name → uid."""
+    damaged: dict[str, CorruptObjectError] = field(default_factory=dict)
+    """Name → why nobody can say which run has it."""
 
 
 async def create_run(
@@ -81,7 +95,12 @@ async def find_request(store: ObjectStore, prefix: str, request_id: str) -> str 
 
 
 async def list_runs(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str) -> dict[str, str]:
-    """Name → uid of every run. Rebuilds the Redis hash from the store when Redis has lost it."""
+    """Name → uid of every run whose name can be read; see `read_index`."""
+    return (await read_index(redis, store, prefix)).runs
+
+
+async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str) -> RunIndex:
+    """Every run. Rebuilds the Redis hash from the store when Redis has lost it."""
     deployment = Deployment(prefix)
     found = await _hash(redis, deployment, "HGETALL")
     runs = {as_text(name): as_text(uid) for name, uid in found.items()}
@@ -89,18 +108,30 @@ async def list_runs(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str)
         logger.error(
             "a field of the index of runs is foreign", extra={"field": name[:200], "uid": runs.pop(name)[:200]}
         )
+    index = RunIndex()
     if runs.pop(_COMPLETE, None) is None:
         stored = await asyncio.to_thread(read_names, store, deployment)
-        for name, uid in stored.items():
+        for name, uid in stored.runs.items():
             await _promote(redis, deployment, name, uid)
+        for name in stored.damaged:
+            await _hash(redis, deployment, "HSET", _DAMAGED + name, name)
         await _hash(redis, deployment, "HSET", _COMPLETE, "1")
-        runs |= stored
-    for field in [field for field in runs if field.startswith(_PENDING)]:
-        uid, name = field.removeprefix(_PENDING), runs.pop(field)
-        if await asyncio.to_thread(_read_uid, store, deployment.name_object(name)) == uid:
-            await _promote(redis, deployment, name, uid)
-            runs[name] = uid
-    return runs
+        runs |= stored.runs
+        index.damaged.update(stored.damaged)
+    for mark in [mark for mark in runs if mark[0] in _PENDING + _DAMAGED]:
+        uid, name = mark.removeprefix(_PENDING), runs.pop(mark)
+        try:
+            held = await asyncio.to_thread(_read_uid, store, deployment.name_object(name))
+        except CorruptObjectError as error:
+            index.damaged[name] = error
+            continue
+        if held is not None and (held == uid or mark.startswith(_DAMAGED)):
+            await _promote(redis, deployment, name, held)
+            runs[name] = held
+    index.runs.update(runs)
+    for name in index.runs:  # what Redis knows needs no object
+        index.damaged.pop(name, None)
+    return index
 
 
 def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | None:
@@ -116,9 +147,15 @@ def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | Non
 
 
 def _is_ours(field: str, value: str) -> bool:
-    """Whether a field of the hash may be a run, or a pending mark."""
-    is_pending = field.startswith(_PENDING)
-    uid, name = (field.removeprefix(_PENDING), value) if is_pending else (value, field)
+    """Whether a field of the hash may be a run, or a mark of one."""
+    if field.startswith(_DAMAGED):
+        uid, name = "any", field.removeprefix(_DAMAGED)
+        if value != name:
+            return False
+    elif field.startswith(_PENDING):
+        uid, name = field.removeprefix(_PENDING), value
+    else:
+        uid, name = value, field
     try:
         check_run_name(name)
         Names("any", uid)
@@ -135,9 +172,9 @@ def _name_in(run_json: bytes, where: str) -> str:
 
 
 async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, name: str, uid: str) -> None:
-    """List a run, and drop its pending mark."""
+    """List a run, and drop its marks."""
     await _hash(redis, deployment, "HSET", name, uid)
-    await _hash(redis, deployment, "HDEL", _PENDING + uid)
+    await _hash(redis, deployment, "HDEL", _PENDING + uid, _DAMAGED + name)
 
 
 async def _hash(redis: redis_asyncio.Redis, deployment: Deployment, command: str, *args: str) -> Any:
@@ -168,23 +205,27 @@ def _read_uid(store: ObjectStore, key: str) -> str | None:
         return Names("any", data.decode()).uid
     except (UnicodeDecodeError, InvalidSpecError) as error:
         raise CorruptObjectError(
-            f"{store.uri(key)} holds no uid", reason="INDEX_CORRUPT", remedy="write the uid of the run into it again"
+            f"{store.uri(key)} holds no uid",
+            reason="INDEX_CORRUPT",
+            remedy="write the uid of the run whose run.json has that name into it again",
         ) from error
 
 
-def read_names(store: ObjectStore, deployment: Deployment) -> dict[str, str]:
-    """Name → uid of every run, from the store (blocking); what cannot be read is logged and hides nobody."""
-    names = {}
+def read_names(store: ObjectStore, deployment: Deployment) -> RunIndex:
+    """Every run, from the store (blocking); what cannot be read is logged and hides nobody."""
+    index = RunIndex()
     for info in store.list(deployment.names_prefix):
         name = info.key.removeprefix(deployment.names_prefix)
         try:
             uid = _read_uid(store, deployment.name_object(name))
         except (CorruptObjectError, InvalidSpecError) as error:
             logger.error("an object of the index of runs cannot be read", extra={"key": info.key, "error": str(error)})
+            if isinstance(error, CorruptObjectError):  # else its key is not of a run
+                index.damaged[name] = error
             continue
         if uid is not None:
-            names[name] = uid
-    return names
+            index.runs[name] = uid
+    return index
 
 
 def _name_taken(name: str, uid: str) -> AlreadyExistsError:

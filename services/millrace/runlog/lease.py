@@ -1,6 +1,11 @@
-"""Leases: who *may try* to hold a role of a run. Safety comes from epochs; a lease only spares useless tries."""
+"""Leases: who *may try* to hold a role of a run. Safety comes from epochs; a lease only spares useless tries.
+
+A value that is no lease is damage, and nobody's: the holder writes its own over it at its next renewal, and where there
+is no holder it expires within one ttl.
+"""
 
 import json
+import logging
 import math
 import secrets
 import time
@@ -12,6 +17,8 @@ from millrace.runlog import script
 from millrace.runlog.connection import as_text
 from millrace.runlog.entry import log_gone
 from millrace.runlog.log import RunLog
+
+logger = logging.getLogger(__name__)
 
 _MAX_TAKEOVERS = 3  # each repetition means that the dead holder's value changed meanwhile: somebody else was faster
 
@@ -49,7 +56,7 @@ class Lease:
         `slot` is a place that only one process can have at a time (`host/address`): a lease of the same slot is a dead
         predecessor's and is taken over at once.
         """
-        token, expected = secrets.token_hex(8), ""
+        token, expected = secrets.token_hex(8), b""
         value = _value(owner, token, 0, slot)
         keys = [log.names.lease(role), log.names.meta]
         for _ in range(_MAX_TAKEOVERS):
@@ -59,12 +66,17 @@ class Lease:
                 f"acquiring the lease of {role}",
                 lambda args=args: script.ACQUIRE_LEASE.run(log.redis, keys, args),
             )
-            answer, held = (as_text(part) for part in reply)
+            answer, held = as_text(reply[0]), reply[1]
             if answer == "LOGGONE":
                 raise log_gone(f"lease of {role} of run {log.uid}")
-            if answer == "OK" or held == value:  # equal: our own call, whose answer was lost
+            if answer == "OK" or as_text(held) == value:  # equal: our own call, whose answer was lost
                 return cls(log, role=role, owner=owner, ttl_s=ttl_s, token=token, renewed=began, slot=slot)
-            if not slot or _decode(held, role, log.uid).slot != slot:
+            try:
+                holder = _decode(held, role, log.uid)
+            except CorruptObjectError as error:
+                await _expire(log, role, held, ttl_s, error)  # before then its holder may write over it
+                return None
+            if not slot or holder.slot != slot:
                 return None
             expected = held
         return None
@@ -93,17 +105,25 @@ class Lease:
             return False
         self._epoch = epoch or self._epoch
         value = _value(self.owner, self._token, self._epoch, self.slot)
-        began = time.monotonic()
-        args = [self._token, value, _milliseconds(self.ttl_s)]
-        answer, _ = await self._log.call(
-            f"renewing the lease of {self.role}",
-            lambda: script.RENEW_LEASE.run(self._log.redis, [self._key], args),
-        )
-        if as_text(answer) != "OK":
-            self._renewed = -math.inf
-            return False
-        self._renewed = began
-        return True
+        expected = b""
+        for _ in range(_MAX_TAKEOVERS):
+            began = time.monotonic()
+            args = [self._token, value, _milliseconds(self.ttl_s), expected]
+            answer, held = await self._log.call(
+                f"renewing the lease of {self.role}",
+                lambda args=args: script.RENEW_LEASE.run(self._log.redis, [self._key], args),
+            )
+            if as_text(answer) == "OK":
+                self._renewed = began
+                return True
+            try:
+                _decode(held, self.role, self._log.uid)
+                break
+            except CorruptObjectError as error:
+                logger.warning("a lease was damaged and is written anew by its holder", extra=_fields(self._key, error))
+                expected = held
+        self._renewed = -math.inf
+        return False
 
     async def release(self) -> None:
         """Give the lease back if we still hold it."""
@@ -115,19 +135,37 @@ class Lease:
         )
 
 
+async def _expire(run_log: RunLog, role: str, held: bytes, ttl_s: float, error: CorruptObjectError) -> None:
+    """Bound how long a value that is no lease keeps everybody out."""
+    key = run_log.names.lease(role)
+    is_bounded = await run_log.call(
+        f"bounding the lease of {role}",
+        lambda: script.EXPIRE_LEASE.run(run_log.redis, [key], [held, _milliseconds(ttl_s)]),
+    )
+    if is_bounded:
+        fields = _fields(key, error)
+        logger.warning(
+            "a lease is damaged and is free when its holder does not renew it", extra=fields | {"in_s": ttl_s}
+        )
+
+
+def _fields(key: str, error: CorruptObjectError) -> dict[str, object]:
+    return {"key": key, "error": str(error)}
+
+
 def _value(owner: str, token: str, epoch: int, slot: str) -> str:
     return json.dumps({"owner": owner, "token": token, "epoch": epoch, "slot": slot}, sort_keys=True)
 
 
-def _decode(value: str, role: str, uid: str) -> LeaseHolder:
+def _decode(value: bytes, role: str, uid: str) -> LeaseHolder:
     try:
         fields = Fields(decode_object(value, what="it", reason="LEASE_CORRUPT", max_bytes=64 << 10))
         return LeaseHolder(fields.text("owner"), fields.integer("epoch"), fields.text("slot"))
     except (CorruptObjectError, ValueError) as error:
         raise CorruptObjectError(
-            f"the lease of {role} of run {uid} holds {value[:100]!r}",
+            f"the lease of {role} of run {uid} holds {as_text(value)[:100]!r}",
             reason="LEASE_CORRUPT",
-            remedy="find out who else writes to that key; it expires by itself",
+            remedy="find out who else writes to that key; its holder writes over it, or it expires",
         ) from error
 
 

@@ -220,13 +220,25 @@ return {'OK', ARGV[1]}
 """
 )
 
+# Lua: what a lease says, within a bound; of what cannot be one, words that no lease says.
+_HELD = """
+local function read(key)
+  local kind = redis.call('TYPE', key).ok
+  if kind == 'none' then return false end
+  if kind ~= 'string' then return 'no string: ' .. kind end
+  if redis.call('STRLEN', key) > 65536 then return 'too long: ' .. redis.call('STRLEN', key) .. ' bytes' end
+  return redis.call('GET', key)
+end
+"""
+
 # Take a lease that is free, or that has the value we expect there (of a holder whose place we took).
 # KEYS: lease, meta. ARGV: generation, value, ttl in ms, expected value or "".
 ACQUIRE_LEASE = Script.of(
-    """
+    _HELD
+    + """
 local stored = redis.call('HGET', KEYS[2], 'generation')
 if stored ~= ARGV[1] then return {'LOGGONE', stored or 'no meta'} end
-local held = redis.call('GET', KEYS[1])
+local held = read(KEYS[1])
 if held and held ~= ARGV[4] then return {'HELD', held} end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return {'OK', ''}
@@ -241,23 +253,37 @@ local function is_ours(held, token)
 end
 """
 
-# Renew our lease, change what it says, or take it again where Redis lost it.
-# KEYS: lease. ARGV: token, value, ttl in ms.
+# Renew our lease, change what it says, or take it again where Redis lost it, or where it holds what we expect.
+# KEYS: lease. ARGV: token, value, ttl in ms, expected value or "".
 RENEW_LEASE = Script.of(
-    _IS_OURS
+    _HELD
+    + _IS_OURS
     + """
-local held = redis.call('GET', KEYS[1])
-if held and not is_ours(held, ARGV[1]) then return {'LOST', held} end
+local held = read(KEYS[1])
+if held and held ~= ARGV[4] and not is_ours(held, ARGV[1]) then return {'LOST', held} end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return {'OK', ''}
 """
 )
 
+# Let a value that is no lease expire as one would. KEYS: lease. ARGV: that value, ttl in ms. Answer: 1 if it now does.
+EXPIRE_LEASE = Script.of(
+    _HELD
+    + """
+local left = redis.call('PTTL', KEYS[1])
+if read(KEYS[1]) == ARGV[1] and (left < 0 or left > tonumber(ARGV[2])) then
+  return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+end
+return 0
+"""
+)
+
 # Give our lease back. KEYS: lease. ARGV: token.
 RELEASE_LEASE = Script.of(
-    _IS_OURS
+    _HELD
+    + _IS_OURS
     + """
-local held = redis.call('GET', KEYS[1])
+local held = read(KEYS[1])
 if held and is_ours(held, ARGV[1]) then return redis.call('DEL', KEYS[1]) end
 return 0
 """

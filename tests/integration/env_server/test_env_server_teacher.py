@@ -107,9 +107,9 @@ async def teacher_url(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
     tokenizer.save_pretrained(directory)
     engine, slot = EmbeddedEngine(), ModelSlot()
     await PolicyUpdater(engine, slot, None, None, extra_names=("big",)).serve_fixed(directory)
-    runner, port = await start_http(HttpApi(engine, slot), "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{port}"
-    await runner.cleanup()
+    server = await start_http(HttpApi(engine, slot), "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.port}"
+    await server.stop()
     await engine.close()
 
 

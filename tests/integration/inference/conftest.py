@@ -124,16 +124,16 @@ async def served(full_model_dir: Path) -> AsyncIterator[Served]:
     updater = PolicyUpdater(engine, slot, None, None, extra_names=("my-model",))
     await updater.serve_fixed(full_model_dir)
     api = HttpApi(engine, slot)
-    runner, port = await start_http(api, "127.0.0.1", 0)
+    server = await start_http(api, "127.0.0.1", 0)
     yield Served(
-        base_url=f"http://127.0.0.1:{port}",
+        base_url=f"http://127.0.0.1:{server.port}",
         engine=engine,
         slot=slot,
         updater=updater,
         api=api,
         model=tiny.tiny_model(0),
     )
-    await runner.cleanup()
+    await server.stop()
     await engine.close()
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
 from certificates import Authority
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
 
 from millrace.env_server import client_v0
@@ -34,16 +35,18 @@ class Api:
     def __init__(self) -> None:
         self.calls = 0
 
-    def make_app(self) -> web.Application:
-        async def chat(request: web.Request) -> web.Response:
+    def make_app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/v1/chat/completions")
+        async def chat() -> JSONResponse:
             self.calls += 1
-            return web.json_response(ANSWER)
+            return JSONResponse(ANSWER)
 
-        async def health(request: web.Request) -> web.Response:
-            return web.json_response({"error": {"message": "no policy of runs/secret-name is loaded yet"}}, status=503)
+        @app.get("/health")
+        async def health() -> JSONResponse:
+            return JSONResponse({"error": {"message": "no policy of runs/secret-name is loaded yet"}}, status_code=503)
 
-        app = web.Application()
-        app.add_routes([web.post("/v1/chat/completions", chat), web.get("/health", health)])
         return app
 
 
@@ -71,11 +74,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 @contextlib.asynccontextmanager
 async def serving(api: Api, host: str = "127.0.0.1") -> AsyncIterator[str]:
-    runner, port = await start_http(api, host, 0)  # type: ignore[arg-type]
+    server = await start_http(api, host, 0)  # type: ignore[arg-type]
     try:
-        yield f"{http_scheme()}://127.0.0.1:{port}"
+        yield f"{http_scheme()}://127.0.0.1:{server.port}"
     finally:
-        await runner.cleanup()
+        await server.stop()
 
 
 async def test_the_same_401_for_every_path_and_a_health_that_tells_only_its_status(place):

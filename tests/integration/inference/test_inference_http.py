@@ -222,8 +222,8 @@ async def test_a_client_that_hangs_up_frees_its_rows(served):
 
 async def test_without_a_policy_every_route_says_503_and_health_fails():
     engine = EmbeddedEngine()
-    runner, port = await start_http(HttpApi(engine, ModelSlot()), "127.0.0.1", 0)
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+    server = await start_http(HttpApi(engine, ModelSlot()), "127.0.0.1", 0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session:
         for call in (
             session.get("/v1/models"),
             session.get("/health"),
@@ -234,7 +234,7 @@ async def test_without_a_policy_every_route_says_503_and_health_fails():
                 assert response.status == 503
                 assert "policy" in (await response.json())["error"]["message"]
                 assert int(response.headers["Retry-After"]) >= 1
-    await runner.cleanup()
+    await server.stop()
     await engine.close()
 
 

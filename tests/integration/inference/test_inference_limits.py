@@ -73,6 +73,16 @@ async def test_a_body_above_the_bound_is_413(http):
         assert word in body["error"]["message"]
 
 
+async def test_a_body_of_no_announced_length_is_413_where_it_passes_the_bound(http):
+    async def parts():
+        for _ in range(17):
+            yield b" " * (1 << 20)
+
+    async with http.post(PROMPT, data=parts()) as answer:
+        assert answer.status == 413
+        assert "body: has more" in (await answer.json())["error"]["message"]
+
+
 async def test_a_body_that_expands_beyond_the_bound_is_refused(http):
     bomb = gzip.compress(b" " * (8 * limits.MAX_BODY_BYTES))
     async with http.post(PROMPT, data=bomb, headers={"Content-Encoding": "gzip"}) as answer:

@@ -16,6 +16,7 @@ from redis.retry import Retry
 
 from millrace.errors import UnavailableError
 from millrace.local.redis import EmbeddedRedis
+from millrace.runlog.entry import MAX_ENTRY_BYTES
 
 
 def test_it_starts_answers_and_stops(tmp_path):
@@ -32,6 +33,24 @@ def test_it_starts_answers_and_stops(tmp_path):
     assert server.pid is None and not Path(f"/proc/{pid}").exists()
     with EmbeddedRedis(tmp_path / "data", port=server.port) as again:
         assert redis.Redis.from_url(again.url).get("a") == b"b", "the append-only file must hold it"
+
+
+def test_a_value_that_nobody_would_decode_cannot_be_written(tmp_path):
+    with EmbeddedRedis(tmp_path / "data") as server:
+        client = redis.Redis.from_url(server.url)
+        assert client.config_get("proto-max-bulk-len") == {"proto-max-bulk-len": str(MAX_ENTRY_BYTES)}
+        password = server.url.removeprefix("redis://:").partition("@")[0]
+        for size, is_taken in ((MAX_ENTRY_BYTES, True), (MAX_ENTRY_BYTES + 1, False)):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as link:
+                link.sendall(f"AUTH {password}\r\n*3\r\n$3\r\nSET\r\n$1\r\na\r\n${size}\r\n".encode())
+                link.settimeout(1.0)
+                said = b""
+                while b"Protocol error" not in said:
+                    try:
+                        said += link.recv(4096)
+                    except TimeoutError:  # it waits for the value
+                        break
+            assert (b"invalid bulk length" not in said) is is_taken, said
 
 
 def test_a_local_process_without_the_password_gets_nothing(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from orchestrator_runs import create, states, until, watch
 
 from millrace.cli.run_store import find_uid
-from millrace.errors import MillraceError
+from millrace.errors import CorruptObjectError, MillraceError
 from millrace.rpc.channel import call
 from millrace.runlog.index import list_runs
 from millrace.runlog.names import Deployment, Names
@@ -133,4 +133,17 @@ async def test_a_damaged_index_hides_nobody_else(stack) -> None:
     await redis.delete(deployment.runs_key)
     await redis.set(deployment.runs_key, "text")
     assert await list_runs(redis, store, prefix) == {"good": run.uid}
-    assert broken.uid
+    for _ in range(2):  # when the index is made anew, and from then on, also by an orchestrator that starts later
+        found = await listed(stack)
+        assert set(found) == {"good", "broken"}, "a run whose name object is damaged is there, and says so"
+        assert found["broken"].state == run_pb2.RUN_STATE_DAMAGED and found["broken"].error.reason == "INDEX_CORRUPT"
+        assert deployment.name_object("broken") in found["broken"].error.message
+        shown = await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name="runs/broken"))
+        assert shown.run.state == run_pb2.RUN_STATE_DAMAGED
+        await restart(stack)
+    with pytest.raises(CorruptObjectError, match="names/broken"):
+        find_uid(store, prefix, "broken")
+    overwrite(store, deployment.name_object("broken"), broken.uid.encode())
+    found = await listed(stack)
+    assert found["broken"].uid == broken.uid and found["broken"].state != run_pb2.RUN_STATE_DAMAGED
+    assert len(found) == 2 and not await redis.hexists(deployment.runs_key, "!broken")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from leases import lease_holder
 
-from millrace.errors import CorruptObjectError, FencedError, LogGoneError
+from millrace.errors import FencedError, LogGoneError
 from millrace.runlog import Lease, RunLog
 
 
@@ -143,7 +143,56 @@ async def test_a_released_lease_is_not_taken_again(log):
     assert await lease_holder(log, "orchestrator") is None
 
 
-async def test_a_foreign_value_is_named(log, redis):
-    await redis.set(log.names.lease("trainer"), "x", px=30_000)
-    with pytest.raises(CorruptObjectError, match="lease of trainer"):
-        await Lease.acquire(log, "trainer", "a", 30, slot="s")
+DAMAGED = {
+    "no JSON": b"x",
+    "not UTF-8": b"\xff\xfe",
+    "no object": b"[1]",
+    "deep": b"[" * 50_000,
+    "another's object": b'{"owner": 1}',
+    "no epoch": b'{"owner": "x", "token": "y", "epoch": 1.5, "slot": ""}',
+    "twice a key": b'{"owner": "x", "owner": "x", "token": "y", "epoch": 1, "slot": ""}',
+    "long": b"x" * (1 << 20),
+}
+
+
+async def damage(redis, key: str, what: str) -> None:
+    await redis.delete(key)
+    if what == "list":
+        await redis.rpush(key, "x")
+    else:
+        await redis.set(key, DAMAGED[what])  # it never expires
+
+
+@pytest.mark.parametrize("what", [*DAMAGED, "list"])
+async def test_a_damaged_lease_is_written_anew_by_its_holder(log, redis, caplog, what):
+    lease = await Lease.acquire(log, "trainer", "a", 30, slot="host/1")
+    assert lease is not None and await lease.renew(epoch=3)
+    await damage(redis, log.names.lease("trainer"), what)
+    assert await lease.renew() and lease.may_write
+    assert await lease_holder(log, "trainer") == ("a", 3, "host/1")
+    assert 0 < await redis.pttl(log.names.lease("trainer")) <= 30_000
+    [named] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert named.key == log.names.lease("trainer") and "lease of trainer of run" in named.error
+
+
+@pytest.mark.parametrize("what", [*DAMAGED, "list"])
+async def test_a_damaged_lease_without_a_holder_keeps_nobody_out_for_longer_than_a_ttl(log, redis, caplog, what):
+    key = log.names.lease("trainer")
+    await damage(redis, key, what)
+    for slot in ("", "host/1"):
+        assert await Lease.acquire(log, "trainer", "b", 0.3, slot=slot) is None, "its holder may still be there"
+    assert 0 < await redis.pttl(key) <= 300
+    assert [record.key for record in caplog.records if record.levelname == "WARNING"] == [key], "named once"
+    async with asyncio.timeout(10):
+        while (lease := await Lease.acquire(log, "trainer", "b", 0.3, slot="host/1")) is None:
+            await asyncio.sleep(0.05)
+    assert await lease.renew()
+
+
+async def test_a_lease_of_another_holder_is_no_damage(log, redis, caplog):
+    lease = await Lease.acquire(log, "trainer", "a", 30)
+    assert lease is not None
+    await redis.delete(log.names.lease("trainer"))
+    assert await Lease.acquire(log, "trainer", "b", 30) is not None
+    assert not await lease.renew() and not lease.may_write
+    assert await lease_holder(log, "trainer") == ("b", 0, "") and not caplog.records

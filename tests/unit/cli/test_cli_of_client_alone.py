@@ -8,7 +8,9 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"numpy", "redis", "boto3", "botocore", "zstandard", "aiohttp", "torch", "psutil"}:
+        if name.split(".")[0] in {
+            "numpy", "redis", "boto3", "botocore", "zstandard", "aiohttp", "torch", "psutil", "fastapi", "uvicorn",
+        }:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())

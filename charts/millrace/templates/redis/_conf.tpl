@@ -8,5 +8,7 @@ appendfsync everysec
 save ""
 # Never throw away what is not committed yet; a full Redis is a visible wait.
 maxmemory-policy noeviction
+# The largest entry that a reader decodes.
+proto-max-bulk-len 256mb
 maxmemory {{ .Values.redis.bundled.maxMemory }}
 {{- end -}}

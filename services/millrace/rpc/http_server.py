@@ -1,0 +1,287 @@
+"""HTTP servers by uvicorn, whose connections are bounded from the first byte of a handshake to the last of an answer.
+
+uvicorn knows of a connection after its TLS handshake, and waits for a request's header as long as bytes come. Here a
+connection counts from its acceptance: it has `request_s` for handshake and header together, for each further header,
+and for reading on where an answer does not fit into the socket. Where all places are taken, a new one gets that of the
+connection that has been without a whole header for longest, else the first that an answer leaves. So whoever opens
+connections and lets bytes trickle keeps nobody out.
+
+It serves in the event loop that starts it. Who may call is the application's to say; TLS is here.
+"""
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from millrace.errors import UnavailableError
+from millrace.rpc.tls import ServerFiles, rotating_server_context
+
+log = logging.getLogger(__name__)
+logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below: its start, its end, and each malformed request
+
+MAX_HEADER_BYTES = 64 << 10
+"""Of a request line with its headers, give or take one read from the socket."""
+_BACKLOG = 4096
+_LEAST_S = 0.05  # for what a connection has sent already to be read, before its place is another's
+_NO_DESCRIPTOR_S = 0.1  # pause after the process ran out of descriptors or memory for one more connection
+_NONE_LEFT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpBounds:
+    """What the connections of one server may take."""
+
+    connections: int
+    """At once."""
+    request_s: float
+    """For the handshake and a whole header, and for a client to go on reading what fills its socket."""
+    idle_s: float
+    """Between an answer and the next request."""
+    exchange_s: float | None = None
+    """For all of a connection's life; None ends none that makes progress."""
+    message_bytes: int
+    """Of one body as it is sent, with what frames it."""
+    shutdown_s: float
+    """For answers on their way at the end."""
+
+
+class HttpServer:
+    """A running server; `start` makes one, `stop` ends it."""
+
+    def __init__(self, app: Any, listener: socket.socket, *, tls: ServerFiles | None, bounds: HttpBounds) -> None:
+        self.port = int(listener.getsockname()[1])
+        self._bounds = bounds
+        self._listener = listener
+        self._context = None if tls is None else rotating_server_context(tls)
+        self._config = uvicorn.Config(
+            app,
+            http=HttpToolsProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=int(bounds.idle_s),
+            timeout_graceful_shutdown=int(bounds.shutdown_s),
+        )
+        self._config.load()
+        self._uvicorn = uvicorn.Server(self._config)
+        self._open: dict[_Connection, None] = {}  # that have waited for longest first
+        self._freed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(
+        cls, app: Any, host: str, port: int, *, tls: ServerFiles | None, bounds: HttpBounds, field: str
+    ) -> Self:
+        """Serve the ASGI application; UnavailableError, naming the variable `field`, if the address cannot be bound."""
+        server = cls(app, _bind(host, port, field=field), tls=tls, bounds=bounds)
+        # What `uvicorn.Server.serve` does, without its sockets and its signal handlers.
+        server._uvicorn.lifespan = server._config.lifespan_class(server._config)
+        await server._uvicorn.startup(sockets=[])
+        loop = asyncio.get_running_loop()
+        server._tasks = [loop.create_task(server._uvicorn.main_loop()), loop.create_task(server._accept())]
+        for task in server._tasks:
+            task.add_done_callback(_report)
+        return server
+
+    async def stop(self) -> None:
+        """Accept nothing more, give answers on their way `shutdown_s`, then close every connection."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listener.close()
+        for connection in self._waiting():
+            connection.cut()
+        await self._uvicorn.shutdown(sockets=[])
+        for connection in list(self._open):
+            connection.cut()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        # unregistered wait: a pause where the process is out of descriptors, which is logged
+        while True:
+            try:
+                link, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # of one connection that has gone already, or of this process
+                if error.errno in _NONE_LEFT:
+                    log.error("no connection can be accepted", extra={"port": self.port, "error": str(error)})
+                    await asyncio.sleep(_NO_DESCRIPTOR_S)
+                continue
+            try:
+                await self._make_room()
+            except asyncio.CancelledError:
+                link.close()
+                raise
+            connection = _Connection(
+                self._config,
+                self._uvicorn.server_state,
+                self._uvicorn.lifespan.state,
+                bounds=self._bounds,
+                changed=self._note,
+            )
+            self._open[connection] = None
+            connection.begin(link, self._context)
+
+    async def _make_room(self) -> None:
+        while len(self._open) >= self._bounds.connections:
+            oldest = next(iter(self._waiting()), None)
+            left = None if oldest is None else oldest.since + _LEAST_S - asyncio.get_running_loop().time()
+            if oldest is not None and left is not None and left <= 0:
+                oldest.cut()
+                continue
+            self._freed.clear()
+            with contextlib.suppress(TimeoutError):  # without `left`, until an answer ends or its time is over
+                await asyncio.wait_for(self._freed.wait(), left)
+
+    def _waiting(self) -> "list[_Connection]":
+        return [connection for connection in self._open if not connection.is_busy]
+
+    def _note(self, connection: "_Connection", is_open: bool) -> None:
+        """A connection has ended, or waits for its next request from now on: behind the others."""
+        if connection in self._open:
+            del self._open[connection]
+            if is_open:
+                self._open[connection] = None
+        self._freed.set()
+
+
+class _Connection(HttpToolsProtocol):
+    """uvicorn's connection with deadlines. It is busy from a whole header to the end of the answer."""
+
+    def __init__(self, *args: Any, bounds: HttpBounds, changed: "Callable[[_Connection, bool], None]") -> None:
+        super().__init__(*args)
+        self._bounds = bounds
+        self._changed = changed
+        self._shaking: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._end: asyncio.TimerHandle | None = None
+        self.since = self.loop.time()
+        """When it began to wait for a header."""
+        self._is_idle = False
+        self._is_in_message = False
+        self._size = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def begin(self, link: socket.socket, context: Any) -> None:
+        """Take the accepted socket over; the first header's time begins."""
+        self._cut_in(self._bounds.request_s)
+        if self._bounds.exchange_s is not None:
+            self._end = self.loop.call_later(self._bounds.exchange_s, self.cut)
+        self._shaking = self.loop.create_task(self._shake(link, context))
+        self._shaking.add_done_callback(lambda _: self._shaken(link))
+
+    async def _shake(self, link: socket.socket, context: Any) -> None:
+        try:
+            await self.loop.connect_accepted_socket(lambda: self, link, ssl=context)
+        except (OSError, EOFError) as error:  # of TLS, or it hung up
+            log.debug("a connection was cut off", extra={"error": str(error)})
+
+    def _shaken(self, link: socket.socket) -> None:
+        if self.transport is None:  # no handshake: nothing else will ever close it
+            link.close()
+            self._over()
+
+    def cut(self) -> None:
+        """End it at once, whatever it waits for."""
+        if self.transport is not None:
+            self.transport.abort()
+        elif self._shaking is not None:
+            self._shaking.cancel()
+        self._over()
+
+    def _over(self) -> None:
+        self._cut_in(None)
+        if self._end is not None:
+            self._end.cancel()
+        self._changed(self, False)
+
+    def _cut_in(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self.cut)
+
+    def connection_made(self, transport: Any) -> None:
+        self.since = self.loop.time()
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._over()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_idle:
+            self._is_idle = False
+            self._cut_in(self._bounds.request_s)
+        self._size += len(data)
+        super().data_received(data)
+        if self._size > (self._bounds.message_bytes if self._is_in_message else MAX_HEADER_BYTES):
+            self.cut()
+
+    def on_headers_complete(self) -> None:
+        self._cut_in(None)
+        self._size, self._is_in_message = 0, True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._size, self._is_in_message = 0, False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.is_busy:  # with a request that came before this answer was over
+            return
+        self._is_idle, self.since = True, self.loop.time()
+        self._cut_in(self._bounds.idle_s + self._bounds.request_s)  # uvicorn closes it before, if the client reads
+        self._changed(self, True)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._cut_in(self._bounds.request_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cut_in(None if self.is_busy else self._bounds.idle_s + self._bounds.request_s)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    """Without it nothing new would be served, and nobody would say so."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("an HTTP server has broken down", exc_info=error)
+
+
+def _bind(host: str, port: int, *, field: str) -> socket.socket:
+    """A listening socket; what is no address of version 6 is one of version 4, or a name."""
+    name, family = host.strip("[]"), socket.AF_INET
+    with contextlib.suppress(ValueError):
+        family = socket.AF_INET6 if ipaddress.ip_address(name).version == 6 else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((name, port))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        address = f"{host}:{port}"
+        raise UnavailableError(
+            f"cannot listen on {address}: {error.strerror or error}",
+            reason="ADDRESS_UNAVAILABLE",
+            remedy=f"stop what listens there, or choose another address ({field}; port 0 takes a free one)",
+            metadata={"address": address},
+        ) from error
+    return listener
