@@ -7,7 +7,7 @@ import time
 from chaos_stack import SERVICES, ChaosStack
 from patience import patient
 
-from millrace.local.supervisor import TERM_GRACE_S
+from millrace.processes.supervisor import TERM_GRACE_S
 from millrace.v1 import run_pb2
 
 STOPPED_WITHIN_S = 2 * TERM_GRACE_S + 5.0  # the services, Redis behind them, and a sweep

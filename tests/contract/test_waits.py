@@ -34,14 +34,14 @@ SLEEPING_LOOPS = {
     "env_server/teacher_client.py:_try": "`score` around it is the registered wait",
     "local/keeper.py:_check": TICKER,
     "local/keeper.py:_check_life": TICKER,
-    "local/reaper.py:end_all": "stands alone, with nothing imported, when everything else is dead",
+    "processes/table.py:end_all": "stands alone, with nothing imported, when everything else is dead",
     "local/redis.py:wait_ready": LOCAL,
     "local/stack.py:_report_waits": TICKER,
-    "local/watched.py:_replace": "a pause between two reapers of which the first died at once; it is noted",
+    "processes/reaper_process.py:_replace": "a pause between two reapers of which the first died at once; it is noted",
     "rpc/worker.py:_live": TICKER,
     "env_server/sink.py:_tidy": TICKER,
     "env_server/warm.py:run": TICKER,
-    "env_server/census.py:kill_all": "between looks at processes that were just ended, for a fifth of a second in all",
+    "processes/table.py:kill_session": "between looks at processes that were just ended, a fifth of a second in all",
     "orchestrator/housekeeping.py:archive_events": TICKER,
     "orchestrator/housekeeping.py:mend_damage": TICKER,
     "orchestrator/housekeeping.py:trim_batches": TICKER,
@@ -221,7 +221,7 @@ def test_whom_a_wait_names_is_known_to_the_chain() -> None:
     unknown = [
         f"{name}:{line} waits on {target!r}"
         for name, tree in sources()
-        if not name.startswith("local/")
+        if not name.startswith(("local/", "processes/"))
         for target, line in named(tree)
         if target not in COMPONENTS
     ]

@@ -4,7 +4,8 @@ import json
 import signal
 import time
 
-from millrace.local.reaper import KILL_WAIT_S, TERM_GRACE_S
+from millrace.processes.reaper import TERM_GRACE_S
+from millrace.processes.table import KILL_WAIT_S
 
 SMALL = [
     *("--orchestrator.batch-size", "32", "--orchestrator.rollouts-per-example", "8"),

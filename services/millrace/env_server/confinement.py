@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import os
 import resource
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,8 +25,9 @@ from typing import Any, Self
 
 from millrace.env_server import capabilities, landlock
 from millrace.env_server.limits import WorkerLimits
+from millrace.processes.parent_death import die_with_parent
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 # Processes and threads of the user of all workers, per process that one worker may have.
 _THREADS_PER_PROCESS = 16
 
@@ -81,7 +81,7 @@ class Confinement:
             self.limits.apply()
         if self.user is not None:
             self._become(*self.user)
-        die_with_parent()  # after the change of user, which forgets it
+        die_with_parent()  # even while its code blocks; after the change of user, which forgets it
         if self.isolation is not Isolation.NONE and sys.platform == "linux":
             capabilities.drop()
             _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -97,12 +97,6 @@ class Confinement:
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
         _prctl(_PR_SET_DUMPABLE, 1)  # else its own files in /proc would be root's
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, even while code of an environment blocks it."""
-    if sys.platform == "linux":
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager

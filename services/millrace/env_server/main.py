@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from millrace.env_server.confinement import Confinement
 from millrace.env_server.settings import EnvServerSettings
 from millrace.errors import InvalidSpecError, MillraceError, Violation
-from millrace.telemetry import lifeline
+from millrace.processes import lifeline
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc

@@ -119,7 +119,7 @@ class Launcher:
     async def _follow(self, vllm: VllmProcess) -> None:
         """On a node that does not serve: workers for the head, for as long as it lives."""
         await vllm.check(self._own.vllm_flags)
-        await vllm.send({"argv": [f"--model={self._own.vllm_model}", *self._own_argv()], "is_headless": True})
+        vllm.send({"argv": [f"--model={self._own.vllm_model}", *self._own_argv()], "is_headless": True})
         head = asyncio.create_task(self._node.until_head_ends(), name="head of the replica")
         try:
             await asyncio.wait({head, vllm.exited}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +147,7 @@ class Launcher:
                 await front.close()
             starting.cancel()
             await asyncio.gather(starting, serving, return_exceptions=True)
-        await vllm.send({"event": "yours"})
+        vllm.send({"event": "yours"})
         await self._watch(vllm)
 
     async def _bring_up(self, vllm: VllmProcess, front: Front) -> None:
@@ -155,7 +155,7 @@ class Launcher:
         await vllm.check(self._own.vllm_flags)
         front.say(pb.POLICY_STATE_EMPTY)
         model_argv = await self._model_argv(vllm, front)
-        await vllm.send({"argv": [*model_argv, *self._own_argv()]})
+        vllm.send({"argv": [*model_argv, *self._own_argv()]})
         began = time.monotonic()
         front.say(pb.POLICY_STATE_APPLYING)
         bound_s = self._own.vllm_start_s

@@ -16,7 +16,7 @@ from typing import Any
 
 from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, Violation
 from millrace.inference import launch_env
-from millrace.telemetry import lifeline
+from millrace.processes import lifeline
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc

@@ -5,7 +5,7 @@ import os
 import sys
 
 from millrace.errors import MillraceError
-from millrace.telemetry import lifeline
+from millrace.processes import lifeline
 from millrace.telemetry import logging as telemetry_logging
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.errors import InvalidSpecError, MillraceError
-from millrace.telemetry import lifeline
+from millrace.processes import lifeline
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 
