@@ -217,12 +217,12 @@ class ForkServer:
                 answer.set_result({"refused": "the fork server has ended"})
 
     def _lose(self, why: str) -> None:
-        log.warning("the fork server is gone", extra={"module": self._module, "why": why})
+        log.warning("the fork server is gone", extra={"of": self._module, "why": why})
         self.stop()
 
     def _take(self, said: Message) -> None:
         if "loaded" in said:
-            log.info("the fork server is ready", extra={"pid": self.pid, "module": self._module})
+            log.info("the fork server is ready", extra={"pid": self.pid, "of": self._module})
             self._loaded.set()
             self._is_first = False
         elif "ended" in said:

@@ -106,4 +106,4 @@ async def test_without_liveness_a_frozen_process_is_left_alone(tmp_path, impatie
         frozen = pids(stack)["trainer"]
         os.kill(frozen, signal.SIGSTOP)
         await asyncio.sleep(5)  # longer than what would have killed it
-        assert liveness.is_stopped(frozen) and notes == []
+        assert table.is_stopped(frozen) and notes == []
