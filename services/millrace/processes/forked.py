@@ -19,6 +19,7 @@ from millrace.telemetry.logging import getLogger
 
 log = getLogger(__name__)
 
+_KILL_WAIT_S = 5.0
 _SHOWN_ROOM = "-" * 256
 """Of the server's command line, for the longer ones of its children."""
 
@@ -206,7 +207,8 @@ class ForkServer:
             self._channel = None
         if self._server is not None:
             self._server.kill()
-            self._server.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging disk keeps what is killed
+                self._server.wait(_KILL_WAIT_S)
             self._server = None
         for child in self._children.values():
             child.watch()

@@ -137,11 +137,6 @@ class Supervisor:
         """Every process that was started, by name; of one that was started again, its newest life."""
         return self._children
 
-    @property
-    def reaper_pid(self) -> int | None:
-        """Process id of the reaper of now."""
-        return self._reaper.pid if self._reaper else None
-
     async def __aenter__(self) -> Self:
         self._lifeline = os.pipe()
         kept = (self._lifeline[1],) if self.lock is None else (self._lifeline[1], self.lock)
