@@ -31,7 +31,7 @@ from chaos_run import PROGRESS, ChaosRun
 from chaos_stack import SERVICES, ChaosStack
 from workplaces import Workplace
 
-from millrace.local import forked
+from millrace.local import preloads
 
 VICTIMS = (*SERVICES, "redis")
 APART_S = (0.0, 3.0)
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace) -> str:
         workplace = Workplace(Path(directory))
         progress("loaded: model and SFT")
         workplace.warm_up(0)
-        env = {forked.VARIABLE: "0" if options.each_for_itself else "1"}
+        env = {preloads.VARIABLE: "0" if options.each_for_itself else "1"}
         with ChaosStack(workplace, "loaded", env=env) as stack:
             run = stack.submit(max_steps=STEPS)
             run.wait_step(2)

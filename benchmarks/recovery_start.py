@@ -27,7 +27,7 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "chaos"))
 from chaos_stack import SERVICES, ChaosStack
 from workplaces import Workplace
 
-from millrace.local import forked
+from millrace.local import preloads
 
 QUIET_S = 1.5
 QUIET_SHARE = 0.08
@@ -99,7 +99,7 @@ def measure(repeats: int, *, each_for_itself: bool) -> str:
     """The report as Markdown."""
     found: dict[str, list[Start]] = {name: [] for name in SERVICES}
     with tempfile.TemporaryDirectory(prefix="millrace-start-") as directory:
-        env = {forked.VARIABLE: "0" if each_for_itself else "1"}
+        env = {preloads.VARIABLE: "0" if each_for_itself else "1"}
         stack = ChaosStack(Workplace(Path(directory)), "start", env=env)
         began = time.monotonic()
         with stack:

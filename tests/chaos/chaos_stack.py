@@ -36,7 +36,7 @@ from millrace.config.schema import RLConfig
 from millrace.errors import MillraceError, UnavailableError
 from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent
-from millrace.local.supervisor import tail
+from millrace.processes.supervisor import tail
 from millrace.rpc.probe import probe
 from millrace.runlog.audit import audit_run
 from millrace.storage import ObjectStore, open_store

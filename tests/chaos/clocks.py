@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chaos_stack import SERVICES
 
-from millrace.local import forked
+from millrace.local import preloads
 
 _LIBRARIES = ("/usr/lib/*/faketime/libfaketimeMT.so.1", "/usr/lib64/faketime/libfaketimeMT.so.1")
 _READ_AGAIN_S = 1
@@ -39,7 +39,7 @@ class Clocks:
             "FAKETIME_CACHE_DURATION": str(_READ_AGAIN_S),
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "NO_FAKE_STAT": "1",  # files carry the times of the kernel, which nobody can change
-            forked.VARIABLE: "0",  # the file is chosen when a program starts
+            preloads.VARIABLE: "0",  # the file is chosen when a program starts
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("clock")), *_python_path()]),
         }
 

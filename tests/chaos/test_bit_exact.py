@@ -13,7 +13,7 @@ import pytest
 from chaos_run import ChaosRun
 from chaos_stack import PREFIX, ChaosStack
 
-from millrace.local import forked
+from millrace.local import preloads
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.runlog import Names
 from millrace.storage import ObjectStore
@@ -103,7 +103,7 @@ def _killed_and_replaced_by_another(make_chaos, tmp_path: Path, determinism: str
     """A run whose trainer dies at step 3 behind checkpoint 2, and whose next trainer computes something else."""
     marker = tmp_path / "differ"
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(SITE.format(marker=str(marker))))
-    stack = make_chaos(env={"PYTHONPATH": str(tmp_path), forked.VARIABLE: "0"})
+    stack = make_chaos(env={"PYTHONPATH": str(tmp_path), preloads.VARIABLE: "0"})
     fault = stack.arm(Point.TRAINER_AFTER_PUBLISH, when={"step": 3})
     run = stack.submit(max_steps=6, **{"ckpt.interval": 2, "trainer.determinism": determinism})
     marker.touch()  # the trainer of now has started without it

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from patience import patient
 
-from millrace.local import forked
+from millrace.local import preloads
 
 pytestmark = pytest.mark.long
 
@@ -42,7 +42,7 @@ SIGNED = ("reward_mean", "metrics", "mismatch_kl")
 def test_a_run_with_skewed_clocks_survives_kills(make_chaos) -> None:
     skew = os.pathsep.join([str(Path(__file__).with_name("skew")), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     skewed = {"PYTHONPATH": skew, "CLOCK_SKEW": json.dumps(SKEW)}
-    skewed[forked.VARIABLE] = "0"  # the skew is chosen when a program starts
+    skewed[preloads.VARIABLE] = "0"  # the skew is chosen when a program starts
     stack: ChaosStack = make_chaos(env=skewed)
     run = stack.submit(max_steps=12)
     for name, step in (("orchestrator", 2), ("trainer", 4)):

@@ -8,7 +8,7 @@ import pytest
 from chaos_stack import SERVICES, ChaosStack
 from patience import patient
 
-from millrace.local.supervisor import TERM_GRACE_S
+from millrace.processes.supervisor import TERM_GRACE_S
 from millrace.v1 import run_pb2
 
 pytestmark = pytest.mark.long

@@ -23,7 +23,7 @@ from clocks import Clocks, library
 from fault_proxy import FaultProxy
 from injuries import Injury, Torturer
 
-from millrace.local import forked
+from millrace.local import preloads
 from millrace.storage.s3 import S3Store
 
 MINUTES = float(os.environ.get("MILLRACE_TORTURE_MINUTES", "30"))
@@ -44,7 +44,7 @@ def torturer(warm, make_chaos, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
     S3Store(bucket=BUCKET, endpoint=s3_endpoint, region="us-east-1").ensure_bucket()
     clocks = Clocks(warm.path / "outputs" / f"torture-clocks-{SEED}") if library() else None
-    environ = {**(clocks.environ if clocks else {}), forked.VARIABLE: "1"}
+    environ = {**(clocks.environ if clocks else {}), preloads.VARIABLE: "1"}
     with FaultProxy(s3_endpoint) as proxy:
         environ["MILLRACE_STORE_URL"] = f"s3://{BUCKET}/store?endpoint={proxy.endpoint}&region=us-east-1"
         stack = make_chaos(env=environ)

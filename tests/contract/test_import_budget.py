@@ -22,7 +22,7 @@ HEAVY |= {"matplotlib", "boto3", "botocore", "openai", "numba", "triton", "PIL",
 MAY: dict[str, set[str]] = {
     "millrace.cli.main": set(),
     "millrace.local.stack": set(),
-    "millrace.local.fork_server": set(),
+    "millrace.processes.fork_server": set(),
     "millrace.orchestrator.serve": set(),
     "millrace.env_server.run": set(),
     "millrace.trainer.serve": set(),  # registers, and imports torch meanwhile

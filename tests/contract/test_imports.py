@@ -34,7 +34,7 @@ def test_the_contracts_see_a_sideways_import(tmp_path: Path) -> None:
         "algorithms",
         "storage",
     ]
-    rooms += ["config", "rollouts", "telemetry", "internal", "v1"]
+    rooms += ["processes", "config", "rollouts", "telemetry", "internal", "v1"]
     package = tmp_path / "services" / "millrace"
     for room in rooms:
         (package / room).mkdir(parents=True)

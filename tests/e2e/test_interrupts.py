@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from millrace.local.reaper import KILL_WAIT_S, TERM_GRACE_S
+from millrace.processes.reaper import TERM_GRACE_S
+from millrace.processes.table import KILL_WAIT_S
 
 pytestmark = pytest.mark.long  # tests/integration/local does the same with services that only listen
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from millrace.cli.interrupts import Interrupts
 from millrace.config.schema import SFTConfig
-from millrace.local.supervisor import ProcessSpec, Supervisor
+from millrace.processes.supervisor import ProcessSpec, Supervisor
 
 TRAINER = ("-m", "millrace.trainer.main", "sft", "--config")
 

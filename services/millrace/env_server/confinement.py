@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import os
 import resource
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +27,9 @@ from millrace.env_server import capabilities, landlock
 from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation.view import View
 from millrace.env_server.limits import WorkerLimits
+from millrace.processes.parent_death import die_with_parent
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 # Processes and threads of the user of all workers, per process that one worker may have.
 _THREADS_PER_PROCESS = 16
 
@@ -101,7 +101,7 @@ class Confinement:
             self._limit_processes()
         if self.user is not None:
             self._become(*self.user)
-        die_with_parent()  # after the change of user, which forgets it
+        die_with_parent()  # even while its code blocks; after the change of user, which forgets it
         if self.isolation is not Isolation.NONE and sys.platform == "linux":
             capabilities.drop(keep=frozenset() if self.is_container else capabilities.KEPT)
             _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -121,12 +121,6 @@ class Confinement:
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
         _prctl(_PR_SET_DUMPABLE, 1)  # else its own files in /proc would be root's
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, even while code of an environment blocks it."""
-    if sys.platform == "linux":
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ import signal
 from dataclasses import dataclass
 from enum import Enum
 
+from millrace.processes import sessions
+
 _ASKED = frozenset({-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 
 
@@ -57,12 +59,7 @@ def describe_death(returncode: int | None, *, killed: tuple[Cause, str] | None, 
 
 def describe_exit(returncode: int | None) -> str:
     """`exit code 17` or `killed by SIGKILL`."""
-    if returncode is not None and returncode < 0:
-        try:
-            return f"killed by {signal.Signals(-returncode).name}"
-        except ValueError:
-            return f"killed by signal {-returncode}"
-    return f"exit code {returncode}"
+    return sessions.describe_exit(returncode).replace("signal SIG", "killed by SIG")
 
 
 def mebibytes(count: int) -> str:

@@ -2,31 +2,31 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Mapping
+from typing import NoReturn
 
-from millrace.env_server.confinement import Confinement
 from millrace.env_server.settings import EnvServerSettings
-from millrace.errors import InvalidSpecError, MillraceError, Violation
-from millrace.telemetry import lifeline
+from millrace.errors import InvalidSpecError, Violation
+from millrace.processes.service import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Serve until SIGTERM or SIGINT; exits with the code of the error that ended it."""
-    lifeline.hold()
-    try:
-        settings, own = _read_settings(os.environ)
-        confinement = own.confinement()
-        setup("env-server", level=settings.log_level, json_lines=settings.log_json)
-        asyncio.run(_run(settings, own, confinement))
-    except MillraceError as error:
-        print(f"millrace-env-server: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_service(_run)
+
+
+def _run() -> None:
+    settings, own = _read_settings(os.environ)
+    confinement = own.confinement()
+    setup("env-server", level=settings.log_level, json_lines=settings.log_json)
+    # Heavy imports stand here, after the settings are known to be good.
+    with without_gc():
+        from millrace.env_server.run import run
+
+    asyncio.run(run(settings, own, confinement))
 
 
 def _read_settings(environ: Mapping[str, str]) -> tuple[Settings, EnvServerSettings]:
@@ -44,14 +44,6 @@ def _read_settings(environ: Mapping[str, str]) -> tuple[Settings, EnvServerSetti
     if violations:
         raise InvalidSpecError(violations, reason="SETTINGS_INVALID", remedy="set these variables and start again")
     return settings, own
-
-
-async def _run(settings: Settings, own: EnvServerSettings, confinement: Confinement) -> None:
-    # Heavy imports stand here, after the settings are known to be good.
-    with without_gc():
-        from millrace.env_server.run import run
-
-    await run(settings, own, confinement)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from millrace import __version__
+import grpc.aio
+
 from millrace.env_server import landlock
 from millrace.env_server.confinement import Confinement
 from millrace.env_server.meters import registry_of
@@ -18,7 +19,6 @@ from millrace.env_server.starter import WorkerStarter
 from millrace.env_server.teacher import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.env_server.warm import WarmKeeper, WarmLimits
-from millrace.errors import first_error
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import (
     WORKER_KIND_ENV_SERVER,
@@ -27,10 +27,8 @@ from millrace.internal.v1.worker_service_pb2 import (
     Worker,
 )
 from millrace.rpc.metrics_server import metrics_server
-from millrace.rpc.reach import advertised
-from millrace.rpc.serve import serve
-from millrace.rpc.slot import worker_slot
-from millrace.rpc.worker import WorkerAgent, new_worker_id
+from millrace.rpc.registered import RegisteredWorker
+from millrace.rpc.worker import new_worker_id
 from millrace.runlog.connection import open_redis
 from millrace.runlog.log import FORMAT_MAJOR, RunLog
 from millrace.runlog.names import Names
@@ -42,7 +40,6 @@ SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_na
 # What a predecessor left is appended before this env-server registers, so that the orchestrator finds it in the log
 # instead of playing it again; an unreachable log must not keep it from registering.
 _RECOVER_S = 3.0
-_FAREWELL_S = 1.0
 # Watermark of a run that has ended.
 _EVERYTHING = 2**63 - 1
 
@@ -73,7 +70,7 @@ async def run(settings: Settings, own: EnvServerSettings, confinement: Confineme
         try:
             await sink.recover(timeout_s=_RECOVER_S)
             async with metrics_server(settings.metrics_listen, registry_of(service, sink)):
-                await _Registered(settings, service, sink, keeper, worker_id).serve()
+                await _EnvWorker(settings, service, sink, keeper, worker_id).serve()
         finally:
             await service.close()
             await teachers.close()
@@ -114,81 +111,38 @@ async def _open_sink(settings: Settings, own: EnvServerSettings) -> AsyncIterato
         await redis.aclose()
 
 
-class _Registered:
-    """Serves gRPC, and keeps the worker registered from the moment that the port is known until the last moment."""
+class _EnvWorker:
+    """The env-server as a worker: what it tells the orchestrator, and what it takes from the answers."""
 
     def __init__(
         self, settings: Settings, service: EnvService, sink: RolloutSink, keeper: WarmKeeper, worker_id: str
     ) -> None:
         self._keeper = keeper
-        self._settings = settings
+        self._grace_s = settings.grace_s
         self._service = service
         self._sink = sink
-        self._worker_id = worker_id
-        self._stopping = asyncio.Event()
-        self._is_announced = asyncio.Event()
-        self._is_gone = asyncio.Event()
-        self._agent: asyncio.Future[WorkerAgent] = asyncio.get_running_loop().create_future()
+        worker = Worker(
+            worker_id=worker_id,
+            kind=WORKER_KIND_ENV_SERVER,
+            min_log_format=FORMAT_MAJOR,
+            max_log_format=FORMAT_MAJOR,
+            capacity=service.capacity,
+        )
+        self._registered = RegisteredWorker(settings, worker, self._report, on_assignments=self._note_assignments)
 
     async def serve(self) -> None:
         """Until SIGTERM or SIGINT; raises what the orchestrator refuses for good."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._announce(), name="announce")
-                group.create_task(self._leave(), name="leave")
-                keeping = group.create_task(self._keeper.run(), name="keep warm")
-                await serve(
-                    self._settings.require("listen"),
-                    self._add_service,
-                    drain_s=self._settings.drain_s,
-                    grace_s=self._settings.grace_s,
-                    on_started=self._found,
-                    stopping=self._stopping,
-                    before_stop=self._drain,
-                )
-                self._is_gone.set()
-                keeping.cancel()
-        except BaseExceptionGroup as errors:
-            # One of them failed and the others were cancelled; the caller wants the error, not the group.
-            raise first_error(errors) from None
 
-    def _add_service(self, server: object, draining: asyncio.Event) -> list[str]:
-        env_service_pb2_grpc.add_EnvServiceServicer_to_server(self._service, server)
-        return [SERVICE_NAME]
+        def add_service(server: grpc.aio.Server, _: asyncio.Event) -> list[str]:
+            env_service_pb2_grpc.add_EnvServiceServicer_to_server(self._service, server)
+            return [SERVICE_NAME]
 
-    def _found(self, port: int) -> None:
-        address = advertised(self._settings, port)
-        worker = Worker(
-            worker_id=self._worker_id,
-            kind=WORKER_KIND_ENV_SERVER,
-            address=address,
-            version=__version__,
-            min_log_format=FORMAT_MAJOR,
-            max_log_format=FORMAT_MAJOR,
-            capacity=self._service.capacity,
-            slot=worker_slot(address),
+        await self._registered.serve(
+            add_service,
+            leave=self._service.leave,
+            drain=lambda: self._service.drain(grace_s=self._grace_s),
+            beside=[self._keeper.run],
         )
-        agent = WorkerAgent(self._settings.require("orchestrator"), worker, self._report, self._note_assignments)
-        self._agent.set_result(agent)
-
-    async def _announce(self) -> None:
-        agent = await self._agent
-        try:
-            await agent.run(self._is_gone)
-        finally:
-            # Refused for good: a server that nobody knows must not go on as if all were well.
-            self._stopping.set()
-
-    async def _leave(self) -> None:
-        """Say at once that nothing new may come, and that others should take what is here."""
-        await self._stopping.wait()
-        await self._service.leave()
-        await (await self._agent).tell_now(timeout_s=_FAREWELL_S)
-        self._is_announced.set()
-
-    async def _drain(self) -> None:
-        await self._service.drain(grace_s=self._settings.grace_s)
-        await self._is_announced.wait()  # at most _FAREWELL_S after the signal
 
     def _report(self) -> HeartbeatRequest:
         return HeartbeatRequest(num_playing=self._service.num_rollouts, is_leaving=self._service.is_leaving)

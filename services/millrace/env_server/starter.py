@@ -12,36 +12,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from millrace.env_server import play_meters
 from millrace.env_server.confinement import Confinement
 from millrace.env_server.engine_access import engine_token_for_workers
-from millrace.env_server.forkserver import ForkServer, ForkServerError
+from millrace.env_server.forkserver import WORKER_MODULE, ForkServer
 from millrace.env_server.inherited import worker_environ
 from millrace.env_server.isolation.check import furnish
 from millrace.env_server.isolation.namespaces import DIRECTORY
+from millrace.processes import sessions
+from millrace.processes.forked import ForkServerError
+from millrace.processes.sessions import Process
 from millrace.storage.scratch import owned_directory
 
 logger = logging.getLogger(__name__)
 
-
-class Process(Protocol):
-    """A process, whoever its parent is."""
-
-    @property
-    def pid(self) -> int:
-        """Of it, and of its session and process group."""
-        ...
-
-    @property
-    def returncode(self) -> int | None:
-        """None while it lives; negative: the signal that ended it."""
-        ...
-
-    async def wait(self) -> int | None:
-        """Until it has ended."""
-        ...
+_FIRST_FILE = 3
+"""The number of a forked worker's first socket: those below are its input and output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +63,7 @@ class WorkerStarter:
         self.shared = self.directory / "shared"
         """For files that workers read."""
         self.shared.mkdir()
-        self._fork_server = ForkServer(self._environ, str(self.directory / "template")) if forks else None
+        self._fork_server = ForkServer(self._environ, self.directory / "template") if forks else None
         if self.confinement.user is not None:
             self.directory.chmod(0o711)
             self.shared.chmod(0o755)
@@ -108,16 +96,17 @@ class WorkerStarter:
     async def close(self) -> None:
         """End the template and remove all private directories; the workers have ended before."""
         if self._fork_server is not None:
-            await self._fork_server.close()
+            self._fork_server.close()
         await asyncio.to_thread(self._owned.close)
 
     async def _fork(self, files: Sequence[int], environ: Mapping[str, str], directory: Path) -> Process | None:
         """A copy of the template; None if there is none to be had."""
         if self._fork_server is None:
             return None
-        request = {"environ": environ, "directory": str(directory), "confinement": self._confinement_json()}
+        numbers = range(_FIRST_FILE, _FIRST_FILE + len(files))  # theirs in the worker
         try:
-            process = await self._fork_server.fork(request, files)
+            argv = self._argv(numbers, directory)
+            process = await self._fork_server.fork(argv, environ, dict(zip(numbers, files, strict=True)))
         except ForkServerError as error:
             logger.warning("env worker is started by itself, not forked", extra={"problem": str(error)})
             return None
@@ -125,21 +114,19 @@ class WorkerStarter:
         return process
 
     async def _spawn(self, files: Sequence[int], environ: Mapping[str, str], directory: Path) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "millrace.env_server.worker",
+        argv, cwd = self._argv(files, directory), self.directory / "template"
+        process = await sessions.start(argv, env=environ, cwd=cwd, pass_fds=list(files))
+        play_meters.worker_started("spawn")
+        return process
+
+    def _argv(self, files: Sequence[int], directory: Path) -> list[str]:
+        """The command line of a worker, whose sockets have these numbers."""
+        return [
+            *(sys.executable, "-m", WORKER_MODULE),
             *(f"--fd={file}" for file in files),
             f"--directory={directory}",
             f"--confinement={json.dumps(self._confinement_json())}",
-            pass_fds=files,
-            env=environ,
-            cwd=self.directory / "template",
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        play_meters.worker_started("spawn")
-        return process
+        ]
 
     def _environ(self) -> dict[str, str]:
         """The variables of a worker, but for its directory."""

@@ -11,14 +11,16 @@ from typing import Self
 from millrace.env_server import census
 from millrace.env_server.deaths import Cause, Death, EnvLoadError, WorkerDiedError, describe_death
 from millrace.env_server.engine_access import engine_token_for_workers
-from millrace.env_server.forkserver import ForkedProcess
 from millrace.env_server.frames import encode_frame, read_frame
 from millrace.env_server.isolation.door import Door
 from millrace.env_server.limits import WorkerLimits
 from millrace.env_server.pulse import Pulse
-from millrace.env_server.starter import Process, Started, WorkerStarter
+from millrace.env_server.starter import Started, WorkerStarter
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.processes.forked import ForkedProcess
+from millrace.processes.sessions import Process
+from millrace.processes.table import kill_session
 from millrace.telemetry import faults, waits
 from millrace.telemetry.faults import Point
 
@@ -178,7 +180,7 @@ class WorkerProcess:
             logger.warning("env worker killed", extra={"worker": self.name, "reason": reason})
             self._killed = self._killed or (cause, reason)
             # Its children first: once it is dead those that left its session are nobody's.
-            census.kill_all(self.process.pid)
+            kill_session(self.process.pid)
 
     async def close(self) -> None:
         """Close the socket, which ends it; kill it if it does not end."""
@@ -262,7 +264,7 @@ class WorkerProcess:
             self.kill("closed its socket and did not end")
             await self.process.wait()
         # Children of the environment outlive a worker that crashed.
-        await asyncio.to_thread(census.kill_all, self.process.pid)
+        await asyncio.to_thread(kill_session, self.process.pid)
         if self.door is not None:
             await self.door.close()
         await self.started.forget()

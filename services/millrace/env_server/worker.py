@@ -1,4 +1,4 @@
-"""An environment worker: `python -m millrace.env_server.worker --fd N --fd M …`, or a copy of `template`.
+"""An environment worker: `python -m millrace.env_server.worker --fd N --fd M …`, also as a fork of `template`.
 
 Hosts one environment: loads it in the main thread, then plays rollouts in one event loop. It speaks frames over the
 socket that it inherits and ends when the socket closes. Its own deadline ends a rollout that waits or overruns; what
@@ -7,6 +7,7 @@ blocks the whole loop is the parent's to kill.
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from millrace.decoding import decode_object
 from millrace.env_server.adapter import EnvAdapter, describe_load_error, load_adapter
@@ -45,6 +47,8 @@ def main() -> None:
     parser.add_argument("--directory", required=True, help="working directory of this worker alone")
     parser.add_argument("--confinement", required=True, help="what it may, as JSON")
     args = parser.parse_args()
+    with contextlib.suppress(OSError):  # for `top`; only Linux has it
+        Path("/proc/self/comm").write_text("env-worker")
     confinement = decode_object(args.confinement, what="--confinement", reason="SETTINGS_INVALID")
     run(args.fd, args.directory, Confinement.from_json(confinement))
 

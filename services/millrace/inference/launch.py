@@ -22,24 +22,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import millrace
 from millrace.errors import InternalError, InvalidSpecError, MillraceError, UnavailableError, Violation
 from millrace.inference import launch_env
-from millrace.inference.http_access import http_scheme, vllm_flags
+from millrace.inference.http_access import vllm_flags
 from millrace.inference.launch_front import Front, PolicyModel, describe, fetch_model
 from millrace.inference.launch_node import Node
 from millrace.inference.launch_process import VllmProcess
 from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import POLICY_NAME
+from millrace.inference.registration import http_address
 from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE
 from millrace.inference.vllm.lora import lora_argv
 from millrace.inference.vllm.node_copy import DIRECTORY_VARIABLE
 from millrace.internal.v1 import policy_service_pb2 as pb
-from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, Worker
-from millrace.rpc.reach import advertised, is_wildcard
-from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
-from millrace.runlog.log import FORMAT_MAJOR
 from millrace.storage.base import ObjectStore
 from millrace.storage.opening import open_store
 from millrace.storage.scratch import owned_directory
@@ -119,7 +115,7 @@ class Launcher:
     async def _follow(self, vllm: VllmProcess) -> None:
         """On a node that does not serve: workers for the head, for as long as it lives."""
         await vllm.check(self._own.vllm_flags)
-        await vllm.send({"argv": [f"--model={self._own.vllm_model}", *self._own_argv()], "is_headless": True})
+        vllm.send({"argv": [f"--model={self._own.vllm_model}", *self._own_argv()], "is_headless": True})
         head = asyncio.create_task(self._node.until_head_ends(), name="head of the replica")
         try:
             await asyncio.wait({head, vllm.exited}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,10 +127,8 @@ class Launcher:
 
     async def _work(self, vllm: VllmProcess) -> None:
         front = Front()
-        serving = asyncio.create_task(
-            front.run(self._settings.require("listen"), self._settings.orchestrator, self._registration()),
-            name="front of vLLM",
-        )
+        http_url = http_address(*parse_address(self._settings.require("http_listen")))
+        serving = asyncio.create_task(front.run(self._settings, self._worker_id, http_url), name="front of vLLM")
         starting = asyncio.create_task(self._bring_up(vllm, front), name="start of vLLM")
         try:
             await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +141,7 @@ class Launcher:
                 await front.close()
             starting.cancel()
             await asyncio.gather(starting, serving, return_exceptions=True)
-        await vllm.send({"event": "yours"})
+        vllm.send({"event": "yours"})
         await self._watch(vllm)
 
     async def _bring_up(self, vllm: VllmProcess, front: Front) -> None:
@@ -155,7 +149,7 @@ class Launcher:
         await vllm.check(self._own.vllm_flags)
         front.say(pb.POLICY_STATE_EMPTY)
         model_argv = await self._model_argv(vllm, front)
-        await vllm.send({"argv": [*model_argv, *self._own_argv()]})
+        vllm.send({"argv": [*model_argv, *self._own_argv()]})
         began = time.monotonic()
         front.say(pb.POLICY_STATE_APPLYING)
         bound_s = self._own.vllm_start_s
@@ -276,23 +270,6 @@ class Launcher:
             **self._settings.to_environ(),
             WORKER_ID_VARIABLE: self._worker_id,
         }
-
-    def _registration(self) -> Worker:
-        """How the replica registers; the server will register in the same way."""
-        _, listen_port = parse_address(self._settings.require("listen"))
-        http_host, http_port = parse_address(self._settings.require("http_listen"))
-        address = advertised(self._settings, listen_port)
-        shown = parse_address(address)[0] if is_wildcard(http_host) else http_host
-        return Worker(
-            worker_id=self._worker_id,
-            kind=WORKER_KIND_INFERENCE,
-            address=address,
-            http_url=f"{http_scheme()}://{shown}:{http_port}/v1",
-            version=millrace.__version__,
-            min_log_format=FORMAT_MAJOR,
-            max_log_format=FORMAT_MAJOR,
-            slot=worker_slot(address),
-        )
 
     def _forget_model(self) -> None:
         if self._model is not None:

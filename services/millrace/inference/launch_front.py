@@ -6,21 +6,23 @@ shall be started; the weights are put in later, by the server itself, when it is
 
 import asyncio
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc.aio
 
 from millrace.errors import InternalError, InvalidSpecError, InvalidStateError, MillraceError, Violation
 from millrace.inference.model_files import POLICY_NAME, write_files
+from millrace.inference.registration import inference_worker
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
-from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest, Worker
+from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest
 from millrace.policies.pull import pull_files, read_manifest
 from millrace.rpc.health import HealthBoard
-from millrace.rpc.serve import serve
-from millrace.rpc.worker import WorkerAgent
+from millrace.rpc.registered import RegisteredWorker
 from millrace.storage.base import ObjectStore
+from millrace.telemetry.settings import Settings
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PolicyService"].full_name
 MAX_WAIT_S = 10.0
@@ -64,22 +66,17 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
         """The next policy that is asked for; older requests that nobody took are forgotten."""
         return await self._wanted.get()
 
-    async def run(self, address: str, orchestrator: str | None, worker: Worker) -> None:
-        """Serve and keep `worker` registered until `close`."""
+    async def run(self, settings: Settings, worker_id: str, http_url: Callable[[str], str]) -> None:
+        """Serve and keep the replica registered until `close`, in the same way as its server will be."""
+        registered = RegisteredWorker(
+            replace(settings, drain_s=0.0, grace_s=_GRACE_S),
+            inference_worker(worker_id),
+            self._heartbeat,
+            stopping=self._closing,
+            http_url=http_url,
+        )
         try:
-            async with asyncio.TaskGroup() as group:
-                if orchestrator is not None:
-                    agent = WorkerAgent(orchestrator, worker, self._heartbeat, lambda reply: None)
-                    group.create_task(agent.run(self._closing), name="registration for vLLM")
-                await serve(
-                    address,
-                    self._add_services,
-                    drain_s=0.0,
-                    grace_s=_GRACE_S,
-                    stopping=self._closing,
-                    health_board=self._board,
-                    handle_signals=False,
-                )
+            await registered.serve(self._add_services, health_board=self._board, handle_signals=False)
         finally:
             self._gone.set()
 

@@ -7,20 +7,21 @@ and engine cores when the server dies. So no way of dying leaves one behind.
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
-import socket
+import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 from millrace.errors import InternalError, InvalidSpecError, Violation
 from millrace.inference.vllm.handover import FD_VARIABLE, PARENT_VARIABLE
+from millrace.processes import sessions
+from millrace.processes.channel import Channel
+from millrace.processes.table import members
 from millrace.telemetry import waits
 
 HOST_MODULE = "millrace.inference.vllm.host"
@@ -39,42 +40,35 @@ _ECHOES = ("Engine core initialization failed", "KeyboardInterrupt: terminated")
 class VllmProcess:
     """A started server. `exited` ends with its return code; what it says arrives in `messages`."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
         self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._channel = channel
         self._begun = time.monotonic()
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self._causes: dict[str, None] = {}
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.exited: asyncio.Task[int] = asyncio.create_task(process.wait(), name="exit of vLLM")
-        self._tasks = [
-            asyncio.create_task(self._copy_output(), name="output of vLLM"),
-            asyncio.create_task(self._hear(), name="messages of vLLM"),
-        ]
+        self._output = asyncio.create_task(self._copy_output(), name="output of vLLM")
+        channel.listen(self.messages.put_nowait, lambda why: None)  # its end is for `exited` to say
 
     @classmethod
     async def start(cls, environ: Mapping[str, str], *, python: str = sys.executable) -> Self:
         """Start it; it imports vLLM and waits for what `check` and `serve` tell. Call it on the main thread."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = Channel.pair()
         try:
-            process = await asyncio.create_subprocess_exec(
-                python,
-                "-m",
-                HOST_MODULE,
+            process = await sessions.start(
+                [python, "-m", HOST_MODULE],
                 env={**environ, FD_VARIABLE: str(theirs.fileno()), PARENT_VARIABLE: str(os.getpid())},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,
             )
+        except BaseException:  # raised on
+            ours.close()
+            raise
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(process, reader, writer)
+        return cls(process, ours)
 
     @property
     def pid(self) -> int:
@@ -88,18 +82,17 @@ class VllmProcess:
 
     async def check(self, flags: Mapping[str, Any]) -> None:
         """Have the flags checked; InvalidSpecError lists everything that vLLM's parser refuses."""
-        await self.send({"flags": dict(flags)})
+        self.send({"flags": dict(flags)})
         with waits.waiting("vLLM to be imported", waits_on="inference", deadline_s=CHECK_DEADLINE_S):
             answer = await self.hear(deadline_s=CHECK_DEADLINE_S, purpose="check its flags")
         if problems := answer["violations"]:
             violations = [Violation(**problem, source="flags of vLLM") for problem in problems]
             raise InvalidSpecError(violations, reason="VLLM_FLAGS_INVALID", remedy="see `vllm serve --help=all`")
 
-    async def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Tell it something; that it is gone is for `exited` to say."""
-        with contextlib.suppress(ConnectionError):
-            self._writer.write(json.dumps(message).encode() + b"\n")
-            await self._writer.drain()
+        with contextlib.suppress(OSError):
+            self._channel.send(message)
 
     async def hear(self, *, deadline_s: float, purpose: str) -> dict[str, Any]:
         """The next message; InternalError if it dies before, or says nothing for `deadline_s`."""
@@ -123,8 +116,8 @@ class VllmProcess:
         code = await self.exited
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_WAIT_S):
-                await asyncio.wait({self._tasks[0]})
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+                await asyncio.wait({self._output})
+        how = sessions.describe_exit(code)
         causes = "".join(f"\n  cause: {line}" for line in self._causes if code > 0)
         return InternalError(
             f"vLLM died: {how}, {time.monotonic() - self._begun:.1f} s after its start.{causes}\n"
@@ -142,25 +135,20 @@ class VllmProcess:
 
     async def end(self) -> None:
         """Kill what is left of all its processes, and wait until they are gone."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        sessions.kill_group(self.pid)
         await self.exited
         ends = time.monotonic() + KILL_WAIT_S
+        group = {self.pid: 0}  # whose leader is gone
         # unregistered wait: after a SIGKILL, for at most KILL_WAIT_S
-        while _group_exists(self.pid) and time.monotonic() < ends:  # noqa: ASYNC110 - other processes have no event
+        while members(group) and time.monotonic() < ends:  # noqa: ASYNC110 - other processes have no event
             await asyncio.sleep(_POLL_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._writer.close()
+        self._output.cancel()
+        await asyncio.gather(self._output, return_exceptions=True)
+        self._channel.close()
 
     def _shown(self) -> str:
         lines = list(self._lines)[-_SHOWN_LINES:]
         return "\n".join(f"  | {line}" for line in lines) or "  | (it wrote nothing)"
-
-    async def _hear(self) -> None:
-        while text := await self._reader.readline():
-            self.messages.put_nowait(json.loads(text))
 
     async def _copy_output(self) -> None:
         """Pass its output on as ours, and remember the end of it."""
@@ -185,13 +173,3 @@ class VllmProcess:
         match = _CAUSE.search(line)
         if match and len(self._causes) < 3 and not any(echo in line for echo in _ECHOES):
             self._causes.setdefault(match[1][:300])
-
-
-def _group_exists(group: int) -> bool:
-    """Whether a process of the group is there that is no zombie."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            rest = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(rest[2]) == group and rest[0] not in "ZX":
-                return True
-    return False

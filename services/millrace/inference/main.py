@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, Violation
+from millrace.errors import InvalidSpecError, NotFoundError, Violation
 from millrace.inference import launch_env
-from millrace.telemetry import lifeline
+from millrace.processes.service import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
@@ -112,23 +112,14 @@ def _with_limits(flags: Mapping[str, Any], values: Mapping[str, int]) -> dict[st
     return {name: values[name] for name in limits if name in values and name not in names} | dict(flags)
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Serve until SIGTERM or SIGINT; exits with the code of the error that ended it."""
-    try:
-        own = InferenceSettings.from_env(os.environ)
-        if own.engine == "vllm":
-            _enter_vllm_interpreter()
-        lifeline.hold()  # in the interpreter that stays
-        has_model = own.model_dir or own.vllm_model
-        required = ["listen", "http_listen"] + ([] if has_model else ["store_url", "orchestrator"])
-        settings = Settings.from_env(os.environ, required=required)
-        setup("inference", level=settings.log_level, json_lines=settings.log_json)
-        asyncio.run(_run(settings, own))
-    except MillraceError as error:
-        print(f"millrace-inference: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_service(_run, before=_choose_interpreter)
+
+
+def _choose_interpreter() -> None:
+    if InferenceSettings.from_env(os.environ).engine == "vllm":
+        _enter_vllm_interpreter()
 
 
 def _enter_vllm_interpreter() -> None:
@@ -147,7 +138,16 @@ def _enter_vllm_interpreter() -> None:
         )
 
 
-async def _run(settings: Settings, own: InferenceSettings) -> None:
+def _run() -> None:
+    own = InferenceSettings.from_env(os.environ)
+    has_model = own.model_dir or own.vllm_model
+    required = ["listen", "http_listen"] + ([] if has_model else ["store_url", "orchestrator"])
+    settings = Settings.from_env(os.environ, required=required)
+    setup("inference", level=settings.log_level, json_lines=settings.log_json)
+    asyncio.run(_serve(settings, own))
+
+
+async def _serve(settings: Settings, own: InferenceSettings) -> None:
     if own.engine == "vllm":
         from millrace.inference.launch import Launcher
 

@@ -10,29 +10,24 @@ from pathlib import Path
 
 import grpc.aio
 
-import millrace
-from millrace.errors import InternalError, MillraceError
+from millrace.errors import InternalError
 from millrace.inference.engine import STALL_S, PolicyEngine
-from millrace.inference.http_access import http_scheme
 from millrace.inference.model_files import ModelSlot
+from millrace.inference.registration import inference_worker
 from millrace.inference.service import SERVICE_NAME, PolicyServicer
 from millrace.inference.updater import PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2_grpc
-from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, HeartbeatRequest, Worker
+from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest
 from millrace.policies.host_copy import HostCopy
 from millrace.rpc.health import PROCESS, HealthBoard
-from millrace.rpc.reach import advertised, is_wildcard
-from millrace.rpc.serve import serve
-from millrace.rpc.slot import worker_slot
-from millrace.rpc.worker import WorkerAgent, new_worker_id
-from millrace.runlog.log import FORMAT_MAJOR
+from millrace.rpc.registered import RegisteredWorker
+from millrace.rpc.worker import new_worker_id
 from millrace.storage.opening import open_store
 from millrace.telemetry import waits
-from millrace.telemetry.settings import Settings, parse_address
+from millrace.telemetry.settings import Settings
 
 _HEALTH_PERIOD_S = 0.5
 _STALL_SHOWN_S = 10.0  # one forward pass takes less: from here on a stall is a visible wait, overdue twice as late
-_FAREWELL_S = 1.0
 
 
 class ReplicaParts:
@@ -63,9 +58,6 @@ class ReplicaParts:
         stager = HostCopy(store, directory=policy_dir) if store is not None else None
         self.updater = PolicyUpdater(engine, slot, store, stager, extra_names=extra_names)
         self.servicer = PolicyServicer(engine, self.updater)
-        self._started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._is_announced = asyncio.Event()
-        self._is_gone = asyncio.Event()
 
     async def run(
         self,
@@ -85,32 +77,28 @@ class ReplicaParts:
             """After load balancers looked away: open requests get the grace period, everything new goes elsewhere."""
             self.updater.leave()
             await drain(self._settings.grace_s)
-            if self._settings.orchestrator is not None:
-                await self._is_announced.wait()  # at most _FAREWELL_S after the signal
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                background = [group.create_task(self._update()), group.create_task(self._watch_health())]
-                if warm_up is not None:
-                    group.create_task(self._warm_up(warm_up))
-                agent = group.create_task(self._register(http_url))
-                await serve(
-                    self._settings.require("listen"),
-                    self._add_services,
-                    drain_s=self._settings.drain_s,
-                    grace_s=self._settings.grace_s,
-                    on_started=self._started.set_result,
-                    stopping=self._stopping,
-                    handle_signals=handle_signals,
-                    health_board=self._board,
-                    before_stop=leave,
-                )
-                self._is_gone.set()
-                await agent
-                for task in background:
-                    task.cancel()
-        except BaseExceptionGroup as errors:
-            raise _cause(errors) from errors
+        registered = RegisteredWorker(
+            self._settings,
+            inference_worker(self._worker_id),
+            self._heartbeat,
+            stopping=self._stopping,
+            http_url=http_url,
+        )
+
+        async def import_meanwhile() -> None:
+            """What the first policy will need: the orchestrator hears of this replica first."""
+            await registered.wait_started()
+            if warm_up is not None:
+                await asyncio.to_thread(warm_up)
+
+        await registered.serve(
+            self._add_services,
+            health_board=self._board,
+            handle_signals=handle_signals,
+            drain=leave,
+            beside=[self._update, self._watch_health, import_meanwhile],
+        )
 
     async def _update(self) -> None:
         """Runs the updater; its end is the replica's, which would serve an old version for ever, and say nothing."""
@@ -127,42 +115,9 @@ class ReplicaParts:
             remedy="the replica is started again; report this with its log",
         )
 
-    async def _warm_up(self, function: Callable[[], object]) -> None:
-        """Imports meanwhile what the first policy will need: the orchestrator hears of this replica first."""
-        await self._started
-        await asyncio.to_thread(function)
-
     def _add_services(self, server: grpc.aio.Server, _: asyncio.Event) -> list[str]:
         policy_service_pb2_grpc.add_PolicyServiceServicer_to_server(self.servicer, server)
         return [SERVICE_NAME]
-
-    async def _register(self, http_url: Callable[[str], str]) -> None:
-        """Keeps the replica registered to its last moment; without an orchestrator it serves by itself."""
-        if self._settings.orchestrator is None:
-            return
-        grpc_port = await self._started
-        address = advertised(self._settings, grpc_port)
-        worker = Worker(
-            worker_id=self._worker_id,
-            kind=WORKER_KIND_INFERENCE,
-            address=address,
-            http_url=http_url(parse_address(address)[0]),
-            version=millrace.__version__,
-            min_log_format=FORMAT_MAJOR,
-            max_log_format=FORMAT_MAJOR,
-            slot=worker_slot(address),
-        )
-        agent = WorkerAgent(self._settings.orchestrator, worker, self._heartbeat, lambda reply: None)
-        async with asyncio.TaskGroup() as group:
-            leaving = group.create_task(self._leave(agent))
-            await agent.run(self._is_gone)
-            leaving.cancel()
-
-    async def _leave(self, agent: WorkerAgent) -> None:
-        """Says at once that nothing new may come and that others take over what is here."""
-        await self._stopping.wait()
-        await agent.tell_now(timeout_s=_FAREWELL_S)
-        self._is_announced.set()
 
     def _heartbeat(self) -> HeartbeatRequest:
         return HeartbeatRequest(policy=self.servicer.status(), is_leaving=self._stopping.is_set())
@@ -190,21 +145,3 @@ class ReplicaParts:
             else:
                 self._board.set_ready(PROCESS)
             await asyncio.sleep(_HEALTH_PERIOD_S)
-
-
-def http_address(host: str, port: int) -> Callable[[str], str]:
-    """Makes the URL of an HTTP API that listens on `host`: of that host, or of the reachable one for a wildcard."""
-    return lambda reachable: f"{http_scheme()}://{reachable if is_wildcard(host) else host}:{port}/v1"
-
-
-def _cause(errors: BaseExceptionGroup) -> BaseException:
-    """The first error of ours in a group, or the first one."""
-    found: list[BaseException] = []
-    pending: list[BaseException] = [errors]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending.extend(error.exceptions)
-        else:
-            found.append(error)
-    return next((error for error in found if isinstance(error, MillraceError)), found[0])

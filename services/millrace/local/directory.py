@@ -16,12 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from millrace.errors import InvalidStateError
-from millrace.local import reaper
 from millrace.local.identity import StackId, place_of
+from millrace.processes import reaper, table
 from millrace.telemetry import waits
 
-LEAVING_S = reaper.TERM_GRACE_S + reaper.KILL_WAIT_S + 4.0
+LEAVING_S = reaper.TERM_GRACE_S + table.KILL_WAIT_S + 4.0
 """How long what a killed stack has left behind may take to end by itself."""
 KILL_WAIT_S = 5.0
 """How long it may take to end after a SIGKILL."""
@@ -67,7 +69,7 @@ async def _take(file: IO[str], directory: Path, note: Callable[[str], None]) -> 
                 is_told = True
             if age_s > LEAVING_S and not is_killed:
                 note(f"ending what the killed stack (pid {before.supervisor}) has left behind: {_named(left)}")
-                reaper.send(left, signal.SIGKILL)
+                table.send(left, signal.SIGKILL)
                 is_killed = True
             await asyncio.sleep(_POLL_S)
 
@@ -84,7 +86,7 @@ async def _sweep(directory: Path, note: Callable[[str], None]) -> None:
             if not is_told:
                 note(f"ending what a killed stack has left behind: {_named(set(left))}")
                 is_told = True
-            reaper.send(set(left), signal.SIGKILL)
+            table.send(set(left), signal.SIGKILL)
             await asyncio.sleep(_POLL_S)
 
 
@@ -130,10 +132,9 @@ def _holds(process: Path, wanted: os.stat_result) -> bool:
 def _marked(directory: Path) -> dict[int, StackId]:
     """The running processes whose environment names a stack of this directory."""
     place, found = place_of(directory), {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        pid = int(entry.name)
-        stack = StackId.parse(reaper.stack_of(pid))
-        if stack is not None and stack.place == place and pid != os.getpid() and reaper.is_running(pid):
+    for pid in psutil.pids():
+        stack = StackId.parse(table.mark_of(pid, table.STACK_MARK))
+        if stack is not None and stack.place == place and pid != os.getpid() and table.is_running(pid):
             found[pid] = stack
     return found
 
@@ -161,8 +162,8 @@ def _named(pids: set[int]) -> str:
 
 def _command(pid: int) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return "ended meanwhile"
-    module = words[2] if words[1:2] == ["-m"] and len(words) > 2 else words[0]
+        words = psutil.Process(pid).cmdline()
+    except psutil.Error:
+        words = []
+    module = words[2] if words[1:2] == ["-m"] and len(words) > 2 else "".join(words[:1])
     return Path(module).name or "ended meanwhile"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from millrace.local import reaper
+from millrace.processes import table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class StackId:
     @classmethod
     def new(cls, directory: Path) -> Self:
         """The id of a stack that this process supervises."""
-        ticks = reaper.start_ticks(os.getpid())
+        ticks = table.start_ticks(os.getpid())
         return cls(supervisor=os.getpid(), start_ticks=ticks, place=place_of(directory), random=secrets.token_hex(8))
 
     @classmethod
@@ -45,7 +45,7 @@ class StackId:
     @property
     def is_supervised(self) -> bool:
         """Whether its supervisor lives."""
-        return reaper.is_running(self.supervisor) and reaper.start_ticks(self.supervisor) == self.start_ticks
+        return table.is_running(self.supervisor) and table.start_ticks(self.supervisor) == self.start_ticks
 
 
 def place_of(directory: Path) -> str:

@@ -13,9 +13,10 @@ from typing import NoReturn
 
 from millrace.errors import first_error
 from millrace.local import liveness
-from millrace.local.liveness import Answer, Probe, Pulse, Verdict, is_stopped
+from millrace.local.liveness import Answer, Probe, Pulse, Verdict
 from millrace.local.restarts import SETTLED_AFTER_S, Cause, Lives
-from millrace.local.supervisor import Child, Supervisor, describe_death
+from millrace.processes.supervisor import Child, Supervisor, describe_death
+from millrace.processes.table import is_stopped
 from millrace.telemetry import waits
 
 _READY_POLL_S = 0.1
@@ -82,7 +83,7 @@ class Keeper:
         verdict = lives.end(time.monotonic(), cause)
         given_up = verdict.short_lives if self._is_restarting else None
         error = await asyncio.to_thread(describe_death, child, given_up_after=given_up)
-        await self._supervisor.bury(child)
+        await self._supervisor.end_rest(child)
         if verdict.is_hopeless or not self._is_restarting:
             self._note(f"{name} died: {error.how}; it is not started again")
             raise error
@@ -109,7 +110,7 @@ class Keeper:
                 await asyncio.sleep(_READY_POLL_S)
         if child.is_alive:
             self._note(f"{name} is not ready {self._ready_deadline_s:.0f} s after its start: killing it")
-            await self._supervisor.bury(child)
+            await self._supervisor.end_rest(child)
 
     async def _check(self, name: str) -> None:
         """Ask one process for its health as long as the stack lives; kills each life of it that stops answering."""
@@ -136,7 +137,7 @@ class Keeper:
                 self._note(said)
             elif verdict is Verdict.KILL and child.is_alive:
                 self._note(f"{said}: killing it")
-                await self._supervisor.bury(child)
+                await self._supervisor.end_rest(child)
                 return
             await asyncio.sleep(liveness.PERIOD_S)
 

@@ -8,7 +8,6 @@ meanwhile, and if the machine is not the reason: another process answered, or th
 import asyncio
 from collections.abc import Awaitable, Callable
 from enum import Enum, auto
-from pathlib import Path
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -107,12 +106,3 @@ class Pulse:
             self._is_named = True
             return Verdict.NAME
         return Verdict.FINE
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the kernel has stopped the process (SIGSTOP, a debugger); False where there is no /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"

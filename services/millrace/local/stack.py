@@ -24,16 +24,17 @@ from typing import IO, NoReturn, Self, TypeVar
 
 from millrace.errors import UnavailableError
 from millrace.inference.launch_env import engine_python
-from millrace.local import forked, tied
+from millrace.local import preloads
 from millrace.local.directory import hold_directory
-from millrace.local.forked import ForkServerProcess
 from millrace.local.identity import StackId
 from millrace.local.keeper import Keeper
 from millrace.local.liveness import Answer, Probe, probe_redis, probe_service
 from millrace.local.ports import free_ports, require_free
 from millrace.local.preflight import check_redis, check_store
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
-from millrace.local.supervisor import ProcessSpec, Supervisor, tail
+from millrace.processes import parent_death
+from millrace.processes.forked import ForkServer
+from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
 from millrace.rpc.access import ClientAccess
 from millrace.storage.scratch import SCRATCH_VARIABLE, sweep
 from millrace.telemetry import waits
@@ -289,7 +290,7 @@ class LocalStack:
         await self.supervisor.start(
             ProcessSpec(
                 name="redis",
-                argv=[sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *redis.command()],
+                argv=[sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *redis.command()],
                 env={name: value for name, value in self._environ.items() if name.startswith(_TO_REDIS)},
                 log_path=redis.log_path,
                 tier=0,
@@ -348,10 +349,9 @@ class LocalStack:
         """From now on services are forked from a process that has imported what they need, where that can be."""
         is_vllm = self.options.engine == "vllm"
         modules = [module for name, module in self._modules.items() if not (is_vllm and name == "inference")]
-        if needs := forked.needs(modules, self._environ):
-            env = {**self._defaults(), **self._environ}
-            server = ForkServerProcess(needs, env=env, log_path=self.logs / "fork-server.log")
-            self.supervisor.start_fork_server(server)
+        if needs := preloads.needs(modules, self._environ):
+            server = ForkServer(needs, log_path=self.logs / "fork-server.log")
+            self.supervisor.start_fork_server(server, env={**self._defaults(), **self._environ})
 
     def _peers(self) -> ClientAccess:
         """How the stack's processes call each other."""

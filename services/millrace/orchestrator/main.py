@@ -2,30 +2,27 @@
 
 import asyncio
 import os
-import sys
+from typing import NoReturn
 
-from millrace.errors import MillraceError
-from millrace.telemetry import lifeline
+from millrace.processes.service import run_service
 from millrace.telemetry import logging as telemetry_logging
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
 
 
-def main() -> int:
-    """Read the placement, then serve until a signal; returns the exit code."""
-    lifeline.hold()
-    try:
-        settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "listen"])
-        telemetry_logging.setup("orchestrator")
-        with without_gc():
-            from millrace.orchestrator.serve import serve_orchestrator
+def main() -> NoReturn:
+    """Read the placement, then serve until a signal; exits with the code of the error that ended it."""
+    run_service(_run)
 
-        asyncio.run(serve_orchestrator(settings))
-    except MillraceError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+def _run() -> None:
+    settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "listen"])
+    telemetry_logging.setup("orchestrator")
+    with without_gc():
+        from millrace.orchestrator.serve import serve_orchestrator
+
+    asyncio.run(serve_orchestrator(settings))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,46 +6,19 @@ as a resolved SFT config (JSON) says, and exits.
 
 import argparse
 import os
-import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from millrace.errors import InvalidSpecError, MillraceError
-from millrace.telemetry import lifeline
+from millrace.processes.service import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs and exits with the code of the error that ended it (0, 130 for Ctrl-C)."""
     arguments = _parser().parse_args(argv)
-    lifeline.hold()
-    try:
-        code = _sft(arguments.config) if arguments.command == "sft" else _worker()
-    except MillraceError as error:
-        _report(error)
-        code = error.exit_code
-    except Exception as error:  # noqa: BLE001 - the process edge: the last line says in words what the traceback means
-        traceback.print_exc()
-        print(f"Error: {type(error).__name__}: {error}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
-
-
-def _report(error: MillraceError) -> None:
-    """Print an error as the `millrace` command prints its own: what is wrong, then what to do."""
-    violations = error.violations if isinstance(error, InvalidSpecError) else ()
-    if len(violations) > 1:
-        print(f"Error: {len(violations)} things are wrong:", file=sys.stderr)
-        for violation in violations:
-            print(f"  - {violation}", file=sys.stderr)
-    else:
-        print(f"Error: {violations[0] if violations else error.message}", file=sys.stderr)
-    if error.remedy:
-        print(f"  remedy: {error.remedy}", file=sys.stderr)
+    run_service(lambda: _sft(arguments.config) if arguments.command == "sft" else _worker())
 
 
 def _parser() -> argparse.ArgumentParser:

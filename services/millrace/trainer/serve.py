@@ -3,7 +3,6 @@
 torch is imported while the process already registers: what is imported here must not need it.
 """
 
-import asyncio
 import concurrent.futures
 import os
 import signal
@@ -11,14 +10,13 @@ import threading
 import uuid
 from types import FrameType
 
-import millrace
 from millrace.errors import MillraceError
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_TRAINER, Worker
 from millrace.rpc.health import HealthBoard
 from millrace.rpc.metrics_server import metrics_server
-from millrace.rpc.serve import serve
+from millrace.rpc.registered import RegisteredWorker
 from millrace.rpc.slot import worker_slot
-from millrace.rpc.worker import WorkerAgent, new_worker_id
+from millrace.rpc.worker import new_worker_id
 from millrace.runlog.log import FORMAT_MAJOR
 from millrace.storage import open_store
 from millrace.telemetry import logging, waits
@@ -32,7 +30,6 @@ from millrace.trainer.worker import TrainerWorker
 log = logging.getLogger(__name__)
 
 _END_S = 15.0
-_TELL_S = 1.0  # where everything is stopped at once the orchestrator answers no more
 _QUIET_S = 5.0
 
 
@@ -48,9 +45,18 @@ def run(settings: Settings) -> int:
     slot, silence = worker_slot(settings.advertise or settings.listen or ""), SilenceTeller()
     worker_id = new_worker_id("trainer") if is_leader else f"rank-{os.environ['RANK']}-{uuid.uuid4().hex[:8]}"
     with BackgroundLoop() as background:
-        companions = _Companions(settings, background, worker, board, worker_id=worker_id, slot=slot, silence=silence)
+        description = Worker(
+            worker_id=worker_id,
+            kind=WORKER_KIND_TRAINER,
+            min_log_format=FORMAT_MAJOR,
+            max_log_format=FORMAT_MAJOR,
+        )
+        registered = RegisteredWorker(
+            settings, description, worker.report, on_assignments=worker.hear, on_silence=silence.hear
+        )
+        companions = _Companions(settings, background, worker, registered)
         if is_leader:
-            companions.start()
+            companions.start(board)
         try:
             # Seconds of imports, in which the orchestrator already hears of this trainer and assigns it a run.
             # Unless they are frozen, the interpreter's end walks through all that they made: 2 s of CPU, which where
@@ -108,79 +114,45 @@ class _Signals:
 
 
 class _Companions:
-    """What runs beside the training at rank 0: the worker agent and, where addresses are set, health and metrics."""
+    """What runs beside the training at rank 0: registration and, where addresses are set, health and metrics."""
 
     def __init__(
-        self,
-        settings: Settings,
-        background: BackgroundLoop,
-        worker: TrainerWorker,
-        board: HealthBoard,
-        *,
-        worker_id: str,
-        slot: str,
-        silence: SilenceTeller,
+        self, settings: Settings, background: BackgroundLoop, worker: TrainerWorker, registered: RegisteredWorker
     ) -> None:
         self._settings = settings
         self._background = background
         self._worker = worker
-        self._board = board
-        self._worker_id = worker_id
-        self._slot = slot
-        self._silence = silence
-        self._stopping: asyncio.Event | None = None
-        self._agent: WorkerAgent | None = None
-        self._futures: list[concurrent.futures.Future[None]] = []
+        self._registered = registered
+        self._future: concurrent.futures.Future[None] | None = None
 
     @property
     def have_failed(self) -> bool:
-        """Whether one ended with an error, or was cancelled by somebody else."""
-        return any(future.done() and (future.cancelled() or future.exception()) for future in self._futures)
+        """Whether they ended with an error, or were cancelled by somebody else."""
+        future = self._future
+        return future is not None and future.done() and bool(future.cancelled() or future.exception())
 
-    def start(self) -> None:
+    def start(self, board: HealthBoard) -> None:
         """Starts them; the end of one, which only an error causes, stops the worker and is logged at once."""
-        self._stopping = self._background.call(self._new_event(), what="starting", timeout_s=_END_S)
-        description = Worker(
-            worker_id=self._worker_id,
-            kind=WORKER_KIND_TRAINER,
-            version=millrace.__version__,
-            min_log_format=FORMAT_MAJOR,
-            max_log_format=FORMAT_MAJOR,
-            slot=self._slot,
-        )
-        self._agent = WorkerAgent(
-            self._settings.require("orchestrator"),
-            description,
-            self._worker.report,
-            self._worker.hear,
-            on_silence=self._silence.hear,
-        )
-        self._futures.append(self._background.submit(self._agent.run(self._stopping)))
-        if self._settings.listen:
-            self._futures.append(self._background.submit(self._serve(self._settings.listen, self._stopping)))
-        if self._settings.metrics_listen:
-            self._futures.append(self._background.submit(self._export(self._settings.metrics_listen, self._stopping)))
-        for future in self._futures:
-            future.add_done_callback(self._ended)
+        self._future = self._background.submit(self._run(board))
+        self._future.add_done_callback(self._ended)
 
     def stop(self) -> None:
-        """Tells the orchestrator that this trainer is gone, and ends both in order."""
-        if self._stopping is None:
+        """Tells the orchestrator that this trainer is gone, and ends them in order."""
+        if self._future is None:
             return
-        if self._agent is not None and not self.have_failed:
-            telling = self._agent.tell_now(timeout_s=_TELL_S)
-            self._background.call(telling, what="telling the orchestrator of the end", timeout_s=_END_S)
-        self._background.call(self._set(self._stopping), what="stopping", timeout_s=_END_S)
-        concurrent.futures.wait(self._futures, self._settings.drain_s + self._settings.grace_s + _END_S)
+        self._background.call(self._ask_to_stop(), what="stopping", timeout_s=_END_S)
+        concurrent.futures.wait([self._future], self._settings.drain_s + self._settings.grace_s + _END_S)
 
     def raise_failure(self) -> None:
-        """Raises what ended a companion if it is one of our errors."""
-        for future in self._futures:
-            if future.done() and not future.cancelled() and isinstance(error := future.exception(), MillraceError):
+        """Raises what ended them if it is one of our errors."""
+        future = self._future
+        if future is not None and future.done() and not future.cancelled():
+            error = future.exception()
+            if isinstance(error, MillraceError):
                 raise error
 
     def _ended(self, future: concurrent.futures.Future[None]) -> None:
-        """Logs how a companion ended, on the background thread, and lets the worker end too."""
+        """Logs how they ended, on the background thread, and lets the worker end too."""
         if future.cancelled():
             log.error("a companion of the trainer was cancelled")
         elif (error := future.exception()) is not None:
@@ -190,25 +162,10 @@ class _Companions:
             )
         self._worker.stop()
 
-    async def _serve(self, address: str, stopping: asyncio.Event) -> None:
-        await serve(
-            address,
-            lambda server, draining: [],
-            drain_s=self._settings.drain_s,
-            grace_s=self._settings.grace_s,
-            stopping=stopping,
-            health_board=self._board,
-            handle_signals=False,
-        )
-
-    async def _export(self, address: str, stopping: asyncio.Event) -> None:
-        """Serves the metrics until the end."""
+    async def _run(self, board: HealthBoard) -> None:
         exported = meters.registry_of(lambda: self._worker.is_working)
-        async with metrics_server(address, exported):
-            await stopping.wait()
+        async with metrics_server(self._settings.metrics_listen, exported):
+            await self._registered.serve(None, health_board=board, handle_signals=False)
 
-    async def _new_event(self) -> asyncio.Event:
-        return asyncio.Event()
-
-    async def _set(self, event: asyncio.Event) -> None:
-        event.set()
+    async def _ask_to_stop(self) -> None:
+        self._registered.stopping.set()

@@ -14,10 +14,11 @@ import pytest
 
 from millrace.env_server import landlock
 from millrace.env_server.confinement import Confinement, Isolation
-from millrace.env_server.forkserver import ForkServer, ForkServerError
+from millrace.env_server.forkserver import ForkServer
 from millrace.env_server.starter import WorkerStarter
 from millrace.env_server.supervisor import WorkerProcess
 from millrace.internal.v1 import env_service_pb2
+from millrace.processes.forked import ForkServerError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

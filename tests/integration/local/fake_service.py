@@ -20,9 +20,9 @@ from millrace.errors import AlreadyExistsError
 from millrace.policies.manifest import Probe
 from millrace.policies.publish import publish_policy
 from millrace.policies.tensors import TensorBytes
+from millrace.processes import lifeline
 from millrace.rpc.serve import serve
 from millrace.storage import open_store
-from millrace.telemetry import lifeline
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_pb2
 from millrace.v1 import run_service_pb2 as rs

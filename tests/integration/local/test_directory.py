@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import InvalidStateError
-from millrace.local import directory, reaper
+from millrace.local import directory
 from millrace.local.directory import hold_directory
 from millrace.local.identity import StackId, place_of
+from millrace.processes import table
 
 # Opens the lock and sleeps; `hold` also takes it.
 PROGRAM = """
@@ -37,7 +38,7 @@ def dead_stack(path: Path) -> StackId:
 
 @contextmanager
 def leftover(path: Path, *, what: str = "hold", seconds: float = 60.0, mark: str = "") -> Iterator[subprocess.Popen]:
-    environ = {**os.environ, reaper.MARKER: mark} if mark else None
+    environ = {**os.environ, table.STACK_MARK: mark} if mark else None
     command = [sys.executable, "-c", PROGRAM, str(path / ".lock"), what, str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         try:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from millrace.local import forked, reaper
-from millrace.local.forked import ForkServerProcess
-from millrace.local.supervisor import Child, ProcessSpec, Supervisor, describe_death
+from millrace.local import preloads
+from millrace.processes import supervisor as supervisor_module
+from millrace.processes import table
+from millrace.processes.forked import ForkedProcess, ForkServer
+from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
 
 GOOD, BAD = "forked_service", "broken_service"
 WITHIN_S = 30.0
@@ -22,9 +24,9 @@ PATH = os.pathsep.join([str(Path(__file__).parent), *sys.path])
 @pytest.fixture
 async def supervisor(tmp_path: Path) -> AsyncIterator[Supervisor]:
     env = {**os.environ, "PYTHONPATH": PATH, "OF_SERVER": "1"}
-    server = ForkServerProcess({GOOD: [GOOD, "json"], BAD: [BAD]}, env=env, log_path=tmp_path / "fork-server.log")
+    server = ForkServer({GOOD: [GOOD, "json"], BAD: [BAD]}, log_path=tmp_path / "fork-server.log")
     async with Supervisor() as supervisor:
-        supervisor.start_fork_server(server)
+        supervisor.start_fork_server(server, env=env)
         yield supervisor
 
 
@@ -40,7 +42,7 @@ def spec_of(tmp_path: Path, what: str, *, module: str = GOOD, name: str = "servi
 
 
 def is_forked(child: Child) -> bool:
-    return isinstance(child.process, forked.ForkedProcess)
+    return isinstance(child.process, ForkedProcess)
 
 
 async def said(child: Child) -> dict:
@@ -70,8 +72,8 @@ async def test_a_forked_service_is_a_process_like_others(supervisor: Supervisor,
     assert first["dice"] != second["dice"], "random numbers are its own"
     shown = Path(f"/proc/{one.pid}/cmdline").read_bytes()
     assert shown.rstrip(b"\0").split(b"\0") == [os.fsencode(word) for word in one.spec.argv]
-    assert reaper.marked(one.mark, variable=reaper.PROCESS_MARKER) == {one.pid}
-    assert {one.pid, two.pid} <= reaper.marked(supervisor.stack_id)
+    assert table.marked(one.mark, variable=table.PROCESS_MARK) == {one.pid}
+    assert {one.pid, two.pid} <= table.marked(supervisor.stack_id)
 
 
 @pytest.mark.parametrize(("what", "code"), [("exit 0", 0), ("exit 7", 7), ("raise", 1)])
@@ -101,7 +103,7 @@ async def test_what_cannot_be_imported_is_started_by_itself_and_shows_why(
 async def test_without_the_server_all_goes_on(
     supervisor: Supervisor, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forked, "ANSWERS_WITHIN_S", 0.5)
+    monkeypatch.setattr(supervisor_module, "FORK_S", 0.5)
     server = supervisor.fork_server
     assert server is not None and server.pid is not None
     old = await supervisor.start(spec_of(tmp_path, "sleep", name="old"))
@@ -123,18 +125,18 @@ async def test_without_the_server_all_goes_on(
 async def test_a_stop_ends_children_and_server(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": PATH}
     async with Supervisor() as supervisor:
-        supervisor.start_fork_server(ForkServerProcess({GOOD: [GOOD]}, env=env, log_path=tmp_path / "server.log"))
+        supervisor.start_fork_server(ForkServer({GOOD: [GOOD]}, log_path=tmp_path / "server.log"), env=env)
         child = await supervisor.start(spec_of(tmp_path, "sleep"))
         await said(child)
         assert supervisor.fork_server is not None
         pids = {child.pid, supervisor.fork_server.pid}
-    assert not reaper.marked(supervisor.stack_id)
-    assert not any(reaper.is_running(pid) for pid in pids if pid)
+    assert not table.marked(supervisor.stack_id)
+    assert not any(table.is_running(pid) for pid in pids if pid)
 
 
 def test_who_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [*forked.NEEDS, "somebody.else"]
-    assert list(forked.needs(wanted, {})) == list(forked.NEEDS)
-    assert forked.needs(wanted, {forked.VARIABLE: "0"}) == {}
-    monkeypatch.setattr(forked, "_GPUS", ("/dev/null",))
-    assert set(forked.needs(wanted, {})) == set(forked.NEEDS) - set(forked.WITH_TORCH)
+    wanted = [*preloads.NEEDS, "somebody.else"]
+    assert list(preloads.needs(wanted, {})) == list(preloads.NEEDS)
+    assert preloads.needs(wanted, {preloads.VARIABLE: "0"}) == {}
+    monkeypatch.setattr(preloads, "_GPUS", ("/dev/null",))
+    assert set(preloads.needs(wanted, {})) == set(preloads.NEEDS) - set(preloads.WITH_TORCH)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.local import liveness, reaper
+from millrace.local import liveness
 from millrace.local.stack import LocalStack, StackOptions
+from millrace.processes import table
 
 HERE = Path(__file__).parent
 MODULES = {name: f"fake_{name.replace('-', '_')}" for name in ("orchestrator", "env-server", "inference", "trainer")}
@@ -52,21 +53,21 @@ async def test_everything_that_is_killed_comes_back(tmp_path):
         before = pids(stack)
         assert set(before) == {"redis", *MODULES}
         # The env-server's worker leads a session of its own: it must not outlive its parent's death.
-        family = reaper.marked(stack.supervisor.children["env-server"].mark, variable=reaper.PROCESS_MARKER)
+        family = table.marked(stack.supervisor.children["env-server"].mark, variable=table.PROCESS_MARK)
         assert len(family) == 2
         for pid in before.values():
             os.kill(pid, signal.SIGKILL)
         await until(lambda: not set(pids(stack).values()) & set(before.values()))
         for name in before:
             await serves(stack, name)
-        assert not [pid for pid in family if reaper.is_running(pid)]
+        assert not [pid for pid in family if table.is_running(pid)]
         assert stack._keeper is not None and set(stack._keeper.restarts().values()) == {1}
         for name in before:
             assert f"{name} died: signal SIGKILL; started again (restart 1)" in notes
         log = (stack.logs / "stack.log").read_text()
         assert "trainer died: signal SIGKILL; started again (restart 1)" in log
         assert await stack.guard(asyncio.sleep(0, "still here")) == "still here"
-    assert reaper.marked(stack.supervisor.stack_id) == set()
+    assert table.marked(stack.supervisor.stack_id) == set()
 
 
 async def test_an_orderly_end_is_restarted_at_once(tmp_path):
@@ -105,4 +106,4 @@ async def test_without_liveness_a_frozen_process_is_left_alone(tmp_path, impatie
         frozen = pids(stack)["trainer"]
         os.kill(frozen, signal.SIGSTOP)
         await asyncio.sleep(5)  # longer than what would have killed it
-        assert liveness.is_stopped(frozen) and notes == []
+        assert table.is_stopped(frozen) and notes == []

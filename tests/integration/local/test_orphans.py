@@ -17,7 +17,7 @@ import psutil
 import pytest
 from stack_commands import environment, free_port, leftovers, wait_for
 
-from millrace.local import reaper
+from millrace.processes import table
 
 HERE = Path(__file__).parent
 GONE_WITHIN_S = 10.0
@@ -120,7 +120,7 @@ def test_killed_together_everything_ends_and_the_next_stack_starts(up, tmp_path)
     first.kill_both()
     began = time.monotonic()
     second = up()  # on other ports, while what is left of the first still lives
-    wait_for(lambda: not any(map(reaper.is_running, before.values())), "the first stack to end")
+    wait_for(lambda: not any(map(table.is_running, before.values())), "the first stack to end")
     print(f"gone after {time.monotonic() - began:.1f} s")
     assert time.monotonic() - began < patience.patient(GONE_WITHIN_S)
     second.ready()
@@ -136,7 +136,7 @@ def test_what_cannot_notice_is_ended_by_the_next_stack_before_it_starts(up, tmp_
     second = up()
     redis = tmp_path / "stack" / "redis" / "redis.url"
     untouched = redis.read_text()
-    while reaper.is_running(frozen):
+    while table.is_running(frozen):
         assert redis.read_text() == untouched, "a second Redis begins while something of the first stack lives"
         assert second.process.poll() is None, second.output.read_text()
         time.sleep(0.02)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import NotFoundError
-from millrace.local import reaper
-from millrace.local.supervisor import ProcessSpec, Supervisor, tail
+from millrace.processes import table
+from millrace.processes.reaper import TERM_GRACE_S
+from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
 
 OBEDIENT = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = (
@@ -55,11 +56,11 @@ async def test_stop_leaves_nothing_behind(tmp_path):
         await supervisor.start(spec("parent", PARENT, tmp_path))
         await until_up(tmp_path, "obedient", "stubborn", "parent")
         pids = [child.pid for child in supervisor.children.values()] + [grandchild(tmp_path, "parent")]
-        assert all(reaper.is_running(pid) for pid in pids)
+        assert all(table.is_running(pid) for pid in pids)
         began = time.monotonic()
     assert time.monotonic() - began < 6
-    assert not [pid for pid in pids if reaper.is_running(pid)]
-    assert reaper.marked(supervisor.stack_id) == set()
+    assert not [pid for pid in pids if table.is_running(pid)]
+    assert table.marked(supervisor.stack_id) == set()
     assert supervisor.children["obedient"].process.returncode == -signal.SIGTERM
     assert supervisor.children["stubborn"].process.returncode == -signal.SIGKILL
 
@@ -110,7 +111,7 @@ async def test_running_again_works(tmp_path):
         async with Supervisor(term_grace_s=2.0) as supervisor:
             await supervisor.start(spec("obedient", OBEDIENT, tmp_path))
             await until_up(tmp_path, "obedient")
-        assert reaper.marked(supervisor.stack_id) == set()
+        assert table.marked(supervisor.stack_id) == set()
 
 
 HOST = """
@@ -118,7 +119,7 @@ import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
 from test_supervisor_processes import OBEDIENT, PARENT, STUBBORN, spec, until_up
-from millrace.local.supervisor import Supervisor
+from millrace.processes.supervisor import Supervisor
 
 async def main():
     directory = Path({directory!r})
@@ -140,12 +141,12 @@ def test_sigkill_of_the_supervisor_leaves_nothing_behind(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None
         assert host.stdout.readline().strip() == "ready"
-        assert len(reaper.marked(stack)) == 4
+        assert len(table.marked(stack)) == 4
         host.send_signal(signal.SIGKILL)
-    ends = time.monotonic() + reaper.TERM_GRACE_S + reaper.KILL_WAIT_S
-    while reaper.marked(stack) and time.monotonic() < ends:
+    ends = time.monotonic() + TERM_GRACE_S + table.KILL_WAIT_S
+    while table.marked(stack) and time.monotonic() < ends:
         time.sleep(0.05)
-    assert reaper.marked(stack) == set()
+    assert table.marked(stack) == set()
 
 
 TELLS = """
@@ -176,16 +177,16 @@ def test_only_leaders_are_asked_and_the_rest_is_killed_once_they_are_gone(tmp_pa
     stack = f"test-{os.getpid()}-{time.monotonic_ns()}"
     with subprocess.Popen(
         [sys.executable, "-c", LINGERS],
-        env={**os.environ, reaper.MARKER: stack},
+        env={**os.environ, table.STACK_MARK: stack},
         start_new_session=True,
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout is not None
         assert {process.stdout.readline(), process.stdout.readline()} == {"up\n", "parent\n"}
-        groups = {process.pid: reaper.start_ticks(process.pid)}
+        groups = {process.pid: table.start_ticks(process.pid)}
         began = time.monotonic()
-        assert reaper.end_all(stack, groups, term_grace_s=20.0) == set()
+        assert table.end_all(stack, groups, term_grace_s=20.0) == set()
         assert time.monotonic() - began < 10  # the child was not waited for
         assert process.stdout.read() == "child None\n"  # it lived when its parent ended, and was never asked
     assert process.returncode == 0
@@ -193,13 +194,13 @@ def test_only_leaders_are_asked_and_the_rest_is_killed_once_they_are_gone(tmp_pa
 
 def test_group_members_are_found_when_the_marker_is_gone(tmp_path):
     """Valkey overwrites its environment to set its title; its process group still finds it."""
-    clean = {key: value for key, value in os.environ.items() if key != reaper.MARKER}
+    clean = {key: value for key, value in os.environ.items() if key != table.STACK_MARK}
     process = subprocess.Popen([sys.executable, "-c", OBEDIENT], env=clean, start_new_session=True, stdout=-3)
     try:
-        ticks = reaper.start_ticks(process.pid)
-        assert reaper.members({process.pid: ticks}) == {process.pid}
-        assert reaper.members({process.pid: ticks + 1}) == set()  # a reused pid is somebody else's
-        assert reaper.end_all("no-such-stack", {process.pid: ticks}, term_grace_s=2.0) == set()
+        ticks = table.start_ticks(process.pid)
+        assert table.members({process.pid: ticks}) == {process.pid}
+        assert table.members({process.pid: ticks + 1}) == set()  # a reused pid is somebody else's
+        assert table.end_all("no-such-stack", {process.pid: ticks}, term_grace_s=2.0) == set()
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from millrace.local import reaper
+from millrace.processes import table
 
 # Stands in for the trainer: prints what it was given and does what the config's number of steps says.
 TRAINER = """
@@ -62,7 +62,7 @@ def test_ctrl_c_stops_the_trainer(tmp_path):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 130 and time.monotonic() - began < 8
-    assert not reaper.is_running(trainer)
+    assert not table.is_running(trainer)
 
 
 def _cwd(entry: Path) -> str:

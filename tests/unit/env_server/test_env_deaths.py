@@ -12,6 +12,7 @@ from millrace.env_server import census
 from millrace.env_server.census import Usage
 from millrace.env_server.deaths import Cause, describe_death
 from millrace.env_server.limits import NO_LIMITS, WorkerLimits
+from millrace.processes.table import kill_session
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ async def test_children_that_left_the_session_are_counted_and_ended() -> None:
         usage = census.Census().usage(leader.pid)
         assert usage.num_processes == 3 and usage.rss_bytes > 3 << 20 and leader.pid in usage.pids
     finally:
-        await asyncio.to_thread(census.kill_all, leader.pid)
+        await asyncio.to_thread(kill_session, leader.pid)
         leader.wait()
     assert leader.returncode == -9
     assert census.Census().usage(leader.pid).num_processes == 0

@@ -106,7 +106,7 @@ async def test_guard_returns_the_result_passes_errors_on_and_cancels(tmp_path):
 
 
 async def test_cancelling_the_stop_hurries_it_and_still_stops_everything(tmp_path):
-    from millrace.local.supervisor import ProcessSpec, Supervisor, tail
+    from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
 
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"

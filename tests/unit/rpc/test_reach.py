@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from millrace.inference.replica_parts import http_address
+from millrace.inference.registration import http_address
 from millrace.rpc.reach import advertised, is_wildcard
 from millrace.telemetry.settings import Settings
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import UnauthenticatedError
+from millrace.rpc import registered
 from millrace.telemetry.settings import Settings
 from millrace.trainer import serve
 
@@ -38,7 +39,7 @@ def _agent_that_raises(error: BaseException) -> type:
 async def test_an_unexpected_end_of_the_agent_is_logged_and_exits_with_1(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
-    monkeypatch.setattr(serve, "WorkerAgent", _agent_that_raises(error))
+    monkeypatch.setattr(registered, "WorkerAgent", _agent_that_raises(error))
     assert await asyncio.to_thread(serve.run, settings) == 1  # a thread, so that no signal handler is set
     records = [record for record in caplog.records if "companion" in record.getMessage()]
     assert len(records) == 1 and records[0].levelname == "ERROR"
@@ -49,7 +50,7 @@ async def test_an_unexpected_end_of_the_agent_is_logged_and_exits_with_1(
 async def test_an_error_with_an_exit_code_of_its_own_is_raised(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "WorkerAgent", _agent_that_raises(UnauthenticatedError("who are you?")))
+    monkeypatch.setattr(registered, "WorkerAgent", _agent_that_raises(UnauthenticatedError("who are you?")))
     with pytest.raises(UnauthenticatedError, match="who are you"):
         await asyncio.to_thread(serve.run, settings)
 
@@ -66,5 +67,5 @@ async def test_an_agent_that_ends_when_asked_is_no_failure(settings: Settings, m
         async def tell_now(self, *, timeout_s: float) -> bool:
             return True
 
-    monkeypatch.setattr(serve, "WorkerAgent", Agent)
+    monkeypatch.setattr(registered, "WorkerAgent", Agent)
     assert await asyncio.to_thread(serve.run, settings) == 0

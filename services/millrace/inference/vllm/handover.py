@@ -9,17 +9,16 @@
     ──▶ {"event": "yours"}                         binds the address, registers under the same worker id
     ◀── {"event": "restart", "reason": …}          `ask_restart`: a policy came that this engine cannot take
 
-One JSON object per line, over a socket whose number is in MILLRACE_LAUNCHER_FD. A vLLM server that was started by hand
-has none, and every function here does nothing.
+Over a channel (`millrace.processes.channel`) whose number is in MILLRACE_LAUNCHER_FD. A vLLM server that was started by
+hand has none, and every function here does nothing.
 """
 
 import asyncio
-import json
 import os
-import socket
 from typing import Any
 
 from millrace.errors import UnavailableError
+from millrace.processes.channel import Channel
 
 FD_VARIABLE = "MILLRACE_LAUNCHER_FD"
 PARENT_VARIABLE = "MILLRACE_LAUNCHER_PID"
@@ -32,38 +31,34 @@ _line: "Line | None" = None
 
 
 class Line:
-    """One end of the socket, blocking."""
+    """The server's end of the channel, blocking."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._reader = end.makefile("rb")
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one message; UnavailableError if the launcher is gone."""
         try:
-            self._end.sendall(json.dumps(message).encode() + b"\n")
+            self._channel.send(message)
         except OSError as error:
             raise _gone() from error
 
     def receive(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """The next message; UnavailableError if the launcher is gone or silent for `timeout_s`."""
-        self._end.settimeout(timeout_s)
         try:
-            text = self._reader.readline()
+            received = self._channel.receive(timeout_s=timeout_s)
         except OSError as error:
             raise _gone() from error
-        finally:
-            self._end.settimeout(None)
-        if not text:
+        if received is None:
             raise _gone()
-        return json.loads(text)
+        return received[0]
 
 
 def line() -> Line | None:
     """The line to the launcher; None if there is no launcher."""
     global _line
     if _line is None and (number := os.environ.pop(FD_VARIABLE, "")):
-        _line = Line(socket.socket(fileno=int(number)))
+        _line = Line(Channel.inherited(int(number)))
     return _line
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 
 from millrace.inference.launch_env import PLUGIN_NAME, PYTHON_VARIABLE
 from millrace.inference.vllm.handover import PARENT_VARIABLE, Line, line
-from millrace.inference.vllm.lineage import die_with
+from millrace.processes.parent_death import die_with_parent
 from millrace.telemetry.startup import without_gc
 
 _PLUGIN_GROUPS = ("vllm.endpoint_plugins", "vllm.general_plugins")
@@ -18,7 +18,7 @@ _PLUGIN_GROUPS = ("vllm.endpoint_plugins", "vllm.general_plugins")
 
 def main() -> None:
     """Serve one life; the exit code is vLLM's, or 2 for flags that it refuses."""
-    die_with(int(os.environ.pop(PARENT_VARIABLE)))
+    die_with_parent(parent=int(os.environ.pop(PARENT_VARIABLE)))
     to_launcher = line()
     if to_launcher is None:
         print("millrace: this is started by `millrace inference`, not by hand", file=sys.stderr)
@@ -96,7 +96,7 @@ if __name__ == "__mp_main__":
     # load its plugins (`lineage.register`): the coordinator of data parallelism would outlive a killed launcher.
     if os.getppid() == 1:  # vLLM's server, which starts them, is never that; it has died
         os._exit(1)
-    die_with(os.getppid())
+    die_with_parent(parent=os.getppid())
 
 if __name__ == "__main__":
     main()

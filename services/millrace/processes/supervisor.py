@@ -2,11 +2,10 @@
 
 Who is started again is not decided here, see `millrace.local.keeper`.
 
-Each process leads a session of its own, so a Ctrl-C in the terminal reaches the supervisor alone and the order of the
-shutdown is ours: TERM in reverse order of `tier`, KILL to the process groups after the grace, then a sweep for
-descendants that left their group (see `millrace.local.reaper`, which also does this when the supervisor is killed).
-Each process inherits the read end of a pipe that only the supervisor and the reaper could write to: its end says that
-both are gone (see `millrace.telemetry.lifeline`).
+Each process leads a session of its own, so the order of the shutdown is ours: TERM in reverse order of `tier`, KILL to
+the process groups after the grace, then a sweep for descendants that left their group (see `reaper`, which also does
+this when the supervisor is killed). Each process inherits the read end of a pipe that only the supervisor and the
+reaper could write to: its end says that both are gone (see `lifeline`).
 """
 
 import asyncio
@@ -25,15 +24,19 @@ from pathlib import Path
 from typing import IO, Self
 
 from millrace.errors import InternalError, NotFoundError
-from millrace.local import reaper
-from millrace.local.forked import ForkedProcess, ForkServerProcess
-from millrace.local.watched import WatchedReaper
-from millrace.telemetry import lifeline, waits
+from millrace.processes import lifeline, sessions, table
+from millrace.processes.forked import ForkedProcess, ForkServer, ForkServerError
+from millrace.processes.reaper_process import WatchedReaper
+from millrace.telemetry import waits
 
 log = logging.getLogger(__name__)
 
 TERM_GRACE_S = 6.0  # a service drains (0 s here), ends calls under way (3 s) and closes its connections
 SWEEP_WAIT_S = 2.0
+FIRST_FORK_S = 120.0
+"""Longest wait for an answer of the fork server while it imports for the first time."""
+FORK_S = 5.0
+"""Later: a fork takes milliseconds, on a busy machine the turn of the server more."""
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
 
@@ -59,7 +62,7 @@ class Child:
     """A started process."""
 
     spec: ProcessSpec
-    process: asyncio.subprocess.Process | ForkedProcess
+    process: sessions.Process
     started_s: float
     start_ticks: int
     mark: str
@@ -115,8 +118,9 @@ class Supervisor:
         self.stack_id = stack_id or uuid.uuid4().hex
         self.lock: int | None = None
         """An open file that everything that is started keeps open, too: its lock is held until all of it is gone."""
-        self.fork_server: ForkServerProcess | None = None
+        self.fork_server: ForkServer | None = None
         """What starts processes that say their `module`, where it can."""
+        self._fork_environ: Mapping[str, str] = {}
         self.hurry = asyncio.Event()
         """Set it to skip the rest of the grace (a second Ctrl-C)."""
         self._term_grace_s = term_grace_s
@@ -132,11 +136,6 @@ class Supervisor:
     def children(self) -> Mapping[str, Child]:
         """Every process that was started, by name; of one that was started again, its newest life."""
         return self._children
-
-    @property
-    def reaper_pid(self) -> int | None:
-        """Process id of the reaper of now."""
-        return self._reaper.pid if self._reaper else None
 
     async def __aenter__(self) -> Self:
         self._lifeline = os.pipe()
@@ -154,7 +153,7 @@ class Supervisor:
             raise RuntimeError("the supervisor is not running")
         mark = f"{self.stack_id}/{spec.name}/{next(self._numbers)}"
         ties = {name: str(number) for name, number in self._inherited().items()}
-        env = {**spec.env, **ties, reaper.MARKER: self.stack_id, reaper.PROCESS_MARKER: mark}
+        env = {**spec.env, **ties, table.STACK_MARK: self.stack_id, table.PROCESS_MARK: mark}
         with _sink(spec.log_path) as sink:
             process = await self._fork(spec, env, sink) or await self._execute(spec, env, sink)
         exited = asyncio.create_task(process.wait(), name=f"exit of {spec.name}")
@@ -162,7 +161,7 @@ class Supervisor:
             spec=spec,
             process=process,
             started_s=time.monotonic(),
-            start_ticks=reaper.start_ticks(process.pid),
+            start_ticks=table.start_ticks(process.pid),
             mark=mark,
             exited=exited,
         )
@@ -171,14 +170,14 @@ class Supervisor:
         self._reaper.tell(f"add {child.pid} {child.start_ticks}")
         return child
 
-    def start_fork_server(self, server: ForkServerProcess) -> None:
-        """From now on it starts the processes that say their `module`, where it can."""
-        self.fork_server = server
+    def start_fork_server(self, server: ForkServer, *, env: Mapping[str, str]) -> None:
+        """From now on it starts the processes that say their `module`, where it can; `env` is its own environment."""
+        self.fork_server, self._fork_environ = server, {**env, table.STACK_MARK: self.stack_id}
         self._start_fork_server(server)
 
-    def _start_fork_server(self, server: ForkServerProcess) -> None:
+    def _start_fork_server(self, server: ForkServer) -> None:
         """Start it unless it runs. What its children keep open has the same number there as here."""
-        server.start({reaper.MARKER: self.stack_id}, pass_fds=tuple(self._inherited().values()))
+        server.start(self._fork_environ, pass_fds=tuple(self._inherited().values()))
 
     def _inherited(self) -> dict[str, int]:
         """The open files that every process of the stack keeps open, by the variable that names them to it."""
@@ -190,8 +189,21 @@ class Supervisor:
         server = self.fork_server
         if server is None or spec.module is None or spec.cwd is not None or sink is None:
             return None
-        marks = {name: env[name] for name in (reaper.MARKER, reaper.PROCESS_MARKER)}
-        process = await server.fork(spec.module, spec.argv, env=env, marks=marks, output=sink.fileno())
+        timeout_s = FORK_S if server.is_loaded else FIRST_FORK_S
+        process = None
+        if server.can_fork(spec.module):
+            try:
+                with waits.waiting(f"{spec.module} to be forked", waits_on="fork server", deadline_s=timeout_s):
+                    process = await server.fork(
+                        spec.module,
+                        spec.argv,
+                        env=env,
+                        marks={name: env[name] for name in (table.STACK_MARK, table.PROCESS_MARK)},
+                        files={1: sink.fileno(), 2: sink.fileno()},
+                        timeout_s=timeout_s,
+                    )
+            except ForkServerError as error:
+                log.warning("a process is started by itself, not forked", extra={"of": spec.name, "why": str(error)})
         if not self._is_stopping:
             self._start_fork_server(server)
         return process
@@ -201,14 +213,12 @@ class Supervisor:
     ) -> asyncio.subprocess.Process:
         """The process as a program of its own; NotFoundError if there is no such program."""
         try:
-            return await asyncio.create_subprocess_exec(
-                *spec.argv,
+            return await sessions.start(
+                spec.argv,
                 env=env,
                 cwd=spec.cwd,
-                stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=None if sink is None else subprocess.STDOUT,
-                start_new_session=True,
                 pass_fds=tuple(self._inherited().values()),
             )
         except FileNotFoundError as error:
@@ -226,16 +236,16 @@ class Supervisor:
         """Returns when a process ends unasked, each death once. May be cancelled."""
         return await self._died.get()
 
-    async def bury(self, child: Child) -> None:
+    async def end_rest(self, child: Child) -> None:
         """Kill what is left of a process: itself, its group, and descendants that left the group."""
         groups = {child.pid: child.start_ticks}
         left = await asyncio.to_thread(
-            reaper.end_all,
+            table.end_all,
             child.mark,
             groups,
             term_grace_s=0.0,
             kill_wait_s=SWEEP_WAIT_S,
-            variable=reaper.PROCESS_MARKER,
+            variable=table.PROCESS_MARK,
         )
         if left:
             log.error("descendants of %s would not end: pids %s", child.spec.name, sorted(left))
@@ -263,7 +273,7 @@ class Supervisor:
         if self.fork_server is not None:
             self.fork_server.stop()
         left = await asyncio.to_thread(
-            reaper.end_all, self.stack_id, self._groups(), term_grace_s=0.0, kill_wait_s=SWEEP_WAIT_S
+            table.end_all, self.stack_id, self._groups(), term_grace_s=0.0, kill_wait_s=SWEEP_WAIT_S
         )
         if left:
             log.error("processes would not end: pids %s", sorted(left))
@@ -292,8 +302,7 @@ class Supervisor:
         for child in alive:
             if child.is_alive:
                 log.warning("%s did not stop within %.0f s: killing it", child.spec.name, grace_s)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
+            sessions.kill_group(child.pid)
         await asyncio.wait({child.exited for child in alive}, timeout=SWEEP_WAIT_S)
 
     def _note_exit(self, child: Child) -> None:
@@ -314,19 +323,11 @@ def _sink(path: Path | None) -> Iterator[IO[bytes] | None]:
 
 def describe_death(child: Child, *, given_up_after: int | None = None) -> ProcessDiedError:
     """What to tell the user about a process that ended unasked; `given_up_after` deaths in a row."""
-    code = child.process.returncode
-    if code is None:
+    if child.is_alive:
         raise RuntimeError(f"{child.spec.name} has not exited")
-    if code < 0:
-        try:
-            how = f"signal {signal.Signals(-code).name}"
-        except ValueError:  # a real-time signal has no name
-            how = f"signal {-code}"
-    else:
-        how = f"exit code {code}"
     return ProcessDiedError(
         child.spec.name,
-        how=how,
+        how=sessions.describe_exit(child.process.returncode),
         age_s=time.monotonic() - child.started_s,
         deaths=given_up_after or 1,
         log_path=child.spec.log_path,

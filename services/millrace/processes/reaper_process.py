@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import logging
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from millrace.local import reaper
+from millrace.processes import reaper, sessions
+from millrace.processes.table import KILL_WAIT_S
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +65,16 @@ class WatchedReaper:
             process.stdin.write(b"done\n")
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(reaper.TERM_GRACE_S + reaper.KILL_WAIT_S + 1):
+            async with asyncio.timeout(reaper.TERM_GRACE_S + KILL_WAIT_S + 1):
                 await process.wait()
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", reaper.__file__, self._stack_id),
+        process = await sessions.start(
+            [sys.executable, "-I", reaper.__file__, self._stack_id],
+            env=None,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
             pass_fds=self._kept_open,
         )
         assert process.stdin is not None
@@ -88,7 +88,7 @@ class WatchedReaper:
         while self._process is not None:
             began = loop.time()
             code = await self._process.wait()
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            how = sessions.describe_exit(code)
             if loop.time() - began < _AGAIN_S:
                 await asyncio.sleep(_AGAIN_S)
             try:

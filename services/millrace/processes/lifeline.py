@@ -1,6 +1,6 @@
 """How a process of a one-machine stack notices that nobody looks after it any more, and ends.
 
-The supervisor and its reaper (`millrace.local`) hold the write end of a pipe whose read end every service inherits.
+The supervisor and its reaper hold the write end of a pipe whose read end every service inherits.
 When both are gone, killed at the same moment, the pipe ends: the service then starts a reaper for itself, which asks it
 to end, and after a grace kills it and all that it has started, also what does not listen.
 
@@ -17,10 +17,9 @@ import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 
-import millrace
+from millrace.processes.table import PROCESS_MARK, start_ticks
 
-PIPE, LOCK, PROCESS = "MILLRACE_STACK_PIPE", "MILLRACE_STACK_LOCK", "MILLRACE_STACK_PROCESS"
-_REAPER = Path(millrace.__file__).parent / "local" / "reaper.py"
+PIPE, LOCK = "MILLRACE_STACK_PIPE", "MILLRACE_STACK_LOCK"
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ def hold(environ: MutableMapping[str, str] = os.environ) -> None:
     if pipe is None or not stat.S_ISFIFO(os.fstat(pipe).st_mode):
         return
     os.set_inheritable(pipe, False)
-    mark = environ.get(PROCESS, "")
+    mark = environ.get(PROCESS_MARK, "")
     threading.Thread(target=_watch, args=(pipe, mark), name="lifeline", daemon=True).start()
 
 
@@ -54,7 +53,7 @@ def _watch(pipe: int, mark: str) -> None:
     os.read(pipe, 1)
     log.error("the stack's supervisor and its reaper are gone: this process ends")
     reaper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_REAPER), mark, PROCESS],
+        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), mark, PROCESS_MARK],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -63,12 +62,4 @@ def _watch(pipe: int, mark: str) -> None:
         text=True,
     )
     # Which process to ask first; the end of the file tells the reaper to begin.
-    reaper.communicate(f"add {os.getpid()} {_start_ticks()}\n")
-
-
-def _start_ticks() -> int:
-    """When this process started, as the reaper reads it: by that it tells it from another that got its number."""
-    try:
-        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:  # no /proc here: the reaper does not look either
-        return 0
+    reaper.communicate(f"add {os.getpid()} {start_ticks(os.getpid())}\n")

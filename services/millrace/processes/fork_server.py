@@ -1,0 +1,216 @@
+"""A process that has imported what others need, and becomes any of them by forking itself.
+
+    python -m millrace.processes.fork_server FD ROOM MODULE=NEEDS,NEEDS ...
+
+Importing torch and transformers costs seconds of processor time, in every service and at every restart; a fork of a
+process that has them costs milliseconds and shares their memory. `forked` is the other end of its channel.
+
+It has one thread, runs no event loop, opens no channel and touches no GPU, so that a fork is safe at any time: it only
+imports, in the order of its arguments, and answers in between. A module whose imports fail is refused, and what is
+then started in the ordinary way shows the error. It ends when its channel does.
+
+It is asked with `{"id", "module", "argv", "env", "marks", "files"}`: `files` are the numbers that the open files which
+come with it shall have in the child. It says `{"id", "pid"}` or `{"id", "refused"}`; `{"loaded"}` when everything is
+imported, and `{"ended", "code", "peak_bytes"}` (the code as subprocess has it) for each end of a child.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from millrace.processes.channel import Channel, Message
+
+ROOM = "MILLRACE_FORK_ROOM"
+"""Variable of the server whose value a child writes over with its own marks; stands last in the environment."""
+ROOM_BYTES = 2048
+_ARG_START, _ARG_END, _ENV_START, _ENV_END = 47, 48, 49, 50  # places in /proc/self/stat, from 0
+
+
+class ForkServer:
+    """`run` returns in a child, with what the child shall be; it never returns in the server."""
+
+    def __init__(self, channel: Channel, needs: Sequence[tuple[str, Sequence[str]]]) -> None:
+        """`needs`: for each main module, in this order, the modules to be imported before it is forked."""
+        self._channel = channel
+        self._kept = _open_files() - {channel.fileno()}  # of whoever started this server, for its children, too
+        self._order = [(module, need) for module, needed in needs for need in needed]
+        self._loading = {module: list(needed) for module, needed in needs}
+        self._problems: dict[str, str] = {}
+        self._asked: list[tuple[Message, list[int]]] = []
+        self._children: dict[int, int] = {}
+        """Pid by the descriptor that tells of its end."""
+        self._poll = select.poll()
+        self._poll.register(channel.fileno(), select.POLLIN)
+
+    def run(self) -> Message:
+        """Import and answer until the channel ends; in a child, the message that asked for it."""
+        gc.disable()  # what is imported lives as long as the process: collections find nothing, and cost a quarter
+        while True:
+            self._hear(wait=not self._order)
+            if self._order:
+                self._load(*self._order.pop(0))
+            for message, files in list(self._asked):
+                if self._loading.get(message["module"]):
+                    continue
+                self._asked.remove((message, files))
+                if self._fork(message, files):
+                    return message
+
+    def _load(self, module: str, need: str) -> None:
+        """Import one of the modules that a main module needs."""
+        try:
+            importlib.import_module(need)
+        except Exception as error:  # noqa: BLE001 - whatever it is: the module shows it when it is started by itself
+            self._problems[module] = f"{need}: {type(error).__name__}: {error}"
+        self._loading[module].remove(need)
+        if not self._order:
+            self._answer(loaded=True)
+
+    def _hear(self, *, wait: bool) -> None:
+        """Take every message that is there, and the ends of children; with `wait`, wait for the first."""
+        while ready := self._poll.poll(None if wait else 0):
+            for number, _ in ready:
+                if number in self._children:
+                    self._reap(number)
+                else:
+                    self._take()
+            wait = wait and not self._asked
+
+    def _take(self) -> None:
+        received = None
+        with contextlib.suppress(ConnectionResetError):
+            received = self._channel.receive()
+        if received is None:
+            os._exit(0)  # whoever asks is gone; nothing here is worth an orderly end
+        message, files = received
+        if message["module"] in self._loading:
+            self._asked.append(received)
+        else:
+            self._refuse(message, files, "not among the modules of this fork server")
+
+    def _reap(self, descriptor: int) -> None:
+        pid = self._children.pop(descriptor)
+        self._poll.unregister(descriptor)
+        os.close(descriptor)
+        _, status, used = os.wait4(pid, 0)
+        self._answer(ended=pid, code=os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
+
+    def _fork(self, message: Message, files: list[int]) -> bool:
+        """Fork, unless something forbids it; True in the child."""
+        problem = self._problems.get(message["module"])
+        if problem is None and (threads := len(os.listdir("/proc/self/task"))) > 1:
+            # They would not exist in the copy, and what they hold would be locked there for ever.
+            problem = f"an import has started {threads - 1} threads"
+        gc.freeze()
+        try:
+            pid = os.fork() if problem is None else -1
+        except OSError as error:
+            pid, problem = -1, str(error)
+        if problem is not None:
+            self._refuse(message, files, problem)
+            return False
+        if pid:
+            _close(files)
+            descriptor = os.pidfd_open(pid)
+            self._children[descriptor] = pid
+            self._poll.register(descriptor, select.POLLIN)
+            self._answer(id=message["id"], pid=pid)
+            return False
+        os.setsid()
+        self._channel.close()
+        free = max(message["files"], default=0) + 1  # out of the way until the wanted numbers are free
+        above = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, free) for number in files]
+        _close(_open_files() - self._kept - set(above))
+        for number, wanted in zip(above, message["files"], strict=True):
+            os.dup2(number, wanted)
+        _close(above)
+        gc.enable()
+        return True
+
+    def _refuse(self, message: Message, files: list[int], problem: str) -> None:
+        self._answer(id=message["id"], refused=problem)
+        _close(files)
+
+    def _answer(self, **message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next look at the channel sees its end
+            self._channel.send(message)
+
+
+def serve(channel: Channel, needs: Sequence[tuple[str, Sequence[str]]]) -> NoReturn:
+    """Be a fork server; a child leaves this as what it became."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    become(ForkServer(channel, needs).run())
+
+
+def become(message: Message) -> NoReturn:
+    """Be the program that a message asks for, and end as it ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(message["env"])
+    sys.orig_argv, sys.argv = list(message["argv"]), [message["module"], *message["argv"][3:]]
+    _show(message["argv"], message["marks"])
+    # What a process of its own would have found out for itself; Python's own random numbers begin anew in any case.
+    tempfile.tempdir = None
+    importlib.invalidate_caches()
+    random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    sys.exit(importlib.import_module(message["module"]).main())
+
+
+def _show(argv: Sequence[str], marks: Sequence[str]) -> None:
+    """Have `ps` show this command, and the environment these marks, by which the reaper finds processes.
+
+    Both lie in memory of the process that the kernel shows as they are. Where that is not so, `ps` shows the server.
+    """
+    try:
+        stat = Path("/proc/self/stat").read_text()
+        places = [0, 0, 0, *map(int, stat.rpartition(")")[2].split()[1:])]
+        arg_start, arg_end, env_start, env_end = (places[at] for at in (_ARG_START, _ARG_END, _ENV_START, _ENV_END))
+        environ = ctypes.string_at(env_start, env_end - env_start)
+    except (OSError, ValueError, IndexError):
+        return
+    room_at, room = environ.find(f"{ROOM}=".encode()), len(ROOM) + 1 + ROOM_BYTES
+    shown = b"".join(mark.encode() + b"\0" for mark in marks)
+    if room_at >= 0 and len(shown) <= room:
+        ctypes.memmove(env_start + room_at, shown.ljust(room, b"_"), room)
+    command = b"".join(os.fsencode(word) + b"\0" for word in argv)
+    if arg_start and len(command) <= arg_end - arg_start:
+        ctypes.memmove(arg_start, command.ljust(arg_end - arg_start, b"\0"), arg_end - arg_start)
+
+
+def _open_files() -> set[int]:
+    """The numbers of all open files."""
+    found: set[int] = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            os.fstat(int(name))
+            found.add(int(name))
+    return found
+
+
+def _close(numbers: Iterable[int]) -> None:
+    for number in numbers:
+        os.close(number)
+
+
+def main() -> NoReturn:
+    """Started by `forked.ForkServer`."""
+    words = (word.partition("=") for word in sys.argv[3:])
+    serve(Channel.inherited(int(sys.argv[1])), [(module, needs.split(",")) for module, _, needs in words])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The other end of a fork server: starts it, asks it for processes, hears how they end.
+
+Nothing depends on it: while it is away, refuses or does not answer, a process is started in the ordinary way.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from millrace.processes.channel import Channel, Message
+from millrace.processes.fork_server import ROOM, ROOM_BYTES
+from millrace.telemetry.logging import getLogger
+
+log = getLogger(__name__)
+
+_KILL_WAIT_S = 5.0
+_SHOWN_ROOM = "-" * 256
+"""Of the server's command line, for the longer ones of its children."""
+
+
+class ForkServerError(Exception):
+    """Nothing was forked; what was wanted can be started by itself."""
+
+
+class ForkedProcess:
+    """A process that a fork server has started (a `sessions.Process`)."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.peak_bytes = 0
+        """Most resident memory that it had, once it has ended; 0 if nobody knows."""
+        self._ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        """Returns when it has ended, with its exit code, or minus the number of the signal."""
+        await self._ended.wait()  # as long as the process lives
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int, /) -> None:
+        """ProcessLookupError if it has ended."""
+        if self.returncode is not None:
+            raise ProcessLookupError(self.pid)
+        os.kill(self.pid, number)
+
+    def end(self, code: int, *, peak_bytes: int = 0) -> None:
+        """It has ended so."""
+        if self.returncode is None:
+            self.returncode, self.peak_bytes = code, peak_bytes
+            self._ended.set()
+
+    def watch(self) -> None:
+        """Notice its end without the server, which alone would learn the exit code: it counts as killed."""
+        if self.returncode is not None:
+            return
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self.end(-signal.SIGKILL)
+            return
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            self.end(-signal.SIGKILL)
+
+        loop.add_reader(descriptor, ended)
+
+
+class ForkServer:
+    """One server process at a time: `start` again when it has ended."""
+
+    def __init__(
+        self, needs: Mapping[str, Sequence[str]], *, log_path: Path | None = None, module: str | None = None
+    ) -> None:
+        """`needs` names the main modules that may be forked, and what is imported for each, in this order.
+
+        Its output goes to `log_path`, or where ours goes. `module` is what runs instead of `fork_server` itself.
+        """
+        self._needs = needs
+        self._log_path = log_path
+        self._module = module or "millrace.processes.fork_server"
+        self._numbers = itertools.count(1)
+        self._server: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._answers: dict[int, asyncio.Future[Message]] = {}
+        self._children: dict[int, ForkedProcess] = {}
+        self._loaded = asyncio.Event()
+        self._is_first = True
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server of now; None if there is none."""
+        return None if self._server is None or self._channel is None else self._server.pid
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the server of now has imported everything."""
+        return self._channel is not None and self._loaded.is_set()
+
+    async def wait_loaded(self, *, timeout_s: float) -> None:
+        """Return when the server of now has imported everything; ForkServerError if it ended, or takes too long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._loaded.wait()
+        except TimeoutError:
+            self.stop()
+            raise ForkServerError(f"the fork server was not ready within {timeout_s:g} s and was killed") from None
+        if self._channel is None:
+            raise ForkServerError("the fork server has ended")
+
+    def can_fork(self, module: str) -> bool:
+        """Whether a process of this module should be asked for: for what has died, only of a server that is ready."""
+        return module in self._needs and self._channel is not None and (self._is_first or self._loaded.is_set())
+
+    def start(self, env: Mapping[str, str], *, cwd: Path | None = None, pass_fds: Sequence[int] = ()) -> None:
+        """Start the server unless it runs; it begins to import. Its children have `pass_fds` open, too. OSError."""
+        if self._channel is not None:
+            return
+        ours, theirs = Channel.pair()
+        needs = [f"{module}={','.join(needed)}" for module, needed in self._needs.items()]
+        try:
+            with contextlib.ExitStack() as stack:
+                output = None
+                if self._log_path is not None:
+                    self._log_path.parent.mkdir(parents=True, exist_ok=True)
+                    output = stack.enter_context(self._log_path.open("ab"))
+                self._server = subprocess.Popen(
+                    [sys.executable, "-m", self._module, str(theirs.fileno()), _SHOWN_ROOM, *needs],
+                    # Threads would forbid to fork: numpy's (torch's begin later, as many as wanted), and pyarrow's.
+                    env={
+                        **env,
+                        "OPENBLAS_NUM_THREADS": "1",
+                        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+                        ROOM: "_" * ROOM_BYTES,
+                    },
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(), *pass_fds),
+                )
+        except BaseException:  # raised on
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel, self._loaded = ours, asyncio.Event()
+        ours.listen(self._take, self._lose)
+
+    async def fork(
+        self,
+        module: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        marks: Mapping[str, str],
+        files: Mapping[int, int],
+        timeout_s: float,
+    ) -> ForkedProcess:
+        """A new process, which is `module` with the arguments behind the third of `argv`; else ForkServerError.
+
+        Of open files it has those of the server, and `files`, by the numbers that they shall have there.
+        A server that does not answer in time is killed.
+        """
+        if self._channel is None:
+            raise ForkServerError("there is no fork server")
+        number = next(self._numbers)
+        message = {
+            "id": number,
+            "module": module,
+            "argv": list(argv),
+            "env": dict(env),
+            "marks": [f"{name}={value}" for name, value in marks.items()],
+            "files": list(files),
+        }
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self._channel.send(message, list(files.values()))
+            async with asyncio.timeout(timeout_s):
+                said = await answer
+        except ValueError as error:
+            raise ForkServerError(str(error)) from None
+        except (OSError, TimeoutError) as error:
+            self.stop()
+            raise ForkServerError(f"the fork server does not answer and was killed: {error!r}") from None
+        finally:
+            self._answers.pop(number, None)
+        if "pid" not in said:
+            raise ForkServerError(f"the fork server refuses {module}: {said.get('refused', '')}")
+        return self._children[said["pid"]]
+
+    def stop(self) -> None:
+        """End the server; its children's ends are noticed without it. Idempotent."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._server is not None:
+            self._server.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging disk keeps what is killed
+                self._server.wait(_KILL_WAIT_S)
+            self._server = None
+        for child in self._children.values():
+            child.watch()
+        self._children.clear()
+        self._loaded.set()  # nobody waits for it any more
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_result({"refused": "the fork server has ended"})
+
+    def _lose(self, why: str) -> None:
+        log.warning("the fork server is gone", extra={"of": self._module, "why": why})
+        self.stop()
+
+    def _take(self, said: Message) -> None:
+        if "loaded" in said:
+            log.info("the fork server is ready", extra={"pid": self.pid, "of": self._module})
+            self._loaded.set()
+            self._is_first = False
+        elif "ended" in said:
+            if child := self._children.pop(said["ended"], None):
+                child.end(said["code"], peak_bytes=said["peak_bytes"])
+        else:
+            answer = self._answers.get(said["id"])
+            if "pid" in said:
+                child = self._children[said["pid"]] = ForkedProcess(said["pid"])
+                if answer is None or answer.done():
+                    with contextlib.suppress(ProcessLookupError):  # nobody waits for it any more
+                        os.kill(child.pid, signal.SIGKILL)
+            if answer is not None and not answer.done():
+                answer.set_result(said)

@@ -1,0 +1,189 @@
+"""The process table: who runs, who belongs to whom, and the end of those.
+
+psutil reads it, with three exceptions: `start_ticks`, because its start times move with the machine's clock; the
+environment, of which it reads only what stands before the first empty entry; and `Table`, a pass over all processes on
+an event loop, for which it reads two to three files per process instead of one.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+STACK_MARK = "MILLRACE_STACK_ID"
+"""Variable by which all processes of a stack are found: descendants inherit it."""
+PROCESS_MARK = "MILLRACE_STACK_PROCESS"
+"""Names the one process of the stack that a descendant belongs to."""
+KILL_WAIT_S = 5.0
+_POLL_S = 0.05
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# Who starts processes faster than they can be ended is ended by the kernel's limit, if by anything.
+_MAX_ROUNDS = 100
+_ROUND_S = 0.002
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    return _status(pid) not in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel has stopped the process (SIGSTOP, a debugger)."""
+    return _status(pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+def _status(pid: int) -> str | None:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.Error:
+        return None
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 where that is unknown (no /proc, or no such process)."""
+    try:
+        return int(_stat(pid)[19])
+    except OSError:
+        return 0
+
+
+def mark_of(pid: int, variable: str) -> str:
+    """The value of a variable in the environment of a process; empty for none, and for a process of somebody else."""
+    needle = f"{variable}=".encode()
+    return next((entry[len(needle) :].decode() for entry in _environ(pid) if entry.startswith(needle)), "")
+
+
+def marked(mark: str, *, variable: str = STACK_MARK) -> set[int]:
+    """The processes (not this one, no zombies) whose environment says so; empty where there is no /proc."""
+    needle = f"{variable}={mark}".encode()
+    return {pid for pid in psutil.pids() if pid != os.getpid() and needle in _environ(pid) and is_running(pid)}
+
+
+def members(groups: dict[int, int]) -> set[int]:
+    """The running processes of these process groups (leader to its start ticks), reused leader pids left out."""
+    own = _leaders(groups)
+    found: set[int] = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if os.getpgid(pid) in own and is_running(pid):
+                found.add(pid)
+    return found
+
+
+def send(pids: set[int], number: signal.Signals) -> None:
+    """Signal each process; one that is gone meanwhile is fine."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def end_all(
+    mark: str,
+    groups: dict[int, int],
+    *,
+    term_grace_s: float,
+    kill_wait_s: float = KILL_WAIT_S,
+    variable: str = STACK_MARK,
+) -> set[int]:
+    """TERM the leaders of the groups, then KILL everything that is marked or grouped, once they are gone or too slow.
+
+    Returns what is left after `term_grace_s + kill_wait_s`. The mark of a stack is its id.
+    `term_grace_s` 0 kills at once. Processes that appear meanwhile are found too: each round looks again.
+    """
+    begun = time.monotonic()
+    asked: set[int] = set()
+    # unregistered wait: stands alone, with nothing imported, when everything else is dead
+    while left := marked(mark, variable=variable) | members(groups):
+        age_s = time.monotonic() - begun
+        if age_s > term_grace_s + kill_wait_s:
+            return left
+        leaders = left & _leaders(groups)
+        if age_s >= term_grace_s or not leaders:
+            send(left, signal.SIGKILL)
+        else:
+            send(leaders - asked, signal.SIGTERM)
+            asked |= leaders
+        time.sleep(_POLL_S)
+    return set()
+
+
+class Seen(NamedTuple):
+    """A process that lives."""
+
+    parent: int
+    session: int
+    started: int
+    rss_bytes: int
+
+
+class Table:
+    """All processes at one moment; empty where there is no /proc."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Seen] = {}
+        self._children: dict[int, list[int]] = defaultdict(list)
+        self._sessions: dict[int, list[int]] = defaultdict(list)
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                fields = _stat(pid)
+                if fields[0] not in (b"Z", b"X"):
+                    parent, session = int(fields[1]), int(fields[3])
+                    self.seen[pid] = Seen(parent, session, int(fields[19]), int(fields[21]) * _PAGE_BYTES)
+                    self._children[parent].append(pid)
+                    self._sessions[session].append(pid)
+
+    def children_of(self, pid: int) -> list[int]:
+        """Its own, not theirs."""
+        return self._children.get(pid, [])
+
+    def of(self, leader: int) -> list[int]:
+        """The living processes of a session and their descendants, which may have left it.
+
+        Whoever left the session and whose parent ended is not found.
+        """
+        found: set[int] = set()
+        left = [*self._sessions.get(leader, ()), *([leader] if leader in self.seen else ())]
+        while left:
+            pid = left.pop()
+            if pid not in found:
+                found.add(pid)
+                left += self._children.get(pid, ())
+        return sorted(found)
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL a session and its descendants, those that they start meanwhile included (blocking, milliseconds)."""
+    ended: dict[int, int] = {}
+    # unregistered wait: between looks at processes that were just ended, for a fifth of a second in all
+    for _ in range(_MAX_ROUNDS):
+        table = Table()
+        again = [pid for pid, started in ended.items() if pid in table.seen and table.seen[pid].started == started]
+        found = {*table.of(leader), *again}
+        if not found:
+            return
+        ended |= {pid: table.seen[pid].started for pid in found}
+        send(found, signal.SIGKILL)
+        time.sleep(_ROUND_S)
+
+
+def _leaders(groups: dict[int, int]) -> set[int]:
+    """The leaders whose pid is not somebody else's by now."""
+    return {leader for leader, ticks in groups.items() if start_ticks(leader) in (0, ticks)}
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat behind the command name, which is in parentheses and may hold some itself."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+
+
+def _environ(pid: int) -> list[bytes]:
+    """The environment that a process was started with, as far as it has not written over it."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended meanwhile, or is another user's
+        return []
