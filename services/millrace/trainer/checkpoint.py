@@ -25,7 +25,7 @@ from millrace.decoding import Fields, decode_json
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
-from millrace.storage.commit_points import newest_revision, next_revision
+from millrace.storage.commit_points import find_newest, newest_revision, next_revision
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
@@ -61,7 +61,7 @@ class CheckpointStore:
         """Steps with a committed checkpoint, ascending. Prefixes without a manifest are uploads never committed."""
         for prefix in self._store.list_prefixes(self._names.checkpoints):
             match = _STEP.fullmatch(prefix.removeprefix(self._names.checkpoints))
-            if match and self._store.head(newest_revision(self._store, self._key(int(match[1])))) is not None:
+            if match and find_newest(self._store, self._key(int(match[1]))) is not None:
                 yield int(match[1])
 
     def read(self, step: int) -> CheckpointManifest:
@@ -177,9 +177,8 @@ class CheckpointStore:
 
     def _look(self, step: int, *, chain_hash: bytes, run_hash: str) -> tuple[str, CheckpointManifest | None]:
         """Under which key to commit a step, and what is committed of it and can be used."""
-        key = newest_revision(self._store, self._key(step))
-        if self._store.head(key) is None:
-            return key, None
+        if (key := find_newest(self._store, self._key(step))) is None:
+            return self._key(step), None
         try:
             manifest = self.read(step)
             if step not in self._damaged:

@@ -35,7 +35,7 @@ from millrace.policies.verify import damage_of
 from millrace.runlog.epochs import latest_epoch
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
-from millrace.storage.commit_points import newest_revision, next_revision
+from millrace.storage.commit_points import find_newest, next_revision
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
 from millrace.trainer.distributed import Gang
@@ -198,10 +198,11 @@ class Committer:
         """What is committed of a version, and its key; where it is not, or damaged, the key to commit it under."""
 
         def look() -> bytes:
-            key, found = newest_revision(self._store, self._names.policy_manifest(self._lineage, version)), None
+            first_key, found = self._names.policy_manifest(self._lineage, version), None
+            key = first_key
             try:
-                if self._store.head(key) is not None:
-                    found = read_manifest(self._store, key)
+                if (newest := find_newest(self._store, first_key)) is not None:
+                    key, found = newest, read_manifest(self._store, newest)
             except CorruptObjectError as error:
                 log.warning("a damaged policy is published anew", extra={"version": version, "error": error.message})
                 key = next_revision(self._store, key)
