@@ -23,7 +23,7 @@ from millrace.trainer.learner import Learner
 from millrace.trainer.log_client import LogClient
 from millrace.trainer.loop import train
 from millrace.trainer.lora_publisher import AdapterBase
-from millrace.trainer.mend import DamageReport, Mender
+from millrace.trainer.mend import DamageReport, Mender, published_anew
 from millrace.trainer.model import policy_files, resolve_model_directory
 from millrace.trainer.publish_plan import PublishPlan, newest_published, plan_publishing
 from millrace.trainer.publisher import Publisher
@@ -150,7 +150,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
             previous_chain_hash=position.chain_hash,
             micro_batch_tokens=trainer.micro_batch_tokens,
             seq_len=trainer.model.seq_len,
-            mender=Mender(publisher, context.damage),
+            mender=Mender(publisher.mend, context.damage),
         ),
         publisher=publisher,
         checkpointer=Checkpointer(
@@ -230,10 +230,11 @@ def make_publisher(
             names=names,
             gang=context.gang,
             epoch=epoch,
-            files=files,
+            upload_files=upload,
             dtype=learner.publish_dtype,
             adapter=learner.adapter,
             base_digest=learner.base_digest,
+            tell_mended=lambda damage, uri: client.write_event(published_anew("0-0", damage=damage, uri=uri)),
         )
     return Publisher(
         learner.model,
@@ -248,7 +249,7 @@ def make_publisher(
         plan=plan,
         config=learner.config.policy,
         is_strict=learner.is_strict,
-        adapter=None if base is None else base.entry,
+        base=base,
     )
 
 
