@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from millrace.config.rl import RLConfig
 from millrace.decoding import decode_object
@@ -83,14 +84,12 @@ def run_job(context: JobContext, uid: str) -> None:
 def hold_run(context: JobContext, client: LogClient) -> None:
     """Waits, with the whole gang, until rank 0 holds the run; StopRequested at every rank if it is asked to stop."""
     gang = context.gang
-    told = b"wait"
-    while told != b"hold":
-        message: bytes | None = None
-        if gang.is_leader:
-            is_held = client.poll_ready(timeout_s=POLL_S)
-            message = b"hold" if is_held else b"stop" if context.should_stop() else b"wait"
-        told = gang.broadcast(message)
-        if told == b"stop":
+
+    def look() -> str:
+        return "hold" if client.poll_ready(timeout_s=POLL_S) else "stop" if context.should_stop() else "wait"
+
+    while (told := gang.from_leader(look)) != "hold":
+        if told == "stop":
             raise StopRequested
     if gang.is_leader:
         context.on_epoch(client.epoch)
@@ -268,9 +267,11 @@ def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
 
 def agree_on_plan(context: JobContext, names: Names, *, start_step: int, lineage: int, strict: bool) -> PublishPlan:
     """Rank 0 looks at what is published; every rank follows the same plan."""
-    message: bytes | None = None
-    if context.gang.is_leader:
+
+    def plan() -> dict[str, Any]:
         published = newest_published(context.store, names)
-        plan = plan_publishing(start_step=start_step, start_lineage=lineage, published=published, is_strict=strict)
-        message = json.dumps(asdict(plan)).encode()
-    return PublishPlan(**json.loads(context.gang.broadcast(message)))
+        return asdict(
+            plan_publishing(start_step=start_step, start_lineage=lineage, published=published, is_strict=strict)
+        )
+
+    return PublishPlan(**context.gang.from_leader(plan))

@@ -67,13 +67,15 @@ class AdapterBase:
         Only if `is_thorough` are its data objects read; its manifest always is. CorruptObjectError if other weights are
         published, InvalidStateError if what is damaged cannot be made again.
         """
-        manifest: PolicyManifest | None = None
-        key = damage = ""
-        with agreed(self._gang):
-            if self._epoch is not None:
-                manifest, key, damage = self._look(is_thorough=is_thorough)
-        if self._gang.broadcast(bytes([manifest is None]) if self._gang.is_leader else None)[0]:
-            manifest = self._publish(key, damage)
+        published: list[PolicyManifest | None] = []
+
+        def look() -> list[str] | None:
+            manifest, key, damage = self._look(is_thorough=is_thorough)
+            published.append(manifest)
+            return [key, damage] if manifest is None else None
+
+        missing = self._gang.from_leader(look)
+        manifest = self._publish(*missing) if missing else next(iter(published), None)
         self._entry = AdapterEntry(
             **asdict(self._adapter),
             base_key="" if manifest is None else manifest.key,

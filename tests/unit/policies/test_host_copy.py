@@ -231,6 +231,4 @@ def test_a_version_that_a_predecessor_wrote_meanwhile_ends_strict_runs_and_is_tr
         monkeypatch.undo()
         expected = ("ConflictError", "POLICY_DIGEST_MISMATCH") if is_strict else ("UnavailableError", "POLICY_TAKEN")
         assert (type(first).__name__, first.reason) == expected
-        assert all(
-            isinstance(other, ConflictError if is_strict and not is_late else UnavailableError) for other in others
-        )
+        assert all(isinstance(other, ConflictError if is_strict else UnavailableError) for other in others)

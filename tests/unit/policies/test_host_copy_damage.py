@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from committed_versions import NAMES, Trainer
 
-from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
+from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError, UnavailableError
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.local import LocalStore
 from millrace.trainer import commit
@@ -150,8 +150,8 @@ def test_what_fails_at_one_rank_fails_at_all(
     done = trainer.commit(0)
     assert isinstance(done[failing], MemoryError)
     others = [error for rank, error in enumerate(done) if rank != failing]
-    assert [(type(error), error.reason) for error in others] == [(UnavailableError, "POLICY_NOT_COMMITTED")] * 2
-    assert all(f"rank {failing} failed with MemoryError" in str(error) for error in others)
+    assert [(type(error), error.reason) for error in others] == [(UnavailableError, "PEER_FAILED")] * 2
+    assert all(f"rank {failing} failed: MemoryError" in str(error) for error in others)
     monkeypatch.setattr(commit, where, whole)
     trainer.publish(0)  # they are in step
     trainer.require(HostCopy(store), 0)
@@ -220,4 +220,18 @@ def test_what_fails_at_one_rank_while_a_version_is_published_anew_fails_at_all(
         )
     )
     assert isinstance(done[failing], OSError) and isinstance(done[1 - failing], UnavailableError)
+    assert store.head(NAMES.policy_manifest(0, 1).replace("manifest.json", "manifest.r1.json")) is None
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_version_that_best_effort_computed_anew_is_lost_and_says_why(store: LocalStore, is_strict: bool) -> None:
+    trainer = Trainer(store, is_strict=is_strict).publish_to(1)
+    digest = trainer.manifest(1).digest
+    _damage(trainer, 1, 0)
+    trainer.move()  # a restart, and a replay that was not exact
+    made = VersionInput(version=1, parts=trainer.parts(0), probe=None)
+    with pytest.raises(InvalidStateError, match="cannot make it again") as raised:
+        trainer.committers[0].mend(made, lineage=0, digest=digest, sha256=b"")
+    assert raised.value.reason == "POLICY_LOST" and "run repair" in str(raised.value.remedy)
+    assert ("best_effort" in raised.value.message) != is_strict
     assert store.head(NAMES.policy_manifest(0, 1).replace("manifest.json", "manifest.r1.json")) is None
