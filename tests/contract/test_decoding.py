@@ -52,7 +52,6 @@ ALLOWED = {
     "orchestrator/new_run.py:make_record": OWN,
     "runlog/event_writer.py:_append_again": OWN,
     "telemetry/faults.py:_strike": USERS,
-    "trainer/job.py:agree_on_plan": PEER,
     "trainer/job.py:make_publisher": OWN,
     "trainer/model.py:policy_files": USERS,
     "trainer/sft.py:open_metrics": OWN,

@@ -37,10 +37,15 @@ Chain = tuple[Link, ...]
 
 
 class Manifests:
-    """The manifests that were read last, by key; only a damaged version's changes, by a successor."""
+    """The manifests that were read last, by key; only a damaged version's changes, by a successor.
+
+    Successors are looked for while `is_wary`, with one more request for each manifest: at the start and where damage
+    was met, until `relax`.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
+        self.is_wary = True
         self._held: OrderedDict[str, PolicyManifest] = OrderedDict()
         self._num_entries = 0
 
@@ -48,12 +53,17 @@ class Manifests:
         """What was damaged may have been published anew: everything is read again."""
         self._held.clear()
         self._num_entries = 0
+        self.is_wary = True
+
+    def relax(self) -> None:
+        """What was read so far is whole."""
+        self.is_wary = False
 
     def read(self, key: str, sha256: bytes | None = None) -> PolicyManifest:
         """Reads a manifest as `read_manifest` does; one whose hash is told is read anew."""
         manifest = None if sha256 else self._held.get(key)
         if manifest is None:
-            manifest = read_manifest(self._store, key, sha256)
+            manifest = read_manifest(self._store, key, sha256, is_newest=self.is_wary)
             if key in self._held:
                 self._num_entries -= _num_entries(self._held[key])
             self._held[key] = manifest

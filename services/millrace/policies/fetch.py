@@ -18,15 +18,19 @@ TakeBytes = Callable[[ObjectEntry, int, bytes], None]
 """Takes an object's bytes from an offset on. They are not proved until `read_objects` returns."""
 
 
-def read_manifest(store: ObjectStore, key: str, sha256: bytes | None = None) -> PolicyManifest:
+def read_manifest(
+    store: ObjectStore, key: str, sha256: bytes | None = None, *, is_newest: bool = True
+) -> PolicyManifest:
     """Reads a manifest, or its newest successor: a version that was damaged is published anew under `manifest.r1.json`.
 
     `sha256` (of the policy stream's entry) must match the bytes unless it is None or empty. A successor has another:
-    the digest proves it, which who knows the announced one compares.
+    the digest proves it, which who knows the announced one compares. Without `is_newest` no successor is looked for,
+    which saves a request.
 
     Raises NotFoundError if it does not exist and CorruptObjectError if it is damaged or lies under another's name.
     """
-    first_key, key = revision_key(key, 0), newest_revision(store, key)
+    first_key = revision_key(key, 0)
+    key = newest_revision(store, key) if is_newest else key
     data = store.get(key)
     if sha256 and key == first_key and hashlib.sha256(data).digest() != sha256:
         raise CorruptObjectError(
@@ -67,7 +71,7 @@ def read_objects(
     """Reads objects whole, in ranges and over parallel connections, and hands the ranges on in order.
 
     What is read is as long as the entries say, so `require_sizes` must have looked at them. Raises CorruptObjectError
-    if the sha256 of an object is not the entry's. Holds at most `2 * connections` ranges.
+    if the sha256 of an object is not the entry's, NotFoundError if it is gone. Holds at most `2 * connections` ranges.
     """
     pending: deque[tuple[ObjectEntry, int, Future[bytes]]] = deque()
     ranges = _ranges(objects, range_bytes)
@@ -83,7 +87,11 @@ def read_objects(
             if not pending:
                 break
             entry, offset, future = pending.popleft()
-            data = future.result()  # bounded by the store's own deadlines
+            try:
+                data = future.result()  # bounded by the store's own deadlines
+            except (CorruptObjectError, NotFoundError):
+                _require_size(store, entry)  # which says what a manifest has to do with it
+                raise
             digests[entry.key].update(data)
             take(entry, offset, data)
     finally:
@@ -94,9 +102,13 @@ def read_objects(
 
 
 def require_sizes(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
-    """Raises CorruptObjectError or NotFoundError unless the objects have the sizes that memory is taken for."""
+    """Raises CorruptObjectError or NotFoundError unless the objects have the sizes that memory is taken for.
+
+    Those of one range are not asked for: reading them finds out, and takes no more than that.
+    """
     for entry in objects:
-        _require_size(store, entry)
+        if entry.size_bytes > RANGE_BYTES:
+            _require_size(store, entry)
 
 
 def _require_size(store: ObjectStore, entry: ObjectEntry | FileEntry) -> None:

@@ -118,11 +118,17 @@ class HostCopy:
         Damaged objects are gone around where another chain leads to the version. Raises CorruptObjectError or
         NotFoundError naming what is in the way; UnavailableError if the store is.
         """
-        try:
-            return self.stage_manifest(self._manifests.read(manifest_key, sha256))
-        except (CorruptObjectError, NotFoundError):
-            self._manifests.forget()  # the next attempt finds what is published anew
-            raise
+        while True:
+            was_wary = self._manifests.is_wary
+            try:
+                staged = self.stage_manifest(self._manifests.read(manifest_key, sha256))
+            except (CorruptObjectError, NotFoundError):
+                self._manifests.forget()  # the next attempt finds what is published anew
+                if was_wary:
+                    raise
+            else:
+                self._manifests.relax()
+                return staged
 
     def stage_manifest(self, manifest: PolicyManifest) -> StagedPolicy:
         """`stage` for a manifest that was read and compared already."""

@@ -54,16 +54,17 @@ def publish_policy(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     adapter: AdapterEntry | None = None,
     is_delta_base: bool = True,
+    successor: str = "",
 ) -> PublishedPolicy:
     """Writes version `version` in full and commits it, or proves that the committed one has equal weights.
 
     For one writer that holds every tensor. `files` are uploaded with the version, or name what `upload_files` uploaded
-    once for many versions.
+    once for many versions. `successor` is the key to commit a damaged version under (`commit_points.next_revision`).
 
     A replayed step publishes again (recovery is checkpoint plus replay): nothing is uploaded then, the digests are
     compared, and a difference raises ConflictError naming both, because it means that the replay was not exact.
     """
-    key = manifest_key(prefix, uid, lineage=lineage, version=version)
+    key = successor or manifest_key(prefix, uid, lineage=lineage, version=version)
     parts = whole_parts(tensors)
     if not parts:
         raise InvalidStateError(f"policy {lineage}-{version} has no tensors", reason="POLICY_EMPTY")

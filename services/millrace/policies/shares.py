@@ -1,29 +1,25 @@
-"""What the ranks of a trainer tell each other of one version: small JSON, never weights."""
+"""What the ranks of a trainer tell each other of one version: plain data, never weights."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from millrace.decoding import decode_json, decode_object
 from millrace.errors import InternalError
 from millrace.policies.digest import add_digests, digest_hex
 from millrace.policies.manifest import Encoding, TensorEntry
 from millrace.policies.parts import TensorPart
 
-_REASON = "GANG_MESSAGE_INVALID"
 
-
-def pack_digests(parts: Sequence[TensorPart], digests: Mapping[str, int]) -> bytes:
+def pack_digests(parts: Sequence[TensorPart], digests: Mapping[str, int]) -> list[Any]:
     """A rank's parts and their digests."""
-    rows = [[part.name, part.dtype, part.shape, part.count, digest_hex(digests[part.name])] for part in parts]
-    return json.dumps(rows).encode()
+    return [[part.name, part.dtype, part.shape, part.count, digest_hex(digests[part.name])] for part in parts]
 
 
-def merge_digests(shares: Iterable[bytes]) -> tuple[TensorEntry, ...]:
+def merge_digests(shares: Iterable[list[Any]]) -> tuple[TensorEntry, ...]:
     """The tensors of the version, in the order of the first rank that has each: digests are sums over the ranks'."""
     found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for share in shares:
-        for name, dtype, shape, count, digest in decode_json(share, what="the digests of a rank", reason=_REASON):
+        for name, dtype, shape, count, digest in share:
             _, _, held, so_far = found.get(name, (dtype, tuple(shape), 0, 0))
             found[name] = dtype, tuple(shape), held + count, add_digests([so_far, int(digest, 16)])
     entries: list[TensorEntry] = []
@@ -39,20 +35,19 @@ def merge_digests(shares: Iterable[bytes]) -> tuple[TensorEntry, ...]:
     return tuple(entries)
 
 
-def pack_encodings(encodings: Sequence[Encoding]) -> bytes:
+def pack_encodings(encodings: Sequence[Encoding]) -> dict[str, Any]:
     """A rank's share of every encoding."""
     names = sorted({piece.tensor for encoding in encodings for piece in encoding.pieces})
     places = {name: place for place, name in enumerate(names)}
-    return json.dumps({"names": names, "encodings": [encoding.to_json(places) for encoding in encodings]}).encode()
+    return {"names": names, "encodings": [encoding.to_json(places) for encoding in encodings]}
 
 
-def merge_encodings(shares: Iterable[bytes]) -> tuple[Encoding, ...]:
+def merge_encodings(shares: Iterable[Mapping[str, Any]]) -> tuple[Encoding, ...]:
     """The encodings of the version: those of the ranks, which have the same ones in the same order, put together."""
     merged: list[Encoding] = []
     for share in shares:
-        raw = decode_object(share, what="the encodings of a rank", reason=_REASON)
-        names = tuple(raw["names"])
-        for place, item in enumerate(raw["encodings"]):
+        names = tuple(share["names"])
+        for place, item in enumerate(share["encodings"]):
             encoding = Encoding.from_json(item, names)
             if place == len(merged):
                 merged.append(encoding)

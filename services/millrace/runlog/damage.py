@@ -24,6 +24,7 @@ from millrace.runlog import connection, script
 from millrace.runlog.entry import Entry
 from millrace.runlog.names import Names, Stream
 from millrace.storage import ObjectStore
+from millrace.storage.commit_points import newest_revision
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry |
             raise CorruptObjectError(f"it names version {policy.version}", reason="ENTRY_CORRUPT")
         if policy.manifest_key != log.names.policy_manifest(policy.lineage, policy.version):
             raise CorruptObjectError(f"it names {policy.manifest_key[:200]!r}", reason="ENTRY_CORRUPT")
-        manifest = await asyncio.to_thread(_get, log, policy.manifest_key)
+        manifest = await asyncio.to_thread(_manifest, log, policy)
         if manifest is not None and not _is_of(manifest, policy):
             raise CorruptObjectError(f"{policy.manifest_key} has another sha256 and digest", reason="ENTRY_CORRUPT")
     except CorruptObjectError as error:
@@ -174,7 +175,7 @@ def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None
             policy = _decode_policy(data)
         except CorruptObjectError:
             return False
-        manifest = _get(log, log.names.policy_manifest(policy.lineage, policy.version))
+        manifest = _manifest(log, policy)
         return manifest is not None and _is_of(manifest, policy)
     names = (prefix.removeprefix(log.names.policies) for prefix in log.store.list_prefixes(log.names.policies))
     found = (re.fullmatch(r"(\d+)-(\d+)/?", name) for name in names)
@@ -187,6 +188,13 @@ def _headers(log: LogCopy, step: int) -> list[bytes]:
     while (data := _get(log, log.names.batch_header(step, len(found)))) is not None:
         found.append(data)
     return found
+
+
+def _manifest(log: LogCopy, policy: policy_pb2.PolicyEntry) -> bytes | None:
+    """The manifest of a version as it was written first, or its newest successor if that one is lost."""
+    key = log.names.policy_manifest(policy.lineage, policy.version)
+    first = _get(log, key)
+    return first if first is not None else _get(log, newest_revision(log.store, key))
 
 
 def _get(log: LogCopy, key: str) -> bytes | None:

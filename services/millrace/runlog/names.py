@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from millrace.errors import InvalidSpecError, Violation
+from millrace.storage.commit_points import revision_key
 
 _PREFIX = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _UID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -197,7 +198,7 @@ class Names:
 
     def batch_header(self, step: int, revision: int = 0) -> str:
         """Create-only commit point of a step; from revision 1 on the successor of a failed closing header."""
-        return f"{self.batches}{step:08d}.r{revision}.pb" if revision else f"{self.batches}{step:08d}.pb"
+        return revision_key(f"{self.batches}{step:08d}.pb", revision)
 
     def quarantined(self, key: str, sha256: str) -> str:
         """Where `run repair` keeps the bytes of a damaged object of the deployment; sha256 in hex."""

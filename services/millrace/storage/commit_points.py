@@ -38,6 +38,11 @@ def newest_revision(store: ObjectStore, key: str) -> str:
 
     The object need not exist: then the key is its own.
     """
+    return find_newest(store, key) or revision_key(key, 0)
+
+
+def find_newest(store: ObjectStore, key: str) -> str | None:
+    """`newest_revision` of what exists; None if neither the commit point nor a successor does. One request."""
     first = revision_key(key, 0)
     directory, slash, name = first.rpartition("/")
     stem = f"{directory}{slash}{_match(name, key)['stem']}."
@@ -47,7 +52,7 @@ def newest_revision(store: ObjectStore, key: str) -> str:
         for other in found
         if _NAME.fullmatch(other.rpartition("/")[2]) and revision_key(other, 0) == first
     ]
-    return revision_key(first, max(numbers, default=0))
+    return revision_key(first, max(numbers)) if numbers else None
 
 
 def next_revision(store: ObjectStore, key: str) -> str:

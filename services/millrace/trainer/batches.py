@@ -142,17 +142,17 @@ class Batches:
 
     def _wait_for_header(self, step: int) -> bytes:
         """Rank 0 polls and tells the gang `wait`, `stop`, which policy to `mend`, or the header's bytes."""
+
+        def look() -> bytes:
+            if self._log.is_stop_requested():
+                return b"stop"
+            if self._mender is not None and (policy := self._mender.wanted(step)) is not None:
+                return b"mend" + policy
+            header = self._log.poll_header(step, timeout_s=POLL_S)  # registers the wait
+            return b"wait" if header is None else b"head" + header
+
         while True:
-            message: bytes | None = None
-            if self._gang.is_leader:
-                if self._log.is_stop_requested():
-                    message = b"stop"
-                elif self._mender is not None and (policy := self._mender.wanted(step)) is not None:
-                    message = b"mend" + policy
-                else:
-                    header = self._log.poll_header(step, timeout_s=POLL_S)  # registers the wait
-                    message = b"wait" if header is None else b"head" + header
-            told = self._gang.broadcast(message)
+            told = self._gang.from_leader(look)
             match told[:4]:
                 case b"head":
                     return told[4:]

@@ -14,18 +14,19 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from millrace.config.shared import CheckpointConfig
-from millrace.decoding import Fields, decode_json
+from millrace.decoding import Fields
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
-from millrace.storage.commit_points import newest_revision, next_revision
+from millrace.storage.commit_points import find_newest, newest_revision, next_revision
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
@@ -61,7 +62,7 @@ class CheckpointStore:
         """Steps with a committed checkpoint, ascending. Prefixes without a manifest are uploads never committed."""
         for prefix in self._store.list_prefixes(self._names.checkpoints):
             match = _STEP.fullmatch(prefix.removeprefix(self._names.checkpoints))
-            if match and self._store.head(newest_revision(self._store, self._key(int(match[1])))) is not None:
+            if match and find_newest(self._store, self._key(int(match[1]))) is not None:
                 yield int(match[1])
 
     def read(self, step: int) -> CheckpointManifest:
@@ -103,17 +104,14 @@ class CheckpointStore:
         ConflictError if the one that exists is of another history or config. Collective in a gang.
         Every rank uploads its own files; rank 0 collects their hashes and writes the manifest when all are there.
         """
-        existing: list[CheckpointManifest] = []
-        keys: list[str] = []
-        with agreed(self._gang):
-            if self._gang.is_leader:
-                key, found = self._look(step, chain_hash=chain_hash, run_hash=run_hash)
-                keys.append(key)
-                existing += [found] if found is not None else []
-        told = self._gang.broadcast(existing[0].to_bytes() if existing else b"" if self._gang.is_leader else None)
+
+        def look() -> list[str]:
+            key, found = self._look(step, chain_hash=chain_hash, run_hash=run_hash)
+            return [key, "" if found is None else found.to_bytes().decode(), secrets.token_hex(6)]
+
+        key, told, nonce = self._gang.from_leader(look)
         if told:
-            return CheckpointManifest.from_bytes(told, source=f"of step {step}, from rank 0")
-        nonce = self._gang.broadcast(secrets.token_hex(6).encode() if self._gang.is_leader else None).decode()
+            return CheckpointManifest.from_bytes(told.encode(), source=f"of step {step}, from rank 0")
         objects = self._upload(state, step=step, base=f"{self._names.checkpoint(step)}e{epoch:08d}-{nonce}/")
         manifest = CheckpointManifest(
             format=FORMAT,
@@ -131,7 +129,7 @@ class CheckpointStore:
             base_digest=base_digest,
         )
         with agreed(self._gang):
-            if self._gang.is_leader and not self._store.create(keys[0], manifest.to_bytes()):
+            if self._gang.is_leader and not self._store.create(key, manifest.to_bytes()):
                 # Another writer committed the same step first; our objects are collected later.
                 manifest = self._require_ours(self.read(step), chain_hash=chain_hash, run_hash=run_hash)
         self._damaged.discard(step)
@@ -177,9 +175,8 @@ class CheckpointStore:
 
     def _look(self, step: int, *, chain_hash: bytes, run_hash: str) -> tuple[str, CheckpointManifest | None]:
         """Under which key to commit a step, and what is committed of it and can be used."""
-        key = newest_revision(self._store, self._key(step))
-        if self._store.head(key) is None:
-            return key, None
+        if (key := find_newest(self._store, self._key(step))) is None:
+            return self._key(step), None
         try:
             manifest = self.read(step)
             if step not in self._damaged:
@@ -251,16 +248,19 @@ class CheckpointStore:
                 # Of each rank's own, so that it holds only what this rank wrote, also where ranks share a machine.
                 shards = owned.enter_context(owned_directory("checkpoint")) / "shards"
             save_shards(state, shards, gang=self._gang)
-            mine: list[CheckpointObject] = []
-            with agreed(self._gang):
+
+            def upload() -> list[dict[str, Any]]:
+                mine: list[dict[str, Any]] = []
                 for path in sorted(shards.iterdir()):
                     key = base + path.name
                     self._store.put_file(key, path)
                     faults.reach(Point.TRAINER_MID_CHECKPOINT, step=step)
                     sha256, size_bytes = _file_sha256(path), path.stat().st_size
-                    mine.append(CheckpointObject(name=path.name, key=key, sha256=sha256, size_bytes=size_bytes))
-        gathered = self._gang.gather(json.dumps([asdict(item) for item in mine]).encode())
-        return tuple(item for rank, share in enumerate(gathered) for item in _objects_of(share, rank))
+                    mine.append({"name": path.name, "key": key, "sha256": sha256, "size_bytes": size_bytes})
+                return mine
+
+            gathered = self._gang.agree(upload)
+        return tuple(decode_checkpoint_object(Fields(row)) for share in gathered for row in share)
 
     def _require_ours(self, manifest: CheckpointManifest, *, chain_hash: bytes, run_hash: str) -> CheckpointManifest:
         """The committed manifest, if it is of the history that this trainer was trained on."""
@@ -275,12 +275,6 @@ class CheckpointStore:
                 "if it is not that one's",
             )
         return manifest
-
-
-def _objects_of(share: bytes, rank: int) -> list[CheckpointObject]:
-    """What another rank says that it uploaded."""
-    rows = decode_json(share, what=f"the files of rank {rank}", reason="GANG_MESSAGE_INVALID")
-    return [decode_checkpoint_object(Fields(row)) for row in rows]
 
 
 def _require_hash(found: str, item: CheckpointObject, *, uri: str) -> None:

@@ -7,12 +7,11 @@ Every rank runs it on a thread beside the training, at the same versions in the 
 compared with is always what was committed: the copy is replaced behind the manifest, never before.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from millrace.config.trainer import PolicyConfig
-from millrace.decoding import decode_json
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
 from millrace.policies.fetch import read_manifest
 from millrace.policies.history import Delta, Digests, History
@@ -35,7 +34,7 @@ from millrace.policies.verify import damage_of
 from millrace.runlog.epochs import latest_epoch
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
-from millrace.storage.commit_points import newest_revision, next_revision
+from millrace.storage.commit_points import find_newest, next_revision
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
 from millrace.trainer.distributed import Gang
@@ -45,7 +44,6 @@ log = logging.getLogger(__name__)
 
 _DELTA_BELOW = 0.9  # of a full copy; a full copy that costs hardly more is an anchor as well
 _SKIP_BELOW = 0.5  # of a full copy; who is behind may as well read the anchor then
-_DONE, _FAILED = b"+", b"-"  # begin what a rank tells the others: its share, or why it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,41 +142,42 @@ class Committer:
         """
         found: list[str] = []
 
-        def look() -> bytes:
+        def look() -> str | None:
             first_key = self._names.policy_manifest(lineage, version.version)
             if (damage := damage_of(self._store, first_key, digest=digest, sha256=sha256)) is None:
                 log.info("a policy that was reported damaged is whole", extra={"version": version.version})
-                return b""
+                return None
             found.append(damage)
-            return next_revision(self._store, first_key).encode()
+            return next_revision(self._store, first_key)
 
-        key = self._from_leader(version.version, look).decode()
-        if not key:
+        if (key := self._gang.from_leader(look)) is None:
             return None
         _, entries = self._prove(version.parts, version.version)
         if digest and whole_digest(entries) != digest:
+            # Not so under trainer.determinism = "strict": there each version is proved to be the published one.
+            why = "" if self._is_strict else " (it computed the step again, which best_effort does not make bit-exact)"
             raise InvalidStateError(
                 f"policy {lineage}-{version.version} of run {self._names.uid} is damaged, and this trainer cannot make "
-                f"it again: its digest is {digest}, these weights have {whole_digest(entries)}",
+                f"it again: its digest is {digest}, these weights have {whole_digest(entries)}{why}",
                 reason="POLICY_LOST",
-                remedy="restore its objects from a replica of the bucket, then `millrace run resume` the run",
+                remedy="restore its objects from a replica of the bucket (`millrace run repair RUN --from URL "
+                "--apply`), then `millrace run resume` the run",
             )
-        self._renew_files(version.version)
+        self._renew_files()
         uploaded = self._upload(version, [], full_bytes=0)
         published = self._write_manifest(self._manifest(version, key, entries, *uploaded, lineage=lineage))
         if lineage == self._lineage:
             self._anchor = version.version
         return MendedVersion(published=published, damage=found[0]) if published is not None else None
 
-    def _renew_files(self, version: int) -> None:
+    def _renew_files(self) -> None:
         """Rank 0 uploads the small files again: they may be what is damaged. Only its manifests name them."""
 
-        def renew() -> bytes:
+        def renew() -> None:
             if self._upload_files is not None:
                 self._files = self._upload_files()
-            return b""
 
-        self._from_leader(version, renew)
+        self._gang.from_leader(renew)
 
     def _commit(self, version: VersionInput) -> CommittedVersion:
         key, found = self._committed(version.version)
@@ -197,34 +196,33 @@ class Committer:
     def _committed(self, version: int) -> tuple[str, "_Found | None"]:
         """What is committed of a version, and its key; where it is not, or damaged, the key to commit it under."""
 
-        def look() -> bytes:
-            key, found = newest_revision(self._store, self._names.policy_manifest(self._lineage, version)), None
+        def look() -> list[Any]:
+            first_key, found = self._names.policy_manifest(self._lineage, version), None
+            key = first_key
             try:
-                if self._store.head(key) is not None:
-                    found = read_manifest(self._store, key)
+                if (newest := find_newest(self._store, first_key)) is not None:
+                    key, found = newest, read_manifest(self._store, newest)
             except CorruptObjectError as error:
                 log.warning("a damaged policy is published anew", extra={"version": version, "error": error.message})
                 key = next_revision(self._store, key)
-            return json.dumps([key, None if found is None else [found.run_uid, found.digest, found.anchor]]).encode()
+            return [key, None if found is None else [found.run_uid, found.digest, found.anchor]]
 
-        told = self._from_leader(version, look)
-        key, facts = decode_json(told, what="what rank 0 found committed", reason="GANG_MESSAGE_INVALID")
+        key, facts = self._gang.from_leader(look)
         return key, None if facts is None else _Found(run_uid=facts[0], digest=facts[1], anchor=facts[2])
 
     def _prove(self, parts: Sequence[TensorPart], version: int) -> tuple[Digests, tuple[TensorEntry, ...]]:
         digests: Digests = {}
 
-        def prove() -> bytes:
+        def prove() -> list[Any]:
             digests.update(self._history.digests(parts, version))
             return pack_digests(parts, digests)
 
-        shares = self._gather(version, prove)
-        return digests, merge_digests(shares)
+        return digests, merge_digests(self._gang.agree(prove))
 
     def _publish(self, version: VersionInput, key: str) -> CommittedVersion:
         parts, deltas, digests = version.parts, list[Delta](), Digests()
 
-        def encode() -> bytes:
+        def encode() -> list[Any]:
             if self._history.fits(parts, version.version):
                 delta, found = self._history.encode(parts)
                 deltas.extend([delta, *self._history.encode_skips(parts, version.version)])
@@ -233,7 +231,7 @@ class Committer:
             digests.update(found)
             return pack_digests(parts, digests)
 
-        entries = merge_digests(self._gather(version.version, encode))
+        entries = merge_digests(self._gang.agree(encode))
         num_elements = sum(entry.num_elements for entry in entries)
         changed = self._gang.sum([deltas[0].num_changed])[0] / max(1, num_elements) if deltas else 1.0
         faults.reach(Point.TRAINER_BEFORE_UPLOAD, version=version.version)
@@ -280,16 +278,14 @@ class Committer:
         is_anchor = (
             not (worth and worth[0] is deltas[0]) or version.version - self._anchor >= self._config.anchor_interval
         )
-        message: bytes | None = None
-        if self._gang.is_leader:
-            uid, prefix = self._names.uid, self._names.prefix
-            place = upload_prefix(prefix, uid, lineage=self._lineage, version=version.version, epoch=self._epoch)
-            message = place.encode()
-        base = self._gang.broadcast(message).decode()
+        uid, prefix = self._names.uid, self._names.prefix
+        base = self._gang.from_leader(
+            lambda: upload_prefix(prefix, uid, lineage=self._lineage, version=version.version, epoch=self._epoch)
+        )
         if not self._gang.is_alone:
             base += f"r{self._gang.rank:05d}-"
 
-        def upload() -> bytes:
+        def upload() -> dict[str, Any]:
             mine = [upload_full(self._store, base, version.parts)] if is_anchor else []
             mine += [
                 upload_delta(self._store, base, delta.frames, against=delta.base, against_digest=delta.base_digest)
@@ -297,14 +293,14 @@ class Committer:
             ]
             return pack_encodings(mine)
 
-        encodings = merge_encodings(self._gather(version.version, upload))
+        encodings = merge_encodings(self._gang.agree(upload))
         return encodings, version.version if is_anchor else self._anchor
 
     def _write_manifest(self, manifest: PolicyManifest) -> PublishedPolicy | None:
         """Rank 0 commits; the others learn that it did."""
         published: list[PublishedPolicy] = []
 
-        def commit() -> bytes:
+        def commit() -> None:
             if self._should_stop():
                 raise InvalidStateError(
                     f"policy {manifest.lineage}-{manifest.version} is not committed: the trainer lets go",
@@ -317,43 +313,9 @@ class Committer:
             newest = latest_epoch(self._store, self._names, ROLE)
             require_newest(newest, held=self._epoch, uid=self._names.uid)
             published.append(commit_policy(self._store, manifest.key, manifest))
-            return b""
 
-        self._from_leader(manifest.version, commit)
+        self._gang.from_leader(commit)
         return published[0] if published else None
-
-    def _gather(self, version: int, work: Callable[[], bytes]) -> list[bytes]:
-        """What `work` gives at every rank; raises at all of them if it raises at one."""
-        try:
-            mine = _DONE + work()
-        except BaseException as error:  # raised on: the others learn of it, instead of waiting for this rank
-            self._gang.gather(_failure(error))
-            raise
-        rows = self._gang.gather(mine)
-        for rank, row in enumerate(rows):
-            self._require_done(version, rank, row)
-        return [row.removeprefix(_DONE) for row in rows]
-
-    def _from_leader(self, version: int, work: Callable[[], bytes]) -> bytes:
-        """What `work` gives at rank 0, at every rank; raises at all of them if it raises there."""
-        mine: bytes | None = None
-        if self._gang.is_leader:
-            try:
-                mine = _DONE + work()
-            except BaseException as error:  # as above
-                self._gang.broadcast(_failure(error))
-                raise
-        row = self._gang.broadcast(mine)
-        self._require_done(version, 0, row)
-        return row.removeprefix(_DONE)
-
-    def _require_done(self, version: int, rank: int, row: bytes) -> None:
-        if not row.startswith(_DONE):
-            raise UnavailableError(
-                f"policy {self._lineage}-{version} is not committed: rank {rank} failed with {row[1:].decode()}",
-                reason="POLICY_NOT_COMMITTED",
-                remedy=f"see rank {rank}'s log",
-            )
 
     def _advance(self, version: VersionInput, found: "_Found", digests: Digests) -> None:
         self._anchor = found.anchor
@@ -368,7 +330,3 @@ class _Found:
     run_uid: str
     digest: str
     anchor: int
-
-
-def _failure(error: BaseException) -> bytes:
-    return _FAILED + f"{type(error).__name__}: {error}".encode()

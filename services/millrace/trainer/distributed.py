@@ -1,13 +1,13 @@
 """The gang: the processes that `torchrun` starts to train one model together, or this process alone.
 
 With one process nothing here communicates and no process group exists. With several, parameters are sharded with FSDP2
-and rank 0 alone holds the run's lease, writes its log and tells the others what to do, as bytes (never as pickles).
+and rank 0 alone holds the run's lease, writes its log and tells the others what to do, as plain data, never as pickles.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -17,6 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 
 from millrace.telemetry import waits
+from millrace.trainer import agreement
+
+T = TypeVar("T")
 
 # Rank 0 broadcasts at least every few seconds while it waits, so a silent peer is dead long before this.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -72,6 +75,31 @@ class Gang:
     def is_alone(self) -> bool:
         """Whether the gang is this process only."""
         return self.world_size == 1
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """What `work`, which has no collectives of its own, gives at every rank, in order of rank, at every rank.
+
+        T is plain data (`agreement`). If `work` raises anywhere, every rank raises the error of the lowest rank where
+        it did, of the same class; what is none of ours reaches the others as UnavailableError.
+        """
+        mine, failure = agreement.tell(work, rank=self.rank)
+        if failure is not None and self.is_alone:
+            raise failure
+        rows = self.gather(mine)
+        first = next((rank for rank, row in enumerate(rows) if agreement.is_error(row)), None)
+        if failure is not None and (first == self.rank or not isinstance(failure, Exception)):
+            raise failure
+        if first is not None:
+            agreement.hear(rows[first])
+        return [agreement.hear(row) for row in rows]
+
+    def from_leader(self, work: Callable[[], T]) -> T:
+        """What `work` gives at rank 0, where alone it runs, at every rank; raises at all of them if it raises there."""
+        mine, failure = agreement.tell(work, rank=self.rank) if self.is_leader else (None, None)
+        row = self.broadcast(mine) if failure is None or not self.is_alone else b""
+        if failure is not None:
+            raise failure
+        return agreement.hear(row)
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, at every rank; the others pass None."""

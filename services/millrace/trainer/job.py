@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from millrace.config.rl import RLConfig
 from millrace.decoding import decode_object
@@ -23,7 +24,7 @@ from millrace.trainer.learner import Learner
 from millrace.trainer.log_client import LogClient
 from millrace.trainer.loop import train
 from millrace.trainer.lora_publisher import AdapterBase
-from millrace.trainer.mend import DamageReport, Mender
+from millrace.trainer.mend import DamageReport, Mender, published_anew
 from millrace.trainer.model import policy_files, resolve_model_directory
 from millrace.trainer.publish_plan import PublishPlan, newest_published, plan_publishing
 from millrace.trainer.publisher import Publisher
@@ -83,14 +84,12 @@ def run_job(context: JobContext, uid: str) -> None:
 def hold_run(context: JobContext, client: LogClient) -> None:
     """Waits, with the whole gang, until rank 0 holds the run; StopRequested at every rank if it is asked to stop."""
     gang = context.gang
-    told = b"wait"
-    while told != b"hold":
-        message: bytes | None = None
-        if gang.is_leader:
-            is_held = client.poll_ready(timeout_s=POLL_S)
-            message = b"hold" if is_held else b"stop" if context.should_stop() else b"wait"
-        told = gang.broadcast(message)
-        if told == b"stop":
+
+    def look() -> str:
+        return "hold" if client.poll_ready(timeout_s=POLL_S) else "stop" if context.should_stop() else "wait"
+
+    while (told := gang.from_leader(look)) != "hold":
+        if told == "stop":
             raise StopRequested
     if gang.is_leader:
         context.on_epoch(client.epoch)
@@ -150,7 +149,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
             previous_chain_hash=position.chain_hash,
             micro_batch_tokens=trainer.micro_batch_tokens,
             seq_len=trainer.model.seq_len,
-            mender=Mender(publisher, context.damage),
+            mender=Mender(publisher.mend, context.damage),
         ),
         publisher=publisher,
         checkpointer=Checkpointer(
@@ -230,10 +229,11 @@ def make_publisher(
             names=names,
             gang=context.gang,
             epoch=epoch,
-            files=files,
+            upload_files=upload,
             dtype=learner.publish_dtype,
             adapter=learner.adapter,
             base_digest=learner.base_digest,
+            tell_mended=lambda damage, uri: client.write_event(published_anew("0-0", damage=damage, uri=uri)),
         )
     return Publisher(
         learner.model,
@@ -248,7 +248,7 @@ def make_publisher(
         plan=plan,
         config=learner.config.policy,
         is_strict=learner.is_strict,
-        adapter=None if base is None else base.entry,
+        base=base,
     )
 
 
@@ -267,9 +267,11 @@ def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
 
 def agree_on_plan(context: JobContext, names: Names, *, start_step: int, lineage: int, strict: bool) -> PublishPlan:
     """Rank 0 looks at what is published; every rank follows the same plan."""
-    message: bytes | None = None
-    if context.gang.is_leader:
+
+    def plan() -> dict[str, Any]:
         published = newest_published(context.store, names)
-        plan = plan_publishing(start_step=start_step, start_lineage=lineage, published=published, is_strict=strict)
-        message = json.dumps(asdict(plan)).encode()
-    return PublishPlan(**json.loads(context.gang.broadcast(message)))
+        return asdict(
+            plan_publishing(start_step=start_step, start_lineage=lineage, published=published, is_strict=strict)
+        )
+
+    return PublishPlan(**context.gang.from_leader(plan))

@@ -10,17 +10,20 @@ from collections.abc import Callable
 
 from millrace.decoding import decode_message
 from millrace.internal.v1.policy_pb2 import PolicyEntry
-from millrace.trainer.publisher import Publisher
+from millrace.telemetry import logging
+from millrace.v1 import event_pb2
+
+log = logging.getLogger(__name__)
 
 DamageReport = tuple[PolicyEntry, int]
 """A policy that replicas could not read, and how often they said so."""
 
 
 class Mender:
-    """Follows the reports of damage at rank 0; every rank publishes."""
+    """Follows the reports of damage at rank 0; every rank publishes, by `mend`."""
 
-    def __init__(self, publisher: Publisher, reported: Callable[[], DamageReport | None]) -> None:
-        self._publisher = publisher
+    def __init__(self, mend: Callable[[PolicyEntry], None], reported: Callable[[], DamageReport | None]) -> None:
+        self._mend = mend
         self._reported = reported
         self._num_heard = 0
 
@@ -35,4 +38,11 @@ class Mender:
     def mend(self, policy: bytes) -> None:
         """Begins to publish a version anew, beside the training. Collective in a gang."""
         entry = decode_message(PolicyEntry, policy, what="a report of damage", reason="GANG_MESSAGE_INVALID")
-        self._publisher.mend(entry)
+        self._mend(entry)
+
+
+def published_anew(name: str, *, damage: str, uri: str) -> event_pb2.Event:
+    """What is told of a version, such as `0-7`, that is published anew at `uri`."""
+    message = f"policy {name} was damaged ({damage}) and is published anew, in full, as {uri}"
+    log.warning(message)
+    return event_pb2.Event(warning=event_pb2.Warning(reason="POLICY_PUBLISHED_ANEW", message=message))

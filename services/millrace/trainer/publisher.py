@@ -21,7 +21,7 @@ from torch import nn
 from millrace.config.trainer import PolicyConfig
 from millrace.errors import FencedError, LogGoneError
 from millrace.internal.v1 import policy_pb2
-from millrace.policies.manifest import AdapterEntry, FileEntry
+from millrace.policies.manifest import FileEntry
 from millrace.policies.parts import TensorPart
 from millrace.policies.publish import PublishedPolicy
 from millrace.runlog.names import Names
@@ -31,6 +31,8 @@ from millrace.telemetry.faults import Point
 from millrace.trainer import meters
 from millrace.trainer.commit import CommittedVersion, Committer, VersionInput
 from millrace.trainer.distributed import Gang
+from millrace.trainer.lora_publisher import AdapterBase
+from millrace.trainer.mend import published_anew
 from millrace.trainer.model import probe
 from millrace.trainer.publish_plan import PublishPlan
 from millrace.trainer.snapshot import Snapshots
@@ -70,7 +72,7 @@ class Publisher:
     committed before it (each 2 bytes per bf16 parameter of the rank's shard, 4 per float32; the second only with
     `trainer.policy.delta`), what skip deltas need (`history.py`), and while it is uploaded the encoded delta.
 
-    `adapter` says what the versions behind 0 are adapters on, if they are; they are small, and always whole.
+    `base` is what the versions behind 0 are adapters on, if they are; they are small, and always whole.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Publisher:
         plan: PublishPlan,
         config: PolicyConfig,
         is_strict: bool,
-        adapter: Callable[[], AdapterEntry] | None = None,
+        base: AdapterBase | None = None,
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
     ) -> None:
         self._model = model
@@ -96,7 +98,7 @@ class Publisher:
         self._log_client = log_client
         self._vocabulary = vocabulary
         self._plan = plan
-        self._adapter = adapter
+        self._base = base
         self._is_abandoned = threading.Event()
         self._is_given_up = False
         self._snapshots = Snapshots(model, dtype=dtype, rank=gang.rank, device=gang.device)
@@ -104,7 +106,7 @@ class Publisher:
             store=store,
             names=names,
             gang=gang.beside(),
-            config=config if adapter is None else config.model_copy(update={"delta": False}),
+            config=config if base is None else config.model_copy(update={"delta": False}),
             lineage=plan.lineage,
             epoch=0 if log_client is None else log_client.epoch,
             files=files,
@@ -147,31 +149,31 @@ class Publisher:
             return time.monotonic() - began
         parts = self._snapshots.take(version)  # before the probe, behind which FSDP may hold the weights unsharded
         probed = probe(self._model, vocabulary=self._vocabulary, device=self._gang.device)
-        adapter = self._adapter() if self._adapter is not None and version else None
+        adapter = self._base.entry() if self._base is not None and version else None
         made = VersionInput(version=version, parts=parts, probe=probed, adapter=adapter)
         self._begin(version, parts, lambda: self._commit(made, began=began, step=step))
         return time.monotonic() - began
 
     def mend(self, entry: policy_pb2.PolicyEntry) -> None:
-        """Begins to publish a damaged version anew; the live weights must be its. Collective in a gang."""
+        """Begins to publish a damaged version anew; the live weights must be its. Collective in a gang.
+
+        What an adapter is on may be what is damaged of it, and is mended first, before the training goes on.
+        """
         self.finish()
         version = int(entry.version)
+        if self._base is not None and version:
+            self._base.require_whole(is_thorough=True)
         parts = self._snapshots.take(version)
         probed = probe(self._model, vocabulary=self._vocabulary, device=self._gang.device)
-        adapter = self._adapter() if self._adapter is not None and version else None
+        adapter = self._base.entry() if self._base is not None and version else None
         made = VersionInput(version=version, parts=parts, probe=probed, adapter=adapter)
         self._begin(version, parts, lambda: self._mend(entry, made))
 
     def _mend(self, entry: policy_pb2.PolicyEntry, made: VersionInput) -> None:
         mended = self._committer.mend(made, lineage=entry.lineage, digest=entry.digest, sha256=entry.manifest_sha256)
         if mended is not None and self._log_client is not None:
-            message = (
-                f"policy {entry.lineage}-{entry.version} was damaged ({mended.damage}) and is published anew, in full, "
-                f"as {self._store.uri(mended.published.manifest_key)}"
-            )
-            log.warning(message)
-            warning = event_pb2.Warning(reason="POLICY_PUBLISHED_ANEW", message=message)
-            self._log_client.write_event(event_pb2.Event(warning=warning))
+            name, uri = f"{entry.lineage}-{entry.version}", self._store.uri(mended.published.manifest_key)
+            self._log_client.write_event(published_anew(name, damage=mended.damage, uri=uri))
 
     def finish(self) -> None:
         """Returns when nothing is under way; raises what publishing raised."""

@@ -141,21 +141,14 @@ def describe(found: Resumed) -> str:
 
 def _steps(checkpoints: CheckpointStore, *, gang: Gang, at_most: int | None) -> list[int]:
     """Steps with a checkpoint, the newest first, as rank 0 sees them."""
-    steps: list[int] = []
-    with agreed(gang):
-        if gang.is_leader:
-            steps += [step for step in checkpoints.steps() if at_most is None or step <= at_most]
-    told = gang.broadcast(" ".join(map(str, steps)).encode() if gang.is_leader else None)
-    return sorted(map(int, told.split()), reverse=True)
+    steps = gang.from_leader(lambda: list(checkpoints.steps()))
+    return sorted((step for step in steps if at_most is None or step <= at_most), reverse=True)
 
 
 def _read(checkpoints: CheckpointStore, step: int, *, gang: Gang) -> CheckpointManifest:
     """A manifest as rank 0 reads it, at every rank."""
-    data = b""
-    with agreed(gang):
-        if gang.is_leader:
-            data = checkpoints.read(step).to_bytes()
-    return CheckpointManifest.from_bytes(gang.broadcast(data if gang.is_leader else None), source=f"of step {step}")
+    data = gang.from_leader(lambda: checkpoints.read(step).to_bytes())
+    return CheckpointManifest.from_bytes(data, source=f"of step {step}")
 
 
 def _lost_chunk(store: ObjectStore, header: batch_pb2.BatchHeader) -> str | None:

@@ -49,12 +49,14 @@ class _Share:
 
 def save_shards(state: Mapping[str, torch.Tensor], directory: Path, *, gang: Gang) -> None:
     """Writes this rank's file into `directory`, and on rank 0 the index. Collective in a gang."""
-    written: list[ShardTensor] = []
-    with agreed(gang), scratch_errors(directory):
-        directory.mkdir(exist_ok=True)
-        with (directory / f"rank-{gang.rank:05d}.bin").open("xb") as file:
-            written += [_write(share, file, Path(file.name).name) for share in _shares(state, gang)]
-    rows = gang.gather(encode_index(written))
+
+    def write() -> bytes:
+        with scratch_errors(directory):
+            directory.mkdir(exist_ok=True)
+            with (directory / f"rank-{gang.rank:05d}.bin").open("xb") as file:
+                return encode_index([_write(share, file, Path(file.name).name) for share in _shares(state, gang)])
+
+    rows = gang.agree(write)
     with agreed(gang), scratch_errors(directory):
         if gang.is_leader:
             shares = [decode_tensors(row, source=f"of rank {rank}") for rank, row in enumerate(rows)]

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from millrace.errors import CapacityError, FencedError, MillraceError, UnavailableError
 from millrace.internal.v1.policy_pb2 import PolicyEntry
@@ -24,6 +24,8 @@ from millrace.trainer import meters
 from millrace.trainer.stop import StopRequested
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RunJob = Callable[[str], None]
 
@@ -69,8 +71,8 @@ class Peers(Protocol):
         """Whether the gang is this process only."""
         ...
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, at every rank."""
+    def from_leader(self, work: Callable[[], T]) -> T:
+        """What `work` gives at rank 0, where alone it runs, at every rank."""
         ...
 
 
@@ -165,8 +167,7 @@ class TrainerWorker:
         """Works until `stop`. In a gang, every rank runs it; rank 0 decides."""
         self._gang = gang
         while True:
-            order = self._gang.broadcast(self._next_order().encode() if self._gang.is_leader else None).decode()
-            match order.partition(" "):
+            match self._gang.from_leader(self._next_order).partition(" "):
                 case ("exit", _, _):
                     return
                 case ("work", _, uid):

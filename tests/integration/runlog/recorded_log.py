@@ -31,7 +31,7 @@ from millrace.runlog.origin import load_origin
 from millrace.runlog.scores import load_scores, name_scores, store_scores
 from millrace.runlog.seal import write_seal
 from millrace.storage import ObjectStore
-from millrace.storage.commit_points import with_checksum
+from millrace.storage.commit_points import revision_key, with_checksum
 from millrace.v1 import event_pb2, run_pb2
 
 STEPS = 3
@@ -129,6 +129,17 @@ def publish(run: Recorded, version: int, *, lineage: int = 0) -> policy_pb2.Poli
     if lineage not in run.publishers:
         run.publishers[lineage] = Publisher(store=run.store, names=run.names, lineage=lineage, seed=run.seed)
     return run.publishers[lineage].publish(version)
+
+
+def publish_anew(run: Recorded, version: int) -> str:
+    """What a trainer does about a damaged version: new objects, and a successor; returns the successor's key."""
+    key = run.names.policy_manifest(0, version)
+    manifest, successor = json.loads(run.store.get(key)), revision_key(key, 1)
+    for item in [item for encoding in manifest["encodings"] for item in encoding["objects"]]:
+        data, item["key"] = run.store.get(item["key"]), item["key"] + ".again"
+        run.store.create(item["key"], data)
+    run.store.create(successor, json.dumps({**manifest, "key": successor}).encode())
+    return successor
 
 
 def checkpoint(run: Recorded, step: int) -> event_pb2.Event:

@@ -7,7 +7,19 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
-from recorded_log import NUM_EVENTS, NUM_REPORTS, STEPS, audit, flip, publish, rearchive, record, rewrite, violations
+from recorded_log import (
+    NUM_EVENTS,
+    NUM_REPORTS,
+    STEPS,
+    audit,
+    flip,
+    publish,
+    publish_anew,
+    rearchive,
+    record,
+    rewrite,
+    violations,
+)
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog import EventWriter, RunLog, Stream
@@ -73,6 +85,41 @@ async def test_policy_objects_and_manifests(run):
     run.store.put(key, b"{")
     found = await violations(run, offline=True)
     assert found == {"POLICY_CORRUPT", "POLICY_CHANGED", "POLICY_BASE_MISSING"}, "the next one is a delta against it"
+
+
+@pytest.mark.parametrize("how", ["whole", "damaged", "gone", "of no manifest"])
+async def test_a_whole_successor_stands_in_for_a_manifest(run, how):
+    key = run.names.policy_manifest(0, 2)
+    (item,) = json.loads(run.store.get(key))["encodings"][0]["objects"]
+    publish_anew(run, 2)
+    run.store.delete(item["key"])
+    if how == "damaged":
+        run.store.put(key, run.store.get(key).replace(b'"digest"', b'"digesT"'))
+    elif how == "of no manifest":
+        run.store.put(key, b"\xff")
+    elif how == "gone":
+        run.store.delete(key)
+    report = await audit(run)
+    assert list(report.violations) == []
+    (note,) = [note for note in report.notes if note.check == "POLICY_REPAIRED"]
+    assert "manifest.r1.json" in note.message
+
+
+async def test_a_successor_is_looked_at_like_any_manifest(run):
+    key = run.names.policy_manifest(0, 2)
+    successor = publish_anew(run, 2)
+    right = run.store.get(successor)
+    (item,) = json.loads(right)["encodings"][0]["objects"]
+    data = run.store.get(item["key"])
+    run.store.delete(item["key"])
+    assert await violations(run) == {"POLICY_OBJECT_MISSING"}
+    run.store.put(item["key"], data)
+    other = run.store.get(run.names.policy_manifest(0, 3))
+    run.store.put(successor, json.dumps({**json.loads(other), "key": successor, "version": 2}).encode())
+    assert "POLICY_DIGEST_MISMATCH" in await violations(run), "it is of the weights of another version"
+    run.store.put(successor, b"{")
+    run.store.delete(key)
+    assert {"POLICY_CORRUPT", "POLICY_MISSING"} <= await violations(run)
 
 
 async def test_checkpoints(run):

@@ -5,12 +5,14 @@ import hashlib
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
-from recorded_log import STEPS, audit, flip, record
+from recorded_log import STEPS, audit, flip, publish_anew, record
 
 from millrace.runlog import Entry, Stream, chain_hash, event_archive
 from millrace.runlog.entry import FORMAT_MAJOR
+from millrace.runlog.event_archive import EventArchive, decode_archive, encode_archive
 from millrace.runlog.names import Deployment
 from millrace.runlog.repair import State, repair_run
 from millrace.storage.local import LocalStore
@@ -271,3 +273,49 @@ def _bytes(message) -> bytes:
 
 def _fields(data: bytes) -> dict:
     return {"v": str(FORMAT_MAJOR), "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", ["policy manifest", "policy object"])
+async def test_what_a_successor_stands_in_for_is_not_needed(run, kind: str, how: str) -> None:
+    key = {"policy manifest": run.names.policy_manifest(0, 2), "policy object": policy_object(run)}[kind]
+    publish_anew(run, 2)
+    HOW[how](run, key)
+    found = {each.key: each for each in await repair(run, is_applied=True)}
+    if kind == "policy object" or key in found:  # a manifest that nobody names is nobody's concern
+        assert found[key].state is State.NOT_NEEDED and "manifest.r1.json" in found[key].detail
+    assert list((await audit(run)).violations) == []
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", ["manifest", "object"])
+async def test_a_successor_is_restored_from_a_backup(run, tmp_path, what: str, how: str) -> None:
+    successor = publish_anew(run, 2)
+    source = run.store.uri("x").removesuffix("/x").removeprefix("file://")
+    shutil.copytree(source, tmp_path / "later")
+    run.store.delete(policy_object(run))
+    (item,) = json.loads(run.store.get(successor))["encodings"][0]["objects"]
+    key = {"manifest": successor, "object": item["key"]}[what]
+    right = run.store.get(key)
+    HOW[how](run, key)
+    if what == "manifest" and how == "damaged":
+        run.store.put(key, right.replace(b'"digest"', b'"digesT"'))
+    done = {each.key: each for each in await repair(run, backup=LocalStore(tmp_path / "later"), is_applied=True)}
+    if what == "manifest" and how == "deleted":
+        assert successor not in done, "nobody knows that there was one: the first manifest counts, and what it names"
+        return
+    assert done[key].state is State.RESTORED and run.store.get(key) == right, done
+
+
+async def test_an_archive_with_an_event_that_is_none_is_told_and_made_anew_from_redis(run) -> None:
+    await EventArchive(run.log).archive()
+    for info in list(run.store.list(run.names.seals)):
+        run.store.delete(info.key)  # which names it
+    key = [info.key for info in run.store.list(run.names.event_archive)][-1]
+    right = run.store.get(key)
+    entries = decode_archive(right, key)
+    run.store.put(key, encode_archive([replace(entries[0], d=b"\xff\xff"), *entries[1:]]))
+    (found,) = await repair(run)
+    assert (found.key, found.state) == (key, State.REFUSED) and "event" in found.problem
+    (done,) = await repair(run, with_redis=True, is_applied=True)
+    assert done.state is State.RESTORED and decode_archive(run.store.get(key), key) == entries

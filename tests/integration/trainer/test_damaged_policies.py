@@ -157,3 +157,65 @@ def test_a_damaged_manifest_is_written_anew_when_its_step_is_replayed(recorder: 
     recorder.train(stop_at=3)
     assert read_manifest(recorder.store, _key(recorder, 2)).digest == digests[2]
     assert _stage(recorder, 3) == digests[3]
+
+
+@pytest.fixture
+def lora_config(make_config: MakeConfig) -> RLConfig:
+    lora = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
+    return make_config(ckpt={"interval": 1}, model={"seq_len": 32, "lora": lora})
+
+
+BASE_DAMAGE: dict[str, Callable[[Recorder], None]] = {
+    "object flipped": lambda recorder: _flip(_object(recorder, 0, "full")),
+    "object missing": lambda recorder: _object(recorder, 0, "full").unlink(),
+    "manifest flipped": lambda recorder: _flip(_path(recorder, _key(recorder, 0))),
+}
+
+
+def _base_digest(recorder: Recorder, version: int) -> str:
+    """Of what a replica that has nothing reads below an adapter."""
+    adapter = read_manifest(recorder.store, _key(recorder, version)).adapter
+    assert adapter is not None
+    found = HostCopy(recorder.store).stage(adapter.base_key).manifest.digest
+    assert found == adapter.base_digest
+    return found
+
+
+@pytest.mark.parametrize("name", BASE_DAMAGE)
+def test_the_damaged_base_of_adapters_is_published_anew(recorder: Recorder, lora_config: RLConfig, name: str) -> None:
+    recorder.record(lora_config, steps=2, close=False)
+    state: dict[str, Any] = {"count": 0}
+
+    def report() -> tuple[PolicyEntry, int] | None:
+        """A replica joins when version 2 is there and cannot read what the adapter is on: it names the adapter."""
+        if 2 not in recorder.digests():
+            return None
+        if not state["count"]:
+            state["digest"] = _base_digest(recorder, 2)
+            BASE_DAMAGE[name](recorder)
+            with pytest.raises((CorruptObjectError, NotFoundError)):
+                _base_digest(recorder, 2)
+        state["count"] += 1
+        return _entry(recorder, 2), state["count"]
+
+    recorder.train(stop=lambda: state["count"] > 4, damage=report)
+    assert _base_digest(recorder, 2) == state["digest"]
+    successor = _key(recorder, 0).replace("manifest.json", "manifest.r1.json")
+    assert recorder.store.head(successor.replace("r1", "r2")) is None, "once"
+    assert recorder.store.head(_key(recorder, 2).replace("manifest.json", "manifest.r1.json")) is None, "it is whole"
+    (warning,) = [e.warning for e in recorder.events() if e.HasField("warning")]
+    assert warning.reason == "POLICY_PUBLISHED_ANEW" and successor in warning.message
+
+    recorder.commit(2, recorder.make_samples(2))
+    recorder.train(stop_at=3)
+    assert _base_digest(recorder, 3) == state["digest"]
+
+
+def test_a_trainer_of_adapters_begins_although_its_base_is_damaged(recorder: Recorder, lora_config: RLConfig) -> None:
+    recorder.record(lora_config, steps=3, close=False)
+    recorder.train(stop_at=2)
+    digest = _base_digest(recorder, 2)
+    _flip(_path(recorder, _key(recorder, 0)))
+    recorder.train(stop_at=3)
+    assert _base_digest(recorder, 3) == _base_digest(recorder, 1) == digest
+    assert "POLICY_PUBLISHED_ANEW" in [e.warning.reason for e in recorder.events() if e.HasField("warning")]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from committed_versions import NAMES, Trainer
 
-from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
+from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError, UnavailableError
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.local import LocalStore
 from millrace.trainer import commit
@@ -150,8 +150,8 @@ def test_what_fails_at_one_rank_fails_at_all(
     done = trainer.commit(0)
     assert isinstance(done[failing], MemoryError)
     others = [error for rank, error in enumerate(done) if rank != failing]
-    assert [(type(error), error.reason) for error in others] == [(UnavailableError, "POLICY_NOT_COMMITTED")] * 2
-    assert all(f"rank {failing} failed with MemoryError" in str(error) for error in others)
+    assert [(type(error), error.reason) for error in others] == [(UnavailableError, "PEER_FAILED")] * 2
+    assert all(f"rank {failing} failed: MemoryError" in str(error) for error in others)
     monkeypatch.setattr(commit, where, whole)
     trainer.publish(0)  # they are in step
     trainer.require(HostCopy(store), 0)
@@ -160,11 +160,78 @@ def test_what_fails_at_one_rank_fails_at_all(
 def test_a_store_that_fails_rank_0_fails_all(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(store, world_size=2)
 
-    def head(key: str) -> None:
-        raise OSError(key)
+    def fail(prefix: str) -> None:
+        raise OSError(prefix)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "head", head)
+        patch.setattr(store, "list", fail)
         done = trainer.commit(0)
     assert isinstance(done[0], OSError) and isinstance(done[1], UnavailableError)
     trainer.publish(0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("is_known", [True, False], ids=["digest known", "digest lost"])
+def test_ranks_publish_a_damaged_version_anew_together(store: LocalStore, world_size: int, is_known: bool) -> None:
+    trainer = Trainer(store, world_size=world_size, anchor_interval=100).publish_to(2)
+    digest = trainer.manifest(2).digest
+
+    def mend(*, expected: str = digest) -> list:
+        return trainer._at_every_rank(
+            lambda rank, parts: trainer.committers[rank].mend(
+                VersionInput(version=2, parts=parts, probe=None), lineage=0, digest=expected, sha256=b""
+            )
+        )
+
+    assert mend() == [None] * world_size, "it is whole"
+    damaged = [entry.key for entry in trainer.manifest(2).encodings[0].objects]
+    assert len(damaged) == world_size
+    store.put(damaged[-1], b"x")  # only what another rank than the one that looks has uploaded
+    first, *others = mend(expected=digest if is_known else "")
+    assert others == [None] * (world_size - 1), "rank 0 tells of it"
+    assert damaged[-1] in first.damage and first.published.manifest_key.endswith("manifest.r1.json")
+    again = trainer.manifest(2)
+    assert (again.digest, again.anchor) == (digest, 2) and len(again.full.objects) == world_size
+    trainer.require(HostCopy(store), 2)
+    assert mend() == [None] * world_size, "once"
+    trainer.publish_to(4)
+    assert trainer.manifest(4).anchor == 2, "every rank goes on from the new anchor"
+    trainer.require(HostCopy(store), 4)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_at_one_rank_while_a_version_is_published_anew_fails_at_all(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    trainer = Trainer(store, world_size=2).publish_to(1)
+    digest = trainer.manifest(1).digest
+    store.put(trainer.manifest(1).encodings[0].objects[0].key, b"x")
+    upload = commit.upload_full
+
+    def fail(held: LocalStore, base: str, parts: list) -> object:
+        if base.endswith(f"r{failing:05d}-"):
+            raise OSError("no more space")
+        return upload(held, base, parts)
+
+    monkeypatch.setattr(commit, "upload_full", fail)
+    done = trainer._at_every_rank(
+        lambda rank, parts: trainer.committers[rank].mend(
+            VersionInput(version=1, parts=parts, probe=None), lineage=0, digest=digest, sha256=b""
+        )
+    )
+    assert isinstance(done[failing], OSError) and isinstance(done[1 - failing], UnavailableError)
+    assert store.head(NAMES.policy_manifest(0, 1).replace("manifest.json", "manifest.r1.json")) is None
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_version_that_best_effort_computed_anew_is_lost_and_says_why(store: LocalStore, is_strict: bool) -> None:
+    trainer = Trainer(store, is_strict=is_strict).publish_to(1)
+    digest = trainer.manifest(1).digest
+    _damage(trainer, 1, 0)
+    trainer.move()  # a restart, and a replay that was not exact
+    made = VersionInput(version=1, parts=trainer.parts(0), probe=None)
+    with pytest.raises(InvalidStateError, match="cannot make it again") as raised:
+        trainer.committers[0].mend(made, lineage=0, digest=digest, sha256=b"")
+    assert raised.value.reason == "POLICY_LOST" and "run repair" in str(raised.value.remedy)
+    assert ("best_effort" in raised.value.message) != is_strict
+    assert store.head(NAMES.policy_manifest(0, 1).replace("manifest.json", "manifest.r1.json")) is None

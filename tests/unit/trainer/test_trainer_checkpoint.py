@@ -45,7 +45,8 @@ def test_a_checkpoint_of_another_history_is_a_conflict(
     store = LocalStore(tmp_path)
     _save(store)
     if is_race:  # the other writer commits between our look and our commit
-        monkeypatch.setattr(store, "head", lambda key: None)
+        listed, nothing_yet = store.list, [()]
+        monkeypatch.setattr(store, "list", lambda prefix: nothing_yet.pop() if nothing_yet else listed(prefix))
     with pytest.raises(ConflictError, match="checkpoint 4 of run run-a") as raised:
         _save(store, **change)
     assert raised.value.reason == "CHECKPOINT_CONFLICT"

@@ -10,6 +10,7 @@ from millrace.errors import FencedError, NotFoundError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.trainer import meters
+from millrace.trainer.agreement import tell
 from millrace.trainer.distributed import Gang
 from millrace.trainer.publish_plan import PublishPlan, plan_publishing
 from millrace.trainer.stop import StopRequested
@@ -203,7 +204,7 @@ class PeerGang(Gang):
         super().__init__(rank=1, world_size=2)
 
     def broadcast(self, data: bytes | None) -> bytes:
-        return b"work run-a"
+        return tell(lambda: "work run-a", rank=0)[0]
 
 
 @pytest.mark.parametrize("end", ["signal", "time"])

@@ -8,7 +8,7 @@ from typing import Any
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.runlog.audit.findings import Audit
-from millrace.storage.commit_points import newest_revision
+from millrace.storage.commit_points import find_newest, newest_revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def _promised(steps: Sequence[int], keep_last: int | None, keep_interval: int | 
 
 def _has_no_manifest(audit: Audit, step: int) -> bool:
     """One that is damaged is told of as such."""
-    return audit.store.head(audit.names.checkpoint_manifest(step)) is None
+    return find_newest(audit.store, audit.names.checkpoint_manifest(step)) is None
 
 
 def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> CheckpointFact | None:
@@ -124,7 +124,7 @@ def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> Checkpoint
         if not isinstance(manifest["chain_hash"], str) or not isinstance(manifest.get("lineage", 0), int):
             raise CorruptObjectError("chain_hash or lineage is none", reason="CHECKPOINT_CORRUPT")
         problems = [_object_problem(audit, item) for item in manifest["objects"]]
-        if any(problems) and audit.store.head(f"{prefix}manifest.json") is None:
+        if any(problems) and audit.store.head(key) is None:
             return None  # pruned meanwhile, its manifest first
         _tell(audit, step, filter(None, problems))
         fact = CheckpointFact(

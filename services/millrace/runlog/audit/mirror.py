@@ -22,6 +22,7 @@ from millrace.runlog.entry import LAST_ID, Entry, decode_entry
 from millrace.runlog.epochs import GENERATION_ROLE, latest_epoch
 from millrace.runlog.known import manifest_digest
 from millrace.runlog.names import Stream
+from millrace.storage.commit_points import newest_revision
 
 _PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each
 
@@ -161,13 +162,13 @@ class Mirror:
         if policy.manifest_key != audit.names.policy_manifest(policy.lineage, policy.version):
             audit.findings.violation("MIRROR_DIFFERS", f"{what} names the manifest {policy.manifest_key}")
             return
-        stored = audit.get(policy.manifest_key, missing="MIRROR_AHEAD", what=f"{what} is announced, but its manifest")
+        key = newest_revision(audit.store, policy.manifest_key)
+        stored = audit.get(key, missing="MIRROR_AHEAD", what=f"{what} is announced, but its manifest")
         if stored is None:
             return
-        if hashlib.sha256(stored).digest() != policy.manifest_sha256 or policy.digest != manifest_digest(stored):
-            audit.findings.violation(
-                "MIRROR_DIFFERS", f"{what} has another digest than {audit.uri(policy.manifest_key)}"
-            )
+        is_announced = key != policy.manifest_key or hashlib.sha256(stored).digest() == policy.manifest_sha256
+        if not is_announced or policy.digest != manifest_digest(stored):
+            audit.findings.violation("MIRROR_DIFFERS", f"{what} has another digest than {audit.uri(key)}")
 
     async def _entries(self, stream: Stream) -> AsyncIterator[Entry]:
         """The entries of a stream whose format and hash are right; the others are violations."""

@@ -43,7 +43,7 @@ class NamedCheck:
         self._audit = audit
         self._named: dict[str, _Named] = {}
         self.repaired: set[str] = set()
-        """Manifests that a later record stands in for: their own bytes do not count any more."""
+        """Manifests that a whole successor stands in for: they may be damaged or gone."""
         self.pruned: set[str] = set()
         """What retention has removed."""
 
@@ -64,7 +64,7 @@ class NamedCheck:
 
     def compare(self) -> None:
         """Read every named object; several at once, since there may be many."""
-        keys = [key for key in sorted(self._named) if key not in self.pruned]
+        keys = sorted(self._named.keys() - self.pruned - self.repaired)
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="audit-named") as pool:
             for first in range(0, len(keys), _PROGRESS_EVERY):
                 self._audit.progress(f"object {first} of {len(keys)} that headers name")
@@ -96,7 +96,7 @@ class NamedCheck:
             return f"{kind}_MISSING", f"{audit.uri(full)} does not exist, but {named.by} names it"
         except (CorruptObjectError, InvalidSpecError) as error:
             return "OBJECT_CORRUPT", f"{audit.uri(full)}, which {named.by} names: {error}"
-        if found.sha256.hex() == named.sha256 or key in self.repaired:
+        if found.sha256.hex() == named.sha256:
             return None
         return (
             f"{kind}_CHANGED",

@@ -15,7 +15,7 @@ from millrace.decoding import decode_object
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.runlog.audit.named import NamedCheck
-from millrace.storage.commit_points import newest_revision
+from millrace.storage.commit_points import find_newest
 
 _NAME = re.compile(r"(\d{4,})-(\d{8,})/")
 _CORRUPT = "POLICY_CORRUPT"
@@ -29,8 +29,8 @@ class PolicyFact:
     version: int
     key: str
     """Of the manifest that counts."""
-    first_sha256: str
-    """sha256 of the bytes of the manifest that was written first."""
+    sha256: str
+    """sha256 of the manifest's bytes."""
     digest: str
     has_full: bool
     bases: tuple[tuple[int, str], ...]
@@ -60,12 +60,12 @@ class PolicyCheck:
                 audit.findings.violation(_CORRUPT, f"{audit.uri(prefix)} is no version's place")
                 continue
             lineage, version = int(match[1]), int(match[2])
-            if audit.store.head(f"{prefix}manifest.json") is None:
+            if (key := find_newest(audit.store, f"{prefix}manifest.json")) is None:
                 torn += 1
                 continue
             self._lineages[version].append(lineage)
             audit.progress(f"policy {version}")
-            self._check(prefix, lineage, version)
+            self._check(key, lineage, version, is_repaired=key != f"{prefix}manifest.json")
         if torn:
             audit.findings.note(
                 "POLICIES_TORN", f"{torn} policies were uploaded in part and never published; nobody reads them"
@@ -110,10 +110,10 @@ class PolicyCheck:
             for digest, sha256 in sayings:
                 self._compare_digest(lineage, version, digest, "its event")
                 fact = self.facts.get((lineage, version))
-                if fact is not None and not fact.is_repaired and sha256 and sha256 != fact.first_sha256:
+                if fact is not None and not fact.is_repaired and sha256 and sha256 != fact.sha256:
                     findings.violation(
                         "POLICY_CHANGED",
-                        f"the manifest of policy {lineage}-{version} has sha256 {fact.first_sha256[:16]}…, its event "
+                        f"the manifest of policy {lineage}-{version} has sha256 {fact.sha256[:16]}…, its event "
                         f"names {sha256[:16]}…",
                     )
         for (lineage, version), fact in sorted(self.facts.items()):
@@ -165,16 +165,11 @@ class PolicyCheck:
                     "POLICY_BASE_MISSING", f"{what} names version {fact.anchor} as its anchor, which is no full copy"
                 )
 
-    def _check(self, prefix: str, lineage: int, version: int) -> None:
-        """Read the manifest that counts: the newest repair, else the first one."""
+    def _check(self, key: str, lineage: int, version: int, *, is_repaired: bool) -> None:
+        """Read the manifest that counts: the newest successor, whatever became of those before it, else the first."""
         audit, what = self._audit, f"manifest of policy {lineage}-{version}"
-        first = audit.get(f"{prefix}manifest.json", missing="POLICY_MISSING", what=what)
-        if first is None:
-            return
-        key, data = f"{prefix}manifest.json", first
-        if (newest := newest_revision(audit.store, key)) != key:
-            key = newest
-            data = audit.get(key, missing="POLICY_MISSING", what=what)
+        data = audit.get(key, missing="POLICY_MISSING", what=what)
+        if is_repaired:
             audit.findings.note("POLICY_REPAIRED", f"policy {lineage}-{version} was published anew: {audit.uri(key)}")
         if data is None:
             return
@@ -188,12 +183,12 @@ class PolicyCheck:
                 lineage=lineage,
                 version=version,
                 key=key,
-                first_sha256=hashlib.sha256(first).hexdigest(),
+                sha256=hashlib.sha256(data).hexdigest(),
                 digest=str(manifest["digest"]),
                 has_full=any(encoding["base"] is None for encoding in encodings),
                 bases=tuple((int(e["base"]), str(e["base_digest"])) for e in encodings if e["base"] is not None),
                 anchor=int(manifest["anchor"]),
-                is_repaired=key != f"{prefix}manifest.json",
+                is_repaired=is_repaired,
             )
 
     def _check_objects(self, manifest: Mapping[str, Any], what: str) -> None:

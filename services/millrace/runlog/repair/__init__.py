@@ -11,18 +11,20 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from millrace.decoding import Fields, decode_object
+from millrace.decoding import Fields, decode_message, decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.runlog.event_archive import decode_archive, encode_archive
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Deployment, Names
 from millrace.runlog.origin import parse_origin
 from millrace.runlog.repair.headers import Header, Position, repair_headers
-from millrace.runlog.repair.objects import RedisCopy, Repair, State, Workbench, of_hash
+from millrace.runlog.repair.objects import Judge, RedisCopy, Repair, State, Workbench, of_hash
 from millrace.runlog.revisions import Reopening, parse_reopening
 from millrace.runlog.seal import Seal
 from millrace.storage import ObjectStore
 from millrace.storage.base import check_key
+from millrace.storage.commit_points import find_newest, newest_revision, revision_key, revision_of
+from millrace.v1 import event_pb2
 
 __all__ = ["Repair", "State", "repair_run"]
 
@@ -76,7 +78,7 @@ def _repair(bench: Workbench) -> None:
         _repair_pinned(bench, key, sha256, prover)
     _repair_archives(bench, pins)
     _repair_checkpoints(bench, headers)
-    _repair_policies(bench)
+    _repair_policies(bench, headers)
 
 
 def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes | None:
@@ -179,7 +181,16 @@ def _repair_pinned(bench: Workbench, key: str, sha256: str, prover: str) -> None
     candidates = []
     if key.startswith(names.event_archive):
         candidates = [("Redis", _archive_from_redis(bench, key))]
-    bench.examine(key, of_hash(sha256), prover=prover, candidates=candidates, may_be_gone=is_retired)
+    without = _successor_of(bench, key) if is_large and key.endswith("/manifest.json") else ""
+    bench.examine(key, of_hash(sha256), prover=prover, candidates=candidates, may_be_gone=is_retired, without=without)
+
+
+def _successor_of(bench: Workbench, key: str) -> str:
+    """In words, which newer revision stands in for a manifest; empty if none that can be read does."""
+    newest = find_newest(bench.store, key)
+    if newest is None or newest == key or _json_judge("manifest")(bench.read(newest) or b""):
+        return ""
+    return f"{newest.removeprefix(bench.names.root)} was written in its place"
 
 
 def _archive_from_redis(bench: Workbench, key: str) -> bytes | None:
@@ -210,7 +221,8 @@ def _repair_archives(bench: Workbench, pins: dict[str, tuple[str, str]]) -> None
 
         def judge(data: bytes, key: str = info.key) -> str:
             try:
-                decode_archive(data, bench.store.uri(key))
+                for entry in decode_archive(data, bench.store.uri(key)):
+                    decode_message(event_pb2.Event, entry.d, what=f"event {entry.id}", reason="EVENT_CORRUPT")
             except CorruptObjectError as error:
                 return error.message
             return ""
@@ -258,7 +270,7 @@ def _checkpoints(bench: Workbench) -> list[int]:
     prefix = bench.names.checkpoints
     found = (_CHECKPOINT.fullmatch(each.removeprefix(prefix)) for each in bench.store.list_prefixes(prefix))
     steps = sorted(int(match[1]) for match in found if match is not None)
-    return [step for step in steps if bench.store.head(bench.names.checkpoint_manifest(step)) is not None]
+    return [step for step in steps if find_newest(bench.store, bench.names.checkpoint_manifest(step)) is not None]
 
 
 def _kept_from(bench: Workbench) -> int:
@@ -272,7 +284,7 @@ def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> No
         bench.exists(chunk.key) for chunk in headers[0, 0][1].chunks
     )  # the start model, and every batch since
     for step in _checkpoints(bench):
-        key = bench.names.checkpoint_manifest(step)
+        key = newest_revision(bench.store, bench.names.checkpoint_manifest(step))
         without = f"an older state than checkpoint {step} is whole: the trainer computes the steps since again"
         data = bench.examine(key, _judge_checkpoint, prover="", without=without if has_older else "")
         if data is None:
@@ -290,22 +302,64 @@ def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> No
         has_older = has_older or all(whole)
 
 
-def _repair_policies(bench: Workbench) -> None:
-    """Manifests prove the objects of policies."""
+def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
+    """Manifests prove the objects of policies. Of a version that was published anew its successor has to be whole."""
+    digests = {item.key: item.digest for _, header in headers.values() for item in header.objects if item.digest}
     for prefix in list(bench.store.list_prefixes(bench.names.policies)):
-        data = bench.good.get(f"{prefix}manifest.json") or bench.read(f"{prefix}manifest.json")
-        if data is None:
-            continue  # uploaded in part, or told of above
-        name = prefix.removeprefix(bench.names.policies).rstrip("/")
+        name, first_key = prefix.removeprefix(bench.names.policies).rstrip("/"), f"{prefix}manifest.json"
+        newest = find_newest(bench.store, first_key) or first_key
+        without = ""
+        for number in range(revision_of(newest), -1, -1):
+            key = revision_key(first_key, number)
+            if number == 0:
+                data = bench.good.get(key) or bench.read(key)  # told of above where a header names it
+            else:
+                digest = digests.get(first_key.removeprefix(bench.names.root), "") or _digest_in(bench.read(first_key))
+                judge = _manifest_judge(key, digest)
+                prover = "the digest of the weights, which a header or the first manifest names" if digest else ""
+                data = bench.examine(key, judge, prover=prover, without=without)
+            is_whole = data is not None and _repair_objects(bench, data, f"the manifest of policy {name}", without)
+            if is_whole and not without:
+                without = f"{key.removeprefix(bench.names.root)} was written in its place"
+
+
+def _repair_objects(bench: Workbench, manifest: bytes, prover: str, without: str) -> bool:
+    """Whether every object that the manifest of a policy names is there or can be restored, and its JSON read."""
+    try:
+        objects = [item for encoding in _items(manifest, "encodings") for item in encoding["objects"]]
+        files = [*objects, *_items(manifest, "files")]
+        wanted = {str(item["key"]): (str(item["sha256"]), int(item["size_bytes"])) for item in files}
+    except (CorruptObjectError, KeyError, TypeError, ValueError):
+        return False
+    whole = [
+        bench.examine_file(key, sha256=sha256, size_bytes=size_bytes, prover=prover, without=without)
+        for key, (sha256, size_bytes) in wanted.items()
+    ]
+    return all(whole)
+
+
+def _digest_in(manifest: bytes | None) -> str:
+    """The digest of the weights that a manifest names; empty if it cannot be read."""
+    try:
+        found = decode_object(manifest or b"", what="the manifest", reason="MANIFEST_CORRUPT").get("digest")
+    except CorruptObjectError:
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def _manifest_judge(key: str, digest: str) -> Judge:
+    """The judge of the manifest of a policy that lies under `key`; its weights must have `digest` (any if empty)."""
+
+    def judge(data: bytes) -> str:
         try:
-            encodings = _items(data, "encodings")
-            objects = [item for encoding in encodings for item in encoding["objects"]]
-            files = [*objects, *_items(data, "files")]
-            wanted = {str(item["key"]): (str(item["sha256"]), int(item["size_bytes"])) for item in files}
-        except (CorruptObjectError, KeyError, TypeError, ValueError):
-            continue  # told of above where a header names it
-        for key, (sha256, size_bytes) in wanted.items():
-            bench.examine_file(key, sha256=sha256, size_bytes=size_bytes, prover=f"the manifest of policy {name}")
+            manifest = decode_object(data, what="the manifest", reason="MANIFEST_CORRUPT")
+        except CorruptObjectError as error:
+            return error.message
+        if manifest.get("key") != key:
+            return f"it is the manifest {manifest.get('key')!r}"
+        return "" if manifest.get("digest") == digest or not digest else "it is of other weights"
+
+    return judge
 
 
 def _items(data: bytes, name: str) -> Iterable[Any]:
