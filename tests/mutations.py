@@ -74,6 +74,11 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Any:
         yield from _places(inner, (*path, key))
 
 
+def _is_index(key: Any, holder: list[Any]) -> bool:
+    """False also for a key of a dict in whose place an earlier change put the list."""
+    return isinstance(key, int) and 0 <= key < len(holder)
+
+
 def _apply(document: Any, path: tuple[Any, ...], action: str, draw: st.DrawFn) -> None:
     *outer, last = path
     holder = document
@@ -82,7 +87,7 @@ def _apply(document: Any, path: tuple[Any, ...], action: str, draw: st.DrawFn) -
             holder = holder[key]
         except (KeyError, IndexError, TypeError):
             return  # the first change took it away
-    if not isinstance(holder, dict | list) or (isinstance(holder, list) and not 0 <= last < len(holder)):
+    if not isinstance(holder, dict | list) or (isinstance(holder, list) and not _is_index(last, holder)):
         return
     if action == "replace":
         holder[last] = copy.deepcopy(draw(st.sampled_from(HOSTILE_VALUES)))
