@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.env_server.settings import EnvServerSettings
-from millrace.inference.main import InferenceSettings
+from millrace.inference.settings import InferenceSettings
 from millrace.rpc.access import ServerAccess
 from millrace.rpc.tokens import new_token, token_line
 from millrace.telemetry.settings import Settings, parse_address, variable_name

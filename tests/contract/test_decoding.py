@@ -44,7 +44,7 @@ ALLOWED = {
     "env_server/teacher_client.py:_once": ANSWER,
     "env_server/v0.py:sampling_args": CHECKED,
     "env_server/v1.py:_sampling": CHECKED,
-    "inference/main.py:_json_table": USERS,
+    "inference/settings.py:_json_table": USERS,
     "inference/vllm/model_config.py:_config": "the config of a model that vLLM itself has loaded",
     "inference/vllm/node_copy.py:_read": PEER,
     "inference/vllm/spans.py:rewritten": PEER,

@@ -10,7 +10,7 @@ import grpc.aio
 
 from millrace.decoding import decode_object
 from millrace.env_server import play_meters
-from millrace.env_server.adapter import MAX_ARGS_BYTES, parse_args
+from millrace.env_server.env_args import MAX_ARGS_BYTES, parse_args
 from millrace.env_server.groups import Groups, PlayingGroup, group_key
 from millrace.env_server.inherited import is_ours, worker_environ
 from millrace.env_server.outcome import failed, make_rollout

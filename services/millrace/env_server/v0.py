@@ -28,9 +28,9 @@ from pydantic import BaseModel
 from verifiers.legacy.clients import Client, resolve_client
 from verifiers.legacy.types import ClientConfig
 
-from millrace.env_server.adapter import NO_RENDERER, RENDERER
 from millrace.env_server.client_v0 import LeanClient, make_session
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
+from millrace.env_server.env_args import NO_RENDERER, RENDERER
 from millrace.env_server.outcome import Outcome, checked, failed
 from millrace.env_server.rewards_v0 import recorded_reward_errors, watch_rubric
 from millrace.env_server.samples import MissingTokensError, Turn, merge_turns

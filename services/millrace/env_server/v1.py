@@ -18,8 +18,8 @@ import verifiers.v1 as vf
 from verifiers.v1.configs.agent import AgentConfig
 
 from millrace.env_server import harness_v1
-from millrace.env_server.adapter import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
+from millrace.env_server.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
 from millrace.env_server.outcome import Outcome, checked, failed
 from millrace.env_server.renderer import MISSING_TOKENS_MARK, install_span_capture, renderer_config
 from millrace.env_server.samples import MissingTokensError

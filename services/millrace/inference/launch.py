@@ -28,9 +28,9 @@ from millrace.inference.http_access import vllm_flags
 from millrace.inference.launch_front import Front, PolicyModel, describe, fetch_model
 from millrace.inference.launch_node import Node
 from millrace.inference.launch_process import VllmProcess
-from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import POLICY_NAME
 from millrace.inference.registration import http_address
+from millrace.inference.settings import InferenceSettings
 from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE
 from millrace.inference.vllm.lora import lora_argv
 from millrace.inference.vllm.node_copy import DIRECTORY_VARIABLE

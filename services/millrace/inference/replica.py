@@ -6,11 +6,11 @@ import sys
 
 from millrace.inference import loader
 from millrace.inference.embedded import EmbeddedEngine
-from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.registration import http_address
 from millrace.inference.replica_parts import ReplicaParts
 from millrace.inference.server import HttpApi, start_http
+from millrace.inference.settings import InferenceSettings
 from millrace.telemetry.settings import Settings, parse_address
 
 log = logging.getLogger(__name__)

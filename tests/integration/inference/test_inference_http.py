@@ -14,11 +14,11 @@ from verifiers.legacy.errors import OverlongPromptError
 
 from millrace.errors import UnavailableError
 from millrace.inference.embedded import EmbeddedEngine
-from millrace.inference.main import InferenceSettings
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.replica import Replica
 from millrace.inference.server import HttpApi, start_http
 from millrace.inference.service import SERVICE_NAME
+from millrace.inference.settings import InferenceSettings
 from millrace.rpc.health import PROCESS
 from millrace.telemetry.settings import Settings
 

@@ -9,7 +9,7 @@ import pytest
 from millrace.config.inference import InferenceConfig
 from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.inference import launch_env
-from millrace.inference.main import InferenceSettings
+from millrace.inference.settings import InferenceSettings
 from millrace.inference.vllm.flags import to_argv
 
 

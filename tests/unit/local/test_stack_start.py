@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import InvalidSpecError, InvalidStateError, UnavailableError
-from millrace.inference.main import InferenceSettings
+from millrace.inference.settings import InferenceSettings
 from millrace.local import stack as stack_module
 from millrace.local.preflight import check_redis
 from millrace.local.stack import LocalStack, StackOptions

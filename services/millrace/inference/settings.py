@@ -1,0 +1,99 @@
+"""Settings of the inference service alone, beside those of every service (`telemetry.settings`)."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import InvalidSpecError, Violation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceSettings:
+    """Settings of the inference service alone."""
+
+    max_num_seqs: int = 256
+    """`MILLRACE_MAX_NUM_SEQS`: requests that generate at once."""
+    max_model_len: int | None = None
+    """`MILLRACE_MAX_MODEL_LEN`: longest context in tokens; that of the model if not set."""
+    kv_cache_bytes: int = 4 << 30
+    """`MILLRACE_KV_CACHE_BYTES`: bound of the KV cache; requests wait when theirs would not fit."""
+    num_threads: int = 1
+    """`OMP_NUM_THREADS`: threads of torch's operators."""
+    model_dir: Path | None = None
+    """`MILLRACE_MODEL`: a Hugging Face directory to serve as version 0 until a run's policy replaces it."""
+    model_name: str | None = None
+    """`MILLRACE_MODEL_NAME`: a model name that the HTTP API answers to besides `policy`; by default MILLRACE_MODEL."""
+    engine: str = "embedded"
+    """`MILLRACE_ENGINE`: embedded or vllm."""
+    vllm_flags: Mapping[str, Any] = field(default_factory=dict)
+    """`MILLRACE_VLLM_FLAGS`: JSON object of vLLM's flags, by their names or by keys of the config."""
+    vllm_model: str | None = None
+    """`MILLRACE_MODEL` where the engine is vLLM, which takes Hub ids as well."""
+    vllm_start_s: float = 1800.0
+    """`MILLRACE_VLLM_START_S`: seconds that vLLM has to load a model; big ones are compiled for long."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "InferenceSettings":
+        """Reads the variables; InvalidSpecError lists everything that is malformed."""
+        numbers = {
+            "max_num_seqs": "MILLRACE_MAX_NUM_SEQS",
+            "max_model_len": "MILLRACE_MAX_MODEL_LEN",
+            "kv_cache_bytes": "MILLRACE_KV_CACHE_BYTES",
+            "num_threads": "OMP_NUM_THREADS",
+            "vllm_start_s": "MILLRACE_VLLM_START_S",
+        }
+        values: dict[str, int] = {}
+        violations: list[Violation] = []
+        for name, variable in numbers.items():
+            text = environ.get(variable, "")
+            if text.isdecimal() and int(text) > 0:
+                values[name] = int(text)
+            elif text:
+                violations.append(_wrong(variable, text, "must be a whole number above 0"))
+        engine = environ.get("MILLRACE_ENGINE") or "embedded"
+        if engine not in ("embedded", "vllm"):
+            violations.append(_wrong("MILLRACE_ENGINE", engine, "must be embedded or vllm"))
+        model = environ.get("MILLRACE_MODEL", "")
+        is_path = engine != "vllm" or model.startswith((".", "/", "~")) or Path(model).is_dir()  # else a Hub id
+        if model and is_path and not (Path(model) / "config.json").is_file():
+            wrong = "must be a directory with config.json, safetensors files and a tokenizer"
+            violations.append(_wrong("MILLRACE_MODEL", model, wrong))
+        flags = _json_table(environ.get("MILLRACE_VLLM_FLAGS", ""), violations)
+        if violations:
+            raise InvalidSpecError(violations, reason="SETTINGS_INVALID", remedy="set them right and start again")
+        return cls(
+            **values,
+            engine=engine,
+            vllm_flags=_with_limits(flags, values),
+            model_dir=Path(model) if model and engine == "embedded" else None,
+            vllm_model=model if model and engine == "vllm" else None,
+            model_name=environ.get("MILLRACE_MODEL_NAME") or model or None,
+        )
+
+
+def _wrong(variable: str, value: str, message: str) -> Violation:
+    return Violation(field=variable, value=value, message=message, source="environment")
+
+
+def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
+    """The object that a variable holds; what is wrong with it goes to `violations`."""
+    if not text:
+        return {}
+    try:
+        table = json.loads(text)
+    except json.JSONDecodeError as error:
+        violations.append(_wrong("MILLRACE_VLLM_FLAGS", text, f"is no JSON: {error}"))
+        return {}
+    if not isinstance(table, dict):
+        violations.append(_wrong("MILLRACE_VLLM_FLAGS", text, 'must be a JSON object, such as {"enforce_eager": true}'))
+        return {}
+    return table
+
+
+def _with_limits(flags: Mapping[str, Any], values: Mapping[str, int]) -> dict[str, Any]:
+    """The flags, and the limits that are variables of both engines where no flag says otherwise."""
+    names = {key.rpartition(".")[2].replace("-", "_") for key in flags}
+    limits = ("max_num_seqs", "max_model_len")
+    return {name: values[name] for name in limits if name in values and name not in names} | dict(flags)
