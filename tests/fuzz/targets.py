@@ -157,7 +157,7 @@ class _Store:
     def __init__(self, key: str, data: bytes) -> None:
         self.key, self.data = key, data
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, **_: Any) -> bytes:
         return self.data
 
     def list(self, prefix: str, **_: Any) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.config.algo import AlgoConfig, TeacherConfig
-from millrace.decoding import decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.env_server.teacher_check import ABOUT_THE_TOKENS, IS_ANOTHER, TEACHER, check_teacher, refusal
 from millrace.env_server.teacher_client import TeacherClient, TeacherLostError, TeacherRefusedError
 from millrace.env_server.tokenizer_files import TokenizerFiles
@@ -182,7 +182,7 @@ class Teachers:
     def _read_scoring(self, run_uid: str) -> _Scoring | None:
         """What `run.json` says (blocking); None if the run has no teacher."""
         try:
-            data = self._store.get(Names(self._prefix, run_uid).run_json)
+            data = self._store.get(Names(self._prefix, run_uid).run_json, max_bytes=MAX_JSON_BYTES)
         except NotFoundError:  # deleted: what is played for it is nobody's any more
             return None
         record = decode_object(data, what=f"run.json of run {run_uid}", reason="RUN_JSON_CORRUPT")

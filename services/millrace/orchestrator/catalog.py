@@ -6,6 +6,7 @@ import logging
 
 import redis.asyncio
 
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import (
     CapacityError,
     CorruptObjectError,
@@ -157,7 +158,7 @@ class RunCatalog:
             view = self._views.get(uid)
             if view is None or view.record.kind == UNKNOWN:
                 key = Names(self._prefix, uid).run_json
-                data = await asyncio.to_thread(self._store.get, key)
+                data = await asyncio.to_thread(self._store.get, key, max_bytes=MAX_JSON_BYTES)
                 record = RunRecord.decode(data, where=self._store.uri(key))
                 if record.uid != uid:
                     raise CorruptObjectError(

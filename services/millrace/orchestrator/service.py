@@ -12,7 +12,7 @@ import grpc
 import redis.asyncio
 
 from millrace.config.schema import EvalRunConfig, RLConfig
-from millrace.decoding import Fields, decode_object
+from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
 from millrace.errors import (
     AlreadyExistsError,
     CorruptObjectError,
@@ -306,7 +306,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         if (info := self._store.head(key)) is None:
             return None
         try:
-            size_bytes = _manifest_bytes(self._store.get(key), what=self._store.uri(key))
+            size_bytes = _manifest_bytes(self._store.get(key, max_bytes=MAX_JSON_BYTES), what=self._store.uri(key))
         except CorruptObjectError as error:
             log.warning("a damaged checkpoint is not listed", extra={"run": record.name, "error": error.message})
             return None

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import FileEntry, ObjectEntry, PolicyManifest, sha256_hex
 from millrace.storage.base import ObjectStore
@@ -31,7 +32,7 @@ def read_manifest(
     """
     first_key = revision_key(key, 0)
     key = newest_revision(store, key) if is_newest else key
-    data = store.get(key)
+    data = store.get(key, max_bytes=MAX_JSON_BYTES)
     if sha256 and key == first_key and hashlib.sha256(data).digest() != sha256:
         raise CorruptObjectError(
             f"policy manifest {store.uri(key)} has sha256 {sha256_hex(data)}, announced was {sha256.hex()}",
@@ -53,7 +54,7 @@ def pull_files(store: ObjectStore, manifest: PolicyManifest) -> dict[str, bytes]
     files: dict[str, bytes] = {}
     for entry in manifest.files:
         _require_size(store, entry)
-        data = store.get(entry.key)
+        data = store.get(entry.key, max_bytes=entry.size_bytes)
         if (found := sha256_hex(data)) != entry.sha256:
             raise hash_mismatch(store, entry.key, found, entry.sha256)
         files[entry.name] = data

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import ConflictError, InvalidStateError
 from millrace.policies.digest import digest_hex, policy_digest
 from millrace.policies.manifest import (
@@ -153,7 +154,7 @@ def commit_policy(store: ObjectStore, key: str, manifest: PolicyManifest) -> Pub
 
 def existing_policy(store: ObjectStore, key: str, digest: str) -> PublishedPolicy:
     """The committed version, if its weights are ours; ConflictError naming both digests if they are not."""
-    data = store.get(key)
+    data = store.get(key, max_bytes=MAX_JSON_BYTES)
     manifest = PolicyManifest.from_bytes(data, source=store.uri(key))
     if manifest.digest != digest:
         raise digest_conflict(

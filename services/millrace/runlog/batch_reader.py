@@ -14,7 +14,7 @@ from millrace.runlog.entry import Entry
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
 from millrace.runlog.origin import require_exists
-from millrace.runlog.revisions import is_failed_closing, load_step
+from millrace.runlog.revisions import is_failed_closing, load_step, read_chunk, read_header
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ async def wait_for_header(log: RunLog, step: int, *, timeout_s: float | None = N
             entries = await _read_or_adopt(log, step, block_s)
             wait.update(reason=f"batch {step}" + (" (the log of the run is gone)" if entries is None else ""))
             try:
-                stored = await asyncio.to_thread(log.store.get, log.names.batch_header(step))
+                stored = await asyncio.to_thread(read_header, log.store, log.names, step)
             except NotFoundError as error:
                 if entries:
                     await _require_lost(log, step, entries[0], error)
@@ -146,6 +146,4 @@ async def _read_chunk(log: RunLog, header: batch_pb2.BatchHeader, index: int) ->
             return entries[0].d
     except CorruptObjectError as error:
         logger.warning("chunk in Redis is damaged, reading the store", extra={"uid": log.uid, "error": str(error)})
-    data = await asyncio.to_thread(log.store.get, header.chunks[index].key)
-    verify_chunk(header, index, data)
-    return data
+    return await asyncio.to_thread(read_chunk, log.store, header, index)

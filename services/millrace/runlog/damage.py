@@ -17,9 +17,10 @@ import logging
 import re
 from typing import Any, Protocol
 
-from millrace.decoding import decode_message, decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_message, decode_object
 from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
 from millrace.internal.v1 import policy_pb2
+from millrace.rollouts.batch_wire import MAX_HEADER_BYTES
 from millrace.runlog import connection, script
 from millrace.runlog.entry import Entry
 from millrace.runlog.names import Names, Stream
@@ -185,20 +186,26 @@ def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None
 def _headers(log: LogCopy, step: int) -> list[bytes]:
     """The stored bytes of every header of a step: more than one where a run was reopened."""
     found: list[bytes] = []
-    while (data := _get(log, log.names.batch_header(step, len(found)))) is not None:
+    while (data := _get(log, log.names.batch_header(step, len(found)), max_bytes=MAX_HEADER_BYTES)) is not None:
         found.append(data)
     return found
 
 
 def _manifest(log: LogCopy, policy: policy_pb2.PolicyEntry) -> bytes | None:
-    """The manifest of a version as it was written first, or its newest successor if that one is lost."""
+    """The manifest of a version as it was written first, or its newest successor if that one is lost.
+
+    Nothing, which is no manifest, stands for one that is too large to be one.
+    """
     key = log.names.policy_manifest(policy.lineage, policy.version)
-    first = _get(log, key)
-    return first if first is not None else _get(log, newest_revision(log.store, key))
-
-
-def _get(log: LogCopy, key: str) -> bytes | None:
     try:
-        return log.store.get(key)
+        first = _get(log, key, max_bytes=MAX_JSON_BYTES)
+        return first if first is not None else _get(log, newest_revision(log.store, key), max_bytes=MAX_JSON_BYTES)
+    except CorruptObjectError:
+        return b""
+
+
+def _get(log: LogCopy, key: str, *, max_bytes: int) -> bytes | None:
+    try:
+        return log.store.get(key, max_bytes=max_bytes)
     except NotFoundError:
         return None

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 GENERATION_ROLE = "log"
 """Role whose epochs number the generations of the Redis copy: 1 at creation, + 1 at every rebuild."""
 
+_MAX_BYTES = 1 << 20
 _MAX_ATTEMPTS = 100  # as many rivals would have to win in between; something else is wrong then
 
 
@@ -48,7 +49,7 @@ def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
 def epoch_owner(store: ObjectStore, names: Names, role: str, number: int) -> str:
     """Who took an epoch of a role; empty if its object does not say (blocking)."""
     try:
-        data = store.get(names.epoch(role, number))
+        data = store.get(names.epoch(role, number), max_bytes=_MAX_BYTES)
         return str(decode_object(data, what="epoch", reason="EPOCH_CORRUPT").get("owner", ""))
     except (NotFoundError, CorruptObjectError):  # it is for people: what it says decides nothing
         return ""

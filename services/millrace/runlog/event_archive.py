@@ -129,7 +129,7 @@ async def read_page(log: RunLog, first: str) -> list[Entry]:
 def load_archived_events(store: ObjectStore, names: Names) -> list[Entry]:
     """Every archived event, in the order of the ids, each id once (blocking)."""
     with ThreadPoolExecutor(_PARALLEL_GETS, thread_name_prefix="events") as pool:
-        parts = pool.map(lambda key: _decode(store.get(key), store.uri(key)), _objects(store, names))
+        parts = pool.map(lambda key: _decode(_get(store, key), store.uri(key)), _objects(store, names))
         found: dict[str, Entry] = {}
         for entry in (entry for part in parts for entry in part):
             found.setdefault(entry.id, entry)
@@ -143,10 +143,14 @@ def load_newest_archived(store: ObjectStore, names: Names) -> Entry | None:
     if not keys:
         return None
     where = store.uri(keys[-1])
-    entries = list(_decode(store.get(keys[-1]), where))
+    entries = list(_decode(_get(store, keys[-1]), where))
     if not entries:
         raise _corrupt(where, "it is empty")
     return entries[-1]
+
+
+def _get(store: ObjectStore, key: str) -> bytes:
+    return store.get(key, max_bytes=_MAX_OBJECT_BYTES)
 
 
 def _objects(store: ObjectStore, names: Names) -> list[str]:

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from millrace.decoding import Fields, decode_object
+from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
 from millrace.errors import ConflictError, CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.frontier import Frontier, chain_hash
 from millrace.runlog.names import Names
 from millrace.runlog.origin import Origin, load_origin, parse_origin
-from millrace.runlog.revisions import list_headers, load_reopenings, load_step
+from millrace.runlog.revisions import list_headers, load_reopenings, load_step, read_header
 from millrace.storage import ObjectStore
 from millrace.storage.base import check_key
 from millrace.storage.commit_points import newest_revision, require_checksum, with_checksum
@@ -180,7 +180,7 @@ class _Copy:
     def _verify_follower(self, step: int, chain: bytes) -> None:
         """The header behind the last copied one proves that one, if it is committed already."""
         if self.store.head(self.source.batch_header(step)) is not None:
-            self._decode_header(step, 0, self.store.get(self.source.batch_header(step)), chain)
+            self._decode_header(step, 0, read_header(self.store, self.source, step), chain)
 
     def _headers(self, step: int, chain: bytes, own_chain: bytes) -> tuple[bytes, bytes]:
         """Rewrite a step's headers as the fork's own; returns both chain hashes behind them."""
@@ -313,7 +313,7 @@ def _load_manifest(store: ObjectStore, first_key: str) -> dict[str, Any]:
     """A checkpoint's manifest, or its successor's, with its objects checked; NotFoundError if there is none."""
     key, reason = newest_revision(store, first_key), "CHECKPOINT_MANIFEST_INVALID"
     what, remedy = f"checkpoint manifest {store.uri(key)}", "fork at a step before this checkpoint"
-    manifest = decode_object(store.get(key), what=what, reason=reason, remedy=remedy)
+    manifest = decode_object(store.get(key, max_bytes=MAX_JSON_BYTES), what=what, reason=reason, remedy=remedy)
     try:
         require_checksum(manifest)
         Fields(manifest).hexadecimal("chain_hash", num_bytes=32)

@@ -21,7 +21,7 @@ from typing import Any
 
 import redis.asyncio as redis_asyncio
 
-from millrace.decoding import decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import AlreadyExistsError, CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.runlog import connection
 from millrace.runlog.connection import as_text
@@ -31,6 +31,7 @@ from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
 
+_MAX_UID_BYTES = 1 << 10
 _PENDING = "?"  # no run name begins with it
 _DAMAGED = "!"  # nor with this
 _COMPLETE = "*"  # field that says: this hash was built from the store, so a missing name is a missing run
@@ -140,7 +141,7 @@ def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | Non
     if uid is None:
         return None
     try:
-        name = _name_in(store.get(Names(prefix, uid).run_json), Names(prefix, uid).run_json)
+        name = _name_in(store.get(Names(prefix, uid).run_json, max_bytes=MAX_JSON_BYTES), Names(prefix, uid).run_json)
     except NotFoundError:
         return None
     return uid if _read_uid(store, deployment.name_object(name)) == uid else None
@@ -198,7 +199,7 @@ def _claim(store: ObjectStore, key: str, uid: str) -> str:
 
 def _read_uid(store: ObjectStore, key: str) -> str | None:
     try:
-        data = store.get(key)
+        data = store.get(key, max_bytes=_MAX_UID_BYTES)
     except NotFoundError:
         return None
     try:

@@ -58,7 +58,7 @@ def _read(store: ObjectStore, names: Names, after: int) -> list[Intent]:
             if number is None:
                 continue
             body = decode_object(
-                store.get(info.key),
+                store.get(info.key, max_bytes=_MAX_BYTES),
                 what=store.uri(info.key),
                 reason="INTENT_CORRUPT",
                 remedy="restore that object",

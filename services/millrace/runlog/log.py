@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import redis.asyncio as redis_asyncio
 from redis.exceptions import ResponseError
 
-from millrace.decoding import decode_message, decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_message, decode_object
 from millrace.errors import (
     AlreadyExistsError,
     CorruptObjectError,
@@ -132,7 +132,7 @@ class RunLog:
         def compare() -> str:
             if epochs.latest_epoch(self.store, self.names, epochs.GENERATION_ROLE) < self.generation:
                 return f"in its field generation: there never was a generation {self.generation}"
-            is_ours = parse_run_hash(self.store.get(self.names.run_json)) == self.run_hash
+            is_ours = parse_run_hash(self.store.get(self.names.run_json, max_bytes=MAX_JSON_BYTES)) == self.run_hash
             return "" if is_ours else "in its field run_hash, which is not that of run.json"
 
         try:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from millrace.decoding import decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.runlog.frontier import ZERO_CHAIN_HASH, Frontier, genesis_hash
 from millrace.runlog.names import Names
@@ -39,7 +39,7 @@ def require_exists(store: ObjectStore, names: Names) -> None:
 
 def load_origin(store: ObjectStore, names: Names) -> Origin:
     """The origin of a run, from its `run.json` (blocking); `NotFoundError` if there is none."""
-    return parse_origin(store.get(names.run_json), where=store.uri(names.run_json))
+    return parse_origin(store.get(names.run_json, max_bytes=MAX_JSON_BYTES), where=store.uri(names.run_json))
 
 
 def parse_origin(run_json: bytes, *, where: str) -> Origin:

@@ -6,17 +6,17 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.decoding import decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2, policy_pb2
-from millrace.rollouts.batch_wire import decode_header, verify_chunk
+from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import damage
 from millrace.runlog.epochs import Epoch
 from millrace.runlog.frontier import chain_hash
 from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
 from millrace.runlog.origin import load_origin
-from millrace.runlog.revisions import StepHeaders, decode_stored, is_failed_closing, load_step
+from millrace.runlog.revisions import StepHeaders, decode_stored, is_failed_closing, load_step, read_chunk
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import newest_revision
 
@@ -142,12 +142,10 @@ def _load_chunks(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[byte
     chunks = []
     for index, chunk in enumerate(header.chunks):
         try:
-            data = store.get(chunk.key)
+            chunks.append(read_chunk(store, header, index))
         except NotFoundError:
             logger.warning("chunk is not in the store any more", extra={"step": header.step, "key": chunk.key})
             return []
-        verify_chunk(header, index, data)
-        chunks.append(data)
     return chunks
 
 
@@ -163,9 +161,11 @@ def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
             break
         key = log.names.policy_manifest(newest[version], version)
         try:
-            manifest = log.store.get(newest_revision(log.store, key))
+            manifest = log.store.get(newest_revision(log.store, key), max_bytes=MAX_JSON_BYTES)
         except NotFoundError:  # uploaded in part: not published
             break
+        except CorruptObjectError:  # larger than any manifest: damaged, as one that cannot be decoded is
+            manifest = b""
         entries.append(
             policy_pb2.PolicyEntry(
                 lineage=newest[version],

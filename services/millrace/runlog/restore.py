@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import LogGoneError
 from millrace.runlog.entry import FORMAT_MAJOR, Entry, id_order
 from millrace.runlog.epochs import GENERATION_ROLE, latest_epoch
@@ -40,7 +41,7 @@ class Restored:
 
 def load_restored(store: ObjectStore, names: Names) -> Restored:
     """What the store has for a rebuild (blocking)."""
-    run_json = store.get(names.run_json)
+    run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
     origin = parse_origin(run_json, where=store.uri(names.run_json))
     step = _first_batch(store, names, origin)
     version = _first_policy(store, names, step)

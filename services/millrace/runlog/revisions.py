@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass, fields
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import decode_header
+from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header, verify_chunk
 from millrace.runlog.names import Names
 from millrace.runlog.origin import load_origin
-from millrace.storage.base import ObjectStore
+from millrace.storage.base import MAX_GET_BYTES, ObjectStore
 
+_MAX_RECORD_BYTES = 1 << 20
 _HEADER = re.compile(r"([0-9]{8,18})(?:\.r([1-9][0-9]{0,8}))?\.pb")
 
 
@@ -81,7 +82,7 @@ def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None
     revisions: list[bytes] = []
     while True:
         try:
-            revisions.append(store.get(names.batch_header(step, len(revisions))))
+            revisions.append(read_header(store, names, step, len(revisions)))
         except NotFoundError:
             break
         if not is_failed_closing(decode_stored(store, names, step, len(revisions) - 1, revisions[-1])):
@@ -95,7 +96,10 @@ def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None
 
 def load_reopenings(store: ObjectStore, names: Names) -> list[Reopening]:
     """Every record that reopened the run, in order."""
-    return [parse_reopening(store.get(info.key), where=store.uri(info.key)) for info in store.list(names.reopenings)]
+    return [
+        parse_reopening(store.get(info.key, max_bytes=_MAX_RECORD_BYTES), where=store.uri(info.key))
+        for info in store.list(names.reopenings)
+    ]
 
 
 def parse_reopening(data: bytes, *, where: str) -> Reopening:
@@ -148,6 +152,19 @@ def load_newest(store: ObjectStore, names: Names) -> tuple[int, StepHeaders] | N
         low, high = (middle, high) if exists(middle) else (low, middle)
     found = load_step(store, names, low)
     return None if found is None else (low, found)  # None: deleted just now
+
+
+def read_header(store: ObjectStore, names: Names, step: int, revision: int = 0) -> bytes:
+    """The stored bytes of a header; `NotFoundError` if there is none."""
+    return store.get(names.batch_header(step, revision), max_bytes=MAX_HEADER_BYTES)
+
+
+def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) -> bytes:
+    """A chunk that a committed header names; `CorruptObjectError` if it is not what the header says."""
+    chunk = header.chunks[index]
+    data = store.get(chunk.key, max_bytes=min(chunk.size_bytes, MAX_GET_BYTES))
+    verify_chunk(header, index, data)
+    return data
 
 
 def has_ended(store: ObjectStore, names: Names) -> bool:

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from millrace.errors import InvalidSpecError, Violation
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
 MAX_KEY_BYTES = 900  # S3 allows 1024; the rest is for the bucket prefix
+MAX_GET_BYTES = (1 << 30) + (1 << 20)
+"""Largest object that is read into memory at once: an archive of 1 GiB that does not compress. Larger ones are read in
+ranges, or into a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +42,11 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def get(self, key: str) -> bytes:
-        """The whole object; `NotFoundError` if there is none."""
+    def get(self, key: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+        """The whole object; `NotFoundError` if there is none.
+
+        `CorruptObjectError`, before anything is read, if it has more than `max_bytes`.
+        """
         ...
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
@@ -106,6 +112,17 @@ def check_key(key: str) -> str:
             ]
         )
     return key
+
+
+def require_size(size_bytes: int, max_bytes: int, *, key: str, uri: str) -> None:
+    """CorruptObjectError if an object is larger than what its reader takes into memory."""
+    if size_bytes > max_bytes:
+        raise CorruptObjectError(
+            f"object {uri} has {size_bytes} bytes, and at most {max_bytes} are read of what has its name",
+            reason="OBJECT_TOO_LARGE",
+            remedy="it is not what was written there: restore it from a replica of the bucket (`millrace run repair`)",
+            metadata={"key": key},
+        )
 
 
 def is_text(key: str) -> bool:

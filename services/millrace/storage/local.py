@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from millrace.errors import CapacityError, CorruptObjectError, NotFoundError
-from millrace.storage.base import ObjectInfo, check_key, check_prefix, is_text
+from millrace.storage.base import MAX_GET_BYTES, ObjectInfo, check_key, check_prefix, is_text, require_size
 from millrace.storage.disk import io_errors, key_is_directory, make_parent
 from millrace.storage.retry import RetryPolicy, TransientError
 
@@ -67,10 +67,11 @@ class LocalStore:
             return tries > 1 and self.get(key) == data  # an earlier try may have named it, then failed to sync the name
         return True
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
         """See `ObjectStore.get`."""
-        with self._reading(key) as path:
-            return path.read_bytes()
+        with self._reading(key) as path, path.open("rb") as file:
+            require_size(os.fstat(file.fileno()).st_size, max_bytes, key=key, uri=self.uri(key))
+            return file.read()
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """See `ObjectStore.get_range`."""

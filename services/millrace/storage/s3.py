@@ -20,7 +20,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from millrace.errors import CorruptObjectError
-from millrace.storage.base import ObjectInfo, check_key, check_prefix
+from millrace.storage.base import MAX_GET_BYTES, ObjectInfo, check_key, check_prefix, require_size
 from millrace.storage.disk import io_errors, make_parent
 from millrace.storage.retry import ATTEMPT_S, RetryPolicy, TransientError
 from millrace.storage.s3_errors import ABSENT, CLIENT_ERRORS, error_code, http_status, translate
@@ -114,10 +114,18 @@ class S3Store:
 
         return self._run("create", key, attempt)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
         """See `ObjectStore.get`."""
         name = self._name(key)
-        return self._run("GET", key, lambda _: self._read(name), is_read=True)
+
+        def attempt(_: int) -> bytes:
+            found = self._client.get_object(Bucket=self._bucket, Key=name)
+            if found["ContentLength"] > max_bytes:
+                found["Body"].close()  # unread: nobody else may use the connection
+            require_size(found["ContentLength"], max_bytes, key=key, uri=self.uri(key))
+            return b"".join(self._receive(found))
+
+        return self._run("GET", key, attempt, is_read=True)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """See `ObjectStore.get_range`."""

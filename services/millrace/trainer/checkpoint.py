@@ -33,6 +33,7 @@ from millrace.telemetry.faults import Point
 from millrace.trainer.agreement import agreed
 from millrace.trainer.checkpoint_manifest import (
     FORMAT,
+    MAX_MANIFEST_BYTES,
     CheckpointManifest,
     CheckpointObject,
     conditions,
@@ -69,7 +70,9 @@ class CheckpointStore:
         """The manifest of a step; CorruptObjectError if it is damaged, missing or another's."""
         key = newest_revision(self._store, self._key(step))
         try:
-            manifest = CheckpointManifest.from_bytes(self._store.get(key), source=self._store.uri(key))
+            manifest = CheckpointManifest.from_bytes(
+                self._store.get(key, max_bytes=MAX_MANIFEST_BYTES), source=self._store.uri(key)
+            )
         except NotFoundError as error:
             raise _damaged(f"checkpoint manifest {self._store.uri(key)} is missing", "CHECKPOINT_MISSING") from error
         if (manifest.run_uid, manifest.step) != (self._names.uid, step):
@@ -220,7 +223,7 @@ class CheckpointStore:
 
     def _get(self, item: CheckpointObject) -> bytes:
         try:
-            return self._store.get(item.key)
+            return self._store.get(item.key, max_bytes=item.size_bytes)
         except NotFoundError as error:
             raise _damaged(
                 f"checkpoint object {self._store.uri(item.key)} is missing", "CHECKPOINT_OBJECT_MISSING"

@@ -17,7 +17,7 @@ from millrace.storage.base import check_key
 from millrace.storage.commit_points import require_checksum, with_checksum
 
 FORMAT = 2
-_MAX_BYTES = 16 << 20
+MAX_MANIFEST_BYTES = 16 << 20
 _MAX_OBJECTS = 1 << 16
 _MAX_OBJECT_BYTES = 1 << 50
 _REMEDY = "the run resumes from the checkpoint before; `millrace run audit` says what else is damaged"
@@ -67,7 +67,7 @@ class CheckpointManifest:
     def from_bytes(cls, data: bytes, *, source: str) -> "CheckpointManifest":
         """Parses a manifest; CorruptObjectError naming `source` if it is damaged or of another format."""
         what, reason = f"checkpoint manifest {source}", "CHECKPOINT_MANIFEST_INVALID"
-        raw = decode_object(data, what=what, reason=reason, remedy=_REMEDY, max_bytes=_MAX_BYTES)
+        raw = decode_object(data, what=what, reason=reason, remedy=_REMEDY, max_bytes=MAX_MANIFEST_BYTES)
         try:
             require_checksum(raw)
             return _manifest(Fields(raw))

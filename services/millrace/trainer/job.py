@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config.rl import RLConfig
-from millrace.decoding import decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.policies.adapter import ADAPTER_CONFIG
 from millrace.policies.manifest import FileEntry
@@ -60,7 +60,7 @@ class JobContext:
 def run_job(context: JobContext, uid: str) -> None:
     """Trains a run to its end. Raises StopRequested when asked to let go, and every error of the parts."""
     names = Names(context.prefix, uid)
-    record = context.store.get(names.run_json)
+    record = context.store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
     client = LogClient(
         context.background,
         redis_url=context.redis_url,

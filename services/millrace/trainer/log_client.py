@@ -14,6 +14,7 @@ from millrace.errors import InternalError, LogGoneError, MillraceError, Unavaila
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.runlog import EventWriter, Names, RunLog, open_redis
 from millrace.runlog.batch_reader import read_batch
+from millrace.runlog.revisions import read_header
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundLoop
@@ -112,7 +113,7 @@ class LogClient:
 
     def read_superseded(self, step: int, revisions: int) -> list[bytes]:
         """The first so many headers of a step, as stored; every rank reads them itself."""
-        return [self._store.get(self._names.batch_header(step, revision)) for revision in range(revisions)]
+        return [read_header(self._store, self._names, step, revision) for revision in range(revisions)]
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
         """The named chunks of a committed step, each verified against the header."""

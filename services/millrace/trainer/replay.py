@@ -13,7 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.config.rl import RLConfig
-from millrace.decoding import decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import PolicyManifest
@@ -72,7 +72,7 @@ class Replayer:
         InvalidStateError (STEP_NOT_KEPT) naming the range that can be recomputed, if `step` is not in it.
         """
         try:
-            record = store.get(names.run_json)
+            record = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
         except NotFoundError as error:
             raise _no_run(store, names.uid) from error
         config = parse_config(record, uid=names.uid)

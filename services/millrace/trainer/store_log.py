@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from millrace.errors import InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import decode_header, verify_chunk
+from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.names import Names
-from millrace.runlog.revisions import list_headers, load_step
+from millrace.runlog.revisions import list_headers, load_step, read_chunk, read_header
 from millrace.storage.base import ObjectStore
 
 _MANIFEST = "manifest.json"
@@ -44,17 +44,16 @@ class StoreLog:
 
     def read_superseded(self, step: int, revisions: int) -> list[bytes]:
         """The first so many headers of a step, as stored."""
-        return [self._store.get(self._names.batch_header(step, revision)) for revision in range(revisions)]
+        return [read_header(self._store, self._names, step, revision) for revision in range(revisions)]
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
         """The named chunks of a step whose header was read; InvalidStateError if retention has removed one."""
         found: dict[int, bytes] = {}
         for index in chunks:
             try:
-                found[index] = self._store.get(self._headers[step].chunks[index].key)
+                found[index] = read_chunk(self._store, self._headers[step], index)
             except NotFoundError as error:
                 raise self.not_kept(step) from error
-            verify_chunk(self._headers[step], index, found[index])
         return found
 
     def prefetch(self, step: int) -> None:

@@ -220,3 +220,17 @@ def test_readers_see_a_whole_object_or_none(store):
 def test_uri_names_the_object(store):
     assert store.uri("a/b").endswith("/a/b")
     assert store.describe()
+
+
+def test_what_is_larger_than_its_reader_takes_is_refused_before_it_is_read(store, monkeypatch):
+    store.put("run/large", bytes(10_000))
+    assert len(store.get("run/large", max_bytes=10_000)) == 10_000
+    for reader in ("_receive", "_read"):  # of S3; the directory's is in its own test
+        if hasattr(store, reader):
+            monkeypatch.setattr(store, reader, lambda *_, **__: pytest.fail("the body was read"))
+    with pytest.raises(CorruptObjectError, match=r"run/large has 10000 bytes, and at most 9999") as refused:
+        store.get("run/large", max_bytes=9_999)
+    assert refused.value.reason == "OBJECT_TOO_LARGE"
+    assert refused.value.metadata["key"] == "run/large"
+    with pytest.raises(NotFoundError):
+        store.get("run/none", max_bytes=1)

@@ -16,7 +16,7 @@ from typing import Any
 
 import redis.asyncio as redis_asyncio
 
-from millrace.decoding import decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.runlog.attest import Attestation, SigningKey
 from millrace.runlog.audit.archives import read_archives
@@ -197,7 +197,10 @@ def _read_run(audit: Audit) -> _Run:
     key = audit.names.run_json
     unreadable = _Run(name=audit.names.uid, run_hash="", origin=Origin(), document={})
     try:
-        data = audit.store.get(key)
+        data = audit.store.get(key, max_bytes=MAX_JSON_BYTES)
+    except CorruptObjectError as error:
+        audit.findings.violation("RUN_JSON_CORRUPT", error.message)
+        return unreadable
     except NotFoundError as error:
         if next(iter(audit.store.list(audit.names.root)), None) is not None:
             audit.findings.violation("RUN_JSON_MISSING", f"{audit.uri(key)} does not exist, but objects of the run do")

@@ -91,7 +91,7 @@ class NamedCheck:
             info = audit.store.head(full)
             if info is not None and info.size_bytes > MAX_NAMED_BYTES:
                 return f"{kind}_CHANGED", f"{audit.uri(full)} has {info.size_bytes} bytes, and {named.by} names it"
-            found = describe(audit.names, key, audit.store.get(full))
+            found = describe(audit.names, key, audit.store.get(full, max_bytes=MAX_NAMED_BYTES))
         except NotFoundError:
             return f"{kind}_MISSING", f"{audit.uri(full)} does not exist, but {named.by} names it"
         except (CorruptObjectError, InvalidSpecError) as error:

@@ -2,8 +2,8 @@
 
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import verify_chunk
 from millrace.runlog.audit.findings import Audit
+from millrace.runlog.revisions import read_chunk
 
 
 def check_samples(audit: Audit, header: batch_pb2.BatchHeader, trained: set[int]) -> None:
@@ -39,7 +39,7 @@ def check_chunks(audit: Audit, header: batch_pb2.BatchHeader, *, must_exist: boo
             audit.findings.violation("CHUNK_MISSING", f"{where}: the header names no object")
             continue
         try:
-            verify_chunk(header, index, audit.store.get(chunk.key))
+            read_chunk(audit.store, header, index)
             verified += 1
         except NotFoundError:
             if must_exist:

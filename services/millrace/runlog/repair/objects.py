@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
 
 from millrace.errors import (
     ConflictError,
@@ -30,6 +30,7 @@ from millrace.storage.scratch import owned_directory
 Judge = Callable[[bytes], str]
 """What is wrong with an object's bytes, in words; empty if they are what they have to be."""
 
+MISSING = "it is missing"
 _PAGE = {Stream.BATCHES: 16, Stream.EVENTS: 256}
 
 
@@ -126,7 +127,7 @@ class Workbench:
 
     def read(self, key: str) -> bytes | None:
         """The bytes of an object, or None if there is none or the store cannot read it."""
-        return _read(self.store, key)
+        return _read(self.store, key)[0]
 
     def examine(
         self,
@@ -149,15 +150,16 @@ class Workbench:
         if not self.is_ours(key):
             self._give_up(key, "it is named, and is no object of this run", [], "")
             return None
-        stored = self.read(key)
-        problem = "it is missing" if stored is None else judge(stored)
-        if stored is not None and not problem:
+        stored, problem = _read(self.store, key)
+        if stored is not None and not (problem := judge(stored)):
             return stored
-        if stored is None and may_be_gone:
+        if problem == MISSING and may_be_gone:
             return None
-        if self.backup is not None:
-            candidates = [*candidates, (self.backup.describe(), _read(self.backup, key))]
         tried: list[str] = []
+        if self.backup is not None:
+            held, why = _read(self.backup, key)
+            tried += [f"{self.backup.describe()}: {why}"] if why not in ("", MISSING) else []
+            candidates = [*candidates, (self.backup.describe(), held)]
         for source, data in candidates:
             if data is None:
                 continue
@@ -180,12 +182,11 @@ class Workbench:
         if not problem:
             return True
         tried: list[str] = []
-        if self.backup is not None and self.backup.head(key) is not None:
+        if self.backup is not None:
             source = self.backup.describe()
             with owned_directory("repair") as directory:
                 path = directory / "object"
-                self.backup.get_file(key, path)
-                if _hash_file(path) == sha256:
+                if not (why := _fetch(self.backup, key, path, sha256=sha256, size_bytes=size_bytes)):
                     state, aside = State.RESTORABLE, ""
                     if self.is_applied:
                         state, aside = State.RESTORED, self._set_aside(key)
@@ -193,7 +194,7 @@ class Workbench:
                     detail = f"proved by {prover}"
                     self._note(key, problem, source, state, detail, aside)
                     return True
-            tried.append(f"{source} has other bytes")
+            tried += [f"{source}: {why}"] if why != MISSING else []
         self._give_up(key, problem, tried, without)
         return False
 
@@ -270,27 +271,37 @@ def of_hash(sha256: str) -> Judge:
     return judge
 
 
-def _read(store: ObjectStore, key: str) -> bytes | None:
+def _read(store: ObjectStore, key: str) -> tuple[bytes | None, str]:
+    """The bytes of an object, or None and why."""
     try:
-        return store.get(key)
-    except (NotFoundError, CorruptObjectError):
-        return None
+        return store.get(key), ""
+    except NotFoundError:
+        return None, MISSING
+    except CorruptObjectError as error:
+        return None, error.message
 
 
 def _file_problem(store: ObjectStore, key: str, *, sha256: str, size_bytes: int) -> str:
+    with owned_directory("repair") as directory:
+        return _fetch(store, key, directory / "object", sha256=sha256, size_bytes=size_bytes)
+
+
+def _fetch(store: ObjectStore, key: str, path: Path, *, sha256: str, size_bytes: int) -> str:
+    """Download an object; what is wrong with it, in words, empty if nothing is."""
     found = store.head(key)
     if found is None:
-        return "it is missing"
+        return MISSING
     if found.size_bytes != size_bytes:
         return f"it has {found.size_bytes} bytes instead of {size_bytes}"
-    with owned_directory("repair") as directory:
-        try:
-            store.get_file(key, directory / "object")
-        except CorruptObjectError as error:
-            return error.message
-        return "" if _hash_file(directory / "object") == sha256 else "its bytes have another sha256"
+    try:
+        store.get_file(key, path)
+    except NotFoundError:
+        return MISSING
+    except CorruptObjectError as error:
+        return error.message
+    return "" if _hash_file(path) == sha256 else "its bytes have another sha256"
 
 
-def _hash_file(path: Any) -> str:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
