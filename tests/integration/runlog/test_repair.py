@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from recorded_log import STEPS, audit, flip, publish_anew, record
 
+from millrace.errors import CorruptObjectError
 from millrace.runlog import Entry, Stream, chain_hash, event_archive
 from millrace.runlog.entry import FORMAT_MAJOR
 from millrace.runlog.event_archive import EventArchive, decode_archive, encode_archive
@@ -119,6 +120,25 @@ async def test_a_backup_with_other_bytes_is_refused(run, backup) -> None:
     assert {each.state for each in found} == {State.REFUSED}
     assert any("does not give the chain hash" in each.detail for each in found)
     assert run.store.get(key) == wrong and run.store.head(run.names.batch_header(1)) is None
+
+
+class TornStore(LocalStore):
+    """A replica that finds out itself that its objects are damaged."""
+
+    def get_file(self, key, path) -> None:
+        raise CorruptObjectError(f"object {self.uri(key)} is torn", reason="OBJECT_TOO_SHORT")
+
+    def get(self, key, *, max_bytes=0) -> bytes:
+        raise CorruptObjectError(f"object {self.uri(key)} is torn", reason="OBJECT_TOO_SHORT")
+
+
+@pytest.mark.parametrize("kind", ["policy object", "rollouts"])
+async def test_a_damaged_backup_is_a_source_that_is_refused(run, backup, tmp_path, kind: str) -> None:
+    key = key_of(run, kind)
+    flip(run, key)
+    (found,) = await repair(run, backup=TornStore(tmp_path / "replica"), is_applied=True)
+    assert (found.key, found.state) == (key, State.REFUSED)
+    assert f"replica: object {backup.uri(key)} is torn" in found.detail
 
 
 async def test_what_nobody_has_is_refused_and_says_where_to_look(run) -> None:
