@@ -25,7 +25,7 @@ from millrace.runlog.index import RunIndex, read_index
 from millrace.runlog.names import Names
 from millrace.runlog.rebuild import open_or_rebuild, open_reopened
 from millrace.runlog.recover import load_history
-from millrace.runlog.revisions import has_ended
+from millrace.runlog.revisions import has_ended, is_end
 from millrace.storage import ObjectStore
 from millrace.v1 import run_pb2
 
@@ -112,6 +112,11 @@ class RunCatalog:
     async def open_reopened(self, uid: str) -> RunLog:
         """The log of a run that was reopened, without the closing header that does not count any more."""
         return await open_reopened(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
+
+    async def is_end(self, uid: str, state: run_pb2.RunState) -> bool:
+        """Whether an event of this terminal state is true: the headers close the run so, or did before a reopening."""
+        name = run_pb2.RunState.Name(state).removeprefix("RUN_STATE_")
+        return await asyncio.to_thread(is_end, self._store, Names(self._prefix, uid), name)
 
     def drive_failed(self, uid: str, error: MillraceError) -> None:
         """A drive found damage that no look at the run reads: it is shown until a drive gets ahead."""

@@ -208,8 +208,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             view = self._catalog.known(uid) or view  # a rebuilt log makes a new one
             has_ended = view.is_terminal  # then what is there is all
             for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
-                last_sent = time.monotonic()
-                has_ended = event.HasField("state_changed") and event.state_changed.new_state in TERMINAL
+                is_end = event.HasField("state_changed") and event.state_changed.new_state in TERMINAL
+                if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
+                    continue  # nobody's: whoever heard of it would stop to watch
+                last_sent, has_ended = time.monotonic(), is_end
                 yield run_service_pb2.WatchRunResponse(event=event)
             if has_ended:
                 view = await self._catalog.find(uid)

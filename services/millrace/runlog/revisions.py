@@ -180,6 +180,21 @@ def has_ended(store: ObjectStore, names: Names) -> bool:
     return decode_header(header).kind == batch_pb2.BATCH_KIND_CLOSE
 
 
+def is_end(store: ObjectStore, names: Names, state: str) -> bool:
+    """Whether a run has ended in `state` ("SUCCEEDED", …), or had failed so before it was reopened, or is deleted."""
+    try:
+        newest = load_newest(store, names)
+    except NotFoundError:
+        return True
+    headers = [] if newest is None else [decode_header(data) for data in newest[1].revisions]
+    outcome = batch_pb2.RunOutcome.Value(f"RUN_OUTCOME_{state}")
+    if any(header.kind == batch_pb2.BATCH_KIND_CLOSE and header.outcome == outcome for header in headers):
+        return True
+    if store.head(names.tombstone) is not None:
+        return True
+    return state == "FAILED" and next(iter(store.list(names.reopenings)), None) is not None
+
+
 def is_reopened(store: ObjectStore, names: Names) -> bool:
     """Whether a run that has failed goes on: it was reopened, and has not ended again."""
     return next(iter(store.list(names.reopenings)), None) is not None and not has_ended(store, names)

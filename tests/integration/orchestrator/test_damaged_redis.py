@@ -8,6 +8,7 @@ import pytest
 from orchestrator_runs import bodies, create, get, resolutions, states, until, watch
 from test_log_loss import headers_of, require_clean
 
+from millrace.client.runs import RunsClient
 from millrace.errors import MillraceError
 from millrace.internal.v1 import batch_pb2, policy_pb2, rollout_pb2
 from millrace.orchestrator import housekeeping, manager
@@ -158,6 +159,27 @@ async def test_events(attacked: Attacked) -> None:
     assert len(warnings(events, "FOREIGN")) == 1, "what can be read is an event"
     archived = list(attacked.stack.deps["store"].list(attacked.names.event_archive))
     assert archived and "777" not in archived[-1].key
+
+
+async def test_an_event_of_an_end_that_no_header_is_ends_no_watch(attacked: Attacked) -> None:
+    """Told by somebody else at any time: neither the watchers of then nor those who replay it later stop there."""
+    key, generation = attacked.key(Stream.EVENTS), await attacked.generation()
+    for number, state in enumerate((run_pb2.RUN_STATE_CANCELLED, run_pb2.RUN_STATE_FAILED), start=1):
+        end = event_pb2.Event(writer="nobody", writer_sequence=number)
+        end.state_changed.new_state = state
+        await attacked.redis.xadd(key, entry(end.SerializeToString()), id=f"{generation}-*")
+    client = RunsClient(attacked.stack.runs, to="the orchestrator")
+    following = asyncio.create_task(_follow(client, attacked.run.name))
+    await asyncio.sleep(1.0)  # both have read it
+    assert not attacked.watching.done() and not following.done()
+    attacked.trainer.hold.set()
+    for events in (await attacked.watching, await following, await watch(attacked.stack, attacked.run)):
+        assert states(events)[-1] == "SUCCEEDED"
+        assert not {"CANCELLED", "FAILED"} & set(states(events))
+
+
+async def _follow(client: RunsClient, name: str) -> list:
+    return [event async for event in client.watch(name)]
 
 
 async def test_an_event_of_an_end_that_no_header_is_ends_nothing(attacked: Attacked) -> None:
