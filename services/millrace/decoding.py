@@ -25,6 +25,8 @@ MAX_MESSAGE_BYTES = 1 << 30
 """Largest protobuf message that is read; parsed it takes up to 8 times as much, `bytes` fields no more than before."""
 MAX_NESTED_BYTES = 128 << 20
 """What the messages within a message may take; empty ones have 2 bytes each, and up to 300 when they are parsed."""
+MAX_REQUEST_NESTED_BYTES = 8 << 20
+"""The same of a request: anybody may send many at once, and ten thousand entries of a list take at most 3 MB."""
 MAX_DEPTH = 64
 """Deepest nesting of arrays and objects in a JSON document; ours have at most 12."""
 MAX_INTEGER = (1 << 62) - 1
@@ -37,6 +39,7 @@ MAX_ITEMS = 1 << 22
 M = TypeVar("M", bound="Message")
 
 _COUNTED_FROM_BYTES = 1 << 20  # what is smaller cannot become more than some 150 MB
+_REQUEST_COUNTED_FROM_BYTES = 64 << 10  # and this not more than 10 MB
 _MESSAGE_BYTES, _FIELD_BYTES = 48, 8  # what a parsed message takes: measured with upb
 _MAX_EMPTY_FRAME = 32
 _LENGTH_DELIMITED, _FIXED_BYTES = 2, {1: 8, 5: 4}  # wire types
@@ -106,9 +109,11 @@ def decode_message(
 def decode_request(parse: Callable[[bytes], Any], data: bytes) -> Any:
     """The message of a call as `parse`, the deserializer of its generated code, makes it.
 
-    InvalidSpecError if the bytes are none.
+    InvalidSpecError if the bytes are none, or hold so many messages that these would be too large.
     """
     try:
+        if len(data) >= _REQUEST_COUNTED_FROM_BYTES:
+            _check_nested(parse.__self__.DESCRIPTOR, memoryview(data), most=MAX_REQUEST_NESTED_BYTES)  # type: ignore[attr-defined]
         return parse(data)
     except _decode_errors() as error:
         wrong = Violation(field="request", message=f"{len(data)} bytes that are not the call's message")
@@ -166,12 +171,12 @@ def _decode_errors() -> tuple[type[Exception], ...]:
     return DecodeError, ValueError, RecursionError
 
 
-def _check_nested(kind: Any, data: memoryview) -> None:
-    """ValueError if the messages within one take more than `MAX_NESTED_BYTES`; one pass over those that hold others.
+def _check_nested(kind: Any, data: memoryview, *, most: int = MAX_NESTED_BYTES) -> None:
+    """ValueError if the messages within one take more than `most` bytes; one pass over those that hold others.
 
     Looked at is what a parser would make messages of; where the bytes are malformed it says so itself.
     """
-    left, todo = MAX_NESTED_BYTES, [(kind, data)]
+    left, todo = most, [(kind, data)]
     while todo:
         kind, data = todo.pop()
         inner = {field.number: field.message_type for field in kind.fields if field.message_type is not None}

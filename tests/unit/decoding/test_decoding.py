@@ -6,9 +6,9 @@ import tracemalloc
 import pytest
 import zstandard
 
-from millrace.decoding import decode_json, decode_message, decode_object, decompress
-from millrace.errors import CorruptObjectError
-from millrace.internal.v1 import rollout_pb2
+from millrace.decoding import decode_json, decode_message, decode_object, decode_request, decompress
+from millrace.errors import CorruptObjectError, InvalidSpecError
+from millrace.internal.v1 import rollout_pb2, worker_service_pb2
 from millrace.rollouts.wire import decode_archive
 from millrace.v1 import event_pb2
 
@@ -120,3 +120,13 @@ def test_a_large_message_is_read() -> None:
     for damaged in (b"\xff" * (2 << 20), archive.SerializeToString()[:-1], b"\x0b" * (2 << 20)):
         with pytest.raises(CorruptObjectError):
             decode_message(rollout_pb2.RolloutArchive, damaged, **WHERE)
+
+
+def test_a_request_of_very_many_messages_is_not_parsed():
+    empty = b"\x12\x00"  # a wait: 2 bytes, and a hundred when it is parsed
+    with pytest.raises(InvalidSpecError) as refused:
+        decode_request(worker_service_pb2.HeartbeatRequest.FromString, empty * (2 << 20))
+    assert refused.value.reason == "REQUEST_MALFORMED"
+    waits = [event_pb2.Wait(owner="env-server", reason="r" * 100)] * 10_000
+    many = worker_service_pb2.HeartbeatRequest(waits=waits).SerializeToString()
+    assert len(decode_request(worker_service_pb2.HeartbeatRequest.FromString, many).waits) == 10_000
