@@ -187,8 +187,9 @@ class CheckpointStore:
         except CorruptObjectError as error:
             log.warning("a damaged checkpoint is written again", extra={"step": step, "error": error.message})
             return next_revision(self._store, key), None
-        self._require_ours(manifest, chain_hash=chain_hash, run_hash=run_hash)
-        return (next_revision(self._store, key), None) if step in self._damaged else (key, manifest)
+        if step in self._damaged:  # whatever it says
+            return next_revision(self._store, key), None
+        return key, self._require_ours(manifest, chain_hash=chain_hash, run_hash=run_hash)
 
     def _require_objects(self, manifest: CheckpointManifest) -> None:
         """CorruptObjectError unless every object is there in the size that the manifest says."""

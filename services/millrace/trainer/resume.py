@@ -1,11 +1,16 @@
-"""Continues from the newest checkpoint that is whole; one that is damaged is left aside, and said."""
+"""Continues from the newest checkpoint that is whole; one that is damaged is left aside, and said.
+
+One that is whole but not of this trainer (other conditions, another base, other shapes) is no damage: resuming stops
+and says what differs. But all checkpoints of a run are alike in that, so that one which differs while an older one fits
+was changed, hashes and all: it is left aside, too.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.names import Names
@@ -60,8 +65,9 @@ def resume(
     """
 
     def restore_one(manifest: CheckpointManifest) -> None:
-        if is_strict:
-            require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
+        with agreed(gang):
+            if is_strict:
+                require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
         restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=base_digest)
 
     found = first_whole(checkpoints, restore_one, gang=gang)
@@ -79,20 +85,28 @@ def first_whole(
 ) -> Resumed:
     """The newest checkpoint (not above step `at_most`) that `use` takes; those behind it are damaged.
 
-    `use` raises CorruptObjectError, at every rank of a gang, for one that is damaged.
+    `use` raises at every rank of a gang: CorruptObjectError for one that is damaged, InvalidStateError for one that is
+    not of this trainer. Where none fits, the newest InvalidStateError is raised.
     """
     damaged: list[DamagedCheckpoint] = []
+    differing: list[InvalidStateError] = []
     for step in _steps(checkpoints, gang=gang, at_most=at_most):
         try:
             manifest = _read(checkpoints, step, gang=gang)
             use(manifest)
-        except CorruptObjectError as error:
-            log.warning("a checkpoint is damaged; trying the one before", extra={"step": step, "error": error.message})
-            checkpoints.note_damaged(step)
+        except (CorruptObjectError, InvalidStateError) as error:
+            log.warning("a checkpoint is not used; trying the one before", extra={"step": step, "error": error.message})
+            differing += [error] if isinstance(error, InvalidStateError) else []
             damaged.append(DamagedCheckpoint(step, error.message))
         else:
-            return Resumed(manifest, tuple(damaged))
-    return Resumed(None, tuple(damaged))
+            break
+    else:
+        if differing:
+            raise differing[0]
+        manifest = None
+    for each in damaged:
+        checkpoints.note_damaged(each.step)
+    return Resumed(manifest, tuple(damaged))
 
 
 def restore(
@@ -105,7 +119,8 @@ def restore(
     base_digest: str = "",
 ) -> None:
     """Fills model and optimizer from a checkpoint, which must be on the same base. Collective in a gang."""
-    require_same_base(manifest, base_digest=base_digest)
+    with agreed(gang):
+        require_same_base(manifest, base_digest=base_digest)
     state = state_tensors(model, optimizer, gang=gang)
     checkpoints.load(manifest, state)
     faults.reach(Point.TRAINER_MID_RESUME, step=manifest.step)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.config.rl import RLConfig
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.storage.commit_points import with_checksum
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -39,10 +39,33 @@ def _flip_lineage(recorder: Recorder, manifest: str) -> None:
 
 def _other_index(recorder: Recorder, manifest: str) -> None:
     """An index that says other things than the files, with every hash redone."""
+
+    def change(tensor: dict[str, Any]) -> None:
+        tensor["pieces"][0][3] += 1
+
+    _redo_index(recorder, manifest, change)
+
+
+def _other(**fields: Any) -> Damage:
+    """A manifest that says other things than it did, with its checksum redone."""
+
+    def change(recorder: Recorder, manifest: str) -> None:
+        raw = json.loads(recorder.store.get(manifest))
+        recorder.store.put(manifest, with_checksum(raw | fields))
+
+    return change
+
+
+def _other_shape(recorder: Recorder, manifest: str) -> None:
+    """An index whose first tensor has one dimension more, with every hash redone."""
+    _redo_index(recorder, manifest, lambda tensor: tensor["shape"].append(1))
+
+
+def _redo_index(recorder: Recorder, manifest: str, change: Callable[[dict[str, Any]], None]) -> None:
     raw = json.loads(recorder.store.get(manifest))
     (item,) = [item for item in raw["objects"] if item["name"] == "index.json"]
     index = json.loads(recorder.store.get(item["key"]))
-    index["tensors"][0]["pieces"][0][3] += 1
+    change(next(tensor for tensor in index["tensors"] if len(tensor["shape"]) > 1))
     data = json.dumps(index).encode()
     recorder.store.put(item["key"], data)
     item |= {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
@@ -50,6 +73,11 @@ def _other_index(recorder: Recorder, manifest: str) -> None:
 
 
 DAMAGE: dict[str, Damage] = {
+    "manifest of other conditions": _other(conditions={"torch": "0.1"}),
+    "manifest of more ranks": _other(world_size=64),
+    "manifest of another config": _other(run_hash="00" * 32),
+    "manifest of adapters on a base": _other(base_digest="another"),
+    "index of other shapes": _other_shape,
     "file flipped": lambda recorder, manifest: _flip(_item(recorder, manifest, "rank-00000.bin")),
     "file missing": lambda recorder, manifest: _item(recorder, manifest, "rank-00000.bin").unlink(),
     "file truncated": lambda recorder, manifest: _item(recorder, manifest, "rank-00000.bin").write_bytes(b"x"),
@@ -88,7 +116,8 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     }
     recorder.train(stop_at=6)
     (warning,) = _warnings(recorder)
-    assert warning.startswith("checkpoint 4 cannot be used: checkpoint ") and "00000004/" in warning
+    assert warning.startswith("checkpoint 4 cannot be used: checkpoint ")
+    assert "00000004/" in warning or "checkpoint 4 of run" in warning or "do not fit the model" in warning
     assert warning.endswith("the run goes on from checkpoint 2")
     assert recorder.digests() == unbroken
     after = {key: recorder.store.get(key) for key in before}
@@ -101,6 +130,17 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     recorder.train(stop_at=6)
     assert len(_warnings(recorder)) == 1, "the new one is whole"
     assert recorder.digests() == unbroken
+
+
+def test_where_no_checkpoint_fits_it_is_told_plainly(recorder: Recorder, make_config: MakeConfig) -> None:
+    recorder.record(make_config(ckpt={"interval": 2}), steps=5, close=False)
+    recorder.train(stop_at=4)
+    for step in recorder.checkpoints():
+        _other(conditions={"torch": "0.1"})(recorder, f"{recorder.root}checkpoints/{step:08d}/manifest.json")
+    with pytest.raises(InvalidStateError, match=r"checkpoint 4 .*torch was 0\.1, is ") as raised:
+        recorder.train(stop_at=5)
+    assert raised.value.reason == "CHECKPOINT_CONDITIONS_DIFFER"
+    assert _warnings(recorder) == [] and recorder.checkpoints() == [2, 4]
 
 
 def _warnings(recorder: Recorder) -> list[str]:
