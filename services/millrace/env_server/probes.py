@@ -93,7 +93,7 @@ class Probes:
                 self._idle.append(worker)
             elif not worker.is_ended:
                 self._end([worker])  # it may still play what was cancelled: nobody plays alone there
-            self._retirement = asyncio.get_running_loop().call_later(self._idle_s, self._retire)
+            self._retire_later()
 
     async def close(self) -> None:
         """End every probe worker; tasks that are played there lose theirs."""
@@ -124,9 +124,15 @@ class Probes:
     async def _make_spare(self) -> None:
         try:
             self._idle.append(await self._start())
+            self._retire_later()  # whoever it was started for may be gone
         except (EnvLoadError, OSError) as error:
             # Whoever probes next starts one, and fails with this error if it comes again.
             logger.warning("no spare probe worker", extra={"env": self._env_id, "error": str(error)})
+
+    def _retire_later(self) -> None:
+        if self._retirement is not None:
+            self._retirement.cancel()
+        self._retirement = asyncio.get_running_loop().call_later(self._idle_s, self._retire)
 
     def _retire(self) -> None:
         if not self.num_probing and not self._num_waiting:

@@ -1,0 +1,59 @@
+"""Probe workers end when nobody probes, whoever went away meanwhile."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from millrace.env_server.probes import Probes
+from millrace.env_server.supervisor import WorkerProcess
+
+
+class Worker:
+    """A worker that only lives."""
+
+    name, num_playing = "worker", 0
+
+    def __init__(self) -> None:
+        self.is_ready, self.is_ended = True, False
+
+    async def close(self) -> None:
+        self.is_ready, self.is_ended = False, True
+
+
+async def test_a_spare_whose_task_was_cancelled_is_ended():
+    started: list[Worker] = []
+    go = asyncio.Event()
+
+    async def start() -> WorkerProcess:
+        if started:
+            await go.wait()  # the spare takes its time
+        started.append(Worker())
+        return cast("Any", started[-1])
+
+    probes = Probes("env", start, limit=2, idle_s=0.05)
+
+    async def probe(task_id: str, *, is_deadly: bool) -> None:
+        async with probes.turn(task_id), probes.worker() as worker:
+            while not probes._spare:
+                await asyncio.sleep(0.01)
+            if is_deadly:
+                await worker.close()
+
+    async def play(task_id: str, *, is_deadly: bool) -> None:
+        await asyncio.wait_for(probe(task_id, is_deadly=is_deadly), timeout=30.0)
+
+    probes._num_waiting += 1  # somebody waits, so that a spare is started
+    await play("deadly", is_deadly=True)
+    probes._num_waiting -= 1
+    waiting = asyncio.create_task(play("suspect", is_deadly=False))
+    await asyncio.sleep(0.02)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.sleep(0.1)
+    go.set()
+    async with asyncio.timeout(20.0):
+        while len(started) < 2 or not all(worker.is_ended for worker in started):
+            await asyncio.sleep(0.01)
+    await probes.close()
