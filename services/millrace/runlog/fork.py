@@ -115,25 +115,29 @@ def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> Non
     """
     where = store.uri(Names(prefix, uid).run_json)
     document = decode_object(run_json, what=where, reason="RUN_JSON_CORRUPT")
-    parent = document.get("parent")
-    if parent is None:
+    if document.get("parent") is None:
         return
-    copy = _Copy(
-        store=store,
-        source=Names(prefix, parent["uid"]),
-        target=Names(prefix, uid),
-        run_hash=document["run_hash"],
-        origin=parse_origin(run_json, where=where),
-    )
     try:
-        copy.run(base_step=int(parent["base_step"]), step=int(parent["step"]))
+        parent = Fields(document["parent"], what="parent")
+        source, name = Names(prefix, parent.text("uid")), parent.text("name")
+        base_step, step = parent.integer("base_step"), parent.integer("step")
+        run_hash = Fields(document).text("run_hash")
+    except (ValueError, InvalidSpecError) as error:  # the second: a uid that is none
+        raise CorruptObjectError(
+            f"{where} names no parent to copy: {error}",
+            reason="RUN_JSON_CORRUPT",
+            remedy="restore the object from a replica of the bucket, or fork again with a new request_id",
+        ) from error
+    origin = parse_origin(run_json, where=where)
+    copy = _Copy(store=store, source=source, target=Names(prefix, uid), run_hash=run_hash, origin=origin)
+    try:
+        copy.run(base_step=base_step, step=step)
     except NotFoundError as error:
         raise InvalidStateError(
-            f"run {parent['name']!r} does not keep any more what a fork at step {parent['step']} needs: "
-            f"{error.message}",
+            f"run {name!r} does not keep any more what a fork at step {step} needs: {error.message}",
             reason="PARENT_GONE",
             remedy="fork it again at a newer step, with a new request_id",
-            metadata={"parent": parent["uid"]},
+            metadata={"parent": source.uid},
         ) from error
 
 

@@ -232,6 +232,17 @@ async def test_a_parent_that_has_dropped_it_meanwhile(parent):
     assert raised.value.reason == "PARENT_GONE"
 
 
+@pytest.mark.parametrize("field", ["uid", "name", "step", "base_step"])
+@pytest.mark.parametrize("value", [None, []], ids=["missing", "another type"])
+async def test_a_parent_that_is_not_named_whole_is_a_damaged_run_json(parent, field: str, value: object):
+    whole = plan_fork(parent.store, parent.names, name="demo", step=2).to_json()
+    named = {name: known for name, known in whole.items() if name != field}
+    document = {"run_hash": FORK_HASH, "parent": named if value is None else {**named, field: value}}
+    with pytest.raises(CorruptObjectError, match=f"run.json names no parent to copy: parent.{field} is") as raised:
+        copy_fork(parent.store, parent.names.prefix, new_uid(), json.dumps(document).encode())
+    assert raised.value.reason == "RUN_JSON_CORRUPT"
+
+
 async def test_a_store_that_is_away_leaves_nothing_visible(parent):
     def away(store, prefix, uid, run_json):
         raise UnavailableError("the store is away", reason="STORE_DOWN")
