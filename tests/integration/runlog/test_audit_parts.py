@@ -3,11 +3,14 @@
 import hashlib
 import json
 import os
+import time
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from recorded_log import (
+    ENDED_AT,
     NUM_EVENTS,
     NUM_REPORTS,
     STEPS,
@@ -23,7 +26,7 @@ from recorded_log import (
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog import EventWriter, RunLog, Stream
-from millrace.runlog.audit import mirror, named
+from millrace.runlog.audit import audit_run, mirror, named
 from millrace.runlog.audit.told import Told
 from millrace.runlog.entry import FORMAT_MAJOR
 from millrace.runlog.epochs import latest_epoch
@@ -362,3 +365,32 @@ async def test_a_run_that_was_reopened_before_its_end_was_sealed(run):
     report = await audit(run, offline=True)
     assert "SEAL_MISSING" not in {finding.check for finding in report.violations}
     assert "SEAL_MISSING" in {note.check for note in report.notes}
+
+
+@pytest.mark.parametrize(
+    ("clock_s", "is_accused"),
+    [(lambda: time.time(), False), (lambda: ENDED_AT + 3000.0, False), (lambda: time.time() + 7200.0, True)],
+    ids=["the writer's clock was years behind", "the audit's clock is years behind", "it was long ago"],
+)
+async def test_no_clock_alone_accuses_a_run_without_a_seal(run, clock_s, is_accused: bool):
+    """The recorded run was closed just now on the store's clock, and long ago on that of who tells of it."""
+    run.store.delete(run.names.seal(0))
+    report = await audit_run(None, run.store, prefix=run.names.prefix, uid=run.names.uid, clock=clock_s)
+    accused = {finding.check for finding in report.violations}
+    assert accused == ({"SEAL_MISSING"} if is_accused else set())
+    assert is_accused or "SEAL_MISSING" in {note.check for note in report.notes}
+
+
+@pytest.mark.parametrize(
+    ("audited_s", "closed_s", "is_accused"), [(-5000.0, -9000.0, False), (5000.0, 9000.0, False), (5000.0, 0.0, True)]
+)
+async def test_no_clock_alone_accuses_a_closed_run_without_an_end(
+    run, monkeypatch, audited_s: float, closed_s: float, is_accused: bool
+):
+    """Its events are of now: where they, or the header, are newer than the audit, the end may still come."""
+    monkeypatch.setattr(Told, "end", None)
+    run.store.delete(run.names.seal(0))
+    now, header = time.time(), Path(run.store.uri(run.names.batch_header(STEPS)).removeprefix("file://"))
+    os.utime(header, (now + closed_s, now + closed_s))
+    report = await audit_run(None, run.store, prefix=run.names.prefix, uid=run.names.uid, clock=lambda: now + audited_s)
+    assert ("END_NOT_REPORTED" in {finding.check for finding in report.violations}) is is_accused

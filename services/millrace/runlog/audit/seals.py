@@ -7,7 +7,10 @@ from millrace.runlog.seal import Seal, seal_key
 from millrace.v1 import run_pb2
 
 GRACE_S = 300.0
-"""How long an ended run may be without its seal: an orchestrator that starts again seals it."""
+"""How long an ended run may be without its seal: an orchestrator that starts again seals it.
+
+Nobody accuses a run because one clock jumped: both its writers' clocks and the store's must say that it was long ago.
+"""
 END_GRACE_S = 3600.0
 """How long a closed run may be without an event of its end: the trainer writes its last version and checkpoint."""
 
@@ -18,7 +21,7 @@ class SealCheck:
     def __init__(self, audit: Audit) -> None:
         self._audit = audit
         self._seals: dict[str, Seal] = {}
-        self._newest = ""
+        self._closing_key = ""
         self.saved: dict[int, str] = {}
         """sha256 (hex) of the manifests of checkpoints that seals name, by step."""
 
@@ -49,7 +52,7 @@ class SealCheck:
 
         `closing_key` is that of the closing header in force, empty if there is none.
         """
-        self._newest = closing_key
+        self._closing_key = closing_key
         findings, names = self._audit.findings, self._audit.names
         for key, seal in self._seals.items():
             if seal.run_uid != names.uid:
@@ -64,7 +67,7 @@ class SealCheck:
         if told.end is None:
             if wanted in self._seals:
                 findings.violation("END_NOT_REPORTED", "the run is sealed, and no event says that it ended")
-            elif self._is_closed_since(now - END_GRACE_S):
+            elif closing_key and now - self._newest_at(told.newest_at) > END_GRACE_S:
                 findings.violation(
                     "END_NOT_REPORTED",
                     "the run was closed long ago, and no event says that it ended: an orchestrator that runs ends it; "
@@ -81,14 +84,15 @@ class SealCheck:
                 f"the run ended as {state}, and {self._audit.uri(wanted)} does not exist: an orchestrator that runs "
                 "seals it; if one does, somebody removed it"
             )
-            (findings.note if abs(now - at) < GRACE_S else findings.violation)("SEAL_MISSING", message)
+            is_old = now - self._newest_at(at) > GRACE_S
+            (findings.violation if is_old else findings.note)("SEAL_MISSING", message)
         elif seal is not None and " later" in seal.by:
             findings.note("SEALED_LATER", f"sealed by {seal.by} at {seal.time}: what was changed before is not sealed")
 
-    def _is_closed_since(self, at: float) -> bool:
-        """Whether the newest header is a closing one and was written before `at`, on the store's clock."""
-        found = self._audit.store.head(self._newest) if self._newest else None
-        return found is not None and found.modified < at
+    def _newest_at(self, told_at: float) -> float:
+        """When the run was closed: the later of what an event says and of the header's time, on the store's clock."""
+        found = self._audit.store.head(self._closing_key) if self._closing_key else None
+        return max(told_at, found.modified if found is not None else 0.0)
 
     def _note_checkpoint(self, key: str, sha256: str) -> None:
         full, prefix = self._audit.names.root + key, self._audit.names.checkpoints

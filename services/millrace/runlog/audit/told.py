@@ -32,11 +32,14 @@ class Told:
     """Digest and sha256 of the manifest (hex) by lineage and version."""
     saved: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     """sha256 (hex) of manifests of checkpoints by step."""
+    newest_at: float = 0.0
+    """The latest time of any event (seconds since the epoch, on the clock of its writer)."""
     ends: list[tuple[event_pb2.StateChanged, float, tuple[int, int]]] = field(default_factory=list)
     """Changes to a terminal state, when (seconds since the epoch, on the writer's clock), and where in the stream."""
 
     def add(self, event: event_pb2.Event, at: tuple[int, int]) -> None:
         """Take an event that was not taken before; `at` are the numbers of its entry's id."""
+        self.newest_at = max(self.newest_at, event.time.seconds + event.time.nanos / 1e9)
         match event.WhichOneof("body"):
             case "batch_committed":
                 self.committed[event.batch_committed.step] = event.batch_committed
