@@ -145,14 +145,14 @@ def write_attestation(store: ObjectStore, names: Names, attestation: Attestation
     )
 
 
-def unsigned(names: Names, *, run: str, step: int, chain: bytes, seal: bytes | None) -> Attestation:
-    """What there is to sign of a run now."""
+def unsigned(names: Names, *, run: str, step: int, chain: bytes, seal_sha256: str) -> Attestation:
+    """What there is to sign of a run now; `seal_sha256` (hex) is empty if it has not ended."""
     return Attestation(
         run_uid=names.uid,
         run=run,
         step=step,
         chain_hash=chain.hex(),
-        seal_sha256="" if seal is None else hashlib.sha256(seal).hexdigest(),
+        seal_sha256=seal_sha256,
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         algorithm="",
         key_id="",

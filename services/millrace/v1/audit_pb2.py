@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/audit.proto\x12\x0bmillrace.v1\"\x87\x06\n\x0b\x41uditReport\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07run_uid\x18\x02 \x01(\t\x12\x11\n\tis_closed\x18\x03 \x01(\x08\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x12\n\nfirst_step\x18\x05 \x01(\x04\x12\x12\n\nchain_hash\x18\x06 \x01(\t\x12\x13\n\x0bnum_trained\x18\x07 \x01(\x04\x12\x36\n\x07\x64ropped\x18\x08 \x03(\x0b\x32%.millrace.v1.AuditReport.DroppedEntry\x12\x10\n\x08num_open\x18\t \x01(\x04\x12\x16\n\x0enum_duplicates\x18\n \x01(\x04\x12\x14\n\x0cnum_rollouts\x18\x0b \x01(\x04\x12\x14\n\x0cnum_policies\x18\x0c \x01(\x04\x12\x14\n\x0cnum_lineages\x18\r \x01(\r\x12\x12\n\nnum_events\x18\x0e \x01(\x04\x12\x13\n\x0bnum_writers\x18\x0f \x01(\r\x12\x17\n\x0fnum_generations\x18\x10 \x01(\r\x12\x34\n\x06\x65pochs\x18\x11 \x03(\x0b\x32$.millrace.v1.AuditReport.EpochsEntry\x12-\n\nviolations\x18\x12 \x03(\x0b\x32\x19.millrace.v1.AuditFinding\x12(\n\x05notes\x18\x13 \x03(\x0b\x32\x19.millrace.v1.AuditFinding\x12+\n\x08not_seen\x18\x14 \x03(\x0b\x32\x19.millrace.v1.AuditFinding\x12\x0f\n\x07is_deep\x18\x15 \x01(\x08\x12\x17\n\x0fnum_checkpoints\x18\x16 \x01(\x04\x12\x1a\n\x12num_bytes_verified\x18\x17 \x01(\x04\x12\x18\n\x10num_attestations\x18\x18 \x01(\r\x12\x16\n\x0ereplayed_steps\x18\x19 \x03(\x04\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0b\x45pochsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\".\n\x0c\x41uditFinding\x12\r\n\x05\x63heck\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/audit.proto\x12\x0bmillrace.v1\"\x9c\x06\n\x0b\x41uditReport\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07run_uid\x18\x02 \x01(\t\x12\x11\n\tis_closed\x18\x03 \x01(\x08\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x12\n\nfirst_step\x18\x05 \x01(\x04\x12\x12\n\nchain_hash\x18\x06 \x01(\t\x12\x13\n\x0bnum_trained\x18\x07 \x01(\x04\x12\x36\n\x07\x64ropped\x18\x08 \x03(\x0b\x32%.millrace.v1.AuditReport.DroppedEntry\x12\x10\n\x08num_open\x18\t \x01(\x04\x12\x16\n\x0enum_duplicates\x18\n \x01(\x04\x12\x14\n\x0cnum_rollouts\x18\x0b \x01(\x04\x12\x14\n\x0cnum_policies\x18\x0c \x01(\x04\x12\x14\n\x0cnum_lineages\x18\r \x01(\r\x12\x12\n\nnum_events\x18\x0e \x01(\x04\x12\x13\n\x0bnum_writers\x18\x0f \x01(\r\x12\x17\n\x0fnum_generations\x18\x10 \x01(\r\x12\x34\n\x06\x65pochs\x18\x11 \x03(\x0b\x32$.millrace.v1.AuditReport.EpochsEntry\x12-\n\nviolations\x18\x12 \x03(\x0b\x32\x19.millrace.v1.AuditFinding\x12(\n\x05notes\x18\x13 \x03(\x0b\x32\x19.millrace.v1.AuditFinding\x12+\n\x08not_seen\x18\x14 \x03(\x0b\x32\x19.millrace.v1.AuditFinding\x12\x0f\n\x07is_deep\x18\x15 \x01(\x08\x12\x17\n\x0fnum_checkpoints\x18\x16 \x01(\x04\x12\x1a\n\x12num_bytes_verified\x18\x17 \x01(\x04\x12\x18\n\x10num_attestations\x18\x18 \x01(\r\x12\x16\n\x0ereplayed_steps\x18\x19 \x03(\x04\x12\x13\n\x0bseal_sha256\x18\x1a \x01(\t\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0b\x45pochsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\".\n\x0c\x41uditFinding\x12\r\n\x05\x63heck\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,11 +36,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AUDITREPORT_EPOCHSENTRY']._loaded_options = None
   _globals['_AUDITREPORT_EPOCHSENTRY']._serialized_options = b'8\001'
   _globals['_AUDITREPORT']._serialized_start=41
-  _globals['_AUDITREPORT']._serialized_end=816
-  _globals['_AUDITREPORT_DROPPEDENTRY']._serialized_start=723
-  _globals['_AUDITREPORT_DROPPEDENTRY']._serialized_end=769
-  _globals['_AUDITREPORT_EPOCHSENTRY']._serialized_start=771
-  _globals['_AUDITREPORT_EPOCHSENTRY']._serialized_end=816
-  _globals['_AUDITFINDING']._serialized_start=818
-  _globals['_AUDITFINDING']._serialized_end=864
+  _globals['_AUDITREPORT']._serialized_end=837
+  _globals['_AUDITREPORT_DROPPEDENTRY']._serialized_start=744
+  _globals['_AUDITREPORT_DROPPEDENTRY']._serialized_end=790
+  _globals['_AUDITREPORT_EPOCHSENTRY']._serialized_start=792
+  _globals['_AUDITREPORT_EPOCHSENTRY']._serialized_end=837
+  _globals['_AUDITFINDING']._serialized_start=839
+  _globals['_AUDITFINDING']._serialized_end=885
 # @@protoc_insertion_point(module_scope)

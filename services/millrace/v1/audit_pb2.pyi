@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AuditReport(_message.Message):
-    __slots__ = ("run", "run_uid", "is_closed", "num_steps", "first_step", "chain_hash", "num_trained", "dropped", "num_open", "num_duplicates", "num_rollouts", "num_policies", "num_lineages", "num_events", "num_writers", "num_generations", "epochs", "violations", "notes", "not_seen", "is_deep", "num_checkpoints", "num_bytes_verified", "num_attestations", "replayed_steps")
+    __slots__ = ("run", "run_uid", "is_closed", "num_steps", "first_step", "chain_hash", "num_trained", "dropped", "num_open", "num_duplicates", "num_rollouts", "num_policies", "num_lineages", "num_events", "num_writers", "num_generations", "epochs", "violations", "notes", "not_seen", "is_deep", "num_checkpoints", "num_bytes_verified", "num_attestations", "replayed_steps", "seal_sha256")
     class DroppedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class AuditReport(_message.Message):
     NUM_BYTES_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     NUM_ATTESTATIONS_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SEAL_SHA256_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_uid: str
     is_closed: bool
@@ -72,7 +73,8 @@ class AuditReport(_message.Message):
     num_bytes_verified: int
     num_attestations: int
     replayed_steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., run_uid: _Optional[str] = ..., is_closed: bool = ..., num_steps: _Optional[int] = ..., first_step: _Optional[int] = ..., chain_hash: _Optional[str] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_open: _Optional[int] = ..., num_duplicates: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., num_policies: _Optional[int] = ..., num_lineages: _Optional[int] = ..., num_events: _Optional[int] = ..., num_writers: _Optional[int] = ..., num_generations: _Optional[int] = ..., epochs: _Optional[_Mapping[str, int]] = ..., violations: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ..., notes: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ..., not_seen: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ..., is_deep: bool = ..., num_checkpoints: _Optional[int] = ..., num_bytes_verified: _Optional[int] = ..., num_attestations: _Optional[int] = ..., replayed_steps: _Optional[_Iterable[int]] = ...) -> None: ...
+    seal_sha256: str
+    def __init__(self, run: _Optional[str] = ..., run_uid: _Optional[str] = ..., is_closed: bool = ..., num_steps: _Optional[int] = ..., first_step: _Optional[int] = ..., chain_hash: _Optional[str] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_open: _Optional[int] = ..., num_duplicates: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., num_policies: _Optional[int] = ..., num_lineages: _Optional[int] = ..., num_events: _Optional[int] = ..., num_writers: _Optional[int] = ..., num_generations: _Optional[int] = ..., epochs: _Optional[_Mapping[str, int]] = ..., violations: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ..., notes: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ..., not_seen: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ..., is_deep: bool = ..., num_checkpoints: _Optional[int] = ..., num_bytes_verified: _Optional[int] = ..., num_attestations: _Optional[int] = ..., replayed_steps: _Optional[_Iterable[int]] = ..., seal_sha256: _Optional[str] = ...) -> None: ...
 
 class AuditFinding(_message.Message):
     __slots__ = ("check", "message")

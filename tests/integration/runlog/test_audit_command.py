@@ -1,12 +1,14 @@
 """`millrace run audit --store`: the audit of a recorded run by a process without any server."""
 
 import asyncio
+import hashlib
 import os
 import sys
 
 import pytest
-from recorded_log import flip, record
+from recorded_log import STEPS, audit, flip, record
 
+from millrace.cli.commands.run_attest import audited_head
 from millrace.runlog.names import Deployment
 
 TIMEOUT_S = 60.0
@@ -94,3 +96,13 @@ async def test_a_damaged_run_is_not_attested(run, tmp_path):
     flip(run, run.header(2).chunks[0].key)
     code, _, err = await millrace(run, "--key", str(key), verb="attest")
     assert code != 0 and "CHUNK_CORRUPT" in err and run.store.head(run.names.attestation(1)) is None
+
+
+async def test_what_is_attested_is_the_seal_that_was_audited(run):
+    """Another one in its place a moment later is not what the signer has looked at."""
+    audited = run.store.get(run.names.seal(0))
+    report = await audit(run, offline=True)
+    run.store.put(run.names.seal(0), audited.replace(b"SUCCEEDED", b"CANCELLED"))
+    head = audited_head(run.names, report)
+    assert head.seal_sha256 == hashlib.sha256(audited).hexdigest()
+    assert (head.step, head.chain_hash) == (STEPS, run.chains[-1].hex())

@@ -101,7 +101,9 @@ def recorded(tmp_path_factory, redis_url) -> Scene:
     for each in (other, names):
         last = decode_header(store.get(each.batch_header(STEPS)))
         chain = chain_hash(last.previous_chain_hash, store.get(each.batch_header(STEPS)))
-        draft = unsigned(each, run="demo", step=STEPS, chain=chain, seal=store.get(each.seal(0)))
+        draft = unsigned(
+            each, run="demo", step=STEPS, chain=chain, seal_sha256=hashlib.sha256(store.get(each.seal(0))).hexdigest()
+        )
         kept = write_attestation(store, each, draft, key)
     return Scene(directory=directory / "store", names=names, other=other, key=key, kept=kept)
 

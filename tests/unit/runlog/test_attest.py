@@ -1,5 +1,6 @@
 """Keys that sign and check attestations: a shared secret, or a pair of which the public half only checks."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def keys(tmp_path: Path) -> dict[str, Path]:
 def test_what_was_signed_is_verified_and_nothing_else(
     local_store: LocalStore, keys: dict[str, Path], signer: str, checker: str
 ) -> None:
-    head = unsigned(NAMES, run="mine", step=7, chain=bytes(32), seal=b"seal")
+    head = unsigned(NAMES, run="mine", step=7, chain=bytes(32), seal_sha256=hashlib.sha256(b"seal").hexdigest())
     signed = write_attestation(local_store, NAMES, head, load_key(keys[signer]))
     stored = Attestation.decode(local_store.get(NAMES.attestation(1)), where="here")
     assert stored == signed
@@ -59,7 +60,9 @@ def test_what_was_signed_is_verified_and_nothing_else(
 def test_a_second_attestation_leaves_the_first(local_store: LocalStore, keys: dict[str, Path]) -> None:
     key = load_key(keys["secret"])
     for step in (1, 2):
-        write_attestation(local_store, NAMES, unsigned(NAMES, run="mine", step=step, chain=bytes(32), seal=None), key)
+        write_attestation(
+            local_store, NAMES, unsigned(NAMES, run="mine", step=step, chain=bytes(32), seal_sha256=""), key
+        )
     found = [local_store.get(info.key) for info in local_store.list(NAMES.attestations)]
     assert [Attestation.decode(data, where="here").step for data in found] == [1, 2]
 
@@ -80,7 +83,7 @@ def test_a_key_that_is_none_is_named(keys: dict[str, Path], name: str, says: str
 
 
 def test_a_public_key_signs_nothing_and_no_key_shows_itself(local_store: LocalStore, keys: dict[str, Path]) -> None:
-    head = unsigned(NAMES, run="mine", step=7, chain=bytes(32), seal=None)
+    head = unsigned(NAMES, run="mine", step=7, chain=bytes(32), seal_sha256="")
     with pytest.raises(InvalidSpecError, match="cannot sign"):
         write_attestation(local_store, NAMES, head, load_key(keys["public"]))
     secret = keys["secret"].read_bytes()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from millrace.runlog.attest import Attestation
     from millrace.runlog.names import Names
     from millrace.storage import ObjectStore
+    from millrace.v1.audit_pb2 import AuditReport
 
 
 @click.command()
@@ -43,7 +44,7 @@ def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: st
 
     objects, deployment = open_run_store(store), store_prefix(prefix)
     names = Names(deployment, find_uid(objects, deployment, name))
-    signed = write_attestation(objects, names, _unsigned(objects, names), load_key(key))
+    signed = write_attestation(objects, names, audited_head(names, _audit(objects, names)), load_key(key))
     if out is not None:
         try:
             out.write_bytes(signed.encode())
@@ -53,25 +54,28 @@ def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: st
     return 0
 
 
-def _unsigned(store: "ObjectStore", names: "Names") -> "Attestation":
-    """What an audit of the store finds to be the head of the run; CliError if it finds violations."""
+def _audit(store: "ObjectStore", names: "Names") -> "AuditReport":
+    """What an audit of the store finds."""
     from millrace.cli import interrupts
-    from millrace.runlog.attest import unsigned
     from millrace.runlog.audit import audit_run
-    from millrace.runlog.seal import seal_key
 
     async def work(_: interrupts.Interrupts):
         return await audit_run(None, store, prefix=names.prefix, uid=names.uid)
 
-    report = interrupts.run(work)
+    return interrupts.run(work)
+
+
+def audited_head(names: "Names", report: "AuditReport") -> "Attestation":
+    """The head of the run as its audit has read it, its seal included; CliError if the audit finds violations."""
+    from millrace.runlog.attest import unsigned
+
     if report.violations:
         raise CliError(
             f"{report.run} is not attested: its audit finds {len(report.violations)} violations, first "
             f"{report.violations[0].check}: {report.violations[0].message}",
             hint="see `millrace run audit`",
         )
-    key = seal_key(store, names)
-    seal = store.get(key) if store.head(key) is not None else None
     step = int(report.first_step + report.num_steps) - (0 if report.is_closed else 1)
     chain = bytes.fromhex(report.chain_hash)
-    return unsigned(names, run=report.run.removeprefix("runs/"), step=step, chain=chain, seal=seal)
+    run, seal_sha256 = report.run.removeprefix("runs/"), report.seal_sha256
+    return unsigned(names, run=run, step=step, chain=chain, seal_sha256=seal_sha256)

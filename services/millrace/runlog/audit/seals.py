@@ -1,5 +1,7 @@
 """Seals: an ended run has one, and it says what the log says."""
 
+import hashlib
+
 from millrace.runlog.audit.findings import Audit
 from millrace.runlog.audit.named import NamedCheck
 from millrace.runlog.audit.told import Told
@@ -21,6 +23,7 @@ class SealCheck:
     def __init__(self, audit: Audit) -> None:
         self._audit = audit
         self._seals: dict[str, Seal] = {}
+        self._hashes: dict[str, str] = {}
         self._closing_key = ""
         self.saved: dict[int, str] = {}
         """sha256 (hex) of the manifests of checkpoints that seals name, by step."""
@@ -41,6 +44,7 @@ class SealCheck:
             data = audit.get(info.key, what=what)
             if data is None:
                 continue
+            self._hashes[info.key] = hashlib.sha256(data).hexdigest()
             with audit.reading("SEAL_CORRUPT", what):
                 seal = self._seals[info.key] = Seal.decode(data, where=what)
                 named.add_seal(seal.objects, by=what)
@@ -64,6 +68,7 @@ class SealCheck:
                     f"{closings[-1].hex()[:16] if closings else 'no end'}…",
                 )
         wanted = seal_key(self._audit.store, names)
+        self._audit.report.seal_sha256 = self._hashes.get(wanted, "")
         if told.end is None:
             if wanted in self._seals:
                 findings.violation("END_NOT_REPORTED", "the run is sealed, and no event says that it ended")
