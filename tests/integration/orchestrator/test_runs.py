@@ -5,6 +5,7 @@ import json
 
 import pytest
 from orchestrator_runs import bodies, config_json, create, watch
+from patience import patient
 
 from millrace.errors import AlreadyExistsError, InvalidSpecError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
@@ -222,3 +223,26 @@ async def test_pages_and_bad_tokens(stack) -> None:
     assert [run.name for run in rest.runs] == [names[0]] and not rest.next_page_token
     with pytest.raises(InvalidSpecError, match="page_token"):
         await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest(page_token="!!"))
+
+
+async def test_large_configs_do_not_keep_the_others_waiting(stack):
+    """Eight at once, each as large as any may be; checked beside the event loop, two at a time."""
+    known = await create(stack, run_id="known")
+    args = {f"name-{number}": [number, "text"] * 8 for number in range(3_500)}  # evaluations have them, too
+    text = config_json(env=[{"id": "reverse-text", "args": args}])
+    assert 1 << 19 < len(text) <= 1 << 20
+
+    async def submit(number: int) -> str:
+        request = run_service_pb2.CreateRunRequest(
+            kind=run_pb2.RUN_KIND_RL, config_json=text, run_id=f"large-{number}", validate_only=True
+        )
+        return (await call(stack.runs.CreateRun, request, timeout_s=patient(60.0))).run.name
+
+    submitted = asyncio.gather(*(submit(number) for number in range(8)))
+    num_answers = 0
+    while not submitted.done():
+        listed = await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest(), timeout_s=patient(5.0))
+        assert [run.uid for run in listed.runs] == [known.uid]
+        num_answers += 1
+    assert await submitted == [f"runs/large-{number}" for number in range(8)]
+    assert num_answers > 2, "while they were checked"

@@ -20,7 +20,7 @@ from recorded_log import (
 from millrace.errors import NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.wire import decode_archive
-from millrace.runlog import chain_hash, new_uid
+from millrace.runlog import chain_hash, commit_batch, new_uid
 from millrace.runlog.audit import audit_run
 
 
@@ -48,6 +48,34 @@ async def test_a_whole_run_is_clean_and_counted(run):
 async def test_a_run_that_goes_on_is_clean(log, redis, local_store):
     report = await audit(await record(log, redis, local_store, closes=False))
     assert list(report.violations) == [] and not report.is_closed
+
+
+async def test_a_run_whose_rollouts_lie_in_the_spool_only_is_not_called_seen(log, redis, local_store):
+    """What an env-server holds is in no store: the audit says that it did not see it, and why."""
+    run = await record(log, redis, local_store, closes=False, steps=0, checkpoints=())
+    report = await audit(run)
+    assert list(report.violations) == [] and (report.num_steps, report.num_rollouts) == (0, 0)
+    (unseen,) = [each.message for each in report.not_seen if each.check == "SPOOLS"]
+    assert "spools of its env-servers" in unseen and "were not seen" in unseen
+    assert "NOTHING_RESOLVED" not in {each.check for each in report.not_seen}, "it may still come"
+
+
+async def test_a_closed_run_that_resolved_nothing_is_not_called_seen(log, redis, local_store):
+    """Its rollouts may have been played, and lost with the spool: nothing in the log says that there were any."""
+    run = await record(log, redis, local_store, closes=False, steps=0, checkpoints=())
+    epoch = await log.acquire_epoch("orchestrator", "o")
+    header = batch_pb2.BatchHeader(
+        run_uid=log.uid,
+        run_hash=log.run_hash,
+        kind=batch_pb2.BATCH_KIND_CLOSE,
+        outcome=batch_pb2.RUN_OUTCOME_CANCELLED,
+        previous_chain_hash=run.chain,
+    )
+    await commit_batch(log, epoch, header, [], b"")
+    report = await audit(run, offline=True)
+    unseen = {each.check: each.message for each in report.not_seen}
+    assert "no header resolves an ordinal" in unseen["NOTHING_RESOLVED"] and "SPOOLS" not in unseen
+    assert report.is_closed and (report.num_trained, dict(report.dropped)) == (0, {})
 
 
 async def test_the_store_alone_is_enough(run):

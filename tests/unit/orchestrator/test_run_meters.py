@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
+from millrace.errors import CorruptObjectError
 from millrace.orchestrator import manager as manager_module
 from millrace.orchestrator import meters, run_meters
 from millrace.orchestrator.manager import RunManager
@@ -50,6 +51,22 @@ def _batch(view: RunView, at: float, step: int) -> None:
 def _exported(*views: RunView) -> CollectorRegistry:
     catalog, manager = SimpleNamespace(views=list(views)), SimpleNamespace(driven=list)
     return meters.registry_of(manager, catalog, WorkerRegistry())  # type: ignore[arg-type]
+
+
+def test_a_run_that_cannot_be_read_counts_as_damaged_until_it_can() -> None:
+    sick, healthy = _view("sick"), _view("healthy")
+    for view in (sick, healthy):
+        _state(view, 100.0, RUNNING)
+    exported = _exported(sick, healthy)
+
+    def counted() -> dict[str, float | None]:
+        return {state: exported.get_sample_value("millrace_runs", {"state": state}) for state in ("damaged", "running")}
+
+    assert counted() == {"damaged": 0.0, "running": 2.0}
+    sick.damage = CorruptObjectError("header 3 cannot be read", reason="BATCH_CORRUPT")
+    assert counted() == {"damaged": 1.0, "running": 1.0}
+    sick.damage = None
+    assert counted() == {"damaged": 0.0, "running": 2.0}
 
 
 def test_a_new_drive_does_not_make_a_stall_young() -> None:
