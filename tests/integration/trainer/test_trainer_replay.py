@@ -1,5 +1,6 @@
 """`millrace run replay` over recorded logs: equal digests, differing tensors, another loss, and nothing written."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -7,13 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from millrace.cli import audit_here
 from millrace.cli.main import main
 from millrace.config.rl import RLConfig
+from millrace.internal.v1 import batch_pb2
+from millrace.policies.prove import prove_policies
 from millrace.policies.publish import publish_policy
 from millrace.policies.pull import pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
+from millrace.rollouts.batch_wire import decode_header
+from millrace.runlog import chain_hash
+from millrace.runlog.audit import Depth, audit_run
+from millrace.runlog.names import Names
 from millrace.storage.commit_points import with_checksum
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -213,3 +222,38 @@ def test_a_store_that_is_not_there(
     monkeypatch.delenv("MILLRACE_STORE_URL", raising=False)
     assert main(["run", "replay", "x", "--step", "1", *(("--store", store) if store else ())]) == 2
     assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_changed_batch_with_every_hash_redone_is_found_by_a_replay_only(
+    recorder: Recorder, make_config: MakeConfig
+) -> None:
+    """The newest header is named by nothing yet: only the weights that were made of its batch contradict it."""
+    recorder.record(make_config(ckpt={"interval": 2}), steps=3, close=False)
+    recorder.train(stop_at=3)
+    recorder.store.create(f"{recorder.prefix}/names/tiny-run", recorder.uid.encode())
+    names = Names(recorder.prefix, recorder.uid)
+
+    def audited() -> tuple[set[str], set[str], list[int]]:
+        depth = Depth(is_deep=True, prove=prove_policies)
+        found = recorder.call(audit_run(None, recorder.store, prefix=recorder.prefix, uid=recorder.uid, depth=depth))
+        without = {f"{each.check}: {each.message}" for each in found.violations}
+        audit_here._replay(found, recorder.store, names, count=1, say=lambda text: None)
+        replayed = {each.check for each in found.violations if f"{each.check}: {each.message}" not in without}
+        return without, replayed, list(found.replayed_steps)
+
+    before, replayed, steps = audited()
+    assert (replayed, steps) == (set(), [2])
+    header = decode_header(recorder.store.get(names.batch_header(2)))
+    chunk = batch_pb2.BatchChunk.FromString(recorder.store.get(header.chunks[0].key))
+    chunk.advantages = (-2 * np.frombuffer(chunk.advantages, np.float32)).tobytes()
+    data = chunk.SerializeToString(deterministic=True)
+    header.chunks[0].sha256, header.chunks[0].size_bytes = hashlib.sha256(data).digest(), len(data)
+    recorder.store.put(header.chunks[0].key, data)
+    stored = header.SerializeToString(deterministic=True)
+    recorder.store.put(names.batch_header(2), stored)
+    saved = json.loads(recorder.store.get(names.checkpoint_manifest(3)))
+    saved["chain_hash"] = chain_hash(header.previous_chain_hash, stored).hex()
+    recorder.store.put(names.checkpoint_manifest(3), with_checksum(saved))
+    after, replayed, steps = audited()
+    assert after == before, "no hash and no size contradicts it"
+    assert (replayed, steps) == ({"REPLAY_DIFFERS"}, [])
