@@ -47,7 +47,7 @@ def test_who_is_behind_reads_few_objects_and_manifests(store: LocalStore, monkey
     trainer.require(copy, 5)
     read: list[str] = []
     get, get_range = store.get, store.get_range
-    monkeypatch.setattr(store, "get", lambda key: read.append(key) or get(key))
+    monkeypatch.setattr(store, "get", lambda key, **bound: read.append(key) or get(key, **bound))
     monkeypatch.setattr(
         store, "get_range", lambda key, start, length: read.append(key) or get_range(key, start, length)
     )
@@ -189,7 +189,7 @@ def test_manifests_are_held_up_to_a_number_of_pieces(
     Trainer(store).publish_to(1)
     monkeypatch.setattr("millrace.policies.chain._MAX_HELD_ENTRIES", bound)
     manifests, read, get = Manifests(store), list[str](), store.get
-    monkeypatch.setattr(store, "get", lambda key: read.append(key) or get(key))
+    monkeypatch.setattr(store, "get", lambda key, **bound: read.append(key) or get(key, **bound))
     for version in (0, 1, 0):
         assert manifests.read(NAMES.policy_manifest(0, version)).version == version
     assert len(read) == num_reads
