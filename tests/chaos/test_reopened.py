@@ -40,7 +40,7 @@ def fail(chaos: ChaosStack, run: ChaosRun, replica: Path) -> int:
     run.pause()
     chaos.freeze("trainer")  # it may still write its newest checkpoint: the replica has all that is damaged
     source = chaos.store().uri("x").removesuffix("/x").removeprefix("file://")
-    shutil.copytree(source, replica)
+    shutil.copytree(source, replica, ignore=shutil.ignore_patterns(".tmp"))  # others still write to it
     count, pid = damage(chaos, run), chaos.pid("trainer")
     chaos.kill("trainer")
     chaos.wait_restarted("trainer", pid)
