@@ -19,7 +19,7 @@ import torch
 from report import progress, table
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, PolicyIdentity, SamplingParams
 
 

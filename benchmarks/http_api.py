@@ -46,9 +46,9 @@ def make_tokenizer(directory: Path) -> None:
 
 async def serve(directory: Path) -> None:
     """The server's process: prints its port, serves until stdin ends."""
-    from millrace.inference.embedded import EmbeddedEngine
+    from millrace.inference.embedded.engine import EmbeddedEngine
+    from millrace.inference.http.server import HttpApi, start_http
     from millrace.inference.model_files import ModelSlot
-    from millrace.inference.server import HttpApi, start_http
     from millrace.inference.updater import PolicyUpdater
 
     sys.setswitchinterval(0.0005)  # as the replica does

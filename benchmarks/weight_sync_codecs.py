@@ -17,8 +17,9 @@ import zstandard
 from numpy.typing import NDArray
 from weight_sync_data import Versions
 
-from millrace.policies import delta, delta_sparse
-from millrace.policies.delta import decode_piece, encode_piece
+from millrace.policies.delta import codec as delta
+from millrace.policies.delta import sparse as delta_sparse
+from millrace.policies.delta.codec import decode_piece, encode_piece
 from millrace.policies.digest import bits_digest
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 

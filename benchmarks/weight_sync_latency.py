@@ -22,17 +22,17 @@ from numpy.typing import NDArray
 from report import progress, table
 from weight_sync_data import nearest_bf16, step_size
 
-from millrace.config.trainer import PolicyConfig
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.config.sections.trainer import PolicyConfig
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import InflightMode, PolicyIdentity
 from millrace.policies.host_copy import HostCopy
-from millrace.policies.parts import whole_parts
+from millrace.policies.publishing.parts import whole_parts
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.commit import Committer, VersionInput
-from millrace.trainer.distributed import Gang
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.publish.commit import Committer, VersionInput
 
 DENSITY = 0.009
 FULL, DELTA = "full copies", "deltas"

@@ -33,22 +33,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from weight_sync_latency import DENSITY, Model, median
 
-from millrace.config.trainer import PolicyConfig
+from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import UnavailableError
-from millrace.inference import loader, weights
+from millrace.inference.embedded import loader, weights
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.local.redis import free_port
 from millrace.policies.manifest import Probe
-from millrace.policies.parts import whole_parts
-from millrace.policies.publish import upload_files
+from millrace.policies.publishing.parts import whole_parts
+from millrace.policies.publishing.publish import upload_files
 from millrace.policies.tensors import TensorBytes, pack_safetensors
 from millrace.rpc.channel import call, open_channel
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.commit import Committer, VersionInput
-from millrace.trainer.distributed import Gang
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.publish.commit import Committer, VersionInput
 
 PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 FLAGS = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8, "kv_cache_memory_bytes": 512 << 20}

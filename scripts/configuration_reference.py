@@ -5,10 +5,10 @@ import sys
 
 from pydantic import BaseModel
 
-from millrace.config.eval import EvalRunConfig
 from millrace.config.filling import shared_keys
-from millrace.config.rl import RLConfig
-from millrace.config.sft import SFTConfig
+from millrace.config.sections.eval import EvalRunConfig
+from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.sft import SFTConfig
 from millrace.config.suggest import MOVED
 from millrace.config.tree import Kind, Node, dotted, schema_tree, type_text
 

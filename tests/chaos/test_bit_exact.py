@@ -18,7 +18,7 @@ from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.runlog import Names
 from millrace.storage import ObjectStore
 from millrace.telemetry.faults import Point
-from millrace.trainer.replay import Replayer
+from millrace.trainer.replay.steps import Replayer
 from millrace.v1 import run_pb2
 
 pytestmark = pytest.mark.slow

@@ -25,8 +25,8 @@ SKEW = {
     "millrace.orchestrator.main": HOUR,
     "millrace.trainer.main": -HOUR,
     "millrace.env_server.main": 24 * HOUR,
-    "millrace.env_server.worker": 24 * HOUR,
-    "millrace.env_server.template": 24 * HOUR,  # workers are copies of it
+    "millrace.env_server.workers.worker": 24 * HOUR,
+    "millrace.env_server.workers.template": 24 * HOUR,  # workers are copies of it
     "millrace.inference.main": -24 * HOUR,
 }
 JUMPS = (5 * HOUR, -5 * HOUR, 0)

@@ -18,8 +18,8 @@ from chaos_stack import ChaosStack
 from patience import patient
 from workplaces import Workplace
 
-from millrace.env_server.confinement import Confinement, Isolation
 from millrace.env_server.isolation.check import why_no_container
+from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.namespaces import is_administrator
 from millrace.env_server.isolation.view import view_of
 from millrace.local.ports import free_ports

@@ -17,7 +17,7 @@ from processes import env_workers_of
 
 from millrace.client import Client
 from millrace.runlog import EventReader, RunLog
-from millrace.runlog.connection import OUTAGE_S
+from millrace.runlog.redis.connection import OUTAGE_S
 from millrace.v1 import event_pb2, run_service_pb2
 
 pytestmark = pytest.mark.long

@@ -16,8 +16,8 @@ from millrace.client import Client
 from millrace.client.runs import RunsClient
 from millrace.local.redis import EmbeddedRedis
 from millrace.runlog import Stream
-from millrace.runlog.entry import FORMAT_MAJOR
 from millrace.runlog.names import Names
+from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.v1 import run_pb2
 
 T = TypeVar("T")

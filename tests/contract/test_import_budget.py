@@ -23,12 +23,12 @@ MAY: dict[str, set[str]] = {
     "millrace.cli.main": set(),
     "millrace.local.stack": set(),
     "millrace.processes.fork_server": set(),
-    "millrace.orchestrator.serve": set(),
+    "millrace.orchestrator.api.serve": set(),
     "millrace.env_server.run": set(),
     "millrace.trainer.serve": set(),  # registers, and imports torch meanwhile
     "millrace.inference.main": set(),
-    "millrace.inference.launch": set(),  # vLLM is another process
-    "millrace.inference.replica": {"torch", "transformers", "sympy", "PIL"},
+    "millrace.inference.launch.launcher": set(),  # vLLM is another process
+    "millrace.inference.embedded.replica": {"torch", "transformers", "sympy", "PIL"},
 }
 
 

@@ -65,6 +65,9 @@ def _api_server(workplace: Workplace) -> psutil.Process:
     ends = time.monotonic() + 10
     while time.monotonic() < ends:
         for process in workplace.processes():
-            if "millrace.inference.vllm.host" in " ".join(process.cmdline()) and os.getpgid(process.pid) == process.pid:
+            if (
+                "millrace.inference.vllm.server.host" in " ".join(process.cmdline())
+                and os.getpgid(process.pid) == process.pid
+            ):
                 return process
     pytest.fail(f"no vLLM in {[Path(process.exe()).name for process in workplace.processes()]}")

@@ -102,7 +102,7 @@ def _batch() -> tuple[bytes, bytes]:
 def _policy() -> bytes:
     import tempfile
 
-    from millrace.policies.publish import publish_policy
+    from millrace.policies.publishing.publish import publish_policy
     from millrace.policies.tensors import TensorBytes
     from millrace.storage.local import LocalStore
 
@@ -122,7 +122,7 @@ def _safetensors() -> bytes:
 
 
 def _deltas() -> Iterator[bytes]:
-    from millrace.policies.delta import encode_piece
+    from millrace.policies.delta.codec import encode_piece
 
     base = delta_base()
     for share in (0.02, 0.9):
@@ -135,8 +135,8 @@ def _deltas() -> Iterator[bytes]:
 
 
 def _archive_of_events(event: bytes) -> bytes:
-    from millrace.runlog.entry import Entry
-    from millrace.runlog.event_archive import _encode
+    from millrace.runlog.events.archive import _encode
+    from millrace.runlog.redis.entry import Entry
 
     digest = hashlib.sha256(event).hexdigest()
     return _encode([Entry(id=f"1-{n}", v=2, h=digest, d=event, tp="") for n in (1, 2)])
@@ -146,7 +146,7 @@ INDEX_SIZES = {"0.bin": 48}
 
 
 def _checkpoint() -> bytes:
-    from millrace.trainer.checkpoint_manifest import FORMAT, CheckpointManifest, CheckpointObject
+    from millrace.trainer.checkpoint.manifest import FORMAT, CheckpointManifest, CheckpointObject
 
     one = CheckpointObject(name="0.bin", key="p/runs/u/checkpoints/00000002/e1/0.bin", sha256="0" * 64, size_bytes=48)
     return CheckpointManifest(
@@ -166,7 +166,7 @@ def _checkpoint() -> bytes:
 
 
 def _index() -> bytes:
-    from millrace.trainer.shard_index import ShardPiece, ShardTensor, encode_index
+    from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, encode_index
 
     pieces = (ShardPiece("0.bin", 0, 0, 6), ShardPiece("0.bin", 24, 6, 6))
     return encode_index([ShardTensor(name="w", dtype="float32", shape=(3, 4), pieces=pieces)])
@@ -199,7 +199,7 @@ def _log_objects() -> Iterator[tuple[str, bytes]]:
 def _reopening() -> bytes:
     from dataclasses import fields
 
-    from millrace.runlog.revisions import Reopening
+    from millrace.runlog.records.revisions import Reopening
 
     return json.dumps({each.name: 1 if each.type is int else "x" for each in fields(Reopening)}).encode()
 

@@ -68,7 +68,7 @@ class Grpc(_Loop):
 
     async def _start(self) -> None:
         from millrace.local.redis import EmbeddedRedis
-        from millrace.orchestrator.serve import serve_orchestrator
+        from millrace.orchestrator.api.serve import serve_orchestrator
         from millrace.rpc.channel import open_channel
         from millrace.telemetry.settings import Settings
 
@@ -101,10 +101,10 @@ class Grpc(_Loop):
 
     async def _start_workers(self, place: Path) -> int:
         from millrace.env_server import service as env_service
-        from millrace.env_server.sink import RolloutSink
-        from millrace.env_server.spool import Spool
+        from millrace.env_server.spool.files import Spool
+        from millrace.env_server.spool.sink import RolloutSink
         from millrace.env_server.tokenizer_files import TokenizerFiles
-        from millrace.inference.embedded import EmbeddedEngine
+        from millrace.inference.embedded.engine import EmbeddedEngine
         from millrace.inference.model_files import ModelSlot
         from millrace.inference.service import PolicyServicer
         from millrace.inference.updater import PolicyUpdater
@@ -182,10 +182,10 @@ class Http(_Loop):
     async def _start(self) -> None:
         import aiohttp
 
-        from millrace.inference.embedded import EmbeddedEngine
+        from millrace.inference.embedded.engine import EmbeddedEngine
         from millrace.inference.engine import PolicyIdentity
+        from millrace.inference.http.server import HttpApi, start_http
         from millrace.inference.model_files import ModelSlot, ServedModel, load_tokenizer
-        from millrace.inference.server import HttpApi, start_http
 
         place = Path(tempfile.mkdtemp(prefix="millrace-fuzz-"))
         tiny = _tiny()

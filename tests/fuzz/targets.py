@@ -118,20 +118,20 @@ def _scores_mutate() -> m.Mutate:
 
 
 def _event() -> tuple[Any, Any]:
-    from millrace.runlog.entry import Entry
-    from millrace.runlog.events import decode_event
+    from millrace.runlog.events.reader import decode_event
+    from millrace.runlog.redis.entry import Entry
 
     return (lambda data: decode_event(Entry(id="1-7", v=2, h="", d=data, tp=""))), None
 
 
 def _event_archive() -> tuple[Any, Any]:
-    from millrace.runlog import event_archive
+    from millrace.runlog.events import archive as event_archive
 
     return (lambda data: list(event_archive._decode(data, "x"))), event_archive._encode
 
 
 def _entry() -> tuple[Any, Any]:
-    from millrace.runlog.entry import decode_entry
+    from millrace.runlog.redis.entry import decode_entry
 
     def decode(data: bytes) -> Any:
         parts = data.split(b"|", 4)
@@ -168,23 +168,23 @@ class _Store:
 
 
 def _intent() -> tuple[Any, Any]:
-    from millrace.runlog import intents
     from millrace.runlog.names import Names
+    from millrace.runlog.records import intents
 
     names = Names("p", "u")
     return (lambda data: intents._read(_Store(names.intent(1), data), names, 0)), None  # pyright: ignore
 
 
 def _epoch() -> tuple[Any, Any]:
-    from millrace.runlog.epochs import epoch_owner
     from millrace.runlog.names import Names
+    from millrace.runlog.records.epochs import epoch_owner
 
     names = Names("p", "u")
     return (lambda data: epoch_owner(_Store(names.epoch("trainer", 1), data), names, "trainer", 1)), None  # pyright: ignore
 
 
 def _record() -> tuple[Any, Any]:
-    from millrace.orchestrator.run_view import RunRecord, RunView
+    from millrace.orchestrator.runs.run_view import RunRecord, RunView
 
     def decode(data: bytes) -> Any:
         record = RunRecord.decode(data, where="x")
@@ -207,7 +207,7 @@ def _delta_lead() -> bytes:
 def _delta() -> tuple[Any, Any]:
     from seeds import delta_base
 
-    from millrace.policies.delta import decode_piece
+    from millrace.policies.delta.codec import decode_piece
 
     base = delta_base()
     return (lambda data: decode_piece(data, base) and None), None
@@ -222,7 +222,7 @@ def _checksum_mutate() -> m.Mutate:
 def _index() -> tuple[Any, Any]:
     from seeds import INDEX_SIZES
 
-    from millrace.trainer.shard_index import decode_index, encode_index
+    from millrace.trainer.checkpoint.index import decode_index, encode_index
 
     return (lambda data: decode_index(data, sizes=INDEX_SIZES, source="x")), lambda v: encode_index(v.values())
 
@@ -236,7 +236,7 @@ def _config() -> tuple[Any, Any]:
 def _config_file(suffix: str) -> Callable[[], tuple[Any, Any]]:
     def load() -> tuple[Any, Any]:
         from millrace.config.load import load as load_config
-        from millrace.config.rl import RLConfig
+        from millrace.config.sections.rl import RLConfig
 
         directory = Path(tempfile.mkdtemp(prefix="millrace-fuzz-"))
 
@@ -251,7 +251,7 @@ def _config_file(suffix: str) -> Callable[[], tuple[Any, Any]]:
 
 def _config_argv() -> tuple[Any, Any]:
     from millrace.config.load import load as load_config
-    from millrace.config.rl import RLConfig
+    from millrace.config.sections.rl import RLConfig
 
     def decode(data: bytes) -> Any:
         line, _, variables = data.decode("utf-8", "surrogateescape").partition("\n\n")
@@ -263,7 +263,7 @@ def _config_argv() -> tuple[Any, Any]:
 
 
 def _frame() -> tuple[Any, Any]:
-    from millrace.env_server.frames import encode_frame, read_frame
+    from millrace.env_server.workers.frames import encode_frame, read_frame
     from millrace.internal.v1 import env_worker_pb2
 
     loop = asyncio.new_event_loop()
@@ -401,10 +401,10 @@ TARGETS = [
     Target(name="entry", load=_entry, mutate=_entry_mutate),
     Target(name="intent", load=_intent, mutate=_json),
     Target(name="epoch", load=_epoch, mutate=_json),
-    Target(name="origin", load=_of("runlog.origin", "parse_origin", where="x"), mutate=_json),
-    Target(name="run_hash", load=_of("runlog.log", "parse_run_hash"), mutate=_json),
+    Target(name="origin", load=_of("runlog.records.origin", "parse_origin", where="x"), mutate=_json),
+    Target(name="run_hash", load=_of("runlog.redis.log", "parse_run_hash"), mutate=_json),
     Target(name="run_json", load=_record, mutate=_json),
-    Target(name="header_state", load=_of("orchestrator.batcher", "decode_state"), mutate=_json),
+    Target(name="header_state", load=_of("orchestrator.drive.batcher", "decode_state"), mutate=_json),
     Target(
         name="policy_manifest",
         load=_of("policies.manifest", "PolicyManifest.from_bytes", encode=".to_bytes", source="x"),
@@ -423,7 +423,7 @@ TARGETS = [
     ),
     Target(
         name="checkpoint_manifest",
-        load=_of("trainer.checkpoint_manifest", "CheckpointManifest.from_bytes", encode=".to_bytes", source="x"),
+        load=_of("trainer.checkpoint.manifest", "CheckpointManifest.from_bytes", encode=".to_bytes", source="x"),
         mutate=_checksum_mutate,
     ),
     Target(name="checkpoint_index", load=_index, mutate=_json),
@@ -431,7 +431,7 @@ TARGETS = [
     Target(
         name="attestation", load=_of("runlog.attest", "Attestation.decode", encode=".encode", where="x"), mutate=_json
     ),
-    Target(name="reopening", load=_of("runlog.revisions", "parse_reopening", where="x"), mutate=_json),
+    Target(name="reopening", load=_of("runlog.records.revisions", "parse_reopening", where="x"), mutate=_json),
     Target(name="config_document", load=_config, mutate=_json),
     Target(name="config_toml", load=_config_file(".toml")),
     Target(name="config_json", load=_config_file(".json"), mutate=_json),

@@ -6,7 +6,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from millrace.config.algo import AlgoConfig
+from millrace.config.sections.algo import AlgoConfig
 from millrace.rollouts.types import Rollout, Sample
 
 

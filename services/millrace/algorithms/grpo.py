@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from millrace.algorithms.base import Credit, broadcast
-from millrace.config.algo import AlgoConfig
+from millrace.config.sections.algo import AlgoConfig
 from millrace.rollouts.types import Rollout
 
 

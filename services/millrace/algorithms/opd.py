@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from millrace.algorithms.base import Credit
-from millrace.config.algo import AlgoConfig
+from millrace.config.sections.algo import AlgoConfig
 from millrace.errors import InternalError
 from millrace.rollouts.types import Rollout
 

@@ -6,8 +6,8 @@ a command line, files and the environment over each other (`layers`), fills what
 """
 
 from millrace.config.load import Loaded, load, validate_document
-from millrace.config.rl import RLConfig
 from millrace.config.section import run_hash
-from millrace.config.sft import SFTConfig
+from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.sft import SFTConfig
 
 __all__ = ["Loaded", "RLConfig", "SFTConfig", "load", "run_hash", "validate_document"]

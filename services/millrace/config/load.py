@@ -12,7 +12,7 @@ from typing import Any, Generic
 from millrace.config.argv import RESERVED_FLAGS, read_command_line
 from millrace.config.check import ConfigT, build
 from millrace.config.layers import Layer, Origin, Tree
-from millrace.config.rl import RLConfig
+from millrace.config.sections.rl import RLConfig
 from millrace.config.text import read_environment
 from millrace.config.tree import dotted, schema_tree
 from millrace.decoding import decode_json

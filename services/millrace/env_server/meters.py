@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from millrace.env_server.play_meters import COUNTED, env_label, env_opened
 from millrace.env_server.service import EnvService
-from millrace.env_server.sink import RolloutSink
+from millrace.env_server.spool.sink import RolloutSink
 from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
 
 ROLLOUTS = Family(

@@ -7,18 +7,18 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from millrace.env_server import landlock
-from millrace.env_server.confinement import Confinement
+from millrace.env_server.isolation import landlock
+from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.meters import registry_of
-from millrace.env_server.pool import PoolLimits
 from millrace.env_server.service import EnvService, teacher_key_problem
 from millrace.env_server.settings import EnvServerSettings
-from millrace.env_server.sink import RolloutSink
-from millrace.env_server.spool import Spool
-from millrace.env_server.starter import WorkerStarter
-from millrace.env_server.teacher import Teachers
+from millrace.env_server.spool.files import Spool
+from millrace.env_server.spool.sink import RolloutSink
+from millrace.env_server.teacher.scorer import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.env_server.warm import WarmKeeper, WarmLimits
+from millrace.env_server.workers.pool import PoolLimits
+from millrace.env_server.workers.starter import WorkerStarter
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import (
     WORKER_KIND_ENV_SERVER,
@@ -29,10 +29,10 @@ from millrace.internal.v1.worker_service_pb2 import (
 from millrace.rpc.metrics_server import metrics_server
 from millrace.rpc.registered import RegisteredWorker
 from millrace.rpc.worker import new_worker_id
-from millrace.runlog.connection import open_redis
-from millrace.runlog.log import FORMAT_MAJOR, RunLog
 from millrace.runlog.names import Names
-from millrace.runlog.revisions import has_ended
+from millrace.runlog.records.revisions import has_ended
+from millrace.runlog.redis.connection import open_redis
+from millrace.runlog.redis.log import FORMAT_MAJOR, RunLog
 from millrace.storage.opening import open_store
 from millrace.telemetry.settings import Settings
 

@@ -10,16 +10,16 @@ import grpc.aio
 
 from millrace.decoding import decode_object
 from millrace.env_server import play_meters
-from millrace.env_server.env_args import MAX_ARGS_BYTES, parse_args
+from millrace.env_server.adapters.env_args import MAX_ARGS_BYTES, parse_args
+from millrace.env_server.adapters.outcome import failed, make_rollout
+from millrace.env_server.adapters.tasks import canonical_json
 from millrace.env_server.groups import Groups, PlayingGroup, group_key
-from millrace.env_server.inherited import is_ours, worker_environ
-from millrace.env_server.outcome import failed, make_rollout
-from millrace.env_server.pool import EnvPool, PlayAbandonedError, PoolLimits
-from millrace.env_server.sink import RolloutSink
-from millrace.env_server.starter import WorkerStarter
-from millrace.env_server.tasks import canonical_json
-from millrace.env_server.teacher import Teachers
+from millrace.env_server.isolation.inherited import is_ours, worker_environ
+from millrace.env_server.spool.sink import RolloutSink
+from millrace.env_server.teacher.scorer import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
+from millrace.env_server.workers.pool import EnvPool, PlayAbandonedError, PoolLimits
+from millrace.env_server.workers.starter import WorkerStarter
 from millrace.errors import (
     CapacityError,
     CorruptObjectError,

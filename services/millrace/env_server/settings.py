@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.env_server import landlock
-from millrace.env_server.confinement import Confinement, Isolation
-from millrace.env_server.isolation import namespaces
+from millrace.env_server.isolation import landlock, namespaces
 from millrace.env_server.isolation.check import why_no_container
+from millrace.env_server.isolation.confinement import Confinement, Isolation
+from millrace.env_server.isolation.limits import NO_LIMITS, WorkerLimits
 from millrace.env_server.isolation.view import VISIBLE_VARIABLE, view_of
-from millrace.env_server.limits import NO_LIMITS, WorkerLimits
 from millrace.errors import InvalidSpecError, Violation
 from millrace.storage.scratch import SCRATCH_VARIABLE
 

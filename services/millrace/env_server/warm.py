@@ -10,8 +10,8 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from millrace.env_server.pool import EnvPool
 from millrace.env_server.service import EnvService
+from millrace.env_server.workers.pool import EnvPool
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.config.inference import InferenceConfig
+from millrace.config.sections.inference import InferenceConfig
 from millrace.errors import NotFoundError
 
 PYTHON_VARIABLE = "MILLRACE_VLLM_PYTHON"

@@ -56,13 +56,13 @@ def _run() -> None:
 
 async def _serve(settings: Settings, own: InferenceSettings) -> None:
     if own.engine == "vllm":
-        from millrace.inference.launch import Launcher
+        from millrace.inference.launch.launcher import Launcher
 
         await Launcher(settings, own).run()
         return
     # torch and transformers take seconds to import: only after the settings are known to be good.
     with without_gc():
-        from millrace.inference.replica import Replica
+        from millrace.inference.embedded.replica import Replica
 
     replica = Replica(settings, own)
     await replica.run()

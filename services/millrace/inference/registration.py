@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from millrace.inference.http_access import http_scheme
+from millrace.inference.http.access import http_scheme
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, Worker
 from millrace.rpc.reach import is_wildcard
-from millrace.runlog.log import FORMAT_MAJOR
+from millrace.runlog.redis.log import FORMAT_MAJOR
 
 
 def inference_worker(worker_id: str) -> Worker:

@@ -6,7 +6,7 @@ from urllib.parse import parse_qsl, urlsplit
 import redis.exceptions
 
 from millrace.errors import UnavailableError
-from millrace.runlog.connection import open_redis
+from millrace.runlog.redis.connection import open_redis
 from millrace.storage import open_store
 from millrace.telemetry import waits
 from millrace.telemetry.redact import redact

@@ -7,20 +7,20 @@ from pathlib import Path
 VARIABLE = "MILLRACE_FORK_SERVER"
 """0 has every service of a one-machine stack start as a program of its own."""
 NEEDS: Mapping[str, Sequence[str]] = {
-    "millrace.orchestrator.main": ("millrace.orchestrator.main", "millrace.orchestrator.serve"),
+    "millrace.orchestrator.main": ("millrace.orchestrator.main", "millrace.orchestrator.api.serve"),
     "millrace.env_server.main": ("millrace.env_server.main", "millrace.env_server.run"),
     "millrace.inference.main": (
         "millrace.inference.main",
-        "millrace.inference.replica",
+        "millrace.inference.embedded.replica",
         "transformers.modeling_utils",
         "transformers.models.auto.modeling_auto",
     ),
     "millrace.trainer.main": (
         "millrace.trainer.main",
         "millrace.trainer.serve",
-        "millrace.trainer.distributed",
+        "millrace.trainer.gang.distributed",
         "millrace.trainer.job",
-        "millrace.trainer.model",
+        "millrace.trainer.model.pretrained",
     ),
 }
 """What each service imports before it works, lighter ones first."""

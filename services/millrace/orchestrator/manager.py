@@ -12,21 +12,21 @@ import redis.asyncio
 from millrace.errors import CorruptObjectError, FencedError, LogGoneError, MillraceError, all_errors
 from millrace.internal.v1 import worker_service_pb2
 from millrace.orchestrator import run_meters
-from millrace.orchestrator.assembly import RunParts
-from millrace.orchestrator.catalog import RunCatalog
-from millrace.orchestrator.desired_state import POLL_S, DesiredState, DesiredStates
-from millrace.orchestrator.eval_run import EvalRunDriver
+from millrace.orchestrator.drive.assembly import RunParts
+from millrace.orchestrator.drive.eval_run import EvalRunDriver
+from millrace.orchestrator.drive.run_driver import RunDriver
+from millrace.orchestrator.drive.train_run import TrainRunDriver
 from millrace.orchestrator.events import RunEvents
-from millrace.orchestrator.intent_calls import ROLE
+from millrace.orchestrator.explain.watchdog import Watchdog, tell_takeover
 from millrace.orchestrator.run_context import RunContext
-from millrace.orchestrator.run_driver import RunDriver
-from millrace.orchestrator.run_view import EVAL, RunView
-from millrace.orchestrator.sealing import Sealer
-from millrace.orchestrator.train_run import TrainRunDriver
-from millrace.orchestrator.watchdog import Watchdog, tell_takeover
+from millrace.orchestrator.runs.catalog import RunCatalog
+from millrace.orchestrator.runs.desired_state import POLL_S, DesiredState, DesiredStates
+from millrace.orchestrator.runs.intent_calls import ROLE
+from millrace.orchestrator.runs.run_view import EVAL, RunView
+from millrace.orchestrator.runs.sealing import Sealer
 from millrace.orchestrator.workers import LET_GO_S, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
-from millrace.runlog.revisions import load_reopenings
+from millrace.runlog.records.revisions import load_reopenings
 from millrace.storage import ObjectStore
 from millrace.telemetry import faults, waits
 from millrace.v1 import run_pb2

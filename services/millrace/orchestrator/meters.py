@@ -11,13 +11,13 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry, Counter
 
 from millrace.config.schema import OrchestratorConfig
-from millrace.orchestrator.assembly import RunParts
-from millrace.orchestrator.catalog import RunCatalog
-from millrace.orchestrator.explain import KIND_NAMES
+from millrace.orchestrator.drive.assembly import RunParts
+from millrace.orchestrator.explain.why import KIND_NAMES
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.play.play import State
 from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
-from millrace.orchestrator.run_view import EVAL
+from millrace.orchestrator.runs.catalog import RunCatalog
+from millrace.orchestrator.runs.run_view import EVAL
 from millrace.orchestrator.workers import QUIET_S, WorkerRecord, WorkerRegistry
 from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
 from millrace.v1 import run_pb2

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from millrace.orchestrator.events import RunEvents
-from millrace.orchestrator.run_view import RunRecord
+from millrace.orchestrator.runs.run_view import RunRecord
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog import Epoch, Lease, RunLog
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import Counter, Histogram
 
 from millrace.orchestrator.play.play import Play
-from millrace.orchestrator.run_view import BatchClock
+from millrace.orchestrator.runs.run_view import BatchClock
 from millrace.rollouts.types import Rollout
 from millrace.telemetry.metrics import BoundedLabel
 from millrace.v1 import run_pb2

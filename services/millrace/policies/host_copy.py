@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from millrace.errors import ConflictError, CorruptObjectError, MillraceError, NotFoundError
 from millrace.policies.chain import Chain, Link, Manifests, find_chain
 from millrace.policies.change import TensorChange
-from millrace.policies.delta import decode_piece
-from millrace.policies.delta_frame import read_header
+from millrace.policies.delta.codec import decode_piece
+from millrace.policies.delta.frame import read_header
 from millrace.policies.digest import bits_digest, change_digest, digest_hex
 from millrace.policies.fetch import read_objects, require_sizes
 from millrace.policies.manifest import ObjectEntry, Piece, PolicyManifest, TensorEntry

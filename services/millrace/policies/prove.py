@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
-from millrace.policies.delta import decode_piece
+from millrace.policies.delta.codec import decode_piece
 from millrace.policies.digest import bits_digest, digest_hex
 from millrace.policies.fetch import pull_files, read_manifest, read_objects
 from millrace.policies.manifest import CODEC_DELTA, CODEC_FULL, Encoding, ObjectEntry, PolicyManifest

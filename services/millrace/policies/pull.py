@@ -9,8 +9,8 @@ from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from millrace.policies.fetch import pull_files, read_manifest
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import PolicyManifest
+from millrace.policies.publishing.upload import DEFAULT_SHARD_BYTES, group_by_bytes
 from millrace.policies.tensors import TensorBytes, pack_safetensors
-from millrace.policies.upload import DEFAULT_SHARD_BYTES, group_by_bytes
 from millrace.storage.base import ObjectStore
 from millrace.storage.disk import io_errors, make_parent
 

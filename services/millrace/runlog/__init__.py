@@ -1,16 +1,16 @@
 """The log of a run (docs/architecture.md): Redis streams in front, the object store as the truth."""
 
 from millrace.runlog.commit import commit_batch
-from millrace.runlog.connection import open_redis
-from millrace.runlog.epochs import Epoch
-from millrace.runlog.event_writer import EventWriter
-from millrace.runlog.events import EventReader
-from millrace.runlog.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
-from millrace.runlog.intents import Intent
-from millrace.runlog.lease import Lease
-from millrace.runlog.log import AppendResult, Entry, RunLog
+from millrace.runlog.events.reader import EventReader
+from millrace.runlog.events.writer import EventWriter
 from millrace.runlog.names import Names, Stream, new_uid
-from millrace.runlog.recover import load_committed, load_headers, reappend_committed, reappend_policies
+from millrace.runlog.records.epochs import Epoch
+from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
+from millrace.runlog.records.intents import Intent
+from millrace.runlog.recovery.recover import load_committed, load_headers, reappend_committed, reappend_policies
+from millrace.runlog.redis.connection import open_redis
+from millrace.runlog.redis.lease import Lease
+from millrace.runlog.redis.log import AppendResult, Entry, RunLog
 
 __all__ = [
     "ZERO_CHAIN_HASH",

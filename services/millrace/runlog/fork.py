@@ -24,10 +24,10 @@ from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
 from millrace.errors import ConflictError, CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
-from millrace.runlog.frontier import Frontier, chain_hash
 from millrace.runlog.names import Names
-from millrace.runlog.origin import Origin, load_origin, parse_origin
-from millrace.runlog.revisions import list_headers, load_reopenings, load_step, read_header
+from millrace.runlog.records.frontier import Frontier, chain_hash
+from millrace.runlog.records.origin import Origin, load_origin, parse_origin
+from millrace.runlog.records.revisions import list_headers, load_reopenings, load_step, read_header
 from millrace.storage import ObjectStore
 from millrace.storage.base import check_key
 from millrace.storage.commit_points import newest_revision, require_checksum, with_checksum

@@ -23,10 +23,10 @@ import redis.asyncio as redis_asyncio
 
 from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import AlreadyExistsError, CorruptObjectError, InvalidSpecError, NotFoundError
-from millrace.runlog import connection
-from millrace.runlog.connection import as_text
-from millrace.runlog.log import RunLog
 from millrace.runlog.names import Deployment, Names, check_run_name
+from millrace.runlog.redis import connection
+from millrace.runlog.redis.connection import as_text
+from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)

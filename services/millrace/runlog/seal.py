@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog.event_archive import EventArchive
-from millrace.runlog.known import KnownObjects
-from millrace.runlog.log import RunLog
+from millrace.runlog.events.archive import EventArchive
 from millrace.runlog.names import Names
-from millrace.runlog.recover import load_history
+from millrace.runlog.records.known import KnownObjects
+from millrace.runlog.recovery.recover import load_history
+from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)

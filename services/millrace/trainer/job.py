@@ -6,32 +6,32 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.config.rl import RLConfig
+from millrace.config.sections.rl import RLConfig
 from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.policies.adapter import ADAPTER_CONFIG
 from millrace.policies.manifest import FileEntry
-from millrace.policies.publish import upload_files
+from millrace.policies.publishing.publish import upload_files
 from millrace.runlog import Names
-from millrace.runlog.origin import Origin, parse_origin
+from millrace.runlog.records.origin import Origin, parse_origin
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
-from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.batches import POLL_S, Batches
-from millrace.trainer.checkpoint import Checkpointer, CheckpointStore
-from millrace.trainer.distributed import Gang
-from millrace.trainer.learner import Learner
-from millrace.trainer.log_client import LogClient
+from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
+from millrace.trainer.checkpoint.resume import Resumed, describe, require_batches, resume
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.learner import Learner
+from millrace.trainer.log.background import BackgroundLoop
+from millrace.trainer.log.batches import POLL_S, Batches
+from millrace.trainer.log.client import LogClient
+from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.loop import train
-from millrace.trainer.lora_publisher import AdapterBase
-from millrace.trainer.mend import DamageReport, Mender, published_anew
-from millrace.trainer.model import policy_files, resolve_model_directory
-from millrace.trainer.publish_plan import PublishPlan, newest_published, plan_publishing
-from millrace.trainer.publisher import Publisher
+from millrace.trainer.model.pretrained import policy_files, resolve_model_directory
+from millrace.trainer.publish.lora import AdapterBase
+from millrace.trainer.publish.mend import DamageReport, Mender, published_anew
+from millrace.trainer.publish.plan import PublishPlan, newest_published, plan_publishing
+from millrace.trainer.publish.publisher import Publisher
 from millrace.trainer.reporter import Reporter
-from millrace.trainer.resume import Resumed, describe, require_batches, resume
 from millrace.trainer.silence import SilenceTeller
-from millrace.trainer.stop import StopRequested
 from millrace.trainer.training import Position, Training
 
 log = logging.getLogger(__name__)

@@ -15,14 +15,14 @@ import torch
 
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
-from millrace.trainer.batches import Batch
-from millrace.trainer.learner import Learner
-from millrace.trainer.loss import LossFunction, LossInputs, token_losses, total_loss
-from millrace.trainer.metrics import StepMetrics
-from millrace.trainer.optimizer import OptimizerReport
+from millrace.trainer.learning.learner import Learner
+from millrace.trainer.learning.loss import LossFunction, LossInputs, token_losses, total_loss
+from millrace.trainer.learning.metrics import StepMetrics
+from millrace.trainer.learning.optimizer import OptimizerReport
+from millrace.trainer.learning.score import Score
+from millrace.trainer.log.batches import Batch
+from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.reporter import Phases
-from millrace.trainer.score import Score
-from millrace.trainer.stop import StopRequested
 from millrace.trainer.training import Position, Training
 from millrace.v1 import event_pb2
 

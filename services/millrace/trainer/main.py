@@ -38,7 +38,7 @@ def _worker() -> int:
 
 
 def _sft(path: Path) -> int:
-    from millrace.trainer.sft_main import run
+    from millrace.trainer.sft.main import run
 
     return run(path)
 

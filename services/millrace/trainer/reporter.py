@@ -9,9 +9,9 @@ import torch
 from millrace.internal.v1 import batch_pb2
 from millrace.telemetry import logging
 from millrace.trainer import meters
-from millrace.trainer.batches import Batch
-from millrace.trainer.optimizer import OptimizerReport
-from millrace.trainer.publisher import PolicyLog
+from millrace.trainer.learning.optimizer import OptimizerReport
+from millrace.trainer.log.batches import Batch
+from millrace.trainer.publish.publisher import PolicyLog
 from millrace.v1 import event_pb2
 
 log = logging.getLogger(__name__)

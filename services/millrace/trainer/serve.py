@@ -17,13 +17,13 @@ from millrace.rpc.metrics_server import metrics_server
 from millrace.rpc.registered import RegisteredWorker
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
-from millrace.runlog.log import FORMAT_MAJOR
+from millrace.runlog.redis.log import FORMAT_MAJOR
 from millrace.storage import open_store
 from millrace.telemetry import logging, waits
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
 from millrace.trainer import meters
-from millrace.trainer.background import BackgroundLoop
+from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.worker import TrainerWorker
 
@@ -62,9 +62,9 @@ def run(settings: Settings) -> int:
             # Unless they are frozen, the interpreter's end walks through all that they made: 2 s of CPU, which where
             # everything stops at once is longer than a supervisor's patience.
             with waits.waiting("torch and transformers to be loaded", quiet_s=_QUIET_S), without_gc():
-                from millrace.trainer.distributed import Gang
+                from millrace.trainer.gang.distributed import Gang
                 from millrace.trainer.job import JobContext, run_job
-                from millrace.trainer.model import load_code
+                from millrace.trainer.model.pretrained import load_code
 
                 load_code()
             gang = Gang.join()

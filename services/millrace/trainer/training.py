@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from millrace.trainer.batches import Batches
-from millrace.trainer.checkpoint import Checkpointer
-from millrace.trainer.learner import Learner, state_tensors
-from millrace.trainer.publisher import Publisher
+from millrace.trainer.checkpoint.checkpointer import Checkpointer
+from millrace.trainer.learning.learner import Learner, state_tensors
+from millrace.trainer.log.batches import Batches
+from millrace.trainer.publish.publisher import Publisher
 from millrace.trainer.reporter import Reporter
 
 

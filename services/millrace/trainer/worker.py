@@ -21,7 +21,7 @@ from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatRequest
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.telemetry import logging, waits
 from millrace.trainer import meters
-from millrace.trainer.stop import StopRequested
+from millrace.trainer.log.stop import StopRequested
 
 log = logging.getLogger(__name__)
 

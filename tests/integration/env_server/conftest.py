@@ -16,25 +16,25 @@ import pytest_asyncio
 from aiohttp import web
 from patience import patient
 
-from millrace.env_server.pool import PoolLimits
 from millrace.env_server.service import EnvService, teacher_key_problem
-from millrace.env_server.sink import RolloutSink
-from millrace.env_server.spool import Spool
-from millrace.env_server.starter import WorkerStarter
-from millrace.env_server.teacher import Teachers
+from millrace.env_server.spool.files import Spool
+from millrace.env_server.spool.sink import RolloutSink
+from millrace.env_server.teacher.scorer import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
+from millrace.env_server.workers.pool import PoolLimits
+from millrace.env_server.workers.starter import WorkerStarter
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
 from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
-from millrace.policies.publish import publish_policy
+from millrace.policies.publishing.publish import publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_rollout
 from millrace.rpc.channel import call, open_channel
 from millrace.rpc.serve import serve
-from millrace.runlog.connection import open_redis
-from millrace.runlog.log import RunLog
 from millrace.runlog.names import Names, Stream
-from millrace.runlog.revisions import has_ended
+from millrace.runlog.records.revisions import has_ended
+from millrace.runlog.redis.connection import open_redis
+from millrace.runlog.redis.log import RunLog
 from millrace.storage.local import LocalStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"

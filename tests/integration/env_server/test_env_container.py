@@ -16,13 +16,13 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from millrace.env_server.confinement import Confinement, Isolation
 from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation.check import why_no_container
+from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.view import view_of
-from millrace.env_server.pool import EnvPool, PoolLimits
-from millrace.env_server.starter import WorkerStarter
-from millrace.env_server.supervisor import WorkerProcess
+from millrace.env_server.workers.pool import EnvPool, PoolLimits
+from millrace.env_server.workers.starter import WorkerStarter
+from millrace.env_server.workers.supervisor import WorkerProcess
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 
 NOBODY = 65534

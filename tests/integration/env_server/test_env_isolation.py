@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from millrace.env_server import landlock
-from millrace.env_server.confinement import Confinement, Isolation
-from millrace.env_server.forkserver import ForkServer
-from millrace.env_server.starter import WorkerStarter
-from millrace.env_server.supervisor import WorkerProcess
+from millrace.env_server.isolation import landlock
+from millrace.env_server.isolation.confinement import Confinement, Isolation
+from millrace.env_server.workers.forkserver import ForkServer
+from millrace.env_server.workers.starter import WorkerStarter
+from millrace.env_server.workers.supervisor import WorkerProcess
 from millrace.internal.v1 import env_service_pb2
 from millrace.processes.forked import ForkServerError
 
@@ -123,4 +123,4 @@ async def test_without_a_template_workers_are_started_by_themselves(
 
     monkeypatch.setattr(ForkServer, "fork", refuse)
     seen = await seen_by(Confinement(), tmp_path)
-    assert "millrace.env_server.worker" in seen["argv"]
+    assert "millrace.env_server.workers.worker" in seen["argv"]

@@ -13,11 +13,11 @@ import pytest
 import pytest_asyncio
 from patience import patient
 
-from millrace.env_server.confinement import Confinement
-from millrace.env_server.limits import WorkerLimits
-from millrace.env_server.pool import KILLS_WORKERS, EnvPool, PoolLimits
-from millrace.env_server.starter import WorkerStarter
+from millrace.env_server.isolation.confinement import Confinement
+from millrace.env_server.isolation.limits import WorkerLimits
 from millrace.env_server.warm import WarmKeeper, WarmLimits
+from millrace.env_server.workers.pool import KILLS_WORKERS, EnvPool, PoolLimits
+from millrace.env_server.workers.starter import WorkerStarter
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]

@@ -11,15 +11,15 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
 
-from millrace.env_server.sink import RolloutSink
-from millrace.env_server.spool import Spool
+from millrace.env_server.spool.files import Spool
+from millrace.env_server.spool.sink import RolloutSink
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
-from millrace.runlog.connection import open_redis
-from millrace.runlog.log import RunLog
 from millrace.runlog.names import Names, Stream
-from millrace.runlog.rebuild import open_or_rebuild
-from millrace.runlog.revisions import has_ended
+from millrace.runlog.records.revisions import has_ended
+from millrace.runlog.recovery.rebuild import open_or_rebuild
+from millrace.runlog.redis.connection import open_redis
+from millrace.runlog.redis.log import RunLog
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
 

@@ -30,10 +30,10 @@ from millrace.internal.v1 import (
 from millrace.local.redis import EmbeddedRedis
 from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
 from millrace.rpc.channel import call, open_channel
-from millrace.runlog.connection import open_redis
-from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
-from millrace.runlog.rebuild import open_or_rebuild
+from millrace.runlog.recovery.rebuild import open_or_rebuild
+from millrace.runlog.redis.connection import open_redis
+from millrace.runlog.redis.log import RunLog
 from millrace.storage.local import LocalStore
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point

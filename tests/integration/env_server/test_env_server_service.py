@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from patience import patient
 
-from millrace.env_server.pool import EnvPool
+from millrace.env_server.workers.pool import EnvPool
 from millrace.errors import CapacityError, FencedError, InvalidSpecError, InvalidStateError, MillraceError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
-from millrace.runlog.log import RunLog
 from millrace.runlog.names import Stream
+from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import waits
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]

@@ -18,19 +18,19 @@ from aiohttp import web
 from patience import patient
 
 from millrace.config.load import validate_document
-from millrace.env_server import teacher_client
+from millrace.env_server.teacher import client as teacher_client
 from millrace.errors import CapacityError, InvalidSpecError
-from millrace.inference import weights
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.embedded import weights
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
-from millrace.inference.server import HttpApi, start_http
 from millrace.inference.updater import PolicyUpdater
 from millrace.local.ports import free_ports
 from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
-from millrace.runlog.log import RunLog
-from millrace.runlog.scores import load_scores
+from millrace.runlog.records.scores import load_scores
+from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import waits
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.env_server.inherited import PASS_VARIABLE, is_ours, worker_environ
-from millrace.env_server.starter import WorkerStarter
-from millrace.env_server.supervisor import WorkerProcess
+from millrace.env_server.isolation.inherited import PASS_VARIABLE, is_ours, worker_environ
+from millrace.env_server.workers.starter import WorkerStarter
+from millrace.env_server.workers.supervisor import WorkerProcess
 from millrace.internal.v1 import env_service_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -7,7 +7,7 @@ import signal
 import pytest
 from patience import patient
 
-from millrace.env_server.supervisor import WorkerProcess
+from millrace.env_server.workers.supervisor import WorkerProcess
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
 from millrace.rpc.channel import call

@@ -12,15 +12,15 @@ import grpc.aio
 import pytest
 import torch
 
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
-from millrace.inference.server import HttpApi, start_http
 from millrace.inference.updater import PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import worker_service_pb2 as workers
 from millrace.internal.v1 import worker_service_pb2_grpc
 from millrace.internal.v1.policy_pb2 import PolicyEntry
-from millrace.policies.publish import PublishedPolicy, publish_policy
+from millrace.policies.publishing.publish import PublishedPolicy, publish_policy
 from millrace.storage.base import ObjectStore
 
 # Test directories are no packages, so the unit tests' builders are loaded by path.

@@ -11,11 +11,11 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
 
-from millrace.env_server import client_v0
+from millrace.env_server.adapters import client_v0
 from millrace.env_server.engine_access import EngineAccess, EngineToken
 from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError
-from millrace.inference.http_access import TokenGate, http_scheme, vllm_flags
-from millrace.inference.server import start_http
+from millrace.inference.http.access import TokenGate, http_scheme, vllm_flags
+from millrace.inference.http.server import start_http
 from millrace.rpc.access import ClientAccess, ServerAccess
 from millrace.rpc.tokens import new_token
 from millrace.telemetry.settings import Settings
@@ -223,7 +223,7 @@ def test_a_token_goes_to_no_engine_in_plain_text_beyond_this_machine(place):
 
 
 def test_the_flags_of_vllm(place, monkeypatch):
-    gate = "--middleware=millrace.inference.http_access.TokenGate"
+    gate = "--middleware=millrace.inference.http.access.TokenGate"
     tls = [f"--ssl-certfile={place.pair.cert}", f"--ssl-keyfile={place.pair.key}", "--enable-ssl-refresh"]
     assert vllm_flags("0.0.0.0", 8000) == [gate, *tls]
     monkeypatch.setenv("MILLRACE_TLS_CLIENT_CA", str(place.authority.path))

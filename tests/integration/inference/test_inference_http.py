@@ -13,10 +13,10 @@ from verifiers.legacy.clients.openai_chat_completions_client import handle_opena
 from verifiers.legacy.errors import OverlongPromptError
 
 from millrace.errors import UnavailableError
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.replica import Replica
+from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
-from millrace.inference.replica import Replica
-from millrace.inference.server import HttpApi, start_http
 from millrace.inference.service import SERVICE_NAME
 from millrace.inference.settings import InferenceSettings
 from millrace.rpc.health import PROCESS

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from patience import patient
 
-from millrace.inference import http_limits as limits
+from millrace.inference.http import limits
 
 PROMPT = "/v1/completions"
 

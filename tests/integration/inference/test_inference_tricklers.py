@@ -7,8 +7,8 @@ import aiohttp
 import pytest
 from patience import patient
 
-from millrace.inference import server as module
-from millrace.inference.server import HttpApi, start_http
+from millrace.inference.http import server as module
+from millrace.inference.http.server import HttpApi, start_http
 
 TRICKLERS = 100
 REQUEST_S = 2.0

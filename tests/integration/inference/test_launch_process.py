@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import InvalidSpecError
-from millrace.inference import launch_process
-from millrace.inference.launch_process import VllmProcess
+from millrace.inference.launch import process as launch_process
+from millrace.inference.launch.process import VllmProcess
 from millrace.processes.table import is_running
 
 WITHIN_S = 60.0

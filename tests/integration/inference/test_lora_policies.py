@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.inference import weights
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.embedded import weights
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, InflightMode, SamplingParams
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import DesiredPolicy, PolicyUpdater, UpdateState
 from millrace.policies.adapter import ADAPTER_CONFIG, AdapterSpec
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import AdapterEntry, Probe
-from millrace.policies.publish import publish_policy
+from millrace.policies.publishing.publish import publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from millrace.errors import FencedError, InvalidSpecError, InvalidStateError, UnavailableError
-from millrace.inference import pauses, weights
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference import pauses
+from millrace.inference.embedded import weights
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, SamplingParams
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.readback import Readback

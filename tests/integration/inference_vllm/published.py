@@ -10,12 +10,18 @@ import numpy as np
 import torch
 
 from millrace.internal.v1.policy_pb2 import PolicyEntry
-from millrace.policies.delta import encode_piece
+from millrace.policies.delta.codec import encode_piece
 from millrace.policies.digest import digest_hex, tensor_digest
 from millrace.policies.manifest import Probe, TensorEntry, manifest_key
-from millrace.policies.publish import PublishedPolicy, commit_policy, new_manifest, publish_policy, upload_prefix
+from millrace.policies.publishing.publish import (
+    PublishedPolicy,
+    commit_policy,
+    new_manifest,
+    publish_policy,
+    upload_prefix,
+)
+from millrace.policies.publishing.upload import Frame, upload_delta
 from millrace.policies.tensors import TensorBytes
-from millrace.policies.upload import Frame, upload_delta
 from millrace.storage.base import ObjectStore
 
 # Test directories are no packages, so the unit tests' builders are loaded by path.

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from millrace.errors import UnavailableError
-from millrace.inference import weights
+from millrace.inference.embedded import weights
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.policy_pb2 import PolicyEntry

@@ -18,7 +18,7 @@ import redis
 
 from millrace.errors import AlreadyExistsError
 from millrace.policies.manifest import Probe
-from millrace.policies.publish import publish_policy
+from millrace.policies.publishing.publish import publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.processes import lifeline
 from millrace.rpc.serve import serve

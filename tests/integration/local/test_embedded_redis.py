@@ -16,7 +16,7 @@ from redis.retry import Retry
 
 from millrace.errors import UnavailableError
 from millrace.local.redis import EmbeddedRedis
-from millrace.runlog.entry import MAX_ENTRY_BYTES
+from millrace.runlog.redis.entry import MAX_ENTRY_BYTES
 
 
 def test_it_starts_answers_and_stops(tmp_path):

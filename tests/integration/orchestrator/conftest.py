@@ -15,8 +15,9 @@ from millrace.internal.v1 import (
     policy_service_pb2_grpc,
     worker_service_pb2,
 )
-from millrace.orchestrator import housekeeping, policy_driver, workers
-from millrace.orchestrator.serve import serve_orchestrator
+from millrace.orchestrator import workers
+from millrace.orchestrator.api.serve import serve_orchestrator
+from millrace.orchestrator.drive import housekeeping, policy_driver
 from millrace.rpc.channel import open_channel
 from millrace.runlog import open_redis
 from millrace.storage import open_store

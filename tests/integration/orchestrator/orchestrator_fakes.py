@@ -26,7 +26,7 @@ from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, 
 from millrace.rollouts.wire import encode_rollout
 from millrace.rpc.worker import WorkerAgent
 from millrace.runlog import RunLog
-from millrace.runlog.batch_reader import read_batch
+from millrace.runlog.redis.batch_reader import read_batch
 
 
 @dataclass

@@ -4,8 +4,9 @@ import pytest
 from orchestrator_fakes import make_rollout
 from orchestrator_runs import create, has_state, resolutions, states, until, watch
 
-from millrace.orchestrator import batch_writer, loop, manager
-from millrace.orchestrator.batch_writer import BatchWriter
+from millrace.orchestrator import manager
+from millrace.orchestrator.drive import batch_writer, loop
+from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rollouts.wire import decode_archive, decode_rollout, encode_rollout
 from millrace.rpc.channel import call

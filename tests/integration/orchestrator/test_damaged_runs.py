@@ -3,7 +3,7 @@
 import pytest
 from orchestrator_runs import create, states, until, watch
 
-from millrace.cli.run_store import find_uid
+from millrace.cli.offline.run_store import find_uid
 from millrace.errors import CorruptObjectError, MillraceError
 from millrace.rpc.channel import call
 from millrace.runlog.index import list_runs

@@ -9,7 +9,7 @@ from orchestrator_runs import bodies, create, get, has_state, numbers, resolutio
 
 from millrace.internal.v1 import batch_pb2
 from millrace.local.redis import EmbeddedRedis
-from millrace.orchestrator import run_driver
+from millrace.orchestrator.drive import run_driver
 from millrace.runlog import Names, RunLog, Stream, load_headers, open_redis
 from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2

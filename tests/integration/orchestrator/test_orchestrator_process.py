@@ -16,8 +16,8 @@ from millrace.errors import UnavailableError
 from millrace.local.ports import free_port
 from millrace.local.redis import die_with_parent
 from millrace.rpc.channel import call, open_channel, stream
-from millrace.runlog.events import EventReader
-from millrace.runlog.log import RunLog
+from millrace.runlog.events.reader import EventReader
+from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import faults
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
 

@@ -8,7 +8,8 @@ from orchestrator_runs import create, get, has_state, resolutions, states, until
 
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator import loop, workers
+from millrace.orchestrator import workers
+from millrace.orchestrator.drive import loop
 from millrace.rpc.channel import call
 from millrace.runlog import RunLog, load_headers
 from millrace.v1 import run_pb2, run_service_pb2

@@ -8,7 +8,7 @@ import pytest
 from orchestrator_fakes import FakeReplica
 
 from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_pb2_grpc, worker_service_pb2
-from millrace.orchestrator.policy_driver import PolicyDriver
+from millrace.orchestrator.drive.policy_driver import PolicyDriver
 from millrace.orchestrator.workers import WorkerRegistry
 
 

@@ -9,13 +9,13 @@ from test_pause import log_of, pause
 
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.catalog import RunCatalog
-from millrace.orchestrator.run_view import BatchClock
+from millrace.orchestrator.runs.catalog import RunCatalog
+from millrace.orchestrator.runs.run_view import BatchClock
 from millrace.rpc.channel import call
 from millrace.runlog import Names, Stream, load_headers
-from millrace.runlog.batch_reader import read_batch
-from millrace.runlog.intents import read_intents
-from millrace.runlog.revisions import has_ended, load_reopenings, load_step
+from millrace.runlog.records.intents import read_intents
+from millrace.runlog.records.revisions import has_ended, load_reopenings, load_step
+from millrace.runlog.redis.batch_reader import read_batch
 from millrace.v1 import run_pb2, run_service_pb2
 
 FAILED, CLOSE = run_pb2.RUN_STATE_FAILED, batch_pb2.BATCH_KIND_CLOSE

@@ -9,12 +9,12 @@ from patience import patient
 
 from millrace.errors import AlreadyExistsError, InvalidSpecError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
-from millrace.orchestrator import housekeeping
+from millrace.orchestrator.drive import housekeeping
 from millrace.rollouts.batch_wire import decode_header
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog import Names
-from millrace.runlog.revisions import list_headers
+from millrace.runlog.records.revisions import list_headers
 from millrace.runlog.seal import Seal
 from millrace.v1 import run_pb2, run_service_pb2
 

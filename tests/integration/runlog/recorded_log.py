@@ -22,13 +22,14 @@ from millrace.rollouts.types import (
     TrainSample,
 )
 from millrace.rollouts.wire import decode_archive, encode_archive, encode_rollout
-from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch, event_archive
+from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch
 from millrace.runlog.audit import audit_run
-from millrace.runlog.event_archive import EventArchive
-from millrace.runlog.known import KnownObjects
+from millrace.runlog.events import archive as event_archive
+from millrace.runlog.events.archive import EventArchive
 from millrace.runlog.names import Deployment
-from millrace.runlog.origin import load_origin
-from millrace.runlog.scores import load_scores, name_scores, store_scores
+from millrace.runlog.records.known import KnownObjects
+from millrace.runlog.records.origin import load_origin
+from millrace.runlog.records.scores import load_scores, name_scores, store_scores
 from millrace.runlog.seal import write_seal
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import revision_key, with_checksum

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.internal.v1 import policy_pb2
-from millrace.policies.history import History
 from millrace.policies.manifest import FileEntry, TensorEntry
-from millrace.policies.parts import TensorPart
-from millrace.policies.publish import commit_policy, new_manifest, upload_files, upload_prefix, whole_digest
-from millrace.policies.upload import upload_delta, upload_full
+from millrace.policies.publishing.history import History
+from millrace.policies.publishing.parts import TensorPart
+from millrace.policies.publishing.publish import commit_policy, new_manifest, upload_files, upload_prefix, whole_digest
+from millrace.policies.publishing.upload import upload_delta, upload_full
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 

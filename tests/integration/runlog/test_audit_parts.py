@@ -28,13 +28,13 @@ from millrace.errors import CorruptObjectError
 from millrace.runlog import EventWriter, RunLog, Stream
 from millrace.runlog.audit import audit_run, mirror, named
 from millrace.runlog.audit.told import Told
-from millrace.runlog.entry import FORMAT_MAJOR
-from millrace.runlog.epochs import latest_epoch
-from millrace.runlog.event_archive import load_archived_events
-from millrace.runlog.rebuild import open_or_rebuild
-from millrace.runlog.restore import load_restored
-from millrace.runlog.revisions import Reopening
-from millrace.trainer.store_log import StoreLog
+from millrace.runlog.events.archive import load_archived_events
+from millrace.runlog.records.epochs import latest_epoch
+from millrace.runlog.records.revisions import Reopening
+from millrace.runlog.recovery.rebuild import open_or_rebuild
+from millrace.runlog.recovery.restore import load_restored
+from millrace.runlog.redis.entry import FORMAT_MAJOR
+from millrace.trainer.log.store_log import StoreLog
 from millrace.v1 import event_pb2, run_pb2
 
 

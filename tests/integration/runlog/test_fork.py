@@ -9,12 +9,12 @@ from millrace.errors import AlreadyExistsError, ConflictError, CorruptObjectErro
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog import RunLog, Stream, chain_hash, commit_batch, load_headers, new_uid, reappend_committed
 from millrace.runlog.audit import audit_run
-from millrace.runlog.batch_reader import read_batch
 from millrace.runlog.fork import copy_fork, plan_fork
-from millrace.runlog.frontier import genesis_hash
 from millrace.runlog.index import create_run, find_request, list_runs
-from millrace.runlog.rebuild import open_reopened
-from millrace.runlog.revisions import find_closing, load_reopenings, reopen
+from millrace.runlog.records.frontier import genesis_hash
+from millrace.runlog.records.revisions import find_closing, load_reopenings, reopen
+from millrace.runlog.recovery.rebuild import open_reopened
+from millrace.runlog.redis.batch_reader import read_batch
 from millrace.storage.commit_points import with_checksum
 
 FORK_HASH = "cd" * 32

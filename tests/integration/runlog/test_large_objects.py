@@ -8,15 +8,16 @@ import pytest
 from recorded_log import audit, record
 
 from millrace.errors import CorruptObjectError
-from millrace.orchestrator.catalog import RunCatalog
+from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.policies.fetch import read_manifest
-from millrace.runlog import index, intents
-from millrace.runlog.epochs import epoch_owner
-from millrace.runlog.event_archive import load_archived_events
+from millrace.runlog import index
+from millrace.runlog.events.archive import load_archived_events
 from millrace.runlog.names import Deployment
-from millrace.runlog.origin import load_origin
+from millrace.runlog.records import intents
+from millrace.runlog.records.epochs import epoch_owner
+from millrace.runlog.records.origin import load_origin
+from millrace.runlog.records.revisions import load_reopenings, load_step, read_chunk
 from millrace.runlog.repair import repair_run
-from millrace.runlog.revisions import load_reopenings, load_step, read_chunk
 
 LARGE_BYTES = 200 << 20
 """More than any small object has; sparse, so that it costs no disk."""

@@ -11,10 +11,11 @@ import pytest
 from recorded_log import STEPS, audit, flip, publish_anew, record
 
 from millrace.errors import CorruptObjectError
-from millrace.runlog import Entry, Stream, chain_hash, event_archive
-from millrace.runlog.entry import FORMAT_MAJOR
-from millrace.runlog.event_archive import EventArchive, decode_archive, encode_archive
+from millrace.runlog import Entry, Stream, chain_hash
+from millrace.runlog.events import archive as event_archive
+from millrace.runlog.events.archive import EventArchive, decode_archive, encode_archive
 from millrace.runlog.names import Deployment
+from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.runlog.repair import State, repair_run
 from millrace.storage.local import LocalStore
 from millrace.v1 import event_pb2

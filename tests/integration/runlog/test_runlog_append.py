@@ -15,7 +15,7 @@ from millrace.errors import (
 )
 from millrace.internal.v1 import policy_pb2
 from millrace.runlog import AppendResult, Epoch, RunLog, Stream, reappend_policies
-from millrace.runlog.entry import FORMAT_MAJOR
+from millrace.runlog.redis.entry import FORMAT_MAJOR
 
 OK, ALREADY, CONFLICT = AppendResult.OK, AppendResult.ALREADY, AppendResult.CONFLICT
 FENCED, LOGGONE = AppendResult.FENCED, AppendResult.LOGGONE

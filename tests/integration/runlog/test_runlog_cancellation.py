@@ -1,6 +1,7 @@
 import asyncio
 
-from millrace.runlog import connection, open_redis
+from millrace.runlog import open_redis
+from millrace.runlog.redis import connection
 
 
 async def test_no_cancellation_is_lost(redis_url) -> None:

@@ -18,11 +18,11 @@ from millrace.runlog import (
     load_headers,
     new_uid,
     reappend_committed,
-    recover,
 )
-from millrace.runlog.batch_reader import read_batch
-from millrace.runlog.frontier import genesis_hash
-from millrace.runlog.origin import Origin, load_origin
+from millrace.runlog.records.frontier import genesis_hash
+from millrace.runlog.records.origin import Origin, load_origin
+from millrace.runlog.recovery import recover
+from millrace.runlog.redis.batch_reader import read_batch
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
 

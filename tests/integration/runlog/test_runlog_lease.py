@@ -54,7 +54,7 @@ async def test_a_lost_lease_is_noticed_and_not_taken_back(log, other):
 
 async def test_the_holder_stops_writing_at_half_its_ttl(log, monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr("millrace.runlog.lease.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("millrace.runlog.redis.lease.time.monotonic", lambda: clock[0])
     lease = await Lease.acquire(log, "orchestrator", "a", 30)
     assert lease is not None
     clock[0] += 14.9

@@ -10,7 +10,8 @@ import pytest
 
 from millrace.errors import CapacityError, InvalidSpecError, PermissionDeniedError, UnavailableError
 from millrace.local.redis import EmbeddedRedis, free_port
-from millrace.runlog import AppendResult, RunLog, connection, new_uid, open_redis
+from millrace.runlog import AppendResult, RunLog, new_uid, open_redis
+from millrace.runlog.redis import connection
 from millrace.telemetry import waits
 
 

@@ -14,8 +14,8 @@ from millrace.runlog import RunLog, chain_hash, commit_batch, new_uid
 from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run
-from millrace.runlog.rebuild import open_reopened
-from millrace.runlog.revisions import find_closing, reopen
+from millrace.runlog.records.revisions import find_closing, reopen
+from millrace.runlog.recovery.rebuild import open_reopened
 from millrace.storage.commit_points import newest_revision, revision_key, with_checksum
 
 

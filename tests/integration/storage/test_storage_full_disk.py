@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from millrace.errors import CapacityError
-from millrace.policies.publish import publish_policy
+from millrace.policies.publishing.publish import publish_policy
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
 from millrace.storage.retry import RetryPolicy
 from millrace.storage.scratch import SCRATCH_VARIABLE, owned_directory
 from millrace.telemetry import waits
-from millrace.trainer.distributed import Gang
-from millrace.trainer.shards import save_shards
+from millrace.trainer.checkpoint.files import save_shards
+from millrace.trainer.gang.distributed import Gang
 
 HURRIED = RetryPolicy(max_attempts=2)
 OBJECT = bytes(300_000)

@@ -10,7 +10,7 @@ from fault_proxy import Effect, Fault, FaultProxy
 
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import manifest_key
-from millrace.policies.publish import PublishedPolicy, publish_policy
+from millrace.policies.publishing.publish import PublishedPolicy, publish_policy
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import ObjectStore
@@ -21,7 +21,7 @@ TENSORS = [(f"t{number}", TensorBytes.from_numpy(np.full(20_000, number, dtype=n
 PUBLISH = """
 import sys
 import numpy as np
-from millrace.policies.publish import publish_policy
+from millrace.policies.publishing.publish import publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import open_store
 publish_policy(

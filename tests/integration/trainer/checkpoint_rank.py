@@ -14,8 +14,8 @@ from torch import nn
 from millrace.errors import MillraceError
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.checkpoint import CheckpointStore
-from millrace.trainer.distributed import Gang
+from millrace.trainer.checkpoint.checkpointer import CheckpointStore
+from millrace.trainer.gang.distributed import Gang
 
 
 class CountedStore(LocalStore):

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.config.rl import RLConfig
+from millrace.config.sections.rl import RLConfig
 from millrace.internal.v1 import batch_pb2, worker_service_pb2, worker_service_pb2_grpc
 from millrace.local.redis import free_port
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import TrainSample
 from millrace.runlog import EventReader, RunLog, Stream, chain_hash, commit_batch, new_uid, open_redis
-from millrace.runlog.origin import load_origin
+from millrace.runlog.records.origin import load_origin
 from millrace.storage.local import LocalStore
-from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.distributed import Gang
+from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import JobContext, run_job
-from millrace.trainer.stop import StopRequested
+from millrace.trainer.log.background import BackgroundLoop
+from millrace.trainer.log.stop import StopRequested
 from millrace.v1 import event_pb2
 
 PREFIX = "t"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from millrace.trainer import scheduler
+from millrace.trainer.learning import scheduler
 from millrace.trainer.main import main
 
 _learning_rate = scheduler.learning_rate

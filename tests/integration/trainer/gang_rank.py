@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 from millrace.storage.local import LocalStore
-from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.distributed import Gang
+from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import JobContext, run_job
-from millrace.trainer.stop import StopRequested
+from millrace.trainer.log.background import BackgroundLoop
+from millrace.trainer.log.stop import StopRequested
 
 
 def main(redis_url: str, store: str, prefix: str, uid: str, stop_at: str) -> None:

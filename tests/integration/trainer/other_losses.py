@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
-from millrace.config.trainer import LossConfig
-from millrace.trainer.loss import LossInputs, TokenLosses, token_losses
+from millrace.config.sections.trainer import LossConfig
+from millrace.trainer.learning.loss import LossInputs, TokenLosses, token_losses
 
 NOT_A_FUNCTION = 3
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace.config.rl import RLConfig
+from millrace.config.sections.rl import RLConfig
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.storage.commit_points import with_checksum
 

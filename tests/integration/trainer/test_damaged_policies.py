@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace.config.rl import RLConfig
+from millrace.config.sections.rl import RLConfig
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.host_copy import HostCopy

@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.config.rl import RLConfig
+from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError
 from millrace.policies.fetch import pull_files
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.runlog import Names
-from millrace.trainer.replay import replay
+from millrace.trainer.replay.steps import replay
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from millrace.config.rl import RLConfig
+from millrace.config.sections.rl import RLConfig
 from millrace.runlog import Stream
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point

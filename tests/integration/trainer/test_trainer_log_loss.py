@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from leases import lease_holder
 
-from millrace.config.rl import RLConfig
+from millrace.config.sections.rl import RLConfig
 from millrace.errors import FencedError, LogGoneError
 from millrace.internal.v1 import policy_pb2
 from millrace.local.redis import EmbeddedRedis
 from millrace.policies.manifest import PolicyManifest
 from millrace.runlog import Stream, open_redis, reappend_committed
-from millrace.runlog.epochs import create_epoch
-from millrace.runlog.rebuild import open_or_rebuild
+from millrace.runlog.records.epochs import create_epoch
+from millrace.runlog.recovery.rebuild import open_or_rebuild
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
-from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.hold import Hold
+from millrace.trainer.log.background import BackgroundLoop
+from millrace.trainer.log.hold import Hold
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 
@@ -152,7 +152,7 @@ def test_a_wiped_redis_costs_neither_position_nor_epoch(
 def test_a_wipe_in_the_middle_of_a_step_is_noticed_when_the_policy_is_announced(
     run: Recorder, train: Callable[[], Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from millrace.trainer import commit
+    from millrace.trainer.publish import commit
 
     commit_policy, wiped = commit.commit_policy, threading.Event()
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.cli import audit_here
 from millrace.cli.main import main
-from millrace.config.rl import RLConfig
+from millrace.cli.offline import audit_here
+from millrace.config.sections.rl import RLConfig
 from millrace.internal.v1 import batch_pb2
 from millrace.policies.prove import prove_policies
-from millrace.policies.publish import publish_policy
+from millrace.policies.publishing.publish import publish_policy
 from millrace.policies.pull import pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.batch_wire import decode_header
@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_left_aside_and_noted(trained: Recorder, capsys:
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
         ("other_losses:missing", "has no 'missing'"),
         ("other_losses:NOT_A_FUNCTION", "has a int, not a function, as 'NOT_A_FUNCTION'"),
-        ("other_losses:a_number", "it returned a float, not a millrace.trainer.loss.TokenLosses"),
+        ("other_losses:a_number", "it returned a float, not a millrace.trainer.learning.loss.TokenLosses"),
         ("other_losses:per_sequence", "its rl must be a tensor of shape"),
         ("other_losses:constant", "so it trains nothing"),
         ("other_losses:broken", "it raised ZeroDivisionError: by design"),
@@ -142,7 +142,7 @@ def test_a_bad_loss_is_told_in_words(
     assert _replay(trained, 4, "--loss", loss) == 2
     err = capsys.readouterr().err
     assert f"--loss: {words}" in err or (words in err and "--loss: " in err)
-    assert "remedy: write it like millrace.trainer.loss.token_losses" in err and "Traceback" not in err
+    assert "remedy: write it like millrace.trainer.learning.loss.token_losses" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("step", [5, 6, 400])

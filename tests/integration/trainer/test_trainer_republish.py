@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.config.rl import RLConfig
+from millrace.config.sections.rl import RLConfig
 from millrace.errors import ConflictError, InvalidStateError
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.pull import read_manifest
@@ -106,7 +106,7 @@ async def test_under_best_effort_the_run_goes_on_in_a_new_lineage(
 def test_a_changed_dropout_seed_is_refused_too(
     recorder: Recorder, make_config: Callable[..., RLConfig], dropout_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from millrace.trainer import learner
+    from millrace.trainer.learning import learner
 
     config = make_config(name=str(dropout_model), model={"seq_len": 32, "dropout": True})
     recorder.record(config, steps=2)

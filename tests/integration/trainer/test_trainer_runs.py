@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.config.rl import RLConfig
+from millrace.config.sections.rl import RLConfig
 from millrace.errors import (
     ConflictError,
     CorruptObjectError,

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from millrace.algorithms import ALGORITHMS, Opd
-from millrace.config.algo import AlgoConfig
 from millrace.config.load import validate_document
+from millrace.config.sections.algo import AlgoConfig
 from millrace.errors import CorruptObjectError, InternalError, InvalidSpecError, NotFoundError
 from millrace.rollouts.scores import encode_scores, with_scores
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus, Sample
 from millrace.runlog.names import Names
-from millrace.runlog.scores import load_scores, store_scores
+from millrace.runlog.records.scores import load_scores, store_scores
 from millrace.storage.local import LocalStore
 
 TEACHER = {"name": "big", "base_url": "http://localhost:8001/v1/", "api_key_var": "TEACHER_KEY"}

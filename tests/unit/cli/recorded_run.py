@@ -2,7 +2,7 @@
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from millrace.cli.progress import Progress
+from millrace.cli.view.progress import Progress
 from millrace.v1 import event_pb2, run_pb2
 
 START = 1_700_000_000

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from millrace.cli import replica
 from millrace.cli.errors import CliError
+from millrace.cli.session import replica
 from millrace.errors import InvalidSpecError
 
 BARE = 'engine = "vllm"\nmax_num_seqs = 8\n[vllm]\nenable_prefix_caching = false\n'

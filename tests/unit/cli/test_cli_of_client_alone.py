@@ -15,7 +15,8 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 import millrace.cli.commands.rl, millrace.cli.commands.run
-import millrace.cli.connection, millrace.cli.follow, millrace.cli.prepare, millrace.cli.results, millrace.cli.session
+import millrace.cli.connection, millrace.cli.session.follow, millrace.cli.session.prepare
+import millrace.cli.session.results, millrace.cli.session.run_session
 print("imported")
 """
 

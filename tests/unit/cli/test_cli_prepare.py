@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.model_path import is_path
-from millrace.cli.prepare import choose_run_id, prepare
-from millrace.cli.session import stack_options
+from millrace.cli.session.model_path import is_path
+from millrace.cli.session.prepare import choose_run_id, prepare
+from millrace.cli.session.run_session import stack_options
 from millrace.errors import InvalidSpecError
 
 RL = """

@@ -6,11 +6,11 @@ import pytest
 from recorded_run import at, evaluation, progress_of, recorded, state, step
 from rich.console import Console
 
-from millrace.cli.lines import log_line, progress_line
-from millrace.cli.live import render
-from millrace.cli.progress import Progress
-from millrace.cli.text import count, duration, size, sparkline, table
-from millrace.cli.view import PlainView, is_fancy, make_view
+from millrace.cli.view.lines import log_line, progress_line
+from millrace.cli.view.live import render
+from millrace.cli.view.progress import Progress
+from millrace.cli.view.text import count, duration, size, sparkline, table
+from millrace.cli.view.view import PlainView, is_fancy, make_view
 from millrace.v1 import event_pb2, run_pb2
 
 
@@ -140,7 +140,7 @@ def test_what_counts_as_a_terminal():
 
 
 def test_live_view_draws_the_run(monkeypatch):
-    from millrace.cli.live import LiveView
+    from millrace.cli.view.live import LiveView
 
     monkeypatch.setenv("NO_COLOR", "1")
     progress = Progress(name="runs/x", max_steps=3, staleness_bound=8)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from recorded_run import progress_of, recorded
 
-from millrace.cli.follow import MetricsFile
-from millrace.cli.results import (
+from millrace.cli.session.follow import MetricsFile
+from millrace.cli.session.results import (
     Artifacts,
     collect,
     download_policy,
@@ -19,7 +19,7 @@ from millrace.cli.results import (
     write_summary,
 )
 from millrace.policies.manifest import Probe
-from millrace.policies.publish import publish_policy
+from millrace.policies.publishing.publish import publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import open_store
 

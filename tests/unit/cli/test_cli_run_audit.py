@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from fake_runs import FakeRuns, serving
 
-from millrace.cli.audit_report import report_lines
 from millrace.cli.main import main
+from millrace.cli.offline.audit_report import report_lines
 from millrace.config.load import validate_document
 from millrace.errors import InvalidStateError
 from millrace.rpc.status import abort

@@ -9,10 +9,10 @@ import pytest
 from fake_runs import FakeRuns, serving
 from recorded_run import state
 
-from millrace.cli import follow
 from millrace.cli.log_files import process_logs
 from millrace.cli.main import main
 from millrace.cli.names import choose
+from millrace.cli.session import follow
 from millrace.errors import NotFoundError
 from millrace.v1 import run_pb2
 from millrace.v1 import run_service_pb2 as rs
@@ -251,7 +251,7 @@ def test_process_logs_of_the_stack_that_listens_there(tmp_path):
 
 
 def test_why_shows_one_link_per_line_and_marks_what_is_overdue():
-    from millrace.cli.output import explanation
+    from millrace.cli.view.output import explanation
     from millrace.v1 import event_pb2, run_service_pb2
 
     late = event_pb2.Wait(owner="orch-0", reason="3 of 8 groups", waits_on="env-server", age_seconds=70)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.env_server import census
-from millrace.env_server.census import Usage
-from millrace.env_server.deaths import Cause, describe_death
-from millrace.env_server.limits import NO_LIMITS, WorkerLimits
+from millrace.env_server.isolation import census
+from millrace.env_server.isolation.census import Usage
+from millrace.env_server.isolation.deaths import Cause, describe_death
+from millrace.env_server.isolation.limits import NO_LIMITS, WorkerLimits
 from millrace.processes.table import kill_session
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.env_server.samples import (
+from millrace.env_server.adapters.samples import (
     MissingSpansError,
     MissingTokensError,
     Turn,
@@ -17,8 +17,8 @@ from millrace.env_server.samples import (
     merge_turns,
     parse_spans,
 )
-from millrace.env_server.samples_v1 import branch_samples
-from millrace.env_server.span_log import MAX_ROLLOUTS, SpanLog, Spans
+from millrace.env_server.adapters.samples_v1 import branch_samples
+from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, SpanLog, Spans
 from millrace.rollouts.types import PolicySpan
 
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from millrace.env_server import adapter
 from millrace.env_server import settings as own_settings
-from millrace.env_server.confinement import Confinement, Isolation
-from millrace.env_server.deaths import describe_exit
-from millrace.env_server.frames import encode_frame, read_frame
+from millrace.env_server.adapters import adapter
+from millrace.env_server.adapters.outcome import Outcome, bounded_json, checked, failed, finite_metrics, make_rollout
+from millrace.env_server.adapters.rewards_v0 import recorded_reward_errors, watch_rubric
+from millrace.env_server.adapters.tasks import build_task_table, canonical_json, no_tasks
 from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
+from millrace.env_server.isolation.confinement import Confinement, Isolation
+from millrace.env_server.isolation.deaths import describe_exit
+from millrace.env_server.isolation.limits import WorkerLimits
 from millrace.env_server.isolation.view import View, view_of
-from millrace.env_server.limits import WorkerLimits
-from millrace.env_server.outcome import Outcome, bounded_json, checked, failed, finite_metrics, make_rollout
-from millrace.env_server.rewards_v0 import recorded_reward_errors, watch_rubric
 from millrace.env_server.settings import EnvServerSettings
-from millrace.env_server.tasks import build_task_table, canonical_json, no_tasks
+from millrace.env_server.workers.frames import encode_frame, read_frame
 from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus

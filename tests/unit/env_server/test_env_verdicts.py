@@ -2,7 +2,7 @@
 
 import random
 
-from millrace.env_server.verdicts import DANGEROUS, HOPELESS, WINDOW, Verdicts
+from millrace.env_server.workers.verdicts import DANGEROUS, HOPELESS, WINDOW, Verdicts
 
 
 def test_a_suspect_is_cleared_or_quarantined() -> None:

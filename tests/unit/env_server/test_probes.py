@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from millrace.env_server.probes import Probes
-from millrace.env_server.supervisor import WorkerProcess
+from millrace.env_server.workers.probes import Probes
+from millrace.env_server.workers.supervisor import WorkerProcess
 
 
 class Worker:

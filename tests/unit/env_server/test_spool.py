@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.env_server.spool import Spool
+from millrace.env_server.spool.files import Spool
 from millrace.errors import CapacityError, InvalidStateError
 from millrace.internal.v1 import rollout_pb2
 from millrace.telemetry import waits

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from millrace.inference import weights
+from millrace.inference.embedded import weights
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
-from millrace.inference import scheduler as scheduler_module
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.embedded import scheduler as scheduler_module
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import (
     EngineState,
     FinishReason,

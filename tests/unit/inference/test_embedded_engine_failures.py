@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.errors import InternalError, UnavailableError
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import (
     EngineState,
     FinishReason,

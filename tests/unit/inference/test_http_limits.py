@@ -5,8 +5,8 @@ import json
 import pytest
 
 from millrace.errors import InvalidSpecError
-from millrace.inference import http_limits as limits
-from millrace.inference.http_access import TokenGate
+from millrace.inference.http import limits
+from millrace.inference.http.access import TokenGate
 from millrace.rpc.access import ServerAccess
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from millrace.errors import InvalidSpecError
-from millrace.inference.chat import encode_chat, parse_tool_calls
+from millrace.inference.http.chat import encode_chat, parse_tool_calls
 from millrace.inference.model_files import load_tokenizer
 
 

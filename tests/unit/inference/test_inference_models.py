@@ -6,10 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig
 
 from millrace.errors import InvalidStateError
-from millrace.inference import weights
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.embedded import weights
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.loader import load_model
 from millrace.inference.engine import GenerateRequest, PolicyIdentity, SamplingParams
-from millrace.inference.loader import load_model
 
 V0 = PolicyIdentity(run_uid="r", lineage=0, version=0)
 SMALL = {

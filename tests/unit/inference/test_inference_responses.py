@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from millrace.inference import http_responses as responses
 from millrace.inference.engine import FinishReason, Generation
-from millrace.inference.http_schema import ChatBody, Sampling
+from millrace.inference.http import responses
+from millrace.inference.http.schema import ChatBody, Sampling
 from millrace.inference.model_files import load_tokenizer
 from millrace.rollouts.types import PolicySpan
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from millrace.inference import rows as rows_module
+from millrace.inference.embedded import rows as rows_module
+from millrace.inference.embedded.rows import RowTable, Running
 from millrace.inference.engine import GenerateRequest, SamplingParams
-from millrace.inference.rows import RowTable, Running
 
 
 def entry(name: str, *, top_k: int = 0, prompt: int = 3, limit: int = 8) -> Running:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.inference.sampling import sample, uniforms
+from millrace.inference.embedded.sampling import sample, uniforms
 
 VOCAB = 11
 

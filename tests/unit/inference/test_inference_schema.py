@@ -3,9 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
+from millrace.inference.embedded.rows import RowTable, Running
 from millrace.inference.engine import GenerateRequest
-from millrace.inference.http_schema import ChatBody, CompletionBody, GenerateSampling, Sampling
-from millrace.inference.rows import RowTable, Running
+from millrace.inference.http.schema import ChatBody, CompletionBody, GenerateSampling, Sampling
 
 INT32, INT64 = 2**31, 2**63
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from millrace.errors import InvalidSpecError
-from millrace.inference import scoring, weights
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.embedded import scoring, weights
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import PolicyIdentity, PromptScores
-from millrace.inference.http_responses import prompt_logprobs
+from millrace.inference.http.responses import prompt_logprobs
 
 TOKENS = tuple(int(token) for token in np.random.default_rng(0).integers(0, 256, 61))
 

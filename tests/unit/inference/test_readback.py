@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from millrace.errors import InternalError
 from millrace.inference import readback
-from millrace.inference.embedded import EmbeddedEngine
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyIdentity
 from millrace.inference.readback import Readback
 from millrace.policies.change import TensorChange
@@ -78,7 +78,7 @@ async def test_damage_at_a_changed_position_is_found_before_the_version_serves(e
 
 
 async def test_a_change_that_was_not_written_is_found_before_the_version_serves(engine, next_version, monkeypatch):
-    monkeypatch.setattr("millrace.inference.weights.write_changes", lambda model, changes: None)
+    monkeypatch.setattr("millrace.inference.embedded.weights.write_changes", lambda model, changes: None)
     with pytest.raises(InternalError, match=rf"other bits than were written at \d+ of .* {NAME}"):
         await update(engine, next_version)
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from millrace.errors import InternalError, InvalidSpecError, UnavailableError
-from millrace.inference.launch_node import Node
-from millrace.inference.vllm.node_copy import NodeCopy
+from millrace.inference.launch.node import Node
 from millrace.inference.vllm.orders import OrderFiles, write_order
+from millrace.inference.vllm.workers.node_copy import NodeCopy
 from millrace.policies.host_copy import HostCopy
-from millrace.policies.publish import publish_policy
+from millrace.policies.publishing.publish import publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import InternalError
-from millrace.inference.vllm import memory
-from millrace.inference.vllm import proved as module
-from millrace.inference.vllm.layout import Region, Slot
-from millrace.inference.vllm.memory import Write, box_of, writes_of
 from millrace.inference.vllm.orders import OrderFiles
-from millrace.inference.vllm.proved import ProvedBoxes
+from millrace.inference.vllm.workers import memory
+from millrace.inference.vllm.workers import proved as module
+from millrace.inference.vllm.workers.layout import Region, Slot
+from millrace.inference.vllm.workers.memory import Write, box_of, writes_of
+from millrace.inference.vllm.workers.proved import ProvedBoxes
 from millrace.policies.digest import bits_digest
 
 SIZE, FIRST = 5000, 1000  # elements of the tensor, and where the rank's half begins

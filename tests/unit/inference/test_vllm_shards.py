@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import InternalError
-from millrace.inference.vllm import memory
-from millrace.inference.vllm import proved as module
-from millrace.inference.vllm.layout import Region, Slot
-from millrace.inference.vllm.memory import box_of, pieces_of, source_of, writes_of
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.proofs import combine
-from millrace.inference.vllm.proved import ProvedBoxes
+from millrace.inference.vllm.workers import memory
+from millrace.inference.vllm.workers import proved as module
+from millrace.inference.vllm.workers.layout import Region, Slot
+from millrace.inference.vllm.workers.memory import box_of, pieces_of, source_of, writes_of
+from millrace.inference.vllm.workers.proved import ProvedBoxes
 from millrace.policies.digest import bits_digest, digest_hex
 
 ROWS, COLUMNS = 40, 30

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from millrace.inference.vllm.gate import Calls
-from millrace.inference.vllm.spans import add_last_spans, name_tokens, rewritten
+from millrace.inference.vllm.server.spans import add_last_spans, name_tokens, rewritten
 
 
 def ended(version: str, length: int) -> Any:

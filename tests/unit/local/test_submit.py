@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.cli import session
+from millrace.cli.session import run_session as session
 from millrace.errors import UnavailableError
 
 

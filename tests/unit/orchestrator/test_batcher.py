@@ -3,7 +3,7 @@ from orchestrator_builders import make_play, make_rollout
 
 from millrace.algorithms import Grpo
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.batcher import count_dropped, cut, resolutions, score_samples
+from millrace.orchestrator.drive.batcher import count_dropped, cut, resolutions, score_samples
 from millrace.orchestrator.play.play import Play
 
 

@@ -1,6 +1,6 @@
 """The chain of waits: from the trainer to what holds the run up, whatever the shape of the waits."""
 
-from millrace.orchestrator.chain import Component, Severity, find_chain
+from millrace.orchestrator.explain.chain import Component, Severity, find_chain
 from millrace.v1 import event_pb2
 
 

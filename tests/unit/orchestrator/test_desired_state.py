@@ -1,4 +1,4 @@
-from millrace.orchestrator.desired_state import DesiredState
+from millrace.orchestrator.runs.desired_state import DesiredState
 from millrace.runlog import Intent
 
 

@@ -11,7 +11,7 @@ from millrace.orchestrator import manager as manager_module
 from millrace.orchestrator import meters, run_meters
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.run_meters import RunMeters
-from millrace.orchestrator.run_view import RunRecord, RunView
+from millrace.orchestrator.runs.run_view import RunRecord, RunView
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.v1 import event_pb2, run_pb2
 

@@ -5,12 +5,12 @@ import time
 import pytest
 
 from millrace.internal.v1 import worker_service_pb2 as ws
-from millrace.orchestrator import watchdog as watchdog_module
-from millrace.orchestrator.explain import explain, stood_still
-from millrace.orchestrator.run_view import RunRecord, RunView
-from millrace.orchestrator.watchdog import Watchdog
+from millrace.orchestrator.explain import watchdog as watchdog_module
+from millrace.orchestrator.explain.watchdog import Watchdog
+from millrace.orchestrator.explain.why import explain, stood_still
+from millrace.orchestrator.runs.run_view import RunRecord, RunView
 from millrace.orchestrator.workers import WorkerRegistry
-from millrace.runlog.connection import OUTAGES, Outage
+from millrace.runlog.redis.connection import OUTAGES, Outage
 from millrace.telemetry import waits
 from millrace.telemetry.standstill import METER, Meter
 from millrace.v1 import event_pb2, run_pb2

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from millrace.config.trainer import PolicyConfig
+from millrace.config.sections.trainer import PolicyConfig
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.parts import TensorPart
+from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.pull import read_manifest
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.commit import Committer, VersionInput
-from millrace.trainer.distributed import Gang
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.publish.commit import Committer, VersionInput
 
 SHAPES = {"embed": (1000, 8), "empty": (0, 4), "norm": (7,), "odd": (5, 3), "scalar": ()}
 NAMES = Names("p", "u")

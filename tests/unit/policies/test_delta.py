@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError
-from millrace.policies import delta as delta_module
-from millrace.policies import delta_dense
 from millrace.policies.change import TensorChange
-from millrace.policies.delta import EncodedPiece, decode_piece, encode_piece
-from millrace.policies.delta_codings import Bits, decode_gaps, encode_gaps, ulp_map, unzigzag, zigzag
+from millrace.policies.delta import codec as delta_module
+from millrace.policies.delta import dense as delta_dense
+from millrace.policies.delta.codec import EncodedPiece, decode_piece, encode_piece
+from millrace.policies.delta.codings import Bits, decode_gaps, encode_gaps, ulp_map, unzigzag, zigzag
 from millrace.policies.digest import bits_digest
 
 _WIDTHS = (1, 2, 4, 8)

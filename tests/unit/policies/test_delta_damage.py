@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ConflictError, CorruptObjectError
-from millrace.policies.delta import decode_piece, encode_piece
-from millrace.policies.delta_codings import Bits, ulp_map
-from millrace.policies.delta_frame import PieceHeader, Section, pack_frame, read_frame
+from millrace.policies.delta.codec import decode_piece, encode_piece
+from millrace.policies.delta.codings import Bits, ulp_map
+from millrace.policies.delta.frame import PieceHeader, Section, pack_frame, read_frame
 
 _LEAD_BYTES = 8  # magic and checksum
 _U64_MAX = 2**64 - 1

@@ -12,8 +12,8 @@ from committed_versions import NAMES, Trainer
 from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError, UnavailableError
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.local import LocalStore
-from millrace.trainer import commit
-from millrace.trainer.commit import VersionInput
+from millrace.trainer.publish import commit
+from millrace.trainer.publish.commit import VersionInput
 
 
 def _damage(trainer: Trainer, version: int, base: int | None) -> str:

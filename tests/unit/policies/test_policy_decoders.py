@@ -14,7 +14,7 @@ from millrace.errors import CorruptObjectError
 from millrace.policies.adapter import AdapterSpec, parse_adapter_config
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import AdapterEntry, PolicyManifest, Probe
-from millrace.policies.publish import publish_policy
+from millrace.policies.publishing.publish import publish_policy
 from millrace.policies.pull import pull_files
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 from millrace.storage.local import LocalStore

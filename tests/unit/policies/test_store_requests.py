@@ -10,7 +10,7 @@ from committed_versions import NAMES, Trainer
 
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.local import LocalStore
-from millrace.trainer.commit import VersionInput
+from millrace.trainer.publish.commit import VersionInput
 
 METHODS = ("get", "get_range", "head", "list", "list_prefixes", "create", "put")
 

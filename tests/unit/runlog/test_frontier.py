@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from millrace.errors import CorruptObjectError, InternalError
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
+from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
 
 
 @given(st.permutations(range(25)), st.data())

@@ -10,8 +10,8 @@ from mutations import mutated_bytes, mutated_json
 
 from millrace.errors import CorruptObjectError
 from millrace.storage.commit_points import with_checksum
-from millrace.trainer.checkpoint_manifest import FORMAT, CheckpointManifest, CheckpointObject
-from millrace.trainer.shard_index import ShardPiece, ShardTensor, decode_index, encode_index
+from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index, encode_index
+from millrace.trainer.checkpoint.manifest import FORMAT, CheckpointManifest, CheckpointObject
 
 _SIZES = {"rank-00000.bin": 56, "rank-00001.bin": 40}
 _INDEX = encode_index(

@@ -12,8 +12,8 @@ from millrace.errors import CorruptObjectError
 from millrace.runlog.names import Names
 from millrace.storage.commit_points import with_checksum
 from millrace.storage.local import LocalStore
-from millrace.trainer.checkpoint import CheckpointStore
-from millrace.trainer.distributed import Gang
+from millrace.trainer.checkpoint.checkpointer import CheckpointStore
+from millrace.trainer.gang.distributed import Gang
 
 # One entry of the memo, far behind its end: the table is made as long as that, 16 bytes an entry.
 _TAKES_MEMORY = b"\x80\x04N" + b"r\x00\x00\x00\x04" + b"."

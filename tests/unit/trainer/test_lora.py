@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.config.trainer import LoraConfig, OptimConfig, SchedulerConfig
+from millrace.config.sections.trainer import LoraConfig, OptimConfig, SchedulerConfig
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.policies.adapter import AdapterSpec, model_name, parse_adapter_config
-from millrace.trainer.distributed import Gang
-from millrace.trainer.learner import digest_of, state_tensors
-from millrace.trainer.lora import LoraLinear, add_adapters, published_tensors, round_base, set_learning
-from millrace.trainer.model import load_model, policy_tensors
-from millrace.trainer.optimizer import PolicyOptimizer
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.learner import digest_of, state_tensors
+from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.model.lora import LoraLinear, add_adapters, published_tensors, round_base, set_learning
+from millrace.trainer.model.pretrained import load_model, policy_tensors
 
 TOKENS = torch.arange(24)[None] * 7 % 200
 

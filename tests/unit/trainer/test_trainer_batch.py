@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.rollouts.types import TrainSample
-from millrace.trainer.batch import build_micro_batch, plan_micro_batches
-from millrace.trainer.distributed import Gang
-from millrace.trainer.forward import select_logprobs, token_logprobs
-from millrace.trainer.score import Score
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.batch import build_micro_batch, plan_micro_batches
+from millrace.trainer.learning.forward import select_logprobs, token_logprobs
+from millrace.trainer.learning.score import Score
 
 CPU = torch.device("cpu")
 

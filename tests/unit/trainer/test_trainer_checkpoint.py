@@ -9,9 +9,9 @@ import torch
 from millrace.errors import ConflictError
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.checkpoint import CheckpointStore
-from millrace.trainer.checkpoint_manifest import CheckpointManifest
-from millrace.trainer.distributed import Gang
+from millrace.trainer.checkpoint.checkpointer import CheckpointStore
+from millrace.trainer.checkpoint.manifest import CheckpointManifest
+from millrace.trainer.gang.distributed import Gang
 
 
 def _save(store: LocalStore, **changes: Any) -> CheckpointManifest:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.config.trainer import LossConfig
-from millrace.trainer.loss import LossInputs, token_losses, total_loss
+from millrace.config.sections.trainer import LossConfig
+from millrace.trainer.learning.loss import LossInputs, token_losses, total_loss
 
 
 def _inputs(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import CorruptObjectError
-from millrace.trainer.model import load_model
+from millrace.trainer.model.pretrained import load_model
 
 
 @pytest.mark.parametrize("damage", ["cut", "sizes"])

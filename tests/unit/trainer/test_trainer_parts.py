@@ -8,12 +8,12 @@ import torch
 
 from millrace.errors import InvalidStateError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2
-from millrace.trainer.background import BackgroundLoop
-from millrace.trainer.distributed import Gang
-from millrace.trainer.model import policy_files, policy_tensors, resolve_model_directory
+from millrace.trainer.checkpoint.files import load_shards, needed_files, save_shards
+from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.log.background import BackgroundLoop
+from millrace.trainer.model.pretrained import policy_files, policy_tensors, resolve_model_directory
 from millrace.trainer.reporter import staleness
-from millrace.trainer.shard_index import ShardPiece, ShardTensor, decode_index
-from millrace.trainer.shards import load_shards, needed_files, save_shards
 
 
 def test_background_calls_return_raise_and_time_out() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 
-from millrace.config.trainer import OptimConfig, SchedulerConfig
+from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
 from millrace.errors import InvalidSpecError
-from millrace.trainer.optimizer import PolicyOptimizer
-from millrace.trainer.scheduler import learning_rate
+from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.learning.scheduler import learning_rate
 
 LR, MAX_STEPS = 0.1, 20
 

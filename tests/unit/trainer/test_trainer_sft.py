@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.config.sft import SFTConfig, SFTDataConfig
+from millrace.config.sections.sft import SFTConfig, SFTDataConfig
 from millrace.errors import InvalidSpecError, NotFoundError
-from millrace.trainer.distributed import Gang
-from millrace.trainer.model import load_tokenizer
-from millrace.trainer.sft import SFTStep, replace_directory, run_sft
-from millrace.trainer.sft_data import Order, RowEncoder, load_rows
-from millrace.trainer.sft_main import load_config
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.model.pretrained import load_tokenizer
+from millrace.trainer.sft.data import Order, RowEncoder, load_rows
+from millrace.trainer.sft.fine_tune import SFTStep, replace_directory, run_sft
+from millrace.trainer.sft.main import load_config
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatRespons
 from millrace.rpc.health import HealthBoard
 from millrace.rpc.worker import Silence
 from millrace.telemetry import waits
-from millrace.trainer.distributed import Gang
+from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.worker import TrainerWorker
 from millrace.v1 import event_pb2

@@ -10,10 +10,10 @@ from millrace.errors import FencedError, NotFoundError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.trainer import meters
-from millrace.trainer.agreement import tell
-from millrace.trainer.distributed import Gang
-from millrace.trainer.publish_plan import PublishPlan, plan_publishing
-from millrace.trainer.stop import StopRequested
+from millrace.trainer.gang.agreement import tell
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.log.stop import StopRequested
+from millrace.trainer.publish.plan import PublishPlan, plan_publishing
 from millrace.trainer.worker import TrainerWorker
 
 

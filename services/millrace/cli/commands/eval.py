@@ -2,7 +2,7 @@
 
 import click
 
-from millrace.cli.raw import RawCommand
+from millrace.cli.session.raw import RawCommand
 
 _HELP = """\b
 Options:
@@ -21,8 +21,8 @@ def evaluate(arguments: tuple[str, ...]) -> int:
     With [client] the model is served by an OpenAI-compatible endpoint; the API key is read from the environment
     variable that client.api_key_var names. Without it model.name is a directory, which the local stack serves.
     """
-    from millrace.cli.dry_run import print_config
-    from millrace.cli.eval_prepare import prepare_eval
+    from millrace.cli.session.dry_run import print_config
+    from millrace.cli.session.eval_prepare import prepare_eval
 
     prepared = prepare_eval(arguments)
     if prepared.is_dry_run:
@@ -32,8 +32,8 @@ def evaluate(arguments: tuple[str, ...]) -> int:
 
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable
-    from millrace.cli.eval_results import table
-    from millrace.cli.eval_session import evaluate_here, evaluate_there
+    from millrace.cli.session.eval_results import table
+    from millrace.cli.session.eval_session import evaluate_here, evaluate_there
 
     flow = evaluate_here if prepared.server is None else evaluate_there
     explained = explain_unreachable(prepared.server_origin, prepared.server) if prepared.server else nullcontext()

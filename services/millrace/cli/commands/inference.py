@@ -2,7 +2,7 @@
 
 import click
 
-from millrace.cli.raw import RawCommand
+from millrace.cli.session.raw import RawCommand
 
 _HELP = """\b
 Options:
@@ -22,7 +22,7 @@ def inference(arguments: tuple[str, ...]) -> int:
     It registers with the orchestrator and serves the policy of its run; the model comes with the policy, or is the
     one that the config names. Without an orchestrator it serves that model as an OpenAI-compatible server.
     """
-    from millrace.cli.replica import load_replica, start_replica
+    from millrace.cli.session.replica import load_replica, start_replica
 
     loaded = load_replica(arguments)
     if loaded.flags.get("dry-run"):

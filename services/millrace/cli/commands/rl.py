@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import click
 
-from millrace.cli.raw import OPTIONS_HELP, RawCommand
+from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
 
 @click.command(cls=RawCommand, epilog=OPTIONS_HELP)
@@ -14,8 +14,8 @@ def rl(arguments: tuple[str, ...]) -> int:
     Starts the local stack for the run and tears it down afterwards; with --server or MILLRACE_SERVER it submits the
     run there and follows it (Ctrl-C detaches, and the run continues).
     """
-    from millrace.cli.dry_run import print_config
-    from millrace.cli.prepare import prepare, warn_of_wandb
+    from millrace.cli.session.dry_run import print_config
+    from millrace.cli.session.prepare import prepare, warn_of_wandb
 
     prepared = prepare(arguments)
     if prepared.is_dry_run:
@@ -24,8 +24,8 @@ def rl(arguments: tuple[str, ...]) -> int:
     warn_of_wandb(prepared.config)
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable
-    from millrace.cli.results import summary_lines
-    from millrace.cli.session import run_local, run_remote
+    from millrace.cli.session.results import summary_lines
+    from millrace.cli.session.run_session import run_local, run_remote
 
     flow = run_local if prepared.server is None else run_remote
     explained = explain_unreachable(prepared.server_origin, prepared.server) if prepared.server else nullcontext()

@@ -14,7 +14,7 @@ from millrace.cli.commands.run_pause import pause, resume
 from millrace.cli.commands.run_repair import repair
 from millrace.cli.commands.run_replay import replay
 from millrace.cli.defaults import DEFAULT_LISTEN
-from millrace.cli.raw import OPTIONS_HELP, RawCommand
+from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
 if TYPE_CHECKING:
     from millrace.client import Client
@@ -58,8 +58,8 @@ def submit(arguments: tuple[str, ...]) -> int:
     """Submit a run: millrace run submit @ rl.toml [--KEY VALUE ...] [--follow]."""
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable
-    from millrace.cli.dry_run import print_config
-    from millrace.cli.prepare import prepare, warn_of_wandb
+    from millrace.cli.session.dry_run import print_config
+    from millrace.cli.session.prepare import prepare, warn_of_wandb
 
     if arguments and os.path.isfile(arguments[0]):
         arguments = ("@", *arguments)
@@ -69,8 +69,8 @@ def submit(arguments: tuple[str, ...]) -> int:
         return 0
     warn_of_wandb(prepared.config)
     from millrace.cli.connection import open_client
-    from millrace.cli.results import summary_lines
-    from millrace.cli.session import run_remote, submit, submitted_line
+    from millrace.cli.session.results import summary_lines
+    from millrace.cli.session.run_session import run_remote, submit, submitted_line
 
     if prepared.is_follow:
         with explain_unreachable(prepared.server_origin, prepared.server or DEFAULT_LISTEN):
@@ -94,7 +94,7 @@ def submit(arguments: tuple[str, ...]) -> int:
 @_server
 def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None) -> None:
     """List runs, newest first."""
-    from millrace.cli.output import runs_json, runs_table
+    from millrace.cli.view.output import runs_json, runs_table
 
     wanted = [_state(text) for text in states]
 
@@ -117,7 +117,7 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
 def show(name: str, form: str, server: str | None) -> None:
     """Show one run."""
     from millrace.cli.names import resolve
-    from millrace.cli.output import run_details, run_json
+    from millrace.cli.view.output import run_details, run_json
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
@@ -138,11 +138,11 @@ def watch(name: str, plain: bool, server: str | None) -> None:
     """Follow a run to its end; Ctrl-C detaches, and the run continues. Exits 1 if it failed or was cancelled."""
     import sys
 
-    from millrace.cli.follow import require_success
     from millrace.cli.names import resolve
-    from millrace.cli.progress import Progress
-    from millrace.cli.session import follow_or_detach
-    from millrace.cli.view import make_view
+    from millrace.cli.session.follow import require_success
+    from millrace.cli.session.run_session import follow_or_detach
+    from millrace.cli.view.progress import Progress
+    from millrace.cli.view.view import make_view
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
@@ -163,10 +163,10 @@ def watch(name: str, plain: bool, server: str | None) -> None:
 @_server
 def logs(name: str, follow: bool, component: str | None, server: str | None) -> None:
     """Print the events of a run, one per line; say where the process logs of a local stack lie."""
-    from millrace.cli.lines import log_line
     from millrace.cli.log_files import process_logs
     from millrace.cli.names import resolve
-    from millrace.cli.progress import Progress
+    from millrace.cli.view.lines import log_line
+    from millrace.cli.view.progress import Progress
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
@@ -202,7 +202,7 @@ def logs(name: str, follow: bool, component: str | None, server: str | None) -> 
 def cancel(name: str, reason: str, server: str | None) -> None:
     """Ask a run to end; it ends as CANCELLED at its next step boundary."""
     from millrace.cli.names import resolve
-    from millrace.cli.progress import state_name
+    from millrace.cli.view.progress import state_name
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
@@ -218,7 +218,7 @@ def cancel(name: str, reason: str, server: str | None) -> None:
 def why(name: str, server: str | None) -> None:
     """Say what every service of a run waits for right now, and what holds it up."""
     from millrace.cli.names import resolve
-    from millrace.cli.output import explanation
+    from millrace.cli.view.output import explanation
     from millrace.errors import NotFoundError
 
     async def act(client: "Client") -> None:

@@ -38,7 +38,7 @@ def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: st
     Whoever may write to the store can make another history whose hashes all fit, but cannot sign it. `millrace run
     audit RUN --attest-key FILE` checks the signatures in the store, and `--attestation FILE` what --out wrote.
     """
-    from millrace.cli.run_store import find_uid, open_run_store, store_prefix
+    from millrace.cli.offline.run_store import find_uid, open_run_store, store_prefix
     from millrace.runlog.attest import load_key, write_attestation
     from millrace.runlog.names import Names
 

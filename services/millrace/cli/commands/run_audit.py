@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millrace.cli.audit_here import AuditRequest, audit_here
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.errors import EXIT_FAILED
+from millrace.cli.offline.audit_here import AuditRequest, audit_here
 
 if TYPE_CHECKING:
     from millrace.v1 import audit_pb2
@@ -83,7 +83,7 @@ def audit(
         raise click.UsageError("--store, --deep and --attestation audit without a server: leave --server out")
     if num_replays and not deep:
         raise click.UsageError("--replay belongs to --deep")
-    from millrace.cli.audit_report import report_lines
+    from millrace.cli.offline.audit_report import report_lines
 
     with _patience(name) as say:
         if is_here:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace.cli.errors import CliError
-from millrace.cli.raw import RawCommand
+from millrace.cli.session.raw import RawCommand
 
 if TYPE_CHECKING:
     from millrace.client import Client
@@ -46,7 +46,7 @@ def fork(arguments: tuple[str, ...]) -> int:
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable, server_address
     from millrace.cli.connection import open_client
-    from millrace.cli.new_name import check_new_name
+    from millrace.cli.session.new_name import check_new_name
 
     if not arguments or arguments[0].startswith(("--", "@")):
         raise CliError("name the run to fork", hint=_EXAMPLE)
@@ -76,7 +76,7 @@ async def _fork(
     config = _config(parent, rest)
     run_id = flags.get("name")
     if flags.get("dry-run"):
-        from millrace.cli.fork_check import check_fork
+        from millrace.cli.offline.fork_check import check_fork
 
         left = await check_fork(client, parent, config, step=step, name=str(run_id or ""))
         click.echo(f"dry run: nothing is made; left for the server to check: {left}", err=True)

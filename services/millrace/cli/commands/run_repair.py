@@ -53,7 +53,7 @@ def _repair(
     name: str, is_applied: bool, backup: str | None, store: str | None, redis: str | None, prefix: str | None
 ) -> "tuple[str, list[Repair]]":
     from millrace.cli import interrupts
-    from millrace.cli.run_store import find_uid, naming, open_run_store, store_prefix
+    from millrace.cli.offline.run_store import find_uid, naming, open_run_store, store_prefix
     from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
     from millrace.runlog import RunLog, open_redis
     from millrace.runlog.names import Names
@@ -89,7 +89,7 @@ def _repair(
 
 
 def _lines(uid: str, repairs: "list[Repair]") -> list[str]:
-    from millrace.cli.text import table
+    from millrace.cli.view.text import table
     from millrace.runlog.repair import State
 
     if not repairs:

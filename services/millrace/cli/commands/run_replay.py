@@ -11,7 +11,7 @@ import click
 from millrace.cli.errors import CliError
 
 if TYPE_CHECKING:
-    from millrace.trainer.replay_report import ReplayReport
+    from millrace.trainer.replay.report import ReplayReport
 
 _INSTALL = "pip install 'millrace[trainer]'"
 OnStep = Callable[[int, int], None]
@@ -24,7 +24,7 @@ OnStep = Callable[[int, int], None]
     "--loss",
     metavar="MODULE:FUNCTION",
     default=None,
-    help="Also show the metrics of the step under this loss, written like millrace.trainer.loss.token_losses: "
+    help="Also show the metrics of the step under this loss, written like millrace.trainer.learning.loss.token_losses: "
     "(LossInputs, LossConfig) -> TokenLosses.",
 )
 @click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store.")
@@ -37,9 +37,9 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
     """
     if loss == "":
         raise click.BadParameter("is empty; name a MODULE:FUNCTION or leave it out", param_hint="--loss")
-    from millrace.cli.run_store import find_uid, open_run_store, store_prefix
+    from millrace.cli.offline.run_store import find_uid, open_run_store, store_prefix
     from millrace.runlog.names import Names
-    from millrace.trainer.replay_report import report_lines
+    from millrace.trainer.replay.report import report_lines
 
     objects, deployment = open_run_store(store), store_prefix(prefix)
     names = Names(deployment, find_uid(objects, deployment, name))
@@ -51,9 +51,9 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
 
 
 def _recompute() -> Callable[..., "ReplayReport"]:
-    """`millrace.trainer.replay.replay`, by name: the command line works without torch, which only this needs."""
+    """`millrace.trainer.replay.steps.replay`, by name: the command line works without torch, which only this needs."""
     try:
-        return importlib.import_module("millrace.trainer.replay").replay
+        return importlib.import_module("millrace.trainer.replay.steps").replay
     except ModuleNotFoundError as error:
         raise CliError(f"replay computes with {error.name}, which is not installed here", hint=_INSTALL) from error
 

@@ -2,7 +2,7 @@
 
 import click
 
-from millrace.cli.raw import RawCommand
+from millrace.cli.session.raw import RawCommand
 
 _HELP = """\b
 Options:
@@ -14,9 +14,9 @@ Options:
 @click.command(cls=RawCommand, epilog=_HELP)
 def sft(arguments: tuple[str, ...]) -> int:
     """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
-    from millrace.cli.config_file import require_file_or_model
-    from millrace.cli.dry_run import print_config
-    from millrace.cli.model_path import check_models
+    from millrace.cli.session.config_file import require_file_or_model
+    from millrace.cli.session.dry_run import print_config
+    from millrace.cli.session.model_path import check_models
     from millrace.config.load import load
     from millrace.config.schema import SFTConfig
 
@@ -29,6 +29,6 @@ def sft(arguments: tuple[str, ...]) -> int:
     check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=False)
 
     from millrace.cli import interrupts
-    from millrace.cli.fine_tune import fine_tune
+    from millrace.cli.session.fine_tune import fine_tune
 
     return interrupts.run(lambda signals: fine_tune(loaded.config, signals))

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from millrace.decoding import decode_object
-from millrace.env_server.confinement import Confinement
+from millrace.env_server.isolation.confinement import Confinement
 
 _TRY_S = 60.0
 _SHOWN_CHARS = 300
@@ -50,7 +50,7 @@ def _try(confinement: Confinement, directory: str) -> None:
     ours.close()
     os.environ["HOME"] = os.environ["TMPDIR"] = "/tmp"
     confinement.enter(directory, control=control.detach())
-    command = [sys.executable, "-c", "import millrace.env_server.worker"]
+    command = [sys.executable, "-c", "import millrace.env_server.workers.worker"]
     os.execv(sys.executable, command)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from millrace.decoding import decode_object
-from millrace.env_server import capabilities
+from millrace.env_server.isolation import capabilities
 from millrace.env_server.isolation.mounts import enter_root
 from millrace.env_server.isolation.system import libc, named
 from millrace.env_server.isolation.view import View

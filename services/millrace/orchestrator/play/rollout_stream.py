@@ -13,8 +13,8 @@ from millrace.errors import CapacityError, CorruptObjectError, NotFoundError, Un
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.rollouts.wire import decode_rollout
 from millrace.runlog import Entry, RunLog, Stream
-from millrace.runlog.entry import OnDamaged, damaged_entry
-from millrace.runlog.scores import load_scores
+from millrace.runlog.records.scores import load_scores
+from millrace.runlog.redis.entry import OnDamaged, damaged_entry
 from millrace.telemetry import waits
 
 log = logging.getLogger(__name__)

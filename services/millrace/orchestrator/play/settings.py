@@ -4,9 +4,9 @@ import json
 import math
 from dataclasses import dataclass, field
 
-from millrace.config.eval import FixedSamplingConfig
-from millrace.config.orchestrator import EvalSamplingConfig, SamplingConfig
 from millrace.config.schema import EvalRunConfig, OrchestratorConfig
+from millrace.config.sections.eval import FixedSamplingConfig
+from millrace.config.sections.orchestrator import EvalSamplingConfig, SamplingConfig
 from millrace.internal.v1 import env_service_pb2
 from millrace.rollouts.types import Purpose, RolloutStatus
 

@@ -34,7 +34,7 @@ from millrace.runlog.audit.rollouts import RolloutFact
 from millrace.runlog.audit.seals import SealCheck
 from millrace.runlog.audit.told import ToldSteps
 from millrace.runlog.names import Names
-from millrace.runlog.origin import Origin, parse_origin
+from millrace.runlog.records.origin import Origin, parse_origin
 from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
 

@@ -2,8 +2,8 @@
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog.audit.findings import Audit
-from millrace.runlog.entry import Entry, id_order
-from millrace.runlog.event_archive import decode_archived
+from millrace.runlog.events.archive import decode_archived
+from millrace.runlog.redis.entry import Entry, id_order
 
 
 def read_archives(audit: Audit) -> list[Entry]:

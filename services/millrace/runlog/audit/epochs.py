@@ -5,7 +5,7 @@ from itertools import pairwise
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.runlog.audit.findings import Audit, as_utf8
-from millrace.runlog.epochs import GENERATION_ROLE
+from millrace.runlog.records.epochs import GENERATION_ROLE
 
 
 def check_epochs(audit: Audit) -> dict[str, int]:

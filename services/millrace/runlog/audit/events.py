@@ -14,7 +14,7 @@ from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.runlog.audit.told import Told
-from millrace.runlog.entry import Entry, id_order
+from millrace.runlog.redis.entry import Entry, id_order
 from millrace.v1 import event_pb2
 
 

@@ -15,9 +15,9 @@ from millrace.runlog.audit.ordinals import OrdinalCheck
 from millrace.runlog.audit.rollouts import Archives, RolloutFact
 from millrace.runlog.audit.samples import check_chunks, check_samples
 from millrace.runlog.audit.told import ToldSteps
-from millrace.runlog.frontier import chain_hash
-from millrace.runlog.origin import Origin
-from millrace.runlog.revisions import is_failed_closing, list_headers, parse_reopening
+from millrace.runlog.records.frontier import chain_hash
+from millrace.runlog.records.origin import Origin
+from millrace.runlog.records.revisions import is_failed_closing, list_headers, parse_reopening
 
 _AHEAD = 16  # headers fetched at once
 _PROGRESS_EVERY = 16

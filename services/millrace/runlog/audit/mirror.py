@@ -13,15 +13,15 @@ from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.rollouts.wire import decode_rollout
-from millrace.runlog import connection
 from millrace.runlog.audit.events import EventCheck
 from millrace.runlog.audit.findings import Audit
 from millrace.runlog.audit.rollouts import RolloutFact, is_trainable
-from millrace.runlog.connection import as_text
-from millrace.runlog.entry import LAST_ID, Entry, decode_entry
-from millrace.runlog.epochs import GENERATION_ROLE, latest_epoch
-from millrace.runlog.known import manifest_digest
 from millrace.runlog.names import Stream
+from millrace.runlog.records.epochs import GENERATION_ROLE, latest_epoch
+from millrace.runlog.records.known import manifest_digest
+from millrace.runlog.redis import connection
+from millrace.runlog.redis.connection import as_text
+from millrace.runlog.redis.entry import LAST_ID, Entry, decode_entry
 from millrace.storage.commit_points import newest_revision
 
 _PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each

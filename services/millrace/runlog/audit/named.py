@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog.audit.findings import Audit
-from millrace.runlog.known import describe
+from millrace.runlog.records.known import describe
 
 _AT_ONCE = 16  # objects fetched at once
 _PROGRESS_EVERY = 256

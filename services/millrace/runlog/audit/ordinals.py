@@ -6,7 +6,7 @@ from itertools import islice
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog.audit.findings import Audit
-from millrace.runlog.frontier import Frontier
+from millrace.runlog.records.frontier import Frontier
 
 _SHOWN = 8
 _MOST = 1000

@@ -3,7 +3,7 @@
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog.audit.findings import Audit
-from millrace.runlog.revisions import read_chunk
+from millrace.runlog.records.revisions import read_chunk
 
 
 def check_samples(audit: Audit, header: batch_pb2.BatchHeader, trained: set[int]) -> None:

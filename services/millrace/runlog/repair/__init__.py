@@ -13,13 +13,13 @@ from typing import Any
 
 from millrace.decoding import Fields, decode_message, decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
-from millrace.runlog.event_archive import decode_archive, encode_archive
-from millrace.runlog.log import RunLog
+from millrace.runlog.events.archive import decode_archive, encode_archive
 from millrace.runlog.names import Deployment, Names
-from millrace.runlog.origin import parse_origin
+from millrace.runlog.records.origin import parse_origin
+from millrace.runlog.records.revisions import Reopening, parse_reopening
+from millrace.runlog.redis.log import RunLog
 from millrace.runlog.repair.headers import Header, Position, repair_headers
 from millrace.runlog.repair.objects import Judge, RedisCopy, Repair, State, Workbench, of_hash
-from millrace.runlog.revisions import Reopening, parse_reopening
 from millrace.runlog.seal import Seal
 from millrace.storage import ObjectStore
 from millrace.storage.base import check_key

@@ -7,10 +7,10 @@ from millrace.decoding import decode_message
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
-from millrace.runlog.event_archive import decode_archive
-from millrace.runlog.frontier import chain_hash
+from millrace.runlog.events.archive import decode_archive
+from millrace.runlog.records.frontier import chain_hash
+from millrace.runlog.records.revisions import list_headers
 from millrace.runlog.repair.objects import Judge, Workbench
-from millrace.runlog.revisions import list_headers
 from millrace.runlog.seal import Seal
 from millrace.v1 import event_pb2
 

@@ -20,9 +20,9 @@ from millrace.errors import (
     NotFoundError,
 )
 from millrace.rollouts.batch_wire import decode_header
-from millrace.runlog.entry import LAST_ID, Entry, decode_entry
-from millrace.runlog.log import RunLog
 from millrace.runlog.names import Names, Stream
+from millrace.runlog.redis.entry import LAST_ID, Entry, decode_entry
+from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
 from millrace.storage.base import check_key
 from millrace.storage.scratch import owned_directory

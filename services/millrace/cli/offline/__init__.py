@@ -1,0 +1,1 @@
+"""What commands read from the object store itself, without a server."""

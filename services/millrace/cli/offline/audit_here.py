@@ -1,0 +1,112 @@
+"""An audit by this process, from the object store itself: as deep as is asked for, as far as is installed here."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millrace.errors import InvalidStateError, MillraceError
+
+if TYPE_CHECKING:
+    from millrace.runlog.audit import Depth
+    from millrace.runlog.names import Names
+    from millrace.storage import ObjectStore
+    from millrace.v1 import audit_pb2
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRequest:
+    """What `millrace run audit` was asked for."""
+
+    name: str
+    store: str | None
+    redis: str | None
+    prefix: str | None
+    is_deep: bool
+    num_replays: int
+    attestations: tuple[Path, ...]
+    key: Path | None
+
+
+def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
+    """Audit, then compute steps again if that is asked for."""
+    from millrace.cli import interrupts
+    from millrace.cli.offline.run_store import find_uid, naming, open_run_store, redis_url, store_prefix
+    from millrace.runlog import open_redis
+    from millrace.runlog.audit import audit_run
+    from millrace.runlog.names import Names
+
+    objects, deployment = open_run_store(request.store), store_prefix(request.prefix)
+    uid, depth = find_uid(objects, deployment, request.name), _depth(request)
+
+    async def work(_: interrupts.Interrupts) -> "audit_pb2.AuditReport":
+        with naming("--redis"):
+            client = open_redis(redis_url(request.redis)) if request.redis is not None else None
+        try:
+            return await audit_run(client, objects, prefix=deployment, uid=uid, depth=depth, on_progress=say)
+        finally:
+            if client is not None:
+                await client.aclose()
+
+    report = interrupts.run(work)
+    if request.is_deep:
+        _replay(report, objects, Names(deployment, uid), count=request.num_replays, say=say)
+    return report
+
+
+def _depth(request: AuditRequest) -> "Depth":
+    from millrace.runlog.attest import Attestation, load_key
+    from millrace.runlog.audit import Depth
+
+    prove = None
+    if request.is_deep:
+        from millrace.policies.prove import prove_policies
+
+        prove = prove_policies
+    kept = tuple(Attestation.decode(path.read_bytes(), where=str(path)) for path in request.attestations)
+    key = load_key(request.key) if request.key is not None else None
+    return Depth(is_deep=request.is_deep, prove=prove, key=key, attestations=kept)
+
+
+def _replay(report: "audit_pb2.AuditReport", store: "ObjectStore", names: "Names", *, count: int, say: Say) -> None:
+    """Compute steps again, spread over the run, and compare with the published weights."""
+    if not count:
+        report.not_seen.add(check="NOT_REPLAYED", message="no step was computed again (--replay N)")
+        return
+    try:
+        replay: Any = importlib.import_module("millrace.trainer.replay.steps").replay
+    except ModuleNotFoundError as error:
+        message = f"no step was computed again: {error.name} is not installed here (pip install 'millrace[trainer]')"
+        report.not_seen.add(check="NOT_REPLAYED", message=message)
+        return
+    for step in sampled(int(report.first_step), int(report.num_steps), count):
+        say(f"computing step {step} again")
+        try:
+            result = replay(store, names, step=step)
+        except InvalidStateError as error:  # not kept any more, or not published
+            report.not_seen.add(check="NOT_REPLAYED", message=f"step {step}: {error.message}")
+            continue
+        except MillraceError as error:
+            report.violations.add(check="REPLAY_FAILED", message=f"step {step}: {error.message}")
+            continue
+        if result.computed_digest == result.published_digest:
+            report.replayed_steps.append(step)
+        elif result.notes:
+            message = f"step {step} gives other weights than were published; {'; '.join(result.notes)}"
+            report.not_seen.add(check="REPLAY_NOT_COMPARABLE", message=message)
+        else:
+            message = (
+                f"step {step} gives digest {result.computed_digest[:16]}…, published is {result.published_digest[:16]}…"
+            )
+            report.violations.add(check="REPLAY_DIFFERS", message=message)
+
+
+def sampled(first: int, total: int, count: int) -> list[int]:
+    """`count` steps of `total` from `first` on, the last one among them."""
+    if total < 1:
+        return []
+    count = min(count, total)
+    return sorted({first + total - 1 - place * total // count for place in range(count)})

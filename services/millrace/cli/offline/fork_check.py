@@ -1,0 +1,86 @@
+"""What a client can tell of a fork before it is made: a dry run changes nothing, and ForkRun has no dry form."""
+
+import json
+from typing import TYPE_CHECKING
+
+from millrace.errors import AlreadyExistsError, InvalidStateError, NotFoundError
+from millrace.orchestrator.runs.forks import check_config
+from millrace.orchestrator.runs.run_view import TERMINAL, RunRecord
+from millrace.runlog.fork import ForkPlan
+from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier
+
+if TYPE_CHECKING:
+    from millrace.client import Client
+    from millrace.config.schema import RLConfig
+    from millrace.v1 import run_pb2
+
+
+async def check_fork(client: "Client", parent: "run_pb2.Run", config: "RLConfig", *, step: int, name: str) -> str:
+    """Check step, settings and name as the server would, from what it tells of the parent.
+
+    Returns what only the server can check. Raises InvalidStateError for a step that is not there or lacks a checkpoint
+    for its settings, InvalidSpecError for settings that no fork can have, AlreadyExistsError for a taken name.
+    """
+    saved = [int(each.step) for each in await client.runs.checkpoints(parent.name)]
+    _require_kept(parent, saved, step)
+    base = max((each for each in saved if each <= step), default=0)
+    short = parent.name.removeprefix("runs/")
+    plan = ForkPlan(
+        uid=parent.uid,
+        name=short,
+        step=step,
+        base_step=base,
+        checkpoints=tuple(saved),
+        chain_hash=ZERO_CHAIN_HASH,
+        frontier=Frontier(),
+    )
+    check_config(config, _record(parent, short), plan)
+    if name:
+        await _require_free(client, name)
+    if step > parent.progress.step:
+        return (
+            f"step {step} is not trained yet (it is at {parent.progress.step}): the batches before it must be committed"
+        )
+    return f"that the batches from step {base} on are still kept" if base < step else "nothing more"
+
+
+def _require_kept(parent: "run_pb2.Run", saved: list[int], step: int) -> None:
+    """InvalidStateError for a step ahead of everything that is committed, or before everything that is kept."""
+    orchestrator = json.loads(parent.config_json).get("orchestrator", {})
+    ahead = 0 if parent.state in TERMINAL else int(orchestrator.get("async_level") or 1)
+    oldest = min(saved, default=0)
+    is_whole = not parent.HasField("parent")  # only a run that is no fork begins with the start model
+    newest = int(parent.progress.step)
+    if step > newest + ahead:
+        why, remedy = f"it has {newest} steps", f"choose a step up to {newest}"
+    elif step < oldest and not is_whole:
+        why, remedy = f"its oldest checkpoint is that of step {oldest}", f"choose a step from {oldest} on"
+    else:
+        return
+    raise InvalidStateError(
+        f"run {parent.name.removeprefix('runs/')!r} cannot be forked at step {step}: {why}",
+        reason="STEP_NOT_KEPT",
+        remedy=remedy,
+    )
+
+
+async def _require_free(client: "Client", name: str) -> None:
+    try:
+        await client.runs.get(f"runs/{name}")
+    except NotFoundError:
+        return
+    raise AlreadyExistsError(f"there is a run {name!r} already", reason="RUN_EXISTS", remedy="choose another --name")
+
+
+def _record(parent: "run_pb2.Run", name: str) -> RunRecord:
+    return RunRecord(
+        uid=parent.uid,
+        name=name,
+        kind="RL",
+        config=json.loads(parent.config_json),
+        run_hash=parent.run_hash,
+        request_id="",
+        create_time="",
+        code_version="",
+        labels={},
+    )

@@ -1,0 +1,1 @@
+"""One job of the command line from its arguments to its results."""

@@ -1,0 +1,134 @@
+"""Follows a run to its end: events into the progress, the view and the metrics file."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from google.protobuf.json_format import MessageToDict
+
+from millrace.cli.errors import EXIT_FAILED, CliError
+from millrace.cli.view.progress import Progress, state_name
+from millrace.cli.view.view import View
+from millrace.client import Client
+from millrace.errors import MillraceError, UnavailableError
+from millrace.v1 import event_pb2, run_pb2
+
+REFRESH_S = 0.25
+QUEUED_PERIOD_S = 10.0
+"""Seconds between two looks at why a queued run waits."""
+_METRIC_KINDS = {"step_completed": "step", "eval_completed": "eval", "score_completed": "score"}
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per step, evaluation and score, written as they come."""
+
+    def __init__(self, path: Path) -> None:
+        """The file begins anew: a follower reads the events from the first one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("w")
+
+    def write(self, event: event_pb2.Event) -> None:
+        """Append the event's numbers, if it has any."""
+        body = event.WhichOneof("body") or ""
+        if body not in _METRIC_KINDS:
+            return
+        numbers = MessageToDict(
+            getattr(event, body), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        # JSON of protobuf writes 64-bit integers as strings.
+        values = {
+            key: int(value) if isinstance(value, str) and value.isdigit() else value for key, value in numbers.items()
+        }
+        line = {"kind": _METRIC_KINDS[body], "time": event.time.ToJsonString(), "writer": event.writer, **values}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+async def follow(
+    client: Client,
+    progress: Progress,
+    view: View,
+    *,
+    metrics: MetricsFile | None = None,
+) -> None:
+    """Follow `progress.name` until its terminal state. Cancelling it leaves the run alone."""
+
+    def reconnecting(error: UnavailableError, delay_s: float) -> None:
+        view.note(f"reconnecting in {delay_s:.1f}s: {error.message}")
+
+    async with contextlib.aclosing(client.runs.watch(progress.name, on_reconnect=reconnecting)) as events:
+        async for event in events:
+            progress.apply(event)
+            view.show(event)
+            if metrics is not None:
+                metrics.write(event)
+
+
+@contextlib.asynccontextmanager
+async def telling_queued(client: Client, progress: Progress, view: View) -> AsyncIterator[None]:
+    """While the block runs and the run is queued, say why: at once, and again when the reason changes."""
+    teller = asyncio.create_task(_tell_queued(client, progress, view), name="reason of a queued run")
+    try:
+        yield
+    finally:
+        teller.cancel()
+        await asyncio.gather(teller, return_exceptions=True)
+
+
+async def _tell_queued(client: Client, progress: Progress, view: View) -> None:
+    said = ""
+    while True:
+        reason = await _why_queued(client, progress) if progress.state == run_pb2.RUN_STATE_QUEUED else ""
+        if reason and reason != said:
+            view.note(f"QUEUED: {reason}")
+        said = reason or said
+        await asyncio.sleep(QUEUED_PERIOD_S)
+
+
+async def _why_queued(client: Client, progress: Progress) -> str:
+    """The server's reason; empty if the run is not queued, or nobody answers, which the follower of events says."""
+    try:
+        # The events may only have been replayed up to where it was queued: the server knows what it is now.
+        if (await client.runs.get(progress.name)).state != run_pb2.RUN_STATE_QUEUED:
+            return ""
+        return (await client.runs.explain(progress.name)).summary.removeprefix("queued: ")
+    except MillraceError:
+        return ""
+
+
+def require_success(progress: Progress, *, where: str = "") -> None:
+    """CliError (exit 1) unless the run ended well; `where` says where to look further."""
+    if progress.state == run_pb2.RUN_STATE_SUCCEEDED:
+        return
+    error = progress.error
+    if progress.state == run_pb2.RUN_STATE_FAILED and error is not None:
+        by = f" ({error.component})" if error.component else ""
+        raise CliError(
+            f"{progress.name} failed: {error.message} [{error.reason}]{by}", hint=where, exit_code=EXIT_FAILED
+        )
+    raise CliError(f"{progress.name} ended as {state_name(progress.state)}", hint=where, exit_code=EXIT_FAILED)
+
+
+@contextlib.asynccontextmanager
+async def ticking(view: View) -> AsyncIterator[None]:
+    """Draw the view four times a second while the block runs, and once at its end."""
+    ticker = asyncio.create_task(_tick(view), name="refresh of the view")
+    try:
+        yield
+    finally:
+        ticker.cancel()
+        await asyncio.gather(ticker, return_exceptions=True)
+        view.refresh()
+
+
+async def _tick(view: View) -> None:
+    while True:
+        await asyncio.sleep(REFRESH_S)
+        view.refresh()

@@ -1,0 +1,134 @@
+"""From a command line to a checked config: the part that `rl` and `run submit` share, before anything starts."""
+
+import os
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from millrace.cli.address import check_address
+from millrace.cli.connection import environ as with_options
+from millrace.cli.session.config_file import missing_file, require_file_or_model
+from millrace.cli.session.model_path import check_models, is_path
+from millrace.cli.session.new_name import check_new_name
+from millrace.config.layers import Layer, Origin, Strength
+from millrace.config.load import Loaded, load
+from millrace.config.schema import RLConfig
+from millrace.errors import InvalidSpecError
+from millrace.telemetry.settings import Settings, parse_address
+
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that is ready to be submitted."""
+
+    config: RLConfig
+    settings: Settings
+    server: str | None
+    """host:port of the orchestrator; None starts a local stack."""
+    server_origin: str
+    """Where the address of the server comes from, in words."""
+    name: str | None
+    """The name that the user chose."""
+    is_dry_run: bool
+    is_plain: bool
+    is_follow: bool
+
+
+def prepare(
+    arguments: Sequence[str],
+    *,
+    command: str = "millrace rl",
+    default_server: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Prepared:
+    """Load and check the config; InvalidSpecError with everything that is wrong, before anything starts.
+
+    CliError where neither a file nor a model is named; `command` is what its example begins with.
+    """
+    settings = Settings.from_env(with_options(environ))
+    example = f"{command} @ examples/reverse_text/rl.toml"
+    try:
+        loaded = load(RLConfig, arguments, environ, base=_engine_of(environ))
+    except InvalidSpecError as error:
+        if not arguments:
+            raise missing_file(example) from error
+        if "@" not in arguments and error.remedy is None:
+            error.remedy = f"name a config file: {example}"
+        raise
+    flags = loaded.flags
+    if not flags.get("dry-run"):
+        require_file_or_model(loaded, example=example)
+    server, origin = settings.server or default_server, "MILLRACE_SERVER" if settings.server else "the default"
+    if "server" in flags:
+        server, origin = check_address(str(flags["server"]), option="--server"), "--server"
+    is_here = server is None or parse_address(server)[0] in _LOOPBACK
+    if is_here and not flags.get("dry-run"):
+        names = {"model.name": loaded.config.model.name, "trainer.model.name": loaded.config.trainer.model.name}
+        if server is None:
+            check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=True)
+        else:
+            # A server on this machine may live in a container with files of its own: what is here gets a whole path,
+            # and what is not is left to its trainer, whose answer names the directory that it looked in.
+            loaded = _with_absolute_model(loaded)
+    name = flags.get("name") or loaded.config.run.name
+    if name:
+        check_new_name(str(name), option="--name" if flags.get("name") else "run.name")
+    return Prepared(
+        config=loaded.config,
+        settings=settings,
+        server=server,
+        server_origin=origin,
+        name=str(name) if name else None,
+        is_dry_run=bool(flags.get("dry-run")),
+        is_plain=bool(flags.get("plain")),
+        is_follow=bool(flags.get("follow")),
+    )
+
+
+def _engine_of(environ: Mapping[str, str]) -> Layer | None:
+    """MILLRACE_ENGINE, which the services read, as the weakest source of `inference.engine`."""
+    engine = environ.get("MILLRACE_ENGINE")
+    if not engine:
+        return None
+    origin = Origin(label="MILLRACE_ENGINE", strength=Strength.ENVIRONMENT)
+    return Layer(tree={"inference": {"engine": engine}}, origin=origin)
+
+
+def warn_of_wandb(config: RLConfig) -> None:
+    """Say on stderr that `[wandb]` has no effect yet, if it is set; fine-tuning says the same."""
+    if config.wandb is not None:
+        text = "[wandb] is set, but the export to Weights & Biases is not there yet"
+        print(f"warning: {text}; the numbers are in the run's events and metrics.jsonl", file=sys.stderr)
+
+
+def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
+    """The run's id for a local stack: the chosen name, or environment and a random tail; one that has no directory yet.
+
+    A second run of the same name gets `-2`, `-3`, ... so that no run writes over another one's results.
+    """
+    if name is None:
+        env = re.sub(r"[^a-z0-9]+", "-", config.orchestrator.env[0].id.lower()).strip("-")
+        env = env if env[:1].isalpha() else f"run-{env}"
+        name = f"{env[:50].rstrip('-')}-{secrets.token_hex(2)}"
+    chosen, number = name, 1
+    while (root / chosen).exists() and any((root / chosen).iterdir()):
+        number += 1
+        chosen = f"{name[:58]}-{number}"
+    return chosen
+
+
+def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
+    """Name the model by its absolute path if it is here: a stack that runs already was started in another directory."""
+    name = loaded.config.model.name
+    if not is_path(name, output_dir=loaded.config.output_dir):
+        return loaded
+    if not Path(name).expanduser().is_dir():
+        print(f"note: {name} (model.name) is not here; the trainer has to find it where it runs", file=sys.stderr)
+        return loaded
+    absolute = str(Path(name).expanduser().resolve())
+    return replace(loaded, config=loaded.config.with_model(absolute))

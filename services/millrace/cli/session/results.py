@@ -1,0 +1,176 @@
+"""What remains of a run on this machine: the policy, the plot, and `summary.json`."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from millrace.cli.view.plot import write_plot
+from millrace.cli.view.progress import Moved, Progress, state_name
+from millrace.cli.view.text import duration, size
+from millrace.v1 import run_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifacts:
+    """Where the results lie; None for what there is not."""
+
+    policy_path: str | None
+    """A directory in Hugging Face format, or the manifest's URI where the store cannot be reached from here."""
+    checkpoint_path: str | None
+    plot_path: str | None
+
+
+def split_uri(uri: str, uid: str) -> tuple[str, str]:
+    """The store's URL and the object's key of an object of run `uid`; ValueError for a foreign URI."""
+    parts = urlsplit(uri)
+    path = unquote(parts.path)
+    # The key begins with the prefix, which holds no slash, before `runs/{uid}/`.
+    match = re.search(rf"/([^/]+/runs/{re.escape(uid)}/.+)$", path)
+    if match is None:
+        raise ValueError(f"{uri} is no object of run {uid}")
+    root = path[: match.start(1)].rstrip("/") or "/"
+    return (Path(root).as_uri() if parts.scheme == "file" else f"{parts.scheme}://{parts.netloc}{root}"), match.group(1)
+
+
+def local_path(uri: str) -> Path | None:
+    """The path of a `file://` URI if it exists on this machine."""
+    parts = urlsplit(uri)
+    path = Path(unquote(parts.path))
+    return path if parts.scheme == "file" and path.exists() else None
+
+
+def download_policy(progress: Progress, directory: Path, *, store_url: str | None) -> str | None:
+    """Download the newest policy in Hugging Face format into `directory`; returns its path.
+
+    `store_url` is the store as this machine reaches it (with endpoint and region); None takes what the URI says, which
+    suffices for a directory of this machine. Where the store is out of reach, or this is the client alone
+    (`millrace[client]` has no numpy and no boto3), the manifest's URI is returned instead.
+    """
+    if progress.policy is None or not progress.policy.uri:
+        return None
+    url, key = split_uri(progress.policy.uri, progress.uid)
+    if store_url is None and local_path(progress.policy.uri) is None:
+        return progress.policy.uri
+    try:
+        from millrace.policies.pull import download_hf, read_manifest
+        from millrace.storage import open_store
+    except ImportError:
+        return progress.policy.uri
+    store = open_store(store_url or url)
+    return str(download_hf(store, read_manifest(store, key), directory).resolve())
+
+
+def checkpoint_path(progress: Progress) -> str | None:
+    """The last checkpoint: its directory if it is on this machine, else its URI."""
+    if progress.checkpoint is None:
+        return None
+    manifest = local_path(progress.checkpoint.uri)
+    if manifest is None:
+        return progress.checkpoint.uri
+    return str(manifest if manifest.is_dir() else manifest.parent)
+
+
+def collect(progress: Progress, directory: Path, *, store_url: str | None) -> Artifacts:
+    """Download the policy, draw the plot."""
+    policy = download_policy(progress, directory / "policy", store_url=store_url)
+    plot = directory / "reward.png"
+    return Artifacts(
+        policy_path=policy,
+        checkpoint_path=checkpoint_path(progress),
+        plot_path=str(plot.resolve()) if write_plot(progress, plot) else None,
+    )
+
+
+def summary(progress: Progress, artifacts: Artifacts, *, seconds: float, phases: dict[str, float]) -> dict[str, Any]:
+    """The summary as plain data; its first nine keys are a promise to programs."""
+    last = {point.env: point for point in progress.evals}
+    return {
+        "reward_before": progress.reward_before,
+        "reward_after": progress.reward_after,
+        "steps": progress.step,
+        "seconds": round(seconds, 3),
+        "trainer_wait_ratio": progress.wait_ratio,
+        "mismatch_kl": progress.score.mismatch_kl if progress.score is not None else None,
+        "policy_path": artifacts.policy_path,
+        "checkpoint_path": artifacts.checkpoint_path,
+        "plot_path": artifacts.plot_path,
+        "name": progress.name,
+        "uid": progress.uid,
+        "state": state_name(progress.state),
+        "policy_version": progress.policy.version if progress.policy is not None else None,
+        "weights": {"published": _moved(progress.published), "fetched": _moved(progress.fetched)},
+        "max_abs_logprob_diff": progress.score.max_abs_logprob_diff if progress.score is not None else None,
+        "num_rollouts": sum(point.num_rollouts for point in progress.steps),
+        "num_tokens": sum(point.num_tokens for point in progress.steps),
+        "staleness_max": max((point.staleness_max for point in progress.steps), default=None),
+        "dropped": dict(sorted(progress.dropped.items())),
+        "evals": [
+            {"env": p.env, "policy_version": p.version, "reward": p.reward, "num_rollouts": p.num_rollouts}
+            for p in progress.evals
+        ],
+        "eval_num_failed": sum(point.num_failed for point in last.values()),
+        "phases": {name: round(value, 3) for name, value in phases.items()},
+    }
+
+
+def _moved(moved: Moved) -> dict[str, Any]:
+    """Bytes moved against full copies of the same versions; `ratio` is None if nothing was moved."""
+    return {
+        "versions": moved.versions,
+        "bytes": moved.moved_bytes,
+        "full_bytes": moved.full_bytes,
+        "ratio": None if moved.ratio is None else round(moved.ratio, 4),
+    }
+
+
+def phases_of(progress: Progress) -> dict[str, float]:
+    """Seconds of the run's own phases by the times of its state changes."""
+    marks = [
+        ("start_s", run_pb2.RUN_STATE_STARTING, run_pb2.RUN_STATE_RUNNING),
+        ("train_s", run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_STOPPING),
+        ("finish_s", run_pb2.RUN_STATE_STOPPING, run_pb2.RUN_STATE_SUCCEEDED),
+    ]
+    at = progress.entered
+    return {name: at[end] - at[begin] for name, begin, end in marks if begin in at and end in at}
+
+
+def write_summary(data: dict[str, Any], path: Path) -> None:
+    """Write it where programs look for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def _moved_line(weights: dict[str, Any]) -> str:
+    """`published 12 MB (31% of full copies), fetched 9 MB (28%)`."""
+    parts = [
+        f"{what} {size(weights[what]['bytes'])}"
+        + ("" if weights[what]["ratio"] is None else f" ({weights[what]['ratio']:.1%} of full copies)")
+        for what in ("published", "fetched")
+        if weights[what]["versions"]
+    ]
+    return ", ".join(parts) or "–"
+
+
+def summary_lines(data: dict[str, Any]) -> list[str]:
+    """The summary for people."""
+
+    def number(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    before, after = data["reward_before"], data["reward_after"]
+    gain = f"  ({after - before:+.3f})" if before is not None and after is not None else ""
+    rows = [
+        ("run", f"{data['name'].removeprefix('runs/')}  {data['state']}"),
+        ("held-out reward", f"{number(before, '.3f')} → {number(after, '.3f')}{gain}"),
+        ("steps", f"{data['steps']} in {duration(data['seconds'])}"),
+        ("trainer waited", number(data["trainer_wait_ratio"], ".0%")),
+        ("mismatch kl", number(data["mismatch_kl"], ".1e")),
+        ("weights moved", _moved_line(data["weights"])),
+        ("policy", data["policy_path"] or "–"),
+        ("checkpoint", data["checkpoint_path"] or "–"),
+        ("plot", data["plot_path"] or "– (needs matplotlib: install millrace[local])"),
+    ]
+    return [f"{label:<16} {value}" for label, value in rows]

@@ -1,0 +1,180 @@
+"""A run from its submission to its summary: on a local stack that lives as long as the run, or on a server."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millrace.cli.connection import open_client
+from millrace.cli.interrupts import Interrupts
+from millrace.cli.session.follow import MetricsFile, follow, require_success, telling_queued, ticking
+from millrace.cli.session.prepare import Prepared, choose_run_id
+from millrace.cli.session.results import collect, phases_of, summary, write_summary
+from millrace.cli.view.progress import Progress
+from millrace.cli.view.view import View, make_view
+from millrace.client import Client
+from millrace.errors import UnavailableError
+from millrace.telemetry import waits
+from millrace.v1 import run_pb2
+
+if TYPE_CHECKING:
+    from millrace.local.stack import StackOptions
+
+SUMMARY_NAME = "summary.json"
+SUBMIT_DEADLINE_S = 60.0
+SUBMIT_PAUSE_S = 1.0
+
+
+async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[str, Any], Path]:
+    """Start the stack, run, stop the stack; returns the summary and where it was written.
+
+    However it ends, no process is left. Raises CliError when the run fails, ProcessDiedError for a crash loop.
+    """
+    from millrace.local.stack import LocalStack  # not part of millrace[client]
+
+    begun = time.monotonic()
+    config = prepared.config
+    root = Path(config.output_dir)
+    run_id = choose_run_id(config, prepared.name, root=root)
+    directory = root / run_id
+    progress = _progress(prepared, f"runs/{run_id}")
+    phases: dict[str, float] = {}
+    with make_view(progress, plain=prepared.is_plain) as view:
+        async with ticking(view):
+            try:
+                async with LocalStack(stack_options(prepared, directory), note=view.note) as stack:
+                    interrupts.on_second(stack.supervisor.hurry.set)
+                    view.note(f"starting the local stack; process logs: {directory / 'logs'}")
+                    await stack.start()
+                    phases["stack_s"] = time.monotonic() - begun
+                    async with Client(stack.address, access=stack.access) as client:
+                        await stack.guard(_submit_and_follow(client, prepared, progress, view, directory, run_id))
+                    stopping = time.monotonic()
+            except asyncio.CancelledError:
+                view.note(f"interrupted: all processes are stopped; what there is so far lies in {directory}")
+                raise
+        phases["stop_s"] = time.monotonic() - stopping
+    require_success(progress, where=f"read the process logs in {directory / 'logs'}")
+    store_url = prepared.settings.store_url
+    return await _finish(progress, directory, begun=begun, phases=phases, store_url=store_url)
+
+
+async def run_remote(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[str, Any], Path]:
+    """Submit to the server and follow; Ctrl-C detaches and the run continues."""
+    begun = time.monotonic()
+    root = Path(prepared.config.output_dir)
+    progress = _progress(prepared, "")
+    async with open_client(prepared.server or "") as client:
+        with make_view(progress, plain=prepared.is_plain) as view:
+            run = await submit(client, prepared, run_id=prepared.name or "")
+            _adopt(progress, run)
+            view.note(submitted_line(run))
+            directory = root / run.name.removeprefix("runs/")
+            await follow_or_detach(client, progress, view, directory=directory)
+    require_success(progress, where=f"see its events: millrace run logs {progress.name.removeprefix('runs/')}")
+    return await _finish(progress, directory, begun=begun, phases={}, store_url=prepared.settings.store_url)
+
+
+async def submit(client: Client, prepared: Prepared, *, run_id: str, request_id: str | None = None) -> run_pb2.Run:
+    """Create the run; one request id per invocation, so that a retry creates no second run."""
+    return await client.runs.create(
+        prepared.config.resolved_json(), run_id=run_id, request_id=request_id or str(uuid.uuid4())
+    )
+
+
+async def submit_for_sure(client: Client, prepared: Prepared, view: View, *, run_id: str) -> run_pb2.Run:
+    """Create the run on a stack of our own, which starts a dead orchestrator again; UnavailableError after 60 s."""
+    request_id = str(uuid.uuid4())
+    ends = time.monotonic() + SUBMIT_DEADLINE_S
+    with waits.waiting("the orchestrator to take the run", waits_on="orchestrator", deadline_s=SUBMIT_DEADLINE_S):
+        while True:
+            try:
+                return await submit(client, prepared, run_id=run_id, request_id=request_id)
+            except UnavailableError as error:
+                if time.monotonic() > ends:
+                    raise
+                view.note(f"submitting again in {SUBMIT_PAUSE_S:g} s: {error.message}")
+                await asyncio.sleep(SUBMIT_PAUSE_S)
+
+
+async def follow_or_detach(client: Client, progress: Progress, view: View, *, directory: Path | None = None) -> None:
+    """Follow to the end; a Ctrl-C says how to come back, and how to end the run."""
+    metrics = MetricsFile(directory / "metrics.jsonl") if directory else None
+    try:
+        async with ticking(view), telling_queued(client, progress, view):
+            await follow(client, progress, view, metrics=metrics)
+    except asyncio.CancelledError:
+        name = progress.name.removeprefix("runs/")
+        view.note(
+            f"detached; the run continues.   reattach: millrace run watch {name}    stop: millrace run cancel {name}"
+        )
+        raise
+    finally:
+        if metrics is not None:
+            metrics.close()
+
+
+def submitted_line(run: run_pb2.Run) -> str:
+    """`Submitted runs/x (uid ...)    watch: millrace run watch x`."""
+    return f"submitted {run.name} (uid {run.uid})    watch: millrace run watch {run.name.removeprefix('runs/')}"
+
+
+async def _submit_and_follow(
+    client: Client, prepared: Prepared, progress: Progress, view: View, directory: Path, run_id: str
+) -> None:
+    run = await submit_for_sure(client, prepared, view, run_id=run_id)
+    _adopt(progress, run)
+    view.note(f"submitted {run.name} (uid {run.uid})")
+    metrics = MetricsFile(directory / "metrics.jsonl")
+    try:
+        await follow(client, progress, view, metrics=metrics)
+    finally:
+        metrics.close()
+
+
+async def _finish(
+    progress: Progress, directory: Path, *, begun: float, phases: Mapping[str, float], store_url: str | None
+) -> tuple[dict[str, Any], Path]:
+    collecting = time.monotonic()
+    artifacts = await asyncio.to_thread(collect, progress, directory, store_url=store_url)
+    now = time.monotonic()
+    data = summary(
+        progress,
+        artifacts,
+        seconds=now - begun,
+        phases={**phases, **phases_of(progress), "collect_s": now - collecting},
+    )
+    path = directory / SUMMARY_NAME
+    write_summary(data, path)
+    return data, path
+
+
+def _progress(prepared: Prepared, name: str) -> Progress:
+    config = prepared.config
+    bound = config.orchestrator.max_off_policy_steps
+    return Progress(name=name, max_steps=config.max_steps or 0, staleness_bound=bound)
+
+
+def _adopt(progress: Progress, run: run_pb2.Run) -> None:
+    progress.name, progress.uid = run.name, run.uid
+
+
+def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
+    """The stack of a run: its place from the environment, its engine and its logs from the config."""
+    from millrace.inference.launch_env import engine_environ
+    from millrace.local.stack import StackOptions
+
+    config = prepared.config
+    return StackOptions.with_settings(
+        prepared.settings,
+        directory=directory,
+        http_host=config.inference.server.host,
+        http_port=config.inference.server.port,
+        engine=config.inference.engine,
+        engine_environ=engine_environ(config.inference, max_model_len=config.orchestrator.seq_len),
+        log_level=config.log.level,
+        log_json=config.log.json_logging,
+        is_durable=False,  # the run ends with the stack, and its log is in the store
+    )

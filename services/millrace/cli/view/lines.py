@@ -1,0 +1,104 @@
+"""Events as lines of text: one per step for progress, one per event for `millrace run logs`."""
+
+import datetime
+
+from millrace.cli.view.progress import Progress, StepPoint, state_name
+from millrace.cli.view.text import count, duration, size
+from millrace.v1 import event_pb2
+
+LONG_WAIT_S = 10.0  # shorter waits are ordinary and no news
+
+
+def step_line(point: StepPoint, progress: Progress) -> str:
+    """`step  12/60  reward 0.612  staleness 0.8/8  14.2k tok/s  0.91s (wait 0.33s, 36%)  kl 1.2e-05  eta 43s`."""
+    width = max(3, len(str(progress.max_steps)))
+    of = f"/{progress.max_steps}" if progress.max_steps else ""
+    bound = "" if progress.staleness_bound is None else f"/{progress.staleness_bound}"
+    parts = [
+        f"step {point.number:>{width}}{of}",
+        f"reward {point.reward:.3f}",
+        f"staleness {point.staleness_mean:.1f}{bound}",
+        f"{count(point.tokens_per_s)} tok/s",
+        f"{point.step_s:.2f}s (wait {point.wait_s:.2f}s, {point.wait_ratio:.0%})",
+    ]
+    if point.kl is not None:
+        parts.append(f"kl {point.kl:.1e}")
+    if progress.eta_s is not None:
+        parts.append(f"eta {duration(progress.eta_s)}")
+    return "  ".join(parts)
+
+
+def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
+    """The line that a follower of the run wants to see; None for what is routine. `progress` has applied the event."""
+    match event.WhichOneof("body"):
+        case "policy_published" | "policy_served" | "batch_committed" | None:
+            return None
+        case "wait_reported" if event.wait_reported.wait.age_seconds < LONG_WAIT_S:
+            return None
+        case _:
+            return event_line(event, progress)
+
+
+def event_line(event: event_pb2.Event, progress: Progress) -> str:
+    """Any event in one line."""
+    match event.WhichOneof("body"):
+        case "state_changed":
+            change = event.state_changed
+            line = f"{state_name(change.old_state)} -> {state_name(change.new_state)}"
+            if change.HasField("error"):
+                return f"{line} [{change.error.reason}]  {change.error.message}"
+            return f"{line}  {change.reason}".rstrip()
+        case "step_completed":
+            return step_line(progress.steps[-1], progress)
+        case "eval_completed":
+            done = event.eval_completed
+            failed = f", {done.num_failed} failed" if done.num_failed else ""
+            return (
+                f"eval {done.env}  policy v{done.policy_version}  reward {done.reward_mean:.3f}"
+                f"  ({done.num_rollouts} rollouts{failed}, {done.seconds:.1f}s)"
+            )
+        case "policy_published":
+            new = event.policy_published
+            line = f"policy v{new.version} published  {size(new.size_bytes)} in {new.seconds:.2f}s"
+            if not new.full_bytes:  # of an older release
+                return line
+            changed = "" if new.changed_fraction == 1 else f", {new.changed_fraction:.2%} changed"
+            return f"{line}  {new.codec}, {new.size_bytes / new.full_bytes:.1%} of {size(new.full_bytes)}{changed}"
+        case "policy_served":
+            new = event.policy_served
+            fetched = f"  fetched {size(new.fetched_bytes)}" if new.full_bytes else ""
+            return f"policy v{new.version} served by {new.replica}  paused {new.pause_seconds:.3f}s{fetched}"
+        case "checkpoint_saved":
+            saved = event.checkpoint_saved
+            return f"checkpoint of step {saved.step} saved  {size(saved.size_bytes)}  {saved.uri}"
+        case "score_completed":
+            done = event.score_completed
+            return (
+                f"score of policy v{done.version}  mismatch kl {done.mismatch_kl:.1e}"
+                f"  largest log-prob difference {done.max_abs_logprob_diff:.1e}  ({done.num_tokens} tokens)"
+            )
+        case "batch_committed":
+            batch = event.batch_committed
+            dropped = ", ".join(f"{number} {reason}" for reason, number in sorted(batch.dropped.items()))
+            line = f"batch of step {batch.step + 1} committed  {batch.num_trained} trained"
+            return f"{line}, dropped: {dropped}" if dropped else line
+        case "warning":
+            return f"warning: {event.warning.message} [{event.warning.reason}]"
+        case "wait_reported":
+            return wait_line(event.wait_reported.wait)
+        case _:
+            return "an event of a kind that this version does not know"
+
+
+def wait_line(wait: event_pb2.Wait) -> str:
+    """`trainer-0 waits for batch 12 ← orchestrator (3.2s of 60s)`."""
+    on = f" ← {wait.waits_on}" if wait.waits_on else ""
+    limit = f" of {wait.deadline_seconds:g}s" if wait.deadline_seconds else ""
+    late = ", overdue" if 0 < wait.deadline_seconds < wait.age_seconds else ""
+    return f"{wait.owner} waits for {wait.reason}{on} ({wait.age_seconds:.1f}s{limit}{late})"
+
+
+def log_line(event: event_pb2.Event, progress: Progress) -> str:
+    """An event with its time (UTC) and its writer in front."""
+    time = datetime.datetime.fromtimestamp(event.time.ToNanoseconds() / 1e9, tz=datetime.UTC)
+    return f"{time:%H:%M:%S}.{time.microsecond // 1000:03d}  {event.writer:<24}  {event_line(event, progress)}"

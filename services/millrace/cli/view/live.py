@@ -1,0 +1,117 @@
+"""The live picture of a run: `render` is a pure function of its progress, `LiveView` shows it four times a second."""
+
+import time
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from millrace.cli.view.lines import LONG_WAIT_S, progress_line, wait_line
+from millrace.cli.view.progress import Progress, state_name
+from millrace.cli.view.text import count, duration, sparkline
+from millrace.v1 import event_pb2, run_pb2
+
+_STATE_STYLES = {
+    run_pb2.RUN_STATE_RUNNING: "bold green",
+    run_pb2.RUN_STATE_SUCCEEDED: "bold green",
+    run_pb2.RUN_STATE_FAILED: "bold red",
+    run_pb2.RUN_STATE_CANCELLED: "bold yellow",
+}
+
+
+def render(progress: Progress, *, elapsed_s: float) -> RenderableType:
+    """The picture: header, bar, measures with sparklines, pipeline, waits, last events."""
+    parts: list[RenderableType] = [_header(progress, elapsed_s)]
+    if progress.max_steps:
+        bar = Table.grid()  # a bare bar ends without a newline
+        bar.add_row(ProgressBar(total=progress.max_steps, completed=progress.step, width=60))
+        parts.append(bar)
+    if progress.steps or progress.evals:
+        parts.append(_measures(progress))
+    parts.append(_pipeline(progress))
+    parts += [Text(wait_line(w), style="yellow") for w in progress.waits.values() if w.age_seconds >= LONG_WAIT_S]
+    parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in progress.last_lines]
+    return Group(*parts)
+
+
+def _header(progress: Progress, elapsed_s: float) -> Text:
+    header = Text(no_wrap=True, overflow="ellipsis")
+    header.append(progress.name, style="bold")
+    header.append(f"  {state_name(progress.state)}", style=_STATE_STYLES.get(progress.state, "bold cyan"))
+    of = f"/{progress.max_steps}" if progress.max_steps else ""
+    header.append(f"  step {progress.step}{of}  {duration(elapsed_s)}")
+    if progress.eta_s is not None and progress.state == run_pb2.RUN_STATE_RUNNING:
+        header.append(f"  eta {duration(progress.eta_s)}")
+    return header
+
+
+def _measures(progress: Progress) -> Table:
+    table = Table.grid(padding=(0, 2))
+    steps = progress.steps
+    if steps:
+        last = steps[-1]
+        bound = "" if progress.staleness_bound is None else f"/{progress.staleness_bound}"
+        tokens = count(last.tokens_per_s)
+        table.add_row("reward", f"{last.reward:.3f}", sparkline([point.reward for point in steps]))
+        table.add_row("staleness", f"{last.staleness_mean:.1f}{bound}", sparkline([p.staleness_mean for p in steps]))
+        table.add_row("tokens/s", tokens, sparkline([point.tokens_per_s for point in steps]))
+        waited = f"{last.step_s:.2f}s, trainer waited {last.wait_ratio:.0%}"
+        table.add_row("step time", waited, sparkline([point.step_s for point in steps]))
+    for env in dict.fromkeys(point.env for point in progress.evals):
+        points = [point for point in progress.evals if point.env == env]
+        shown = " → ".join(f"{point.reward:.3f} (v{point.version})" for point in dict.fromkeys((points[0], points[-1])))
+        table.add_row(f"eval {env}", shown, "")
+    return table
+
+
+def _pipeline(progress: Progress) -> Text:
+    """Rollouts to policy and back: where the numbers differ most is where the run is slow."""
+    queued = max(0, progress.committed - progress.step)
+    waited = f", waited {progress.steps[-1].wait_ratio:.0%}" if progress.steps else ""
+    version = "–" if progress.policy is None else f"v{progress.policy.version}"
+    served = "–" if progress.inference_version is None else f"v{progress.inference_version}"
+    dropped = f", {sum(progress.dropped.values())} tasks dropped" if progress.dropped else ""
+    return Text(
+        f"batches {progress.committed} committed{dropped} → {queued} queued → trainer step {progress.step}{waited}"
+        f" → policy {version} → inference {served}",
+        style="cyan",
+        no_wrap=True,
+        overflow="ellipsis",
+    )
+
+
+class LiveView:
+    """Draws `render` in place on a terminal."""
+
+    def __init__(self, console: Console, progress: Progress) -> None:
+        self._progress = progress
+        self._begun = time.monotonic()
+        self._live = Live(console=console, auto_refresh=False, transient=False, get_renderable=self._render)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._live.stop()
+
+    def show(self, event: event_pb2.Event) -> None:
+        """Take a line of the event into the picture; steps are in the picture already."""
+        line = progress_line(event, self._progress)
+        if line is not None and not event.HasField("step_completed"):
+            self._progress.last_lines.append(line)
+
+    def note(self, text: str) -> None:
+        """Show a line that no event says."""
+        self._progress.last_lines.append(text)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Draw again."""
+        self._live.refresh()
+
+    def _render(self) -> RenderableType:
+        return render(self._progress, elapsed_s=time.monotonic() - self._begun)

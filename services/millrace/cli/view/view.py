@@ -1,0 +1,74 @@
+"""How progress is shown: live on a terminal, one plain line per event elsewhere."""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Protocol, Self, TextIO
+
+from millrace.cli.view.lines import progress_line
+from millrace.cli.view.progress import Progress
+from millrace.v1 import event_pb2
+
+
+class View(Protocol):
+    """What follows a run on behalf of a person."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def show(self, event: event_pb2.Event) -> None:
+        """Show an event that `progress` has applied."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show a line that no event says."""
+        ...
+
+    def refresh(self) -> None:
+        """Draw again; called four times a second."""
+        ...
+
+
+class PlainView:
+    """One line per step, evaluation, state change and warning."""
+
+    def __init__(self, stream: TextIO, progress: Progress) -> None:
+        self._stream = stream
+        self._progress = progress
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stream.flush()
+
+    def show(self, event: event_pb2.Event) -> None:
+        """Print the event's line, if it has one."""
+        line = progress_line(event, self._progress)
+        if line is not None:
+            self.note(line)
+
+    def note(self, text: str) -> None:
+        """Print a line at once: the reader may be a pipe."""
+        print(text, file=self._stream, flush=True)
+
+    def refresh(self) -> None:
+        """Nothing is drawn."""
+
+
+def is_fancy(stream: TextIO, *, plain: bool, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether to draw: a capable terminal, and nobody asked for plain lines."""
+    return not plain and stream.isatty() and environ.get("TERM") != "dumb"
+
+
+def make_view(progress: Progress, *, plain: bool, stream: TextIO | None = None) -> View:
+    """The view for a stream (standard error if None). NO_COLOR keeps the picture and drops its colours."""
+    out = stream or sys.stderr
+    if not is_fancy(out, plain=plain):
+        return PlainView(out, progress)
+    from rich.console import Console
+
+    from millrace.cli.view.live import LiveView
+
+    return LiveView(Console(file=out), progress)

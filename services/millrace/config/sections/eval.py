@@ -1,0 +1,57 @@
+"""The config of `millrace eval`: environments played with one fixed model, and no training."""
+
+from millrace.config.rules import Finding, finding
+from millrace.config.section import Document, FreeTable, Section, option, required, table
+from millrace.config.sections.client import ClientConfig
+from millrace.config.sections.orchestrator import EvalEnvConfig, env_names
+from millrace.config.sections.shared import LogConfig, RunConfig
+from millrace.config.tree import Facts
+
+
+class FixedModelConfig(Section):
+    """The model that is evaluated."""
+
+    name: str = required(
+        "Name that the endpoint knows the model by; without `[client]` a directory with a Hugging Face model.",
+        min_length=1,
+    )
+
+
+class FixedSamplingConfig(Section):
+    """How the model is sampled."""
+
+    temperature: float = option(1.0, "0 takes the likeliest token.", ge=0)
+    max_tokens: int | None = option(
+        None,
+        "Most tokens sampled per turn; what the endpoint allows if left out.",
+        facts=Facts(aliases=("max_completion_tokens",)),
+        ge=1,
+    )
+    top_p: float = option(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
+    extra_body: FreeTable = table(dict, "More fields of the request to the endpoint, passed on as they are.")
+
+
+class EvalRunConfig(Document):
+    """An evaluation run: every task of every environment, with a model that does not change."""
+
+    model: FixedModelConfig = required("The model.")
+    client: ClientConfig | None = option(None, "The endpoint that serves the model; our own engine if left out.")
+    env: list[EvalEnvConfig] = required("Environments to evaluate on, at least one (`[[env]]`).", min_length=1)
+    num_examples: int = option(
+        -1, "Tasks per environment: -1 for all held-out tasks (of an environment without any: all), else at least 1."
+    )
+    rollouts_per_example: int = option(1, "Rollouts per task.", facts=Facts(aliases=("group_size",)), ge=1)
+    sampling: FixedSamplingConfig = table(FixedSamplingConfig, "How the model is sampled.")
+    pass_threshold: float = option(1.0, "A rollout passes with this reward or more: what pass@k counts.")
+    max_concurrent: int = option(64, "Most rollouts that are played at once.", ge=1)
+    rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
+    output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
+    run: RunConfig = table(RunConfig, "What the run is called.")
+    log: LogConfig = table(LogConfig, "Logs.")
+
+    def broken_rules(self) -> list[Finding]:
+        """Rules over several keys that do not hold."""
+        findings = [] if self.client is None else self.client.broken_rules("client")
+        if self.num_examples == 0 or self.num_examples < -1:
+            findings.append(finding("must be -1 for all tasks, or at least 1", "num_examples"))
+        return [*super().broken_rules(), *findings, *env_names(self.env, ("env",))]

@@ -1,0 +1,114 @@
+"""`[inference]`: the engine that serves the policy."""
+
+from typing import Literal
+
+from millrace.config.section import Document, FreeTable, Section, option, table
+from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL, LogConfig
+from millrace.config.tree import Facts, Limit, OnlyFor
+
+_VLLM = OnlyFor(
+    key="inference.engine",
+    values=("vllm",),
+    says='means nothing to the {value} engine; set `inference.engine` to "vllm", or leave it out',
+)
+_VLLM_ONLY = Facts(only_for=_VLLM)
+
+
+class InferenceModelConfig(Section):
+    """The engine's copy of the model."""
+
+    name: str = option(
+        DEFAULT_MODEL,
+        "`millrace rl`: has to be equal to `model.name`, since the engine serves what the trainer publishes. `millrace "
+        "inference`: the directory or Hub id to serve from the start.",
+        facts=SHARED_MODEL,
+        min_length=1,
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest sequence in tokens that the engine serves.",
+        facts=Facts(
+            default_text="`orchestrator.seq_len`; the model's own in `millrace inference`",
+            limit=Limit("at least", "orchestrator.seq_len", "; raise it or leave it out"),
+        ),
+        ge=2,
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "Number format that vLLM computes in. auto is that of the policy; another one than the policy's is refused, "
+        "because what the engine holds could not be proved.",
+        facts=_VLLM_ONLY,
+    )
+    enforce_eager: bool = option(
+        False, "vLLM: no compilation and no CUDA graphs; starts sooner, generates slower.", facts=_VLLM_ONLY
+    )
+    trust_remote_code: bool = option(False, "vLLM: run code that comes with the model.", facts=_VLLM_ONLY)
+    chat_template: str | None = option(
+        None, "vLLM: file of a chat template instead of the tokenizer's.", facts=_VLLM_ONLY, min_length=1
+    )
+    tool_call_parser: str | None = option(
+        None,
+        "vLLM: parser of tool calls, such as hermes; switches automatic tool choice on.",
+        facts=_VLLM_ONLY,
+        min_length=1,
+    )
+    reasoning_parser: str | None = option(
+        None, "vLLM: parser of reasoning, such as qwen3.", facts=_VLLM_ONLY, min_length=1
+    )
+
+
+class ParallelConfig(Section):
+    """vLLM: the devices of one replica."""
+
+    tp: int = option(1, "Tensor parallel ranks.", facts=_VLLM_ONLY, ge=1)
+    dp: int = option(1, "Data parallel ranks.", facts=_VLLM_ONLY, ge=1)
+
+
+class ServerConfig(Section):
+    """Where the engine listens for HTTP."""
+
+    host: str = option("127.0.0.1", "Address to listen on.", min_length=1)
+    port: int | None = option(
+        None, "Port; a free one is picked if left out: engines are found by registration.", ge=1, le=65535
+    )
+
+
+class InferenceConfig(Section):
+    """The engine of the stack that `millrace rl` starts for the run, and the replica of `millrace inference`.
+
+    A stack that runs already (`--server`, `millrace up`) keeps its own settings: MILLRACE_ENGINE, MILLRACE_VLLM_FLAGS,
+    MILLRACE_MAX_NUM_SEQS, MILLRACE_MAX_MODEL_LEN and MILLRACE_HTTP_LISTEN of its inference process.
+    """
+
+    engine: Literal["embedded", "vllm"] = option(
+        "embedded",
+        "Which engine. embedded is transformers-based, for laptops and tests; vllm is vLLM 0.32, from the Python "
+        "environment that MILLRACE_VLLM_PYTHON names.",
+    )
+    model: InferenceModelConfig = table(InferenceModelConfig, "The model.")
+    parallel: ParallelConfig = table(ParallelConfig, "vLLM: the devices of one replica.")
+    server: ServerConfig = table(ServerConfig, "Where it listens.")
+    max_num_seqs: int = option(256, "Most sequences that one engine generates at the same time.", ge=1)
+    gpu_memory_utilization: float | None = option(
+        None,
+        "vLLM: part of the GPU's memory that it takes.",
+        facts=Facts(default_text="vLLM's", only_for=_VLLM),
+        gt=0,
+        le=1,
+    )
+    vllm: FreeTable = table(
+        dict,
+        "Any other flag of `vllm serve`, with the name that it has there (`enable_prefix_caching = true`). vLLM's own "
+        "parser checks them before it starts.",
+        facts=_VLLM_ONLY,
+    )
+
+
+class ReplicaConfig(Document):
+    """One replica in the foreground: `millrace inference @ infer.toml`.
+
+    The file is either the `[inference]` section itself, as in the split form, or has it under that name.
+    """
+
+    inference: InferenceConfig = table(InferenceConfig, "The engine.")
+    log: LogConfig = table(LogConfig, "Logs.")

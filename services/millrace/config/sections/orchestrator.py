@@ -1,0 +1,257 @@
+"""`[orchestrator]`: environments, sampling, batches, staleness, evaluation."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import model_validator
+
+from millrace.config.rules import Finding, finding
+from millrace.config.section import IDENTIFIER_PATTERN, FreeTable, Section, option, required, table
+from millrace.config.sections.algo import AlgoConfig
+from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
+from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
+from millrace.config.tree import Facts, Limit, Path, dotted
+
+_UNNAMED = "unnamed"
+_ALL = "all"
+_GROUP = "orchestrator.rollouts_per_example"
+_ALGO = "orchestrator.algo.type"
+_ROLLOUTS = Facts(aliases=("group_size",))
+_ROOM = Limit("below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`")
+
+
+def _as_in_training(name: str, **facts: Any) -> Facts:
+    """A key of evaluations that is that of training where it is left out."""
+    return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
+
+
+class SamplingConfig(Section):
+    """How the policy is sampled in training rollouts."""
+
+    temperature: float = option(1.0, "The trainer divides its logits by the same value.", gt=0)
+    max_tokens: int | None = option(
+        None,
+        "Most tokens sampled per turn; whatever fits if left out.",
+        facts=Facts(aliases=("max_completion_tokens",), limit=_ROOM),
+        ge=1,
+    )
+    top_p: float = option(
+        1.0,
+        "Sample from the smallest set of tokens with this much probability. Below 1 the recorded log-probabilities "
+        "stay those of the full distribution.",
+        gt=0,
+        le=1,
+    )
+    extra_body: FreeTable = table(dict, "More fields of the request to the engine, passed on as they are.")
+
+
+class EvalSamplingConfig(Section):
+    """How the policy is sampled in evaluations. What is left out is taken from `orchestrator.sampling`."""
+
+    temperature: float = option(1.0, "0 takes the likeliest token.", facts=_as_in_training("temperature"), ge=0)
+    max_tokens: int | None = option(
+        None,
+        "Most tokens sampled per turn.",
+        facts=_as_in_training("max_tokens", aliases=("max_completion_tokens",), limit=_ROOM),
+        ge=1,
+    )
+    top_p: float = option(
+        1.0,
+        "Sample from the smallest set of tokens with this much probability.",
+        facts=_as_in_training("top_p"),
+        gt=0,
+        le=1,
+    )
+    extra_body: FreeTable = table(
+        dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
+    )
+
+
+class NamedEnv(Section):
+    """What training and evaluation environments share."""
+
+    id: str = required(
+        "Id of an installed `verifiers` environment package, for example `reverse-text`.", pattern=IDENTIFIER_PATTERN
+    )
+    name: str = option(
+        _UNNAMED,
+        "Name in metrics and logs, unique in its list, not `all`.",
+        facts=Facts(default_text="the id"),
+        pattern=IDENTIFIER_PATTERN,
+    )
+    args: FreeTable = table(dict, "Arguments of the environment's loader, passed on as they are.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_is_id(cls, data: Any) -> Any:
+        """Name an environment by its id when it has no name of its own."""
+        if isinstance(data, dict) and data.get("name") is None:
+            return {**data, "name": data.get("id", _UNNAMED)}
+        return data
+
+
+class EnvConfig(NamedEnv):
+    """One training environment."""
+
+    weight: float = option(
+        1.0,
+        "Share of the tasks drawn from it, relative to the other environments.",
+        facts=Facts(aliases=("ratio",)),
+        gt=0,
+    )
+
+
+class EvalEnvConfig(NamedEnv):
+    """One evaluation environment. Its held-out tasks are played.
+
+    One with the name of a training environment is that environment: `id` and `args` have to be the same.
+    """
+
+
+class EvalConfig(Section):
+    """Evaluation of the policy during the run: before the first step, every `interval` steps, at the end."""
+
+    env: list[EvalEnvConfig] = table(
+        list,
+        "Environments to evaluate on.",
+        facts=Facts(follows="orchestrator.env", default_text="the training environments"),
+    )
+    num_examples: int = option(-1, "Tasks per environment: -1 for all held-out tasks.", ge=-1)
+    rollouts_per_example: int = option(1, "Rollouts per task.", facts=_ROLLOUTS, ge=1)
+    interval: int = option(100, "Steps between evaluations.", ge=1)
+    skip_first_step: bool = option(False, "Leave out the evaluation before the first step.")
+    sampling: EvalSamplingConfig = table(EvalSamplingConfig, "How the policy is sampled.")
+
+
+class OrchestratorModelConfig(Section):
+    """The model whose policies are sampled: the trainer publishes them, so there is nothing to choose here."""
+
+    name: str = option(
+        DEFAULT_MODEL, "Only checked: has to be equal to `model.name`, which decides.", facts=SHARED_MODEL, min_length=1
+    )
+
+
+class OrchestratorConfig(Section):
+    """The loop of an RL run: which rollouts are played and what becomes a batch."""
+
+    model: OrchestratorModelConfig = table(OrchestratorModelConfig, "The model.")
+    env: list[EnvConfig] = required("Training environments, at least one (`[[orchestrator.env]]`).", min_length=1)
+    sampling: SamplingConfig = table(SamplingConfig, "How the policy is sampled.")
+    algo: AlgoConfig = table(AlgoConfig, "How rollouts become advantages.")
+    eval: EvalConfig | None = option(None, "Evaluation during the run; off if left out.")
+    batch_size: int = option(
+        128, "Rollouts per optimizer step, a multiple of `orchestrator.rollouts_per_example`.", ge=1
+    )
+    rollouts_per_example: int = option(
+        1, "Rollouts per task whose rewards are compared; grpo needs at least 2.", facts=_ROLLOUTS, ge=1
+    )
+    oversampling_factor: float = option(
+        1.0, "Start this many times the rollouts that a batch needs, and train on the first that finish.", ge=1
+    )
+    async_level: int = option(
+        1,
+        "Steps that sampling may run ahead of training; 0 alternates them.",
+        facts=Facts(shared="async_level", aliases=("max_async_level",)),
+        ge=0,
+    )
+    max_off_policy_steps: int = option(
+        8,
+        "A rollout with a token sampled more versions ago than this is dropped.",
+        facts=Facts(
+            limit=Limit(
+                "at least",
+                "orchestrator.async_level",
+                ": else rollouts that sampling ahead makes are dropped as stale; raise it, or lower `async_level`",
+            )
+        ),
+        ge=0,
+    )
+    max_steps: int | None = option(
+        None, "Batches to cut; unlimited if left out.", facts=Facts(shared="max_steps"), ge=1
+    )
+    seq_len: int = option(
+        DEFAULT_SEQ_LEN,
+        "Longest sample in tokens, prompt included; longer ones are cut there.",
+        facts=Facts(shared="seq_len"),
+        ge=2,
+    )
+    seed: int = option(0, "Seed of the task order.", facts=Facts(shared="seed"), ge=0)
+    filter_zero_advantages: bool = option(
+        True, "Leave out samples whose advantages are all zero; the batch gets smaller, it is not refilled."
+    )
+    rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
+
+    def broken_rules(self) -> Iterator[Finding]:
+        """Rules over several keys of this section that do not hold."""
+        size, group = self.batch_size, self.rollouts_per_example
+        if size % group:
+            lower, upper = size // group * group, -(-size // group) * group
+            near = f"{lower} or {upper}" if lower else f"{upper}"
+            message = f"must be a multiple of `{_GROUP}`, which is {group}; use {near}"
+            yield finding(message, "orchestrator.batch_size", _GROUP)
+        if self.algo.type == "grpo" and group < 2:
+            yield finding(
+                "must be at least 2 for grpo: it compares rollouts of the same task, so with one every advantage is 0; "
+                "set it to 8 or 16",
+                _GROUP,
+                _ALGO,
+            )
+        if self.algo.type == "opd":
+            yield from self._teacher_rules()
+        yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
+        if self.eval:
+            yield from self._eval_rules(self.eval)
+
+    def _teacher_rules(self) -> Iterator[Finding]:
+        """A teacher, and a policy whose log-probs mean the same as the teacher's."""
+        teacher = "orchestrator.algo.teacher"
+        if self.algo.teacher is None:
+            message = (
+                "is required for opd: name the model and the base_url of the server that scores the policy's tokens"
+            )
+            yield finding(message, teacher, _ALGO)
+        else:
+            yield from self.algo.teacher.broken_rules(teacher)
+        if self.sampling.temperature != 1.0:
+            yield finding(
+                "must be 1.0 for opd: the teacher's log-probabilities are those of temperature 1, and the two would be "
+                "of different distributions",
+                "orchestrator.sampling.temperature",
+                _ALGO,
+            )
+
+    def _eval_rules(self, evaluation: EvalConfig) -> Iterator[Finding]:
+        """A task count that means something; one name is one environment, which a run loads as training says."""
+        if evaluation.num_examples == 0:
+            yield finding(
+                "must be -1 for all held-out tasks, or at least 1; leave out [orchestrator.eval] for no evaluation",
+                "orchestrator.eval.num_examples",
+            )
+        names = [env.name for env in self.env]
+        if [env.name for env in evaluation.env] != names:
+            yield from env_names(evaluation.env, ("orchestrator", "eval", "env"), reserved=(_ALL,))
+        known = {env.name: (index, env) for index, env in enumerate(self.env) if names.count(env.name) == 1}
+        for index, env in enumerate(evaluation.env):
+            first, trained = known.get(env.name, (0, env))
+            for key in ("id", "args"):
+                if getattr(env, key) != getattr(trained, key):
+                    yield Finding(
+                        paths=(("orchestrator", "eval", "env", index, key), ("orchestrator", "env", first, key)),
+                        message=f"must be equal to `orchestrator.env[{first}].{key}`, because both environments are "
+                        f"called `{env.name}`; leave [[orchestrator.eval.env]] out, or give this one another `name`",
+                    )
+
+
+def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[Finding]:
+    """Names that metrics cannot tell apart."""
+    first: dict[str, int] = {}
+    for index, env in enumerate(envs):
+        where, same = (*path, index, "name"), first.setdefault(env.name, index)
+        if env.name in reserved:
+            yield Finding(
+                paths=(where,), message=f"must not be `{env.name}`: metrics over all environments are called so"
+            )
+        elif same != index:
+            other = f"`{dotted((*path, same))}` is called `{env.name}` too"
+            message = f"must be unique, but {other}; give one of them another `name`"
+            yield Finding(paths=(where, (*path, same, "name")), message=message)

@@ -1,0 +1,251 @@
+"""`[trainer]`: model precision, optimizer, schedule, loss, checkpoints."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from millrace.config.rules import Finding, finding
+from millrace.config.section import Section, option, table
+from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL, CheckpointConfig
+from millrace.config.tree import Facts, Limit, OnlyFor
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+DEFAULT_MICRO_BATCH_TOKENS = 8192
+DEFAULT_RAMP_STEPS = 10
+DEFAULT_SEQ_LEN = 2048
+DEFAULT_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters on chosen linear layers of a frozen base, instead of all weights."""
+
+    rank: int = option(16, "Rank of the adapters.", ge=1)
+    alpha: float = option(32.0, "The adapter's part is scaled by `alpha / rank`.", gt=0)
+    dropout: float = option(0.0, "Dropout on the adapter's input in training steps.", ge=0, lt=1)
+    target_modules: list[str] = table(
+        lambda: list(DEFAULT_LORA_TARGETS),
+        "Linear layers with an adapter, at least one: names, the ends of names behind a dot, or regular expressions "
+        "for these. A default one that the model does not have is passed over.",
+        facts=Facts(default_text=", ".join(f"`{name}`" for name in DEFAULT_LORA_TARGETS)),
+    )
+    modules_to_save: list[str] = table(
+        list,
+        "Layers that are trained whole, and published with the adapters. The embedded engine serves them, vLLM cannot.",
+    )
+
+    @field_validator("target_modules", "modules_to_save")
+    @classmethod
+    def _patterns(cls, patterns: list[str]) -> list[str]:
+        """Refuse what is no regular expression."""
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+            if not pattern:
+                raise ValueError("must not contain an empty name")
+        return patterns
+
+    @field_validator("target_modules")
+    @classmethod
+    def _one_target(cls, patterns: list[str]) -> list[str]:
+        """Refuse an adapter of nothing."""
+        if not patterns:
+            raise ValueError("must name at least one layer; leave `target_modules` out for the usual ones")
+        return patterns
+
+
+class TrainerModelConfig(Section):
+    """The trainer's copy of the model."""
+
+    name: str = option(DEFAULT_MODEL, "Directory or Hub id.", facts=SHARED_MODEL, min_length=1)
+    seq_len: int = option(
+        DEFAULT_SEQ_LEN,
+        "Longest sample in tokens that the trainer takes whole.",
+        facts=Facts(
+            shared="seq_len",
+            limit=Limit(
+                "at least",
+                "orchestrator.seq_len",
+                ": the trainer has to take every rollout; set `seq_len` at the top for both",
+            ),
+        ),
+        ge=2,
+    )
+    dtype: Dtype = option(
+        "auto",
+        "Number format of forward and backward; master weights and optimizer state are float32 always. "
+        "auto: float32 on a CPU, bfloat16 on a GPU.",
+    )
+    publish_dtype: Dtype = option(
+        "auto", "Number format of published policies. auto: the format that the trainer computes in."
+    )
+    dropout: bool = option(
+        False,
+        "Whether the dropout that the model's config.json names is active in training steps. Off, the trainer computes "
+        "the log-probs that the engine computed.",
+    )
+    lora: LoraConfig | None = option(None, "Train adapters only; all weights if left out.")
+
+
+class PolicyConfig(Section):
+    """How versions of the policy are stored for the replicas that serve them. LoRA adapters are always whole."""
+
+    delta: bool = option(
+        True,
+        "Whether a version is stored as its difference from the one before, where that is smaller. Costs the trainer "
+        "one copy of its weights in host memory (2 bytes per bfloat16 parameter), and each replica one of the policy. "
+        "false: every version is a full copy, and replicas give theirs up once it serves.",
+    )
+    anchor_interval: int = option(
+        20, "Versions from one full copy to the next. Whoever joins late reads the newest one.", ge=1, le=256
+    )
+    skip_deltas: list[int] = table(
+        lambda: [4, 16],
+        "Also store differences from this many versions before, at every version that is a multiple of it; each number "
+        "is 2 to 256. Replicas that fell behind read these. Each costs the trainer up to one more copy, about half of "
+        "one at 1 % of changed weights per step. An empty list turns them off.",
+    )
+
+    @field_validator("skip_deltas")
+    @classmethod
+    def _skips_are_distinct(cls, value: list[int]) -> list[int]:
+        """Refuse numbers that are no skips, or named twice."""
+        if len(set(value)) != len(value) or any(not 2 <= number <= 256 for number in value):
+            raise ValueError(f"must be different numbers from 2 to 256, not {value}")
+        return value
+
+
+class OptimConfig(Section):
+    """The optimizer."""
+
+    type: Literal["adamw"] = option("adamw", "Which optimizer.")
+    lr: float = option(1e-6, "Peak learning rate; 0 trains nothing.", ge=0)
+    weight_decay: float = option(0.01, "Decoupled weight decay.", ge=0)
+    max_norm: float = option(1.0, "Gradients are scaled down to this global norm.", gt=0)
+    betas1: float = option(0.9, "Decay of the first moment.", ge=0, lt=1)
+    betas2: float = option(0.999, "Decay of the second moment.", ge=0, lt=1)
+
+
+def _ramp(*types: str) -> Callable[[Mapping[str, Any]], int]:
+    """The default length of a ramp that only schedules of some types have."""
+    return lambda schedule: DEFAULT_RAMP_STEPS if schedule.get("type", "constant") in types else 0
+
+
+class SchedulerConfig(Section):
+    """Learning rate over the steps.
+
+    ``warmup_steps`` and ``decay_steps`` that are left out become what the type means by them: a constant schedule has
+    neither, a cosine decays over all that follows the warm-up.
+    """
+
+    type: Literal["constant", "linear", "cosine"] = option(
+        "constant",
+        "constant: warm-up, then flat. linear: warm-up, flat, then down to `min_lr` in a straight line over the last "
+        "`decay_steps`. cosine: warm-up, then half a cosine down to `min_lr`. linear and cosine need `max_steps`.",
+    )
+    warmup_steps: int = option(
+        0,
+        "Steps from 0 up to the peak.",
+        facts=Facts(default_text="10 for linear and cosine, 0 for constant", default_from=_ramp("linear", "cosine")),
+        ge=0,
+    )
+    decay_steps: int = option(
+        0,
+        "linear only: steps of decay at the end, at least 1 there.",
+        facts=Facts(
+            default_text="10 for linear, 0 for the others",
+            default_from=_ramp("linear"),
+            only_for=OnlyFor(".type", ("linear",)),
+        ),
+        ge=0,
+    )
+    min_lr: float = option(
+        0.0,
+        "Learning rate at the end of the decay, at most the peak.",
+        facts=Facts(only_for=OnlyFor(".type", ("linear", "cosine"))),
+        ge=0,
+    )
+
+    def broken_rules(self, optim: OptimConfig, max_steps: int | None, *, prefix: str = "") -> Iterator[Finding]:
+        """A schedule that does not fit into the run; `prefix` is what stands before the keys of its section."""
+        key = f"{prefix}scheduler"
+        if self.type != "constant" and max_steps is None:
+            yield finding(
+                f"{self.type} needs `max_steps` to know where to end; set `max_steps`, or use constant",
+                f"{key}.type",
+                f"{prefix}max_steps",
+            )
+        ramps = self.warmup_steps + self.decay_steps
+        if self.type != "constant" and max_steps is not None and ramps > max_steps:
+            yield finding(
+                f"warm-up ({self.warmup_steps}) and decay ({self.decay_steps}) take {ramps} steps, more than "
+                f"`max_steps`, which is {max_steps}; shorten them",
+                f"{key}.warmup_steps",
+                f"{key}.decay_steps",
+                f"{prefix}max_steps",
+            )
+        if self.type == "linear" and self.decay_steps < 1:
+            yield finding(
+                "must be at least 1 for linear; for no decay use constant", f"{key}.decay_steps", f"{key}.type"
+            )
+        if self.type != "constant" and self.min_lr > optim.lr:
+            message = f"must be at most the peak `{prefix}optim.lr`, which is {optim.lr}"
+            yield finding(message, f"{key}.min_lr", f"{prefix}optim.lr")
+
+
+class LossConfig(Section):
+    """The policy loss. `default` masks tokens whose probability moved too far and adds a squared log-ratio penalty."""
+
+    type: Literal["default"] = option("default", "Which loss.")
+    dppo_mask_low: float = option(
+        0.2, "A token with advantage <= 0 is dropped when its probability fell by more than this.", ge=0, le=1
+    )
+    dppo_mask_high: float = option(
+        0.2, "A token with advantage > 0 is dropped when its probability rose by more than this.", ge=0, le=1
+    )
+    adv_tau: float = option(1.0, "Factor of the policy-gradient term.", ge=0)
+    kl_tau: float = option(1e-3, "Factor of the squared log-ratio term.", ge=0)
+
+
+def micro_batch_tokens(key: str, section: str) -> Any:
+    """The field `micro_batch_tokens`: `key` holds the longest sample, which is `seq_len` of the table `section`."""
+
+    def default(table: Mapping[str, Any]) -> int:
+        """Room for one whole sample at least."""
+        inner = table.get(section)
+        seq_len = inner.get("seq_len") if isinstance(inner, dict) else getattr(inner, "seq_len", None)
+        return max(DEFAULT_MICRO_BATCH_TOKENS, seq_len) if isinstance(seq_len, int) else DEFAULT_MICRO_BATCH_TOKENS
+
+    return option(
+        DEFAULT_MICRO_BATCH_TOKENS,
+        "Tokens with padding that go through the model at once.",
+        facts=Facts(
+            default_text=f"{DEFAULT_MICRO_BATCH_TOKENS}, or `{key}` if that is more",
+            default_from=default,
+            limit=Limit("at least", key, ": it has to hold one whole sample; raise it"),
+        ),
+        ge=1,
+    )
+
+
+class TrainerConfig(Section):
+    """The trainer of an RL run."""
+
+    model: TrainerModelConfig = table(TrainerModelConfig, "The model.")
+    optim: OptimConfig = table(OptimConfig, "The optimizer.")
+    scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
+    loss: LossConfig = table(LossConfig, "The loss.")
+    policy: PolicyConfig = table(PolicyConfig, "Published versions of the policy.")
+    ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.", facts=Facts(shared="ckpt"))
+    max_steps: int | None = option(
+        None, "Optimizer steps; unlimited if left out.", facts=Facts(shared="max_steps"), ge=1
+    )
+    determinism: Literal["auto", "strict", "best_effort"] = option(
+        "auto",
+        "strict: a step that is replayed has to give the same policy bit for bit, or the run stops. best_effort: a "
+        "replayed policy may differ and starts a new lineage. auto: strict on a CPU, best_effort on a GPU.",
+    )
+    micro_batch_tokens: int = micro_batch_tokens("trainer.model.seq_len", "model")

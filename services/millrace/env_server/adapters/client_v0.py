@@ -1,0 +1,285 @@
+"""The v0 model client: messages in, exact tokens out, over `POST {base_url}/chat/completions`.
+
+It replaces the stock client of `verifiers` (OpenAI SDK on httpx), which costs five times the CPU and collapses at 512
+concurrent requests because its connection pool is scanned per request. Errors are typed for `v0.py`, retries are
+few and only where the engine did no work, and the deadline belongs to the rollout, not to the client.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+import verifiers as vf
+from verifiers.legacy.clients import OpenAIChatCompletionsClient
+from verifiers.legacy.types import ClientConfig, Response, ResponseMessage, ResponseTokens, ToolCall, Usage
+
+from millrace.env_server.adapters.samples import engine_spans
+from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, SPANS
+from millrace.env_server.engine_access import engine_access
+from millrace.env_server.engine_loss import (
+    ENGINE_LOST_MARK,
+    EXTERNAL_MAX_ATTEMPTS,
+    EXTERNAL_RETRIED_STATUSES,
+    LOST_STATUSES,
+    MAX_ATTEMPTS,
+    REFUSED_STATUSES,
+    RETRIED_STATUSES,
+    external_pause_s,
+    retry_pause_s,
+)
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 5.0
+# Backstop only: a rollout's deadline cancels its request long before.
+_TOTAL_TIMEOUT_S = 6 * 3600.0
+_SHOWN_CHARS = 300
+_FINISH_REASONS = frozenset({"stop", "length", "tool_calls"})
+_TOO_LONG = ("context length", "maximum model length", "prompt_too_long", "exceeded model", "configured limit")
+
+
+class EngineAuthError(vf.ModelError):
+    """An endpoint that is not ours refused the credentials (401, 403)."""
+
+
+class EngineLostError(vf.ModelError):
+    """The engine went away: nothing listens, the connection broke off, or it does not serve us (see `engine_loss`)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{ENGINE_LOST_MARK} {message}")
+
+
+class RetryLog:
+    """How many tries of each rollout had to be repeated, until its adapter takes the number."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[str, int] = OrderedDict()
+
+    def note(self, rollout_id: str) -> None:
+        """One try was in vain."""
+        self._counts[rollout_id] = self._counts.get(rollout_id, 0) + 1
+        while len(self._counts) > MAX_ROLLOUTS:
+            self._counts.popitem(last=False)
+
+    def take(self, rollout_id: str) -> int:
+        """The number of one rollout, which is forgotten here."""
+        return self._counts.pop(rollout_id, 0)
+
+
+class LeanClient(OpenAIChatCompletionsClient):
+    """A client of one engine; many share one HTTP session."""
+
+    def __init__(
+        self, base_url: str, session: aiohttp.ClientSession, *, is_external: bool = False, api_key: str = ""
+    ) -> None:
+        """`is_external`: it is not one of ours, so nothing but what OpenAI's API knows is asked of it."""
+        self._base_url = base_url.rstrip("/")
+        self._session = session
+        self._is_external = is_external
+        self._api_key = api_key
+        self.retries = RetryLog()
+        super().__init__(ClientConfig(api_base_url=base_url))
+
+    def setup_client(self, config: ClientConfig) -> Any:
+        """Make no SDK client."""
+        return None
+
+    async def close(self) -> None:
+        """Leave the session to its owner."""
+
+    async def get_native_response(  # type: ignore[override]
+        self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Any] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """One completion as parsed JSON. Raises vf.Error types only."""
+        body = request_body(prompt, model, sampling_args, tools, wants_tokens=not self._is_external)
+        state = kwargs.get("state")
+        session_id = str(state.get("trajectory_id") or "") if state is not None else ""
+        raw = await self._post(orjson.dumps(body), session_id)
+        try:
+            response = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise vf.InvalidModelResponseError(
+                f"{self._base_url} answered 200 with what is not JSON ({error}): {_shown(raw)}"
+            ) from error
+        if not isinstance(response, dict):
+            raise vf.InvalidModelResponseError(f"{self._base_url} answered with no JSON object: {_shown(raw)}")
+        response["_session_id"] = session_id
+        return response
+
+    async def _post(self, body: bytes, session_id: str) -> bytes:
+        headers = {"content-type": "application/json"}
+        if session_id:
+            headers["X-Session-ID"] = session_id
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        url, trust = f"{self._base_url}/chat/completions", None
+        if not self._is_external:
+            headers |= engine_access().headers(url)
+            trust = engine_access().context()
+        options: dict[str, Any] = {"headers": headers, "ssl": True if trust is None else trust}
+        attempts = EXTERNAL_MAX_ATTEMPTS if self._is_external else MAX_ATTEMPTS
+        for attempt in range(1, attempts + 1):
+            asked, problem = None, ""
+            try:
+                # A redirect would carry the key and the prompt to somebody whom nobody named.
+                async with self._session.post(url, data=body, allow_redirects=False, **options) as reply:
+                    raw = await reply.read()
+                    if reply.status == 200:
+                        return raw
+                    if attempt == attempts or not self._is_retried(reply.status):
+                        raise _status_error(url, reply.status, raw, attempts=attempt, is_external=self._is_external)
+                    asked, problem = reply.headers.get("Retry-After"), f"status {reply.status}"
+            except aiohttp.ClientConnectorError as error:
+                if attempt == attempts:
+                    raise EngineLostError(f"cannot connect to {url}, {attempt} attempts: {error}") from error
+                problem = str(error)
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                if attempt == attempts or not self._is_external:
+                    raise EngineLostError(f"POST {url} broke off: {type(error).__name__}: {error}") from error
+                problem = f"broke off: {type(error).__name__}"
+            await self._pause(session_id, attempt, asked=asked, problem=problem)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _is_retried(self, status: int) -> bool:
+        return status in (EXTERNAL_RETRIED_STATUSES if self._is_external else RETRIED_STATUSES)
+
+    async def _pause(self, session_id: str, attempt: int, *, asked: str | None, problem: str) -> None:
+        self.retries.note(session_id)
+        if not self._is_external:
+            await asyncio.sleep(retry_pause_s(attempt))
+            return
+        pause_s = external_pause_s(attempt, asked)
+        fields = {"url": self._base_url, "problem": problem, "attempt": attempt, "pause_s": round(pause_s, 1)}
+        logger.warning("the endpoint did not serve a request, trying again", extra=fields)
+        await asyncio.sleep(pause_s)
+
+    async def raise_from_native_response(self, response: Any) -> None:
+        """Refuse what is not exactly one choice with a message.
+
+        A completion without text is refused only if it has no tokens either: one whose only token ends the sequence
+        is what the policy chose, and it is trained on with the reward that it earns. An endpoint that is not ours sends
+        no tokens: there an empty answer that ended by itself is the model's, and playing it again would flatter it.
+        """
+        choices = response.get("choices")
+        if not isinstance(choices, list) or len(choices) != 1:
+            count = len(choices) if isinstance(choices, list) else 0
+            raise vf.InvalidModelResponseError(f"{self._base_url} answered with {count} choices, expected 1")
+        choice = choices[0]
+        if not isinstance(choice, Mapping) or not isinstance(choice.get("message"), Mapping):
+            raise vf.InvalidModelResponseError(f"{self._base_url} answered with a choice without a message")
+        message = choice["message"]
+        is_answer = self._is_external and choice.get("finish_reason") in _FINISH_REASONS
+        if not (message.get("content") or message.get("tool_calls") or choice.get("token_ids") or is_answer):
+            raise vf.EmptyModelResponseError(f"{self._base_url} answered with no text, no tool calls and no tokens")
+
+    async def from_native_response(self, response: Any) -> Response:
+        """The typed response; its `tokens` are None unless ids and log-probs are all there."""
+        choice = response["choices"][0]
+        message = choice["message"]
+        tokens = _tokens(response, choice)
+        if tokens is not None and response["_session_id"]:
+            SPANS.note(response["_session_id"], tokens.completion_ids, engine_spans(choice))
+        finish_reason = choice.get("finish_reason")
+        return Response(
+            id=str(response.get("id") or ""),
+            created=int(response.get("created") or 0),
+            model=str(response.get("model") or ""),
+            usage=_usage(response.get("usage"), tokens),
+            message=ResponseMessage(
+                content=message.get("content") or "",
+                reasoning_content=message.get("reasoning") or message.get("reasoning_content"),
+                tool_calls=_tool_calls(message.get("tool_calls")),
+                finish_reason=finish_reason if finish_reason in _FINISH_REASONS else None,
+                is_truncated=finish_reason == "length",
+                tokens=tokens,
+            ),
+        )
+
+
+def request_body(
+    prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None, *, wants_tokens: bool = True
+) -> dict[str, Any]:
+    """The request: what the environment asks for, and from engines of ours always the exact tokens."""
+    args = {key: value for key, value in sampling_args.items() if value is not None}
+    extra_body = args.pop("extra_body", None) or {}
+    if "max_tokens" in args:
+        args["max_completion_tokens"] = args.pop("max_tokens")
+    body: dict[str, Any] = {"model": model, "messages": prompt, **args, **extra_body}
+    if wants_tokens:
+        body |= {"logprobs": True, "return_token_ids": True}
+    if tools:
+        body["tools"] = tools
+    return body
+
+
+def make_session() -> aiohttp.ClientSession:
+    """A session without a connection limit: the env-server's capacity bounds the requests."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=_TOTAL_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
+    )
+
+
+def _status_error(url: str, status: int, raw: bytes, *, attempts: int, is_external: bool) -> vf.Error:
+    text = raw.decode("utf-8", "replace").lower()
+    tries = f" ({attempts} attempts)" if attempts > 1 else ""
+    message = f"POST {url} answered {status}{tries}: {_shown(raw)}"
+    if status in LOST_STATUSES or (status in REFUSED_STATUSES and not is_external):
+        return EngineLostError(message)
+    if status in REFUSED_STATUSES:
+        return EngineAuthError(message)
+    if status == 400 and any(phrase in text for phrase in _TOO_LONG):
+        return vf.OverlongPromptError(message)
+    return vf.ModelError(message)
+
+
+def _shown(raw: bytes) -> str:
+    return raw[:_SHOWN_CHARS].decode("utf-8", "replace")
+
+
+def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseTokens | None:
+    prompt_ids, completion_ids = response.get("prompt_token_ids"), choice.get("token_ids")
+    content = (choice.get("logprobs") or {}).get("content")
+    if not (isinstance(prompt_ids, list) and isinstance(completion_ids, list) and isinstance(content, list)):
+        return None
+    logprobs: list[Any] = [entry.get("logprob") for entry in content if isinstance(entry, Mapping)]
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in logprobs):
+        return None
+    # A count that does not match is kept: samples.py says so by name.
+    return ResponseTokens(
+        prompt_ids=prompt_ids,
+        prompt_mask=[0] * len(prompt_ids),
+        completion_ids=completion_ids,
+        completion_mask=[1] * len(completion_ids),
+        completion_logprobs=logprobs,
+    )
+
+
+def _usage(usage: Any, tokens: ResponseTokens | None) -> Usage:
+    known = usage if isinstance(usage, Mapping) else {}
+    num_prompt = int(known.get("prompt_tokens") or (len(tokens.prompt_ids) if tokens else 0))
+    num_completion = int(known.get("completion_tokens") or (len(tokens.completion_ids) if tokens else 0))
+    return Usage(
+        prompt_tokens=num_prompt,
+        reasoning_tokens=0,
+        completion_tokens=num_completion,
+        total_tokens=num_prompt + num_completion,
+    )
+
+
+def _tool_calls(raw: Any) -> list[ToolCall] | None:
+    calls: list[ToolCall] = []
+    for index, item in enumerate(raw or ()):
+        function = item.get("function") or {}
+        calls.append(
+            ToolCall(
+                id=str(item.get("id") or f"call_{index}"),
+                name=str(function.get("name") or ""),
+                arguments=str(function.get("arguments") or "{}"),
+            )
+        )
+    return calls or None

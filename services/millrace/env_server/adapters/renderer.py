@@ -1,0 +1,184 @@
+"""Client-side tokenization with the `renderers` package: which renderer, and what it forgets.
+
+`renderers.client.generate` posts token ids to `/inference/v1/generate` and returns a dictionary of the fields that it
+knows; the engine's `policy_spans` are not among them. Of the ways to keep them (a patched parser, a custom transport, a
+wrapped client) the wrapped client is the narrowest: `generate` is replaced by a function that hands the original a
+client whose `post` remembers the body, reads the spans from it and notes them under the request's `X-Session-ID`.
+Both generations of `verifiers` look `generate` up by name, so one replacement serves both.
+
+The other known incompatibility, log-prob entries without `"token": "token_id:N"`, is not patched here: Millrace's
+engines send that shape.
+"""
+
+import asyncio
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import renderers.client
+from openai import APIConnectionError, APIStatusError, OpenAIError
+
+from millrace.env_server.adapters.samples import engine_spans
+from millrace.env_server.adapters.span_log import SPANS
+from millrace.env_server.engine_access import engine_access
+from millrace.env_server.engine_loss import (
+    ENGINE_LOST_MARK,
+    LOST_STATUSES,
+    MAX_ATTEMPTS,
+    REFUSED_STATUSES,
+    RETRIED_STATUSES,
+    retry_pause_s,
+)
+
+SESSION_HEADER = "X-Session-ID"
+# Marks a provider error that is really a reply without usable tokens, through layers that keep only its text.
+MISSING_TOKENS_MARK = "missing tokens:"
+DEFAULT = "default"
+# Renderers to try by the model's type, the likeliest first.
+_FAMILIES = {"qwen3": ("qwen3", "prime-qwen3")}
+_PROBES: tuple[list[Any], ...] = (
+    [{"role": "user", "content": "one"}],
+    [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    ],
+)
+# Without these symbols in the vocabulary the qwen3 renderers cannot work, whatever the model's architecture.
+_QWEN3_SYMBOLS = ('"<tool_call>"', '"</think>"', '"<tool_response>"')
+
+
+class GenerateResponseError(OpenAIError):
+    """The engine's reply cannot be used; an OpenAIError so that `verifiers` takes it for a provider error."""
+
+
+class EngineLostReplyError(OpenAIError):
+    """The engine went away; an OpenAIError so that `verifiers` takes it for a provider error."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{ENGINE_LOST_MARK} {message}")
+
+
+class _RememberingClient:
+    """An AsyncOpenAI that keeps the body of its last POST, and says when the engine is lost; one per call."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.body = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def post(self, *args: Any, **kwargs: Any) -> Any:
+        """Post, a few times if the engine refuses before it works, and keep the body."""
+        # unregistered wait: in an environment worker, all of whose rollouts are one wait of the env-server
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            is_last = attempt == MAX_ATTEMPTS
+            try:
+                reply = await self._client.post(*args, **kwargs)
+            except APIStatusError as error:
+                if (is_last and error.status_code in LOST_STATUSES) or _is_lost_at_once(error):
+                    raise EngineLostReplyError(str(error)) from error
+                if error.status_code not in RETRIED_STATUSES:
+                    raise
+            except APIConnectionError as error:
+                # Refused is worth a try; what broke off in the middle may have cost the engine minutes.
+                if is_last or not _is_refused(error):
+                    raise EngineLostReplyError(_describe(error, self._client.base_url)) from error
+            else:
+                self.body = reply.content
+                return reply
+            await asyncio.sleep(retry_pause_s(attempt))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _is_lost_at_once(error: APIStatusError) -> bool:
+    return error.status_code in (LOST_STATUSES - RETRIED_STATUSES) | REFUSED_STATUSES
+
+
+def _is_refused(error: APIConnectionError) -> bool:
+    return isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout)
+
+
+def _describe(error: APIConnectionError, base_url: object) -> str:
+    """`Connection error.` alone says neither who nor why."""
+    cause = error.__cause__
+    why = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+    return f"{base_url}: {why}"
+
+
+_stock_generate = renderers.client.generate
+
+
+async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
+    """`renderers.client.generate`, with the engine's policy spans noted and its reply errors typed."""
+    remembering: Any = _RememberingClient(engine_access().secured(client))
+    try:
+        result = await _stock_generate(client=remembering, **kwargs)
+    except renderers.client.MalformedGenerateResponseError as error:
+        raise GenerateResponseError(f"{MISSING_TOKENS_MARK} {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not remembering.body:
+            raise  # nothing was posted yet: not the reply's fault
+        shown = remembering.body[:300].decode("utf-8", "replace")
+        raise GenerateResponseError(f"unreadable reply: {type(error).__name__}: {error}: {shown}") from error
+    session_id = (kwargs.get("extra_headers") or {}).get(SESSION_HEADER)
+    if session_id:
+        choice = (json.loads(remembering.body).get("choices") or [{}])[0]
+        SPANS.note(session_id, result.get("completion_ids") or (), engine_spans(choice))
+    return result
+
+
+def install_span_capture() -> None:
+    """Put `generate_with_spans` in place of the original, everywhere it is looked up. Idempotent."""
+    renderers.client.generate = generate_with_spans
+    from verifiers.legacy.clients import renderer_client
+
+    renderer_client.generate = generate_with_spans
+
+
+def renderer_config(name: str, tokenizer_dir: str) -> Any:
+    """The typed config of a renderer by name; an empty name chooses by the policy's files.
+
+    What has no renderer of its own gets the default one, which applies the tokenizer's chat template, parses no tool
+    calls, and renders the whole conversation anew in every turn.
+    """
+    from pydantic import TypeAdapter
+    from renderers import RendererConfig
+
+    chosen = name or choose_renderer(Path(tokenizer_dir))
+    return TypeAdapter(RendererConfig).validate_python({"name": chosen})
+
+
+@lru_cache(maxsize=64)
+def choose_renderer(tokenizer_dir: Path) -> str:
+    """The model family's own renderer if it writes what the policy's chat template writes, else `default`.
+
+    Such a renderer extends the tokens of earlier turns exactly, but it has its format built in: a policy whose template
+    was changed, or whose vocabulary lacks the family's symbols (a tiny byte-level model), must not be sampled with it.
+    """
+    config, tokenizer = tokenizer_dir / "config.json", tokenizer_dir / "tokenizer.json"
+    if not config.is_file() or not tokenizer.is_file():
+        return DEFAULT
+    names = _FAMILIES.get(json.loads(config.read_text()).get("model_type"), ())
+    text = tokenizer.read_text()
+    if not names or not all(symbol in text for symbol in _QWEN3_SYMBOLS):
+        return DEFAULT
+    return next((name for name in names if _writes_like_template(name, tokenizer_dir)), DEFAULT)
+
+
+def _writes_like_template(name: str, tokenizer_dir: Path) -> bool:
+    """Whether a renderer and the chat template give the same tokens for conversations of one and of two turns."""
+    from renderers import create_renderer
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
+    renderer = create_renderer(tokenizer, renderer_config(name, str(tokenizer_dir)))
+    for messages in _PROBES:
+        wanted = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+        if list(renderer.render_ids(messages, add_generation_prompt=True)) != list(wanted):
+            return False
+    return True

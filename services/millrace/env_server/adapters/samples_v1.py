@@ -1,0 +1,69 @@
+"""Branches of a v1 trace → samples. A branch is a root-to-leaf path of message nodes that carry their own tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from millrace.env_server.adapters.samples import MissingTokensError, Turn, check_turn
+from millrace.env_server.adapters.span_log import Spans
+from millrace.rollouts.types import PolicySpan, Sample
+
+
+def branch_samples(branches: Sequence[Any], spans: Spans, *, requires_spans: bool) -> tuple[Sample, ...]:
+    """One sample per branch; tokens that branches share are trained once, in the first. Raises MissingTokensError."""
+    if not branches:
+        raise MissingTokensError("the rollout made no model call")
+    trained: set[int] = set()
+    samples: list[Sample] = []
+    num_calls = 0
+    for branch in branches:
+        token_ids: list[int] = []
+        mask: list[int] = []
+        logprobs: list[float] = []
+        policy_spans: list[PolicySpan] = []
+        for node in branch.nodes:
+            num_sampled = sum(node.mask)
+            is_new = bool(node.sampled) and id(node) not in trained
+            if is_new:
+                trained.add(id(node))
+                start = len(token_ids) + len(node.mask) - num_sampled
+                policy_spans += _node_spans(node, spans, start=start, call=num_calls, requires_spans=requires_spans)
+                num_calls += 1
+            token_ids += node.token_ids
+            num_prompt = len(node.token_ids) - (num_sampled if is_new else 0)
+            mask += [0] * num_prompt + [1] * (len(node.token_ids) - num_prompt)
+            logprobs += [0.0] * num_prompt + (list(node.logprobs or ()) if is_new else [])
+        if any(mask):
+            samples.append(
+                Sample(
+                    token_ids=np.asarray(token_ids, dtype=np.int32),
+                    loss_mask=np.asarray(mask, dtype=np.uint8),
+                    inference_logprobs=np.asarray(logprobs, dtype=np.float32),
+                    policy_spans=tuple(policy_spans),
+                )
+            )
+    if not samples:
+        raise MissingTokensError("no branch of the rollout has sampled tokens")
+    return tuple(samples)
+
+
+def _node_spans(node: Any, spans: Spans, *, start: int, call: int, requires_spans: bool) -> list[PolicySpan]:
+    """Check a sampled node, whose sampled tokens are its last ones, and give its spans as indices into the branch."""
+    num_sampled = sum(node.mask)
+    if not num_sampled or not all(node.mask[-num_sampled:]):
+        raise MissingTokensError(f"model call {call}: the trace has no token ids; the engine must return `token_ids`")
+    completion_ids = node.token_ids[-num_sampled:]
+    found = spans.find(completion_ids)
+    turn = Turn(
+        # The prompt is in the nodes before; here only its presence is checked.
+        prompt_ids=[0],
+        completion_ids=completion_ids,
+        logprobs=node.logprobs or (),
+        spans=found,
+    )
+    check_turn(turn, index=call, requires_spans=requires_spans)
+    return [
+        PolicySpan(lineage=span.lineage, version=span.version, start=start + span.start, end=start + span.end)
+        for span in found
+    ]

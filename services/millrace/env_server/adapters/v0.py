@@ -1,0 +1,312 @@
+"""Adapter of `verifiers` v0 environments: modules with `load_environment()`.
+
+Covers SingleTurnEnv, ToolEnv, MultiTurnEnv, StatefulToolEnv and environments with group rewards. Single rollouts go
+through `run_rollout` one by one: in `run_group` one member that raises fails the whole group.
+
+Tokens come from one of two routes; either way `samples.merge_turns` decides by comparing tokens what is one sample.
+
+| route                    | when                                                        | who tokenizes              |
+|--------------------------|-------------------------------------------------------------|----------------------------|
+| `/inference/v1/generate` | several turns, and the policy's family has its own renderer | we: turns extend exactly   |
+| `/v1/chat/completions`   | one turn, or no such renderer: nothing to be gained         | the engine, once per turn  |
+
+The environment's args overrule that: `renderer = "qwen3"` (or another name), or `renderer = "off"`.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+import aiohttp
+import verifiers as vf
+from pydantic import BaseModel
+from verifiers.legacy.clients import Client, resolve_client
+from verifiers.legacy.types import ClientConfig
+
+from millrace.env_server.adapters.client_v0 import LeanClient, make_session
+from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER
+from millrace.env_server.adapters.outcome import Outcome, checked, failed
+from millrace.env_server.adapters.rewards_v0 import recorded_reward_errors, watch_rubric
+from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
+from millrace.env_server.adapters.span_log import SPANS
+from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
+from millrace.env_server.engine_loss import ENGINE_LOST_MARK
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+
+logger = logging.getLogger(__name__)
+
+_MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyModelResponseError", "EngineAuthError"})
+# Engines inside the deployment take no key; the SDK of the renderer client insists on one.
+_API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
+RETRIES_METRIC = "endpoint_retries"
+"""Metric of rollouts of external endpoints: tries of model calls that were in vain."""
+_STATE_COLUMNS = ["trajectory", "timed_out"]
+
+
+class V0Adapter:
+    """A loaded v0 environment."""
+
+    api = "v0"
+
+    def __init__(self, env: vf.Environment, *, renderer: str) -> None:
+        self._env = env
+        self._renderer = renderer
+        self._session: aiohttp.ClientSession | None = None
+        self._clients: dict[tuple[str, bool, str, str], Client] = {}
+        self.requires_group = bool(env.requires_group_rollouts)
+        num_watched = watch_rubric(env.rubric)
+        logger.info("reward functions watched", extra={"count": num_watched})
+        self.train = _table(env, is_eval=False)
+        self.eval = _table(env, is_eval=True)
+
+    @classmethod
+    def load(cls, env_id: str, module: ModuleType, args: Mapping[str, Any]) -> Self:
+        """Call the module's `load_environment` with the args that are not ours. Its exceptions pass through."""
+        own = dict(args)
+        renderer = str(own.pop(RENDERER, "") or "")
+        # Called directly rather than through vf.load_environment, which hides the exception's class.
+        env = module.load_environment(**own)
+        env.env_id = env.env_id or env_id
+        env.env_args = env.env_args or own
+        return cls(env, renderer=renderer)
+
+    async def start(self) -> None:
+        """Open the HTTP session."""
+        os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
+        self._session = make_session()
+
+    async def close(self) -> None:
+        """Close it."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+        """Play the request's members: together if rewards compare them, else there is one."""
+        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
+        row: Any = (self.train if use_train else self.eval).row(request.task_index)
+        client = self._client(request, tokenizer_dir)
+        args = sampling_args(request.sampling)
+        is_training = request.purpose == rollout_pb2.PURPOSE_TRAIN
+        with recorded_reward_errors() as reward_errors:
+            if self.requires_group:
+                rows: list[Any] = [dict(row) for _ in request.members]
+                outputs = await self._env.run_group(
+                    rows, client, request.model, args, max_retries=0, state_columns=_STATE_COLUMNS
+                )
+            else:
+                outputs = []
+                for _ in request.members:
+                    output = await self._env.run_rollout(
+                        row, client, request.model, args, max_retries=0, state_columns=_STATE_COLUMNS
+                    )
+                    outputs.append(output)
+        if request.is_external:
+            outcomes = [_external_outcome(output, reward_errors, client) for output in outputs]
+        else:
+            outcomes = [_outcome(output, reward_errors, requires_spans=is_training) for output in outputs]
+        return fail_together(outcomes) if self.requires_group else outcomes
+
+    def _client(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> Client:
+        renderer = "" if request.is_external else self._choose_renderer(tokenizer_dir)
+        key = (request.base_url, request.is_external, request.api_key_var, tokenizer_dir if renderer else "")
+        if key not in self._clients:
+            if self._session is None:
+                raise RuntimeError("the adapter was not started")
+            if renderer:
+                self._clients[key] = _renderer_client(request.base_url, tokenizer_dir, renderer)
+            else:
+                self._clients[key] = LeanClient(
+                    request.base_url,
+                    self._session,
+                    is_external=request.is_external,
+                    api_key=os.environ[request.api_key_var] if request.api_key_var else "",
+                )
+        return self._clients[key]
+
+    def _choose_renderer(self, tokenizer_dir: str) -> str:
+        """Name of the renderer that tokenizes here; empty where the engine tokenizes."""
+        if self._renderer:
+            return "" if self._renderer == NO_RENDERER else self._renderer
+        has_turns = isinstance(self._env, vf.MultiTurnEnv) and not isinstance(self._env, vf.SingleTurnEnv)
+        if not has_turns or not tokenizer_dir:
+            return ""
+        # Imported here: environments of one turn do without the library and its tokenizer.
+        from millrace.env_server.adapters.renderer import DEFAULT, choose_renderer
+
+        chosen = choose_renderer(Path(tokenizer_dir))
+        return "" if chosen == DEFAULT else chosen
+
+
+def sampling_args(sampling: env_service_pb2.Sampling) -> dict[str, Any]:
+    """The request's sampling as v0 sampling args."""
+    args: dict[str, Any] = {"temperature": sampling.temperature}
+    if sampling.max_tokens:
+        args["max_tokens"] = sampling.max_tokens
+    if 0 < sampling.top_p < 1:
+        args["top_p"] = sampling.top_p
+    if sampling.extra_body_json:
+        args["extra_body"] = json.loads(sampling.extra_body_json)
+    return args
+
+
+def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """With group rewards, one member that failed spoils the comparison: the others fail with it, by name."""
+    broken = next((outcome for outcome in outcomes if outcome.status is not RolloutStatus.OK), None)
+    if broken is None:
+        return list(outcomes)
+    message = (
+        f"rewards of this environment compare the members of a group, and one of them failed: "
+        f"{broken.error_type}: {broken.error_message}"
+    )
+    is_lost = any(outcome.status is RolloutStatus.ENGINE_LOST for outcome in outcomes)
+    status = RolloutStatus.ENGINE_LOST if is_lost else RolloutStatus.ENV_ERROR
+    return [
+        failed(status, "GroupMemberFailed", message, of=outcome) if outcome.status is RolloutStatus.OK else outcome
+        for outcome in outcomes
+    ]
+
+
+def _renderer_client(base_url: str, tokenizer_dir: str, renderer: str) -> Client:
+    from millrace.env_server.adapters.renderer import install_span_capture, renderer_config
+
+    if not tokenizer_dir:
+        raise ValueError(
+            f"the environment's args name renderer {renderer!r}, but the request has no tokenizer_manifest_key"
+        )
+    install_span_capture()
+    return resolve_client(
+        ClientConfig(
+            client_type="renderer",
+            renderer_config=renderer_config(renderer, tokenizer_dir),
+            renderer_model_name=tokenizer_dir,
+            renderer_pool_size=1,
+            api_base_url=base_url,
+            api_key_var=_API_KEY_VARIABLE,
+            max_retries=0,  # `renderer` tries again where that helps
+            extra_headers_from_state={"X-Session-ID": "trajectory_id"},
+        )
+    )
+
+
+def _table(env: vf.Environment, *, is_eval: bool) -> TaskTable:
+    """One of the environment's task sets. `get_eval_dataset` would fall back to the training tasks: not held out."""
+    dataset = env.build_eval_dataset() if is_eval else env.build_dataset()
+    if dataset is None:
+        return no_tasks()
+
+    def row(index: int) -> dict[str, Any]:
+        return dict(dataset[index])
+
+    return build_task_table(len(dataset), row=row, content=row)
+
+
+def _outcome(output: Mapping[str, Any], reward_errors: Sequence[str], *, requires_spans: bool) -> Outcome:
+    """The usable-for-training rule: an error, a timeout, a reward that raised or a missing token is a failure."""
+    played = _judged(output, reward_errors)
+    if played.status is not RolloutStatus.OK:
+        return played
+    try:
+        samples = merge_turns(_turns(output.get("trajectory") or []), requires_spans=requires_spans)
+    except MissingTokensError as error:
+        return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
+    return checked(replace(played, samples=samples))
+
+
+def _external_outcome(output: Mapping[str, Any], reward_errors: Sequence[str], client: Client) -> Outcome:
+    """The same without tokens, which nobody asked the endpoint for; repeated tries are a metric of the rollout."""
+    played = _judged(output, reward_errors)
+    steps = output.get("trajectory") or []
+    if isinstance(client, LeanClient) and steps:
+        num_retries = client.retries.take(str(steps[0].get("trajectory_id") or ""))
+        played = replace(played, metrics={**played.metrics, RETRIES_METRIC: num_retries})
+    if played.status is RolloutStatus.OK and not steps:
+        return failed(RolloutStatus.MODEL_ERROR, "NoModelCall", "the rollout made no model call", of=played)
+    return checked(played)
+
+
+def _judged(output: Mapping[str, Any], reward_errors: Sequence[str]) -> Outcome:
+    """How the rollout ended, without its tokens."""
+    steps = output.get("trajectory") or []
+    played = Outcome(
+        status=RolloutStatus.OK,
+        reward=float(output.get("reward") or 0.0),
+        metrics=output.get("metrics") or {},
+        stop_condition=str(output.get("stop_condition") or ""),
+        is_truncated=bool(output.get("is_truncated")),
+        num_turns=len(steps),
+        model_s=_model_seconds(output.get("timing") or {}),
+        messages=[*_messages(output.get("prompt")), *_messages(output.get("completion"))],
+    )
+    if error := output.get("error"):
+        return _error_outcome(error, played)
+    if output.get("timed_out") or played.stop_condition == "timeout_reached":
+        return failed(RolloutStatus.TIMEOUT, "EnvironmentTimeout", "the environment's own deadline passed", of=played)
+    if reward_errors:
+        return failed(RolloutStatus.ENV_ERROR, "RewardError", "; ".join(reward_errors), of=played)
+    if not steps and played.stop_condition == "prompt_too_long":
+        message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
+        return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", message, of=played)
+    return played
+
+
+def _error_outcome(error: Mapping[str, Any], played: Outcome) -> Outcome:
+    kind = str(error.get("error") or "Error")
+    message = str(error.get("error_chain_repr") or error.get("message") or kind)
+    if ENGINE_LOST_MARK in message:
+        kind, status = "EngineLostError", RolloutStatus.ENGINE_LOST
+    elif kind == "OverlongPromptError":
+        status = RolloutStatus.PROMPT_TOO_LONG
+    elif "MalformedGenerateResponseError" in message:
+        status = RolloutStatus.MISSING_TOKENS
+    elif kind in _MODEL_ERRORS:
+        status = RolloutStatus.MODEL_ERROR
+    else:
+        status = RolloutStatus.ENV_ERROR
+    return failed(status, kind, message, of=played)
+
+
+def _turns(steps: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    if not steps:
+        return []
+    spans = SPANS.take(str(steps[0].get("trajectory_id") or ""))
+    turns: list[Turn] = []
+    for index, step in enumerate(steps):
+        tokens = step.get("tokens")
+        if not tokens:
+            raise MissingTokensError(
+                f"model call {index}: the engine returned no token ids or log-probs "
+                "(it must support `logprobs` and `return_token_ids`)"
+            )
+        completion_ids = tokens["completion_ids"]
+        turns.append(
+            Turn(
+                prompt_ids=tokens["prompt_ids"],
+                completion_ids=completion_ids,
+                logprobs=tokens["completion_logprobs"],
+                spans=spans.find(completion_ids),
+            )
+        )
+    return turns
+
+
+def _messages(value: Any) -> list[Mapping[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    shown: list[Mapping[str, Any]] = []
+    for item in value or ():
+        if isinstance(item, BaseModel):
+            shown.append(item.model_dump(mode="json", exclude_none=True))
+        elif isinstance(item, Mapping):
+            shown.append(item)
+    return shown
+
+
+def _model_seconds(timing: Mapping[str, Any]) -> float:
+    spans = (timing.get("model") or {}).get("spans") or ()
+    return float(sum(max(0.0, span.get("end", 0.0) - span.get("start", 0.0)) for span in spans))

@@ -1,0 +1,215 @@
+"""Adapter of `verifiers` v1 environments: packages that export a Taskset.
+
+Runs every role in this process (`harness_v1`) on the local machine, with the train client, which tokenizes with the
+policy's own tokenizer and asks the engine for exact tokens. Args of the environment go to its taskset, except
+`renderer`, `env`, `eval_args` and `num_tasks` (see `adapter`).
+"""
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, Self
+
+import verifiers.v1 as vf
+from verifiers.v1.configs.agent import AgentConfig
+
+from millrace.env_server.adapters import harness_v1
+from millrace.env_server.adapters.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
+from millrace.env_server.adapters.outcome import Outcome, checked, failed
+from millrace.env_server.adapters.renderer import MISSING_TOKENS_MARK, install_span_capture, renderer_config
+from millrace.env_server.adapters.samples import MissingTokensError
+from millrace.env_server.adapters.samples_v1 import branch_samples
+from millrace.env_server.adapters.span_log import SPANS
+from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
+from millrace.env_server.engine_loss import ENGINE_LOST_MARK
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+
+_API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
+# Of an endless taskset; a run needs a number.
+_DEFAULT_NUM_TASKS = 10_000
+# Rollouts that share one tokenizer copy of about 80 MB; more than a worker plays at once.
+_MAX_ROLLOUTS_PER_RENDERER = 256
+_CONTEXT_LENGTH = "context_length"
+
+
+def exports_taskset(module: ModuleType) -> bool:
+    """Whether the module's `__all__` names a Taskset class."""
+    exported = (getattr(module, name, None) for name in getattr(module, "__all__", ()))
+    return any(isinstance(thing, type) and issubclass(thing, vf.Taskset) for thing in exported)
+
+
+class V1Adapter:
+    """A loaded v1 environment."""
+
+    api = "v1"
+    # v1 has no group rewards: every trace is scored alone.
+    requires_group = False
+
+    def __init__(self, env: Any, *, eval_taskset: Any | None, renderer: str, num_tasks: int) -> None:
+        self._env = env
+        self._renderer = renderer
+        self._stack = contextlib.AsyncExitStack()
+        self.train = _table(env.taskset, num_tasks)
+        self.eval = no_tasks() if eval_taskset is None else _table(eval_taskset, num_tasks)
+
+    @classmethod
+    def load(cls, env_id: str, args: Mapping[str, Any]) -> Self:
+        """Build the environment. Its exceptions pass through."""
+        own = dict(args)
+        renderer = str(own.pop(RENDERER, "") or "")
+        extra = dict(own.pop(V1_ENV, None) or {})
+        eval_args = own.pop(V1_EVAL_ARGS, None)
+        num_tasks = int(own.pop(V1_NUM_TASKS, _DEFAULT_NUM_TASKS))
+        env = vf.load_environment(_config(env_id, own, extra))
+        eval_taskset = None
+        if eval_args is not None:
+            eval_taskset = vf.load_taskset(_config(env_id, {**own, **eval_args}, extra).taskset)
+        return cls(env, eval_taskset=eval_taskset, renderer=renderer, num_tasks=num_tasks)
+
+    async def start(self) -> None:
+        """Start the interception server and shared tools, for the life of the process."""
+        os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
+        install_span_capture()
+        await self._stack.enter_async_context(self._env.serving())
+
+    async def close(self) -> None:
+        """Stop them."""
+        await self._stack.aclose()
+
+    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+        """Play one episode per member."""
+        if not tokenizer_dir and not request.is_external:
+            raise ValueError("v1 environments tokenize on the client side: the request needs a tokenizer_manifest_key")
+        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
+        task = (self.train if use_train else self.eval).row(request.task_index)
+        context = vf.ModelContext(
+            model=request.model,
+            client=self._client_config(request, tokenizer_dir),
+            sampling=_sampling(request.sampling),
+        )
+        requires_spans = request.purpose == rollout_pb2.PURPOSE_TRAIN
+        outcomes: list[Outcome] = []
+        for _ in request.members:
+            episode = await self._env.run_episode(task, context)
+            outcomes.append(_outcome(episode, requires_spans=requires_spans, has_tokens=not request.is_external))
+        return outcomes
+
+    def _client_config(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> Any:
+        """The train client, which gives exact tokens; for an endpoint that is not ours the relaying one."""
+        if request.is_external:
+            return vf.EvalClientConfig(base_url=request.base_url, api_key_var=request.api_key_var or _API_KEY_VARIABLE)
+        return vf.TrainClientConfig(
+            base_url=request.base_url,
+            api_key_var=_API_KEY_VARIABLE,
+            renderer_model_name=tokenizer_dir,
+            renderer=renderer_config(self._renderer, tokenizer_dir),
+            multiplex=_MAX_ROLLOUTS_PER_RENDERER,
+        )
+
+
+def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
+    """The environment's config, with every role in this process: the library's default is a remote sandbox."""
+    base: dict[str, Any] = {**extra, "taskset": {"id": env_id, **taskset_args}}
+    harness = harness_v1.register()
+    for name, value in vf.resolve_env_config(dict(base)):
+        if isinstance(value, AgentConfig):
+            ours = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
+            base[name] = {**ours, **dict(extra.get(name) or {})}
+    return vf.resolve_env_config(base)
+
+
+def _sampling(sampling: env_service_pb2.Sampling) -> Any:
+    args: dict[str, Any] = {"temperature": sampling.temperature}
+    if sampling.max_tokens:
+        args["max_tokens"] = sampling.max_tokens
+    if 0 < sampling.top_p < 1:
+        args["top_p"] = sampling.top_p
+    if sampling.extra_body_json:
+        args |= json.loads(sampling.extra_body_json)
+    return vf.SamplingConfig(**args)
+
+
+def _table(taskset: Any, num_tasks: int) -> TaskTable:
+    tasks = list(itertools.islice(taskset, num_tasks) if taskset.INFINITE else taskset)
+    return build_task_table(
+        len(tasks), row=tasks.__getitem__, content=lambda index: tasks[index].data.model_dump(mode="json")
+    )
+
+
+def _outcome(episode: Any, *, requires_spans: bool, has_tokens: bool) -> Outcome:
+    """The usable-for-training rule: `ok` everywhere, no timeout, every reward there, exact tokens (`has_tokens`)."""
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    spans = {trace.id: SPANS.take(trace.id) for trace in episode.traces}
+    trace = traces[0] if traces else None
+    played = Outcome(status=RolloutStatus.OK) if trace is None else _played(trace)
+    if failure := _failure(episode, trace, played):
+        return failure
+    if len(traces) != 1:
+        message = f"the episode has {len(traces)} trainable traces; Millrace trains one per rollout"
+        return failed(RolloutStatus.ENV_ERROR, "MultipleTraces", message, of=played)
+    if not has_tokens:
+        return checked(played)
+    try:
+        samples = branch_samples(traces[0].branches, spans[traces[0].id], requires_spans=requires_spans)
+    except MissingTokensError as error:
+        return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
+    return checked(replace(played, samples=samples))
+
+
+def _played(trace: Any) -> Outcome:
+    branches = trace.branches
+    shown = branches[-1].messages if branches else ()
+    rewards = {f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
+    return Outcome(
+        status=RolloutStatus.OK,
+        reward=float(trace.reward),
+        metrics={**rewards, **trace.metrics},
+        stop_condition=str(trace.stop_condition or ""),
+        is_truncated=bool(trace.is_truncated),
+        num_turns=int(trace.num_turns),
+        model_s=float(sum(call.time.duration for call in trace.calls)),
+        messages=[message.model_dump(mode="json", exclude_none=True) for message in shown],
+    )
+
+
+def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
+    """The typed failure of an episode, or None. The order is: deadline, context length, lost engine, error, reward."""
+    errors = [*(error for each in episode.traces for error in each.errors), *episode.errors]
+    error = errors[-1] if errors else None
+    stop = played.stop_condition
+    # 0.4 marks a timed-out trace and still calls the episode ok; 0.3 records an error that says so.
+    is_timeout = any(getattr(thing, "is_timeout", False) for thing in (episode, *episode.traces))
+    says_timeout = error is not None and error.type != "ProviderError" and "timed out" in error.message.lower()
+    says_timeout = says_timeout or (error is not None and "agent timeout" in error.message)
+    if is_timeout or says_timeout or stop.endswith("_timeout"):
+        message = error.message if error else f"stopped by {stop or 'a deadline'} of the environment"
+        return failed(RolloutStatus.TIMEOUT, "EnvironmentTimeout", message, of=played)
+    if stop == _CONTEXT_LENGTH and not played.num_turns:
+        message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
+        return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", message, of=played)
+    if lost := next((each for each in errors if ENGINE_LOST_MARK in each.message), None):
+        return failed(RolloutStatus.ENGINE_LOST, "EngineLostError", lost.message, of=played)
+    if error is not None:
+        return failed(_error_status(error), error.type, error.message, of=played)
+    if not episode.ok or trace is None or not trace.ok:
+        message = "the episode did not complete and recorded no error"
+        return failed(RolloutStatus.ENV_ERROR, "EpisodeNotOk", message, of=played)
+    if missing := sorted(name for name, reward in trace.rewards.items() if reward is None):
+        message = f"rewards without a value: {', '.join(missing)}"
+        return failed(RolloutStatus.ENV_ERROR, "RewardError", message, of=played)
+    return None
+
+
+def _error_status(error: Any) -> RolloutStatus:
+    if MISSING_TOKENS_MARK in error.message:
+        return RolloutStatus.MISSING_TOKENS
+    if error.type == "OverlongPromptError":
+        return RolloutStatus.PROMPT_TOO_LONG
+    if error.type == "ProviderError":
+        return RolloutStatus.MODEL_ERROR
+    return RolloutStatus.ENV_ERROR

@@ -1,0 +1,85 @@
+"""Which variables of the env-server its workers inherit: environments are foreign code that runs code of models.
+
+They need variables of their own (keys of judges, caches, proxies), whose names we cannot know; so what leads to our
+data or to the machine's identity is withheld, by name and by value:
+
+* everything of ours (`MILLRACE_*`), but how to log and the marks by which orphans are found;
+* credentials and addresses of stores, clouds, clusters, agents and container engines;
+* every variable whose value holds the URL of Redis or of the store, or a path of the spool or of scratch files.
+
+With `MILLRACE_ENV_PASS`, a list of names and patterns, nothing is inherited but those and what programs need to run.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from fnmatch import fnmatchcase
+
+from millrace.config.sections.client import WITHHELD_KEY_PREFIX
+from millrace.storage.scratch import SCRATCH_VARIABLE
+from millrace.telemetry.settings import Settings, variable_name
+
+PASS_VARIABLE = "MILLRACE_ENV_PASS"
+SPOOL_VARIABLE = "MILLRACE_SPOOL_DIR"
+_OURS = "MILLRACE_"
+_TOLD = {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON", "MILLRACE_STACK_ID", "MILLRACE_STACK_PROCESS"}
+_PLACEMENT = {variable_name(part.name) for part in fields(Settings)} - _TOLD
+# Profiles and role files lead to the same keys; an environment that needs a store of its own gets it by its args.
+_STORE_CREDENTIALS = "AWS_"
+_URLS = (variable_name("redis_url"), variable_name("store_url"))
+_PATHS = (SPOOL_VARIABLE, SCRATCH_VARIABLE)
+# Where environments and programs are found: whoever put such a directory there meant it.
+_SEARCH_PATHS = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}
+_WITHHELD = re.compile(
+    r"AWS_.*|AZURE_.*|ARM_.*|GOOGLE_.*|GCLOUD_.*|GCP_.*|CLOUDSDK_.*|OCI_.*|ALIBABA_CLOUD_.*|S3_.*|MINIO_.*"
+    r"|REDIS.*|VALKEY.*|KUBERNETES_.*|KUBE.*|.*_SERVICE_HOST|.*_SERVICE_PORT(_\w+)?|.*_PORT_\d+_(TCP|UDP)(_\w+)?"
+    r"|VAULT_.*|CONSUL_.*|NOMAD_.*|DOCKER_.*|CONTAINER_HOST|PODMAN_.*|SSH_.*|GPG_.*|DBUS_.*"
+    r"|XDG_RUNTIME_DIR|GITHUB_.*|GITLAB_.*|CI_.*|ACTIONS_.*|WANDB_.*|PGPASS.*|PIP_(EXTRA_)?INDEX_URL|SUDO_.*"
+    r"|INVOCATION_ID|JOURNAL_STREAM|NOTIFY_SOCKET|LISTEN_FDS|CREDENTIALS_DIRECTORY|PWD|OLDPWD|_"
+)
+# What programs need to run, where only what is named passes.
+_BASE = [
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_*", "TZ", "TERM", "TMPDIR", "VIRTUAL_ENV"),
+    *("PYTHON*", "LD_LIBRARY_PATH", "OMP_*", "MKL_*", "OPENBLAS_*", "MALLOC_*", "TOKENIZERS_PARALLELISM"),
+    *("HF_HOME", "HF_HUB_*", "HF_DATASETS_*", "HF_ENDPOINT", "XDG_CACHE_HOME"),
+    *("SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "*_PROXY", "*_proxy"),
+]
+
+
+def worker_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` that a worker inherits."""
+    allowed = environ.get(PASS_VARIABLE, "").replace(",", " ").split()
+    patterns = [*_BASE, *_TOLD, *allowed] if allowed else ["*"]
+    secrets = [text for name in _URLS if (text := environ.get(name, ""))]
+    directories = [text.rstrip("/") for name in _PATHS if (text := environ.get(name, ""))]
+    return {
+        name: value
+        for name, value in environ.items()
+        if not is_withheld(name)
+        and any(fnmatchcase(name, pattern) for pattern in patterns)
+        and not any(text in value for text in secrets)
+        and not (name not in _SEARCH_PATHS and _is_below(value, directories))
+    }
+
+
+def is_withheld(name: str) -> bool:
+    """Whether workers never get a variable of this name."""
+    if name.startswith(_OURS):
+        return name not in _TOLD
+    return _WITHHELD.fullmatch(name) is not None
+
+
+def is_ours(name: str) -> bool:
+    """Whether it is our placement (Redis and its password, the store, the files of tokens) or the store's keys.
+
+    No run's config may name such a variable as the one that holds a key.
+    """
+    is_placement = name.startswith(_OURS) and not name.startswith(WITHHELD_KEY_PREFIX) and name not in _TOLD
+    return is_placement or name in _PLACEMENT or name.startswith(_STORE_CREDENTIALS)
+
+
+def _is_below(value: str, directories: Sequence[str]) -> bool:
+    """Whether a part of the value is one of these directories, or a path in one."""
+    parts = value.split(os.pathsep)
+    return any(part == path or part.startswith(f"{path}/") for part in parts for path in directories)

@@ -1,0 +1,1 @@
+"""Finished rollouts on their way into the log of their run."""

@@ -1,0 +1,266 @@
+"""Brings the kept rollouts of one run into its log, once each, and back into it when the log lost them.
+
+One task per run, so nothing here can race with itself. It appends what is pending; whenever the log is another copy
+than the one that it compared with last (this process started, Redis was wiped and the log rebuilt, Redis restarted and
+may have lost its tail), it first reads which entries that copy holds and makes everything else that is kept pending.
+
+    offer / note_instance ──▶ [ log open? ] ──▶ [ compare if the instance changed ] ──▶ [ append what is pending ] ─┐
+                                   ▲ failure: wait 0.2 s to 5 s, visibly                                            │
+                                   └────────────────────────────────────────────────────────────────────────────────┘
+"""
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+from millrace.env_server.spool.files import Kept, Spool
+from millrace.errors import LogGoneError, NotFoundError, UnavailableError
+from millrace.runlog.names import Stream
+from millrace.runlog.redis.hashes import read_hashes
+from millrace.runlog.redis.log import AppendResult, RunLog
+from millrace.telemetry import faults, waits
+from millrace.telemetry.faults import Point
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DELAY_S = 0.2
+MAX_DELAY_S = 5.0
+# RunLog retries a lost connection for 30 s; one append is one such round.
+_CALL_TIMEOUT_S = 60.0
+_PARALLEL_APPENDS = 16
+# While the log cannot be opened, the store is asked this often whether the run has ended.
+_LOOK_FOR_END_S = 10.0
+
+
+class RunAppender:
+    """The appender of one run; `close` ends it."""
+
+    def __init__(
+        self,
+        run_uid: str,
+        spool: Spool,
+        open_log: Callable[[str], Awaitable[RunLog]],
+        has_ended: Callable[[str], Awaitable[bool]],
+        *,
+        max_delay_s: float = MAX_DELAY_S,
+    ) -> None:
+        self._uid = run_uid
+        self._spool = spool
+        self._open_log = open_log
+        self._has_ended = has_ended
+        self._max_delay_s = max_delay_s
+        self._log: RunLog | None = None
+        self._is_gone = False
+        """The log must be opened anew, and compared with."""
+        self._pending: dict[str, Kept] = {kept.h: kept for kept in spool.of_run(run_uid)}
+        self._answers: dict[str, asyncio.Future[bool]] = {}
+        self._asked = ""
+        """The newest instance that somebody spoke of."""
+        self._compared = ("", "")
+        """What had been asked for when the log was compared with last, and the instance that it was then."""
+        self._must_compare = bool(self._pending)
+        self._backlog: set[str] = set(self._pending)
+        """What the last comparison, or the start, made pending."""
+        self._problem = ""
+        self._looked_for_end = 0.0
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"append {run_uid}")
+        self._wake.set()
+
+    @property
+    def num_orphans(self) -> int:
+        """Pending rollouts that belong to no group that is being played here: of a predecessor, or of a rebuilt log."""
+        return len(self._pending.keys() - self._answers.keys())
+
+    @property
+    def num_pending(self) -> int:
+        """Rollouts that are not known to be in the log."""
+        return len(self._pending)
+
+    async def append(self, kept: Kept) -> bool:
+        """Wait until it is in the log; False if it was given up because nobody needs it any more."""
+        if not self._spool.holds(kept):
+            return False
+        answer = self._answers[kept.h] = asyncio.get_running_loop().create_future()
+        self._pending[kept.h] = kept
+        self._wake.set()
+        try:
+            return await answer
+        finally:
+            self._answers.pop(kept.h, None)
+
+    def note_instance(self, instance: str) -> None:
+        """Somebody says which copy of the log Redis holds."""
+        if instance and instance != self._asked:
+            self._asked = instance
+            self._wake.set()
+
+    def give_up(self, resolved_below: int, *, all_of_them: bool) -> list[Kept]:
+        """Forget what is resolved; returns what was kept of it."""
+        gone = [
+            kept
+            for kept in self._spool.of_run(self._uid)
+            if all_of_them or (not kept.is_eval and kept.ordinal < resolved_below)
+        ]
+        for kept in gone:
+            if kept.h in self._pending:
+                where = {"run": kept.run_uid, "ordinal": kept.ordinal}
+                logger.warning("finished rollout given up: not wanted any more", extra=where)
+            self._settle(kept.h, is_appended=False)
+        return gone
+
+    async def caught_up(self, instance: str) -> None:
+        """Return when that copy of the log (or a newer one) holds everything that is kept. Bound it."""
+        self.note_instance(instance)
+        while self._has_to_compare() or self._backlog:
+            await self._changed.wait()
+
+    def describe_backlog(self) -> str:
+        """What `caught_up` waits for, in words."""
+        what = f"{len(self._backlog)} kept rollouts of run {self._uid} to be appended"
+        return f"{what}: {self._problem}" if self._problem else what
+
+    async def close(self) -> None:
+        """Stop; what is pending stays in the spool."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _has_to_compare(self) -> bool:
+        return self._must_compare or (bool(self._asked) and self._asked not in self._compared)
+
+    async def _run(self) -> None:
+        delay_s = _FIRST_DELAY_S
+        wait = waits.LastingWait()
+        with waits.of_run(self._uid):
+            try:
+                while True:
+                    if not self._pending and not self._has_to_compare():
+                        self._wake.clear()
+                        await self._wake.wait()
+                        continue
+                    self._problem = await self._round()
+                    self._notify()
+                    if not self._problem:
+                        delay_s = _FIRST_DELAY_S
+                        wait.over()
+                        continue
+                    logger.warning("rollouts kept, append failed", extra={"run": self._uid, "problem": self._problem})
+                    wait.on(self._describe_pending(), waits_on="redis", key="append")
+                    if not await self._look_for_end():
+                        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+                        delay_s = min(2 * delay_s, self._max_delay_s)
+            finally:
+                wait.over()
+
+    def _describe_pending(self) -> str:
+        first = next(iter(self._pending.values()), None)
+        if first is None:
+            return f"comparison with the log of run {self._uid}: {self._problem}"
+        more = f" and {len(self._pending) - 1} more" if len(self._pending) > 1 else ""
+        return f"append of rollout {first.ordinal}{more}: {self._problem}"
+
+    async def _round(self) -> str:
+        """Bring some of the pending rollouts into the log; the problem in words, or ""."""
+        try:
+            log = await self._opened()
+            if self._has_to_compare():
+                await self._compare(log)
+            batch = list(itertools.islice(self._pending.values(), _PARALLEL_APPENDS))
+            problems = await asyncio.gather(*(self._append(log, kept) for kept in batch))
+        except LogGoneError as error:
+            self._is_gone = True
+            return str(error)
+        # Whatever it is, giving up here would lose finished rollouts without a word.
+        except Exception as error:  # noqa: BLE001 - said in the log and in the wait, then tried again
+            return f"{type(error).__name__}: {error}"
+        return next(filter(None, problems), "")
+
+    async def _opened(self) -> RunLog:
+        async with asyncio.timeout(_CALL_TIMEOUT_S):
+            if self._log is None:
+                self._log = await self._open_log(self._uid)
+            elif self._is_gone:
+                await self._log.reopen()
+                self._must_compare = True
+        self._is_gone = False
+        return self._log
+
+    async def _compare(self, log: RunLog) -> None:
+        """Make pending what is kept and not in this copy of the log."""
+        asked = self._asked
+        async with asyncio.timeout(_CALL_TIMEOUT_S):
+            instance = await log.read_instance()
+            kept = self._spool.of_run(self._uid)
+            held = await read_hashes(log, Stream.ROLLOUTS) if kept else {}
+        missing = 0
+        for each in self._spool.of_run(self._uid):
+            if each.h in held:
+                self._spool.note_appended(each)
+                self._settle(each.h, is_appended=True)
+            elif each.h not in self._pending or each.h in self._backlog:
+                missing += 1
+                self._pending[each.h] = each
+                self._backlog.add(each.h)
+        self._compared, self._must_compare = (asked, instance), False
+        fields = {"run": self._uid, "instance": instance, "kept": len(kept), "missing": missing}
+        logger.info("spool compared with the log", extra=fields)
+
+    async def _append(self, log: RunLog, kept: Kept) -> str:
+        """One attempt; the problem in words, or "" if it is settled."""
+        data = await self._spool.read(kept)
+        if data is None or kept.h not in self._pending:  # damaged, or given up
+            self._settle(kept.h, is_appended=False)
+            return ""
+        try:
+            faults.reach(Point.ENV_SERVER_BEFORE_APPEND, step=kept.planned_step)
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                result = await log.append_rollout(data)
+            faults.reach(Point.ENV_SERVER_AFTER_APPEND, step=kept.planned_step)
+        except LogGoneError as error:
+            self._is_gone = True
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - said in the log and in the wait, then tried again
+            if kept.h in self._pending:  # behind the others: one that is refused must not hold them up
+                self._pending[kept.h] = self._pending.pop(kept.h)
+            return f"{type(error).__name__}: {error}"
+        if result in (AppendResult.OK, AppendResult.ALREADY):
+            self._spool.note_appended(kept)
+            self._settle(kept.h, is_appended=True)
+            return ""
+        self._is_gone = True  # wiped, or rebuilt in another generation
+        return f"the log answered {result.name}"
+
+    def _settle(self, h: str, *, is_appended: bool) -> None:
+        self._pending.pop(h, None)
+        self._backlog.discard(h)
+        answer = self._answers.get(h)
+        if answer is not None and not answer.done():
+            answer.set_result(is_appended)
+        self._notify()
+
+    async def _look_for_end(self) -> bool:
+        """Whether the log cannot be opened because the run is over: then nothing is kept of it any more."""
+        now = asyncio.get_running_loop().time()
+        is_open = self._log is not None and not self._is_gone
+        if is_open or now - self._looked_for_end < _LOOK_FOR_END_S:
+            return False
+        self._looked_for_end = now
+        try:
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                if not await self._has_ended(self._uid):
+                    return False
+        except (UnavailableError, NotFoundError, TimeoutError) as error:
+            logger.warning("cannot see whether the run ended", extra={"run": self._uid, "problem": str(error)})
+            return False
+        logger.info("run is over, its spool is emptied", extra={"run": self._uid})
+        self.give_up(0, all_of_them=True)
+        await self._spool.drop_run(self._uid)
+        self._must_compare, self._compared = False, (self._asked, self._asked)
+        return True
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,180 @@
+"""Where finished rollouts go: into the spool, then into their run's log, and there they are kept until resolved.
+
+The service hands every finished rollout over and counts it against its capacity until it is in the log. While the log
+is away (Redis unreachable, or wiped and not yet rebuilt) appending is tried again for as long as it takes, with a wait
+that `millrace run why` prints. A rollout is given up only when nobody needs it: its ordinal is resolved, or its run is
+over.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+
+from millrace.env_server.play_meters import APPEND_SECONDS
+from millrace.env_server.spool.appender import MAX_DELAY_S, RunAppender
+from millrace.env_server.spool.files import Spool
+from millrace.errors import MillraceError, UnavailableError
+from millrace.internal.v1 import rollout_pb2
+from millrace.runlog.redis.log import RunLog
+
+logger = logging.getLogger(__name__)
+
+EVERYTHING = 1 << 62
+"""A resolved watermark from here on says that the run is over."""
+# An evaluation has no watermark: its rollouts are read within seconds, and Redis is rebuilt within minutes.
+EVAL_KEPT_S = 600.0
+# A run of which no heartbeat speaks may be over: the store is asked this often.
+_LOOK_FOR_END_S = 60.0
+
+
+class RolloutSink:
+    """The kept rollouts and the logs of every run that this env-server plays for."""
+
+    def __init__(
+        self,
+        spool: Spool,
+        open_log: Callable[[str], Awaitable[RunLog]],
+        has_ended: Callable[[str], Awaitable[bool]],
+        *,
+        max_delay_s: float = MAX_DELAY_S,
+        look_for_end_s: float = _LOOK_FOR_END_S,
+    ) -> None:
+        self.spool = spool
+        self._open_log = open_log
+        self._has_ended = has_ended
+        self._max_delay_s = max_delay_s
+        self._look_for_end_s = look_for_end_s
+        self._appenders: dict[str, RunAppender] = {}
+        self._resolved_below: dict[str, int] = {}
+        self._instances: dict[str, str] = {}
+        self._heard_of: dict[str, float] = {}
+        self._dropping: set[asyncio.Task[None]] = set()
+        self._tidying = asyncio.create_task(self._tidy(), name="spool tidy")
+        for run_uid in spool.run_uids:
+            self._appender(run_uid)
+
+    @property
+    def num_orphans(self) -> int:
+        """Rollouts that wait for their append and belong to no group of this process."""
+        return sum(appender.num_orphans for appender in self._appenders.values())
+
+    @property
+    def num_pending(self) -> int:
+        """Rollouts that wait for their append."""
+        return sum(appender.num_pending for appender in self._appenders.values())
+
+    async def append(self, rollout: rollout_pb2.Rollout) -> bool:
+        """Keep, then append, as long as it takes; False if it was given up because nobody needs it any more."""
+        if not rollout.eval_id and rollout.ordinal < self._resolved_below.get(rollout.run_uid, 0):
+            return False
+        began = time.monotonic()
+        kept = await self.spool.keep(rollout)
+        is_appended = await self._appender(kept.run_uid).append(kept)
+        if is_appended:
+            APPEND_SECONDS.observe(time.monotonic() - began)
+        return is_appended
+
+    def note_run(self, run_uid: str, resolved_below: int, log_instance: str) -> None:
+        """Take what a heartbeat says about a run; files are deleted in the background."""
+        self._heard_of[run_uid] = time.monotonic()
+        if log_instance:
+            self._instances[run_uid] = log_instance
+        known = self._resolved_below.get(run_uid, 0)
+        if known >= EVERYTHING > resolved_below:
+            known = 0  # it had ended as FAILED, and `run resume` reopened it
+        self._resolved_below[run_uid] = below = max(resolved_below, known)
+        appender = self._appenders.get(run_uid)
+        if appender is None:
+            return
+        if below >= EVERYTHING:
+            self._in_background(self._end_run(run_uid))
+            return
+        appender.note_instance(log_instance)
+        if resolved := appender.give_up(below, all_of_them=False):
+            self._in_background(self.spool.drop(resolved))
+
+    def is_resolved(self, run_uid: str, ordinal: int) -> bool:
+        """Whether nobody waits for this training ordinal any more."""
+        return ordinal < self._resolved_below.get(run_uid, 0)
+
+    async def catch_up(self, run_uid: str, log_instance: str, *, timeout_s: float) -> None:
+        """Have that copy of the run's log hold everything that is kept of the run.
+
+        UnavailableError (RESYNC_RUNNING) after `timeout_s`; it goes on, so asking again is right.
+        """
+        if log_instance:
+            self._instances[run_uid] = log_instance
+        appender = self._appenders.get(run_uid)
+        if appender is None:
+            return  # nothing was ever kept of it
+        try:
+            async with asyncio.timeout(timeout_s):
+                await appender.caught_up(log_instance)
+        except TimeoutError:
+            raise UnavailableError(
+                f"this env-server is bringing the run's log up to date: {appender.describe_backlog()}",
+                reason="RESYNC_RUNNING",
+                remedy="ask again until it answers",
+            ) from None
+
+    async def recover(self, *, timeout_s: float) -> None:
+        """Append what a predecessor left, as far as that is possible in `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                for appender in list(self._appenders.values()):
+                    await appender.caught_up("")
+        except TimeoutError:
+            logger.warning("the predecessor's rollouts are not all appended yet", extra={"pending": self.num_pending})
+
+    async def close(self) -> None:
+        """Stop; what is not appended stays in the spool."""
+        self._tidying.cancel()
+        closing = (appender.close() for appender in self._appenders.values())
+        await asyncio.gather(self._tidying, *closing, *self._dropping, return_exceptions=True)
+        if pending := self.num_pending:
+            logger.warning("stopping with unappended rollouts in the spool", extra={"rollouts": pending})
+        await self.spool.close()
+
+    def _appender(self, run_uid: str) -> RunAppender:
+        if run_uid not in self._appenders:
+            self._appenders[run_uid] = appender = RunAppender(
+                run_uid, self.spool, self._open_log, self._has_ended, max_delay_s=self._max_delay_s
+            )
+            appender.note_instance(self._instances.get(run_uid, ""))
+        return self._appenders[run_uid]
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+
+    async def _end_run(self, run_uid: str) -> None:
+        self._resolved_below[run_uid] = EVERYTHING
+        if appender := self._appenders.pop(run_uid, None):
+            appender.give_up(0, all_of_them=True)
+            await appender.close()
+            await self.spool.drop_run(run_uid)
+
+    async def _tidy(self) -> None:
+        """Drop evaluations that were read long ago, and runs that ended while nobody told us."""
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
+        while True:
+            await asyncio.sleep(self._look_for_end_s)
+            now = time.monotonic()
+            for run_uid in self.spool.run_uids:
+                kept = self.spool.of_run(run_uid)
+                old = [k for k in kept if k.is_eval and k.appended_at and now - k.appended_at > EVAL_KEPT_S]
+                await self.spool.drop(old)
+                if now - self._heard_of.get(run_uid, 0.0) > self._look_for_end_s:
+                    await self._drop_if_over(run_uid)
+
+    async def _drop_if_over(self, run_uid: str) -> None:
+        try:
+            is_over = await self._has_ended(run_uid)
+        except MillraceError as error:
+            logger.warning("cannot see whether the run ended", extra={"run": run_uid, "problem": str(error)})
+            return
+        if is_over:
+            logger.info("run is over, its spool is emptied", extra={"run": run_uid})
+            await self._end_run(run_uid)

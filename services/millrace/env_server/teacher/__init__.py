@@ -1,0 +1,1 @@
+"""The teacher of a distillation: asked, checked, and its scores written."""

@@ -1,0 +1,268 @@
+"""Scores rollouts with the teacher of their run, before they are appended.
+
+It happens here and not when a batch is cut, so that what the log holds needs no teacher any more: an orchestrator that
+takes a run over, or reads its log again, finds the scores in the store, bit for bit, while the teacher may be gone.
+The key is read from this process's environment by its name; it goes to the teacher and nowhere else. Env workers
+inherit every variable that is not withheld: in one that begins with `MILLRACE_KEY_` no environment gets to see it.
+
+A teacher that does not answer is a wait with its name; meanwhile no groups are taken (TEACHER_UNREACHABLE), and
+rollouts that finish end as ENGINE_LOST after the retries, which the orchestrator plays again without blame. So it is
+with one that refuses whatever it is asked (a key that it takes no longer, a route that is gone); what it refuses of one
+sample alone is that rollout's failure.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from millrace.config.sections.algo import AlgoConfig, TeacherConfig
+from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.env_server.teacher.check import ABOUT_THE_TOKENS, IS_ANOTHER, TEACHER, check_teacher, refusal
+from millrace.env_server.teacher.client import TeacherClient, TeacherLostError, TeacherRefusedError
+from millrace.env_server.tokenizer_files import TokenizerFiles
+from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, UnavailableError
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.rollouts.types import MAX_ERROR_MESSAGE_CHARS, Float32Array, Rollout, RolloutError, RolloutStatus, Sample
+from millrace.rollouts.wire import rollout_from_proto, rollout_to_proto
+from millrace.runlog.names import Names
+from millrace.runlog.records.scores import store_scores
+from millrace.storage.base import ObjectStore
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+REVERSE_KL = "teacher_reverse_kl"
+"""Metric of scored rollouts: mean over sampled tokens of the policy's minus the teacher's log-prob."""
+# PlayGroup answers before its caller stops to listen (5 s); what takes longer goes on and is asked for again.
+_ANSWER_S = 2.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 15.0
+_NOBODY_ASKS_S = 120.0
+"""A teacher that does not answer is asked no longer once nobody wants to play."""
+_SCORE_S = 20.0
+"""Least time for scoring a rollout; below the orchestrator's slack of 30 s behind the rollout's own deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scoring:
+    """What a run's config says of its teacher."""
+
+    teacher: TeacherConfig
+    seq_len: int
+
+
+class _RunTeacher:
+    """One run's teacher: on its way (`opening`), then known; opened again after it was lost."""
+
+    def __init__(self) -> None:
+        self.opening: asyncio.Task[None] | None = None
+        self.is_ready = False
+        self.was_ready = False
+        """It was checked before: what it refuses now is a hiccup, unless it has become another one."""
+        self.scoring: _Scoring | None = None
+        self.client: TeacherClient | None = None
+        self.asked_at = 0.0
+        self.problem = ""
+
+
+class Teachers:
+    """The teachers of the runs that this env-server plays for."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        tokenizers: TokenizerFiles,
+        *,
+        prefix: str,
+        key_problem: Callable[[str], str],
+    ) -> None:
+        """`key_problem` says why a variable's value is no key of an endpoint, or ""."""
+        self._store = store
+        self._tokenizers = tokenizers
+        self._prefix = prefix
+        self._key_problem = key_problem
+        self._runs: dict[str, _RunTeacher] = {}
+
+    async def require_ready(self, request: env_service_pb2.PlayGroupRequest) -> None:
+        """Return if the run needs no teacher, or its teacher was checked and answers.
+
+        CapacityError while it does not answer; InvalidSpecError if it cannot do its work.
+        """
+        if request.purpose != rollout_pb2.PURPOSE_TRAIN:
+            return
+        run = self._runs.setdefault(request.run_uid, _RunTeacher())
+        run.asked_at = time.monotonic()
+        if run.is_ready:
+            return
+        if run.opening is None:
+            run.opening = asyncio.create_task(self._open(request, run), name=f"teacher of {request.run_uid}")
+        opening = run.opening
+        if not run.problem:  # else it is known not to answer: say so at once
+            await asyncio.wait({opening}, timeout=_ANSWER_S)
+        if not opening.done():
+            # No UnavailableError: this env-server is well, and may play for evaluations and for others.
+            raise CapacityError(
+                f"the run's teacher is not ready: {run.problem or 'it is being checked'}",
+                reason="TEACHER_UNREACHABLE",
+                remedy="start it, or wait until it answers",
+            )
+        if run.opening is opening:
+            run.opening = None  # what went wrong is tried again when somebody asks again
+        opening.result()
+
+    async def score(
+        self, part: env_service_pb2.PlayGroupRequest, rollouts: Sequence[rollout_pb2.Rollout]
+    ) -> Sequence[rollout_pb2.Rollout]:
+        """The rollouts with their scores in the store; one that could not be scored ends as a failure."""
+        run = self._runs.get(part.run_uid)
+        if part.purpose != rollout_pb2.PURPOSE_TRAIN or run is None or run.scoring is None or run.client is None:
+            return rollouts
+        scorer = _Scorer(self._store, Names(self._prefix, part.run_uid), run.client, run.scoring.seq_len)
+        timeout_s = part.rollout_timeout_seconds
+        results = await asyncio.gather(*(scorer.score(rollout, timeout_s=timeout_s) for rollout in rollouts))
+        if scorer.is_lost and run.is_ready:
+            # It is checked again, as if for the first time: it may come back as another one.
+            run.is_ready, run.opening = False, None
+        return results
+
+    async def close(self) -> None:
+        """Stop asking."""
+        for run in self._runs.values():
+            if run.opening is not None:
+                run.opening.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):  # whoever asked has had its answer
+                    await run.opening
+            if run.client is not None:
+                # unregistered wait: an HTTP session, which closes at once
+                await run.client.close()
+
+    async def _open(self, request: env_service_pb2.PlayGroupRequest, run: _RunTeacher) -> None:
+        """Find out who the run's teacher is, and wait until it was checked."""
+        with waits.of_run(request.run_uid):
+            if run.scoring is None:
+                run.scoring = await asyncio.to_thread(self._read_scoring, request.run_uid)
+            if run.scoring is not None:
+                await self._await_teacher(request, run, run.scoring)
+            run.is_ready, run.was_ready, run.problem = True, True, ""
+
+    async def _await_teacher(
+        self, request: env_service_pb2.PlayGroupRequest, run: _RunTeacher, scoring: _Scoring
+    ) -> None:
+        teacher = scoring.teacher
+        variable = teacher.api_key_var or ""
+        if problem := self._key_problem(variable):
+            raise refusal(f"{TEACHER}.api_key_var", teacher, f"{variable} {problem}", reason="TEACHER_KEY_MISSING")
+        if run.client is None:
+            run.client = TeacherClient(teacher, api_key=os.environ[variable] if variable else "")
+        tokenizer_dir = await self._tokenizers.directory(request.tokenizer_manifest_key)
+        pause_s = _FIRST_PAUSE_S
+        with waits.waiting(f"{run.client.describe()} to answer", waits_on=teacher.base_url[0]) as wait:
+            while True:
+                try:
+                    await check_teacher(run.client, teacher, tokenizer_dir=tokenizer_dir, seq_len=scoring.seq_len)
+                    return
+                except TeacherLostError as error:
+                    run.problem = str(error)
+                except InvalidSpecError as error:
+                    if not run.was_ready or error.reason in IS_ANOTHER:
+                        raise
+                    run.problem = error.violations[0].message
+                wait.update(reason=f"{run.client.describe()} to answer: {run.problem}")
+                logger.warning("the teacher does not answer", extra={"problem": run.problem})
+                if time.monotonic() - run.asked_at > _NOBODY_ASKS_S:
+                    raise UnavailableError(f"the run's teacher did not answer: {run.problem}", reason="TEACHER_LOST")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _read_scoring(self, run_uid: str) -> _Scoring | None:
+        """What `run.json` says (blocking); None if the run has no teacher."""
+        try:
+            data = self._store.get(Names(self._prefix, run_uid).run_json, max_bytes=MAX_JSON_BYTES)
+        except NotFoundError:  # deleted: what is played for it is nobody's any more
+            return None
+        record = decode_object(data, what=f"run.json of run {run_uid}", reason="RUN_JSON_CORRUPT")
+        orchestrator = record.get("config", {}).get("orchestrator", {})
+        if not orchestrator.get("algo", {}).get("teacher"):
+            return None
+        algo = AlgoConfig.model_validate(orchestrator["algo"])
+        assert algo.teacher is not None, "seen above"
+        return _Scoring(teacher=algo.teacher, seq_len=int(orchestrator["seq_len"]))
+
+
+class _Scorer:
+    """Scores rollouts of one play."""
+
+    def __init__(self, store: ObjectStore, names: Names, client: TeacherClient, seq_len: int) -> None:
+        self._store = store
+        self._names = names
+        self._client = client
+        self._seq_len = seq_len
+        self.is_lost = False
+
+    async def score(self, message: rollout_pb2.Rollout, *, timeout_s: float) -> rollout_pb2.Rollout:
+        """The rollout, scored or failed; takes until its deadline, and `_SCORE_S` at least."""
+        rollout = rollout_from_proto(message)
+        if rollout.status is not RolloutStatus.OK:
+            return message
+        budget_s = max(_SCORE_S, timeout_s - rollout.seconds)
+        try:
+            async with asyncio.timeout(budget_s):
+                scores = [await self._score_sample(sample, rollout) for sample in rollout.samples]
+            await asyncio.to_thread(store_scores, self._store, self._names, rollout, scores)
+        except TeacherLostError as error:
+            return self._lost(rollout, "TeacherLost", str(error))
+        except TimeoutError:
+            problem = f"{self._client.describe()} did not score it within {budget_s:g} s"
+            return self._lost(rollout, "TeacherLost", problem)
+        except TeacherRefusedError as error:
+            if await self._refuses_all(error, rollout):
+                return self._lost(rollout, "TeacherRefused", str(error))
+            return _failed(rollout, RolloutStatus.MODEL_ERROR, "TeacherRefused", str(error))
+        except (UnavailableError, CapacityError) as error:
+            return _failed(rollout, RolloutStatus.ENGINE_LOST, "ScoresNotStored", str(error))
+        return rollout_to_proto(replace(rollout, metrics={**rollout.metrics, REVERSE_KL: _reverse_kl(rollout, scores)}))
+
+    async def _refuses_all(self, error: TeacherRefusedError, rollout: Rollout) -> bool:
+        """Whether the teacher takes no request at all any more, not even of two tokens."""
+        if error.status in ABOUT_THE_TOKENS:
+            return False
+        tokens = rollout.samples[0].token_ids[:2].tolist()
+        try:
+            async with asyncio.timeout(_SCORE_S):
+                await self._client.score(tokens, first_url=rollout.ordinal, attempts=1)
+        except (TeacherRefusedError, TeacherLostError, TimeoutError):
+            return True
+        return False
+
+    async def _score_sample(self, sample: Sample, rollout: Rollout) -> Float32Array:
+        """float32 [T]; behind seq_len, which no batch holds, the policy's own log-probs: no credit."""
+        scores = sample.inference_logprobs.copy()
+        is_sampled = sample.loss_mask == 1
+        places = np.flatnonzero(is_sampled[: self._seq_len])
+        if not len(places):
+            return scores
+        if places[0] == 0:
+            raise TeacherRefusedError("the sample begins with a sampled token: nobody can score what nothing precedes")
+        end = int(places[-1]) + 1
+        found = await self._client.score(sample.token_ids[:end].tolist(), first_url=rollout.ordinal)
+        scores[places] = found[places - 1]
+        return scores
+
+    def _lost(self, rollout: Rollout, error_type: str, problem: str) -> rollout_pb2.Rollout:
+        self.is_lost = True
+        return _failed(rollout, RolloutStatus.ENGINE_LOST, error_type, problem)
+
+
+def _reverse_kl(rollout: Rollout, scores: Sequence[Float32Array]) -> float:
+    gaps = [(s.inference_logprobs - t)[s.loss_mask == 1] for s, t in zip(rollout.samples, scores, strict=True)]
+    return float(np.concatenate(gaps).mean()) if gaps else 0.0
+
+
+def _failed(rollout: Rollout, status: RolloutStatus, error_type: str, problem: str) -> rollout_pb2.Rollout:
+    error = RolloutError(type=error_type, message=problem[:MAX_ERROR_MESSAGE_CHARS])
+    return rollout_to_proto(replace(rollout, status=status, error=error, samples=(), reward=0.0))

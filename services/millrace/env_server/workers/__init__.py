@@ -1,0 +1,1 @@
+"""The worker processes of environments: started, asked to play, watched, replaced."""

@@ -1,0 +1,376 @@
+"""The workers of one environment, and what happens to rollouts when a worker dies.
+
+Every rollout ends, whatever its environment does, and one bad task does not take its neighbours with it:
+
+* A worker that dies or blocks takes down every rollout that it plays, and nobody knows whose fault it was. Each of
+  their tasks becomes a suspect.
+* A worker that somebody killed or stopped from outside (SIGKILL, SIGSTOP) makes no suspects the first time: what it
+  played is played again at once, side by side. If that happens to a rollout twice, its task is a suspect like others:
+  the kernel's out-of-memory killer strikes from outside, too.
+* Suspects are replayed alone in probe workers, several tasks side by side (`probes`). A task that ends its rollout
+  there is cleared, and its other rollouts go back to the shared workers. A task that kills a probe worker, alone, and
+  has been in flight in two deaths, is quarantined, and its rollouts end as QUARANTINED from then on.
+* While an environment's tasks do so often, those that were not tried yet are probed from the start, and when most of
+  them do, the environment is given up: ENV_KILLS_WORKERS names tasks and exit codes (`verdicts`).
+* A worker that was asked to end (SIGTERM, SIGINT, SIGHUP), wherever it played, accuses nobody: the rollout is played
+  again, twice at most; after that such an end counts like others.
+* While the env-server leaves, the death of a worker is no news at all: what is around it is being stopped. Workers
+  are not started again, and a rollout that lost its worker does not end here (PlayAbandonedError): others play it.
+* A rollout is started at most four times (twice shared, twice probed), and twice more if workers are asked to end, so
+  it ends even if workers die for other reasons.
+
+An environment that nobody plays rests: its workers end, and what is known of it stays (`rest`). The next play wakes it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from millrace.env_server import play_meters
+from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
+from millrace.env_server.isolation.deaths import Cause, EnvLoadError, WorkerDiedError
+from millrace.env_server.workers.loading import Loader, PoolLimits
+from millrace.env_server.workers.probes import Probes
+from millrace.env_server.workers.starter import WorkerStarter
+from millrace.env_server.workers.supervisor import WorkerProcess
+from millrace.env_server.workers.verdicts import Verdicts
+from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+from millrace.rollouts.wire import rollout_to_proto
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+# A v1 rollout holds two HTTP connections in its worker; above this number they break (VERIFIERS: ReadErrors at 512).
+_MAX_PLAYS_V1 = 128
+_MAX_PLAYS_V0 = 1024
+_MAX_SHARED_DEATHS = 2
+_FIRST_RESTART_S = 0.2
+_MAX_RESTART_S = 30.0
+# A worker that lived this long did not die of being started.
+_STABLE_S = 60.0
+# Ends of workers that were asked to end, per rollout, that count for nothing.
+_MAX_ASKED_ENDS = 2
+KILLS_WORKERS = "ENV_KILLS_WORKERS"
+"""Error type of an environment that is given up because most of its tasks end their workers."""
+
+
+class PlayAbandonedError(Exception):
+    """The rollout lost its worker while the env-server leaves: it has no end here and says nothing about its task."""
+
+
+class EnvPool:
+    """The shared workers and the probe workers of one environment."""
+
+    def __init__(self, env: env_service_pb2.EnvSpec, limits: PoolLimits, starter: WorkerStarter) -> None:
+        self.env = env
+        self.failure: EnvLoadError | None = None
+        self.failed_at = 0.0
+        self.num_deaths = 0
+        self.num_playing = 0
+        """Rollouts that workers play."""
+        self.runs: set[str] = set()
+        """Uids of the runs that played here."""
+        self.verdicts = Verdicts()
+        self._limits = limits
+        self._loader = Loader(env=env, limits=limits, starter=starter, is_over=lambda: self._is_over)
+        self._workers: list[WorkerProcess | None] = [None] * limits.num_workers
+        self._changed = asyncio.Condition()
+        self._supervisors: list[asyncio.Task[None]] = []
+        self.probes = Probes(env.id, self._start_probe, limit=limits.num_probes, idle_s=limits.probe_idle_s)
+        self._ending: set[asyncio.Task[None]] = set()
+        self._num_plays = 0
+        self._used_at = time.monotonic()
+        self._is_leaving = False
+
+    def start(self) -> None:
+        """Begin to load, in the background; nothing if it is loaded, or being loaded."""
+        self._used_at = time.monotonic()
+        if self._supervisors or self._is_leaving or self.failure is not None:
+            return
+        for slot in range(self._limits.num_workers):
+            name = f"supervise {self.env.id} {slot}"
+            self._supervisors.append(asyncio.create_task(self._supervise(slot), name=name))
+
+    @property
+    def info(self) -> env_worker_pb2.EnvLoaded | None:
+        """What it consists of, once it is loaded."""
+        return self._loader.info
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no more workers are started."""
+        return self._is_leaving or self.failure is not None
+
+    @property
+    def idle_since(self) -> float | None:
+        """Monotonic time since which nobody plays here; None while somebody does, or while it is being loaded."""
+        is_loading = self.failure is None and self.info is None
+        return None if self._num_plays or is_loading else self._used_at
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it has no workers, and is going to have none until it is used."""
+        return not self._supervisors and not self.num_workers
+
+    def rest(self) -> asyncio.Task[None]:
+        """End the workers of an idle environment; what it is known for stays, and the next play starts them again."""
+        supervisors, self._supervisors = self._supervisors, []
+        running = [worker for worker in self._workers if worker is not None]
+        self._workers = [None] * self._limits.num_workers
+        return self._in_background(self._end(supervisors, running))
+
+    async def close(self) -> None:
+        """End every worker; rollouts that are still played end as ENV_ERROR."""
+        if self.failure is None:
+            await self._fail(EnvLoadError("PoolClosed", "the env-server ended the environment's workers"))
+        await self.rest()
+        await asyncio.gather(*self._ending)
+
+    async def _end(self, supervisors: Sequence[asyncio.Task[None]], workers: Sequence[WorkerProcess]) -> None:
+        for supervisor in supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*supervisors, return_exceptions=True)
+        await asyncio.gather(*(worker.close() for worker in workers), self.probes.close())
+
+    def _in_background(self, ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(ending, name=f"end workers of {self.env.id}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
+
+    async def leave(self) -> None:
+        """The env-server is about to end: what workers play may finish, and their deaths accuse nobody from now on."""
+        self._is_leaving = True
+        await self._notify()
+
+    @property
+    def quarantined_tasks(self) -> Sequence[str]:
+        """Ids of the tasks that are not played any more."""
+        return tuple(self.verdicts.quarantined)
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """Workers that have loaded the environment and live, probe workers included."""
+        shared = [worker for worker in self._workers if worker is not None and worker.is_ready]
+        return [*shared, *self.probes.workers]
+
+    @property
+    def num_workers(self) -> int:
+        """How many `workers` there are."""
+        return len(self.workers)
+
+    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
+        """Play the request's members together; one rollout per member, whatever happens.
+
+        Raises PlayAbandonedError while the env-server leaves, and only then.
+        """
+        self.runs.add(request.run_uid)
+        self._num_plays += 1
+        try:
+            self.start()
+            return await self._play(request, tokenizer_dir)
+        finally:
+            self._num_plays -= 1
+            self._used_at = time.monotonic()
+
+    async def _play(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
+        """Play it until it ends."""
+        task_id = self.task_id(request)
+        num_deaths = num_asked = 0
+        while True:
+            if self._is_forsaken:
+                raise PlayAbandonedError
+            if self.failure is not None:
+                kind, message = self.failure.error_type, str(self.failure)
+                return self._failures(request, failed(RolloutStatus.ENV_ERROR, kind, message))
+            if reason := self.verdicts.why_not(task_id):
+                return self._failures(request, failed(RolloutStatus.QUARANTINED, "TaskQuarantined", reason))
+            must_probe = num_deaths >= _MAX_SHARED_DEATHS
+            is_probed = must_probe or self.verdicts.is_suspect(task_id)
+            began = time.monotonic()
+            try:
+                if is_probed:
+                    rollouts = await self._play_probed(request, task_id, tokenizer_dir, must_probe=must_probe)
+                else:
+                    rollouts = await self._play_shared(request, tokenizer_dir)
+                if rollouts is not None:
+                    self.verdicts.clear(task_id)
+                    return rollouts
+            except WorkerDiedError as error:
+                logger.warning("rollout lost its worker", extra={"task": task_id, "reason": str(error)})
+                if self._is_leaving:
+                    raise PlayAbandonedError from error
+                if error.death.cause is Cause.ASKED and num_asked < _MAX_ASKED_ENDS:
+                    num_asked += 1
+                elif self.failure is not None:
+                    continue  # its workers are ended for that
+                elif is_probed and (num_deaths or task_id in self.verdicts.suspects):
+                    return await self._condemn(request, task_id, error, seconds=time.monotonic() - began)
+                else:
+                    num_deaths += 1
+                    if not error.death.is_from_outside or num_deaths > 1:
+                        self.verdicts.suspect(task_id)
+
+    def task_id(self, request: env_service_pb2.PlayGroupRequest) -> str:
+        """Id of the request's task; the pool must be READY and the index in range."""
+        if self.info is None:
+            raise RuntimeError("the environment is not loaded")
+        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
+        return (self.info.train_task_ids if use_train else self.info.eval_task_ids)[request.task_index]
+
+    @property
+    def _is_forsaken(self) -> bool:
+        """The env-server leaves, and there is no worker left that could play: none is started any more."""
+        return self._is_leaving and (self.failure is not None or not any(self._workers))
+
+    async def _play_shared(
+        self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str
+    ) -> list[rollout_pb2.Rollout] | None:
+        """Play in a shared worker; None if there will be none. Raises WorkerDiedError."""
+        worker = await self._free_worker()
+        if worker is None:
+            return None
+        try:
+            with self._playing(request):
+                return await worker.play(request, tokenizer_dir=tokenizer_dir)
+        finally:
+            await self._notify()
+
+    async def _play_probed(
+        self, request: env_service_pb2.PlayGroupRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
+    ) -> list[rollout_pb2.Rollout] | None:
+        """Play alone in a probe worker; None if its standing, or the environment's, changed meanwhile.
+
+        Raises WorkerDiedError; PlayAbandonedError while the env-server leaves.
+        """
+        async with self.probes.turn(task_id):
+            is_settled = not must_probe and not self.verdicts.is_suspect(task_id)
+            if is_settled or self.failure is not None or self.verdicts.why_not(task_id):
+                return None
+            try:
+                async with self.probes.worker() as worker:
+                    with self._playing(request):
+                        rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
+            except EnvLoadError as error:
+                if self._is_leaving:
+                    raise PlayAbandonedError from error
+                if self.failure is not None:
+                    return None  # that is the reason
+                return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
+            except OSError as error:
+                message = f"cannot start a probe worker: {error}"
+                return self._failures(request, failed(RolloutStatus.ENV_ERROR, type(error).__name__, message))
+            self.verdicts.clear(task_id)  # before the next one of its task has its turn
+            return rollouts
+
+    async def _condemn(
+        self, request: env_service_pb2.PlayGroupRequest, task_id: str, error: WorkerDiedError, *, seconds: float
+    ) -> list[rollout_pb2.Rollout]:
+        play_meters.worker_died(self.env.name or self.env.id)
+        reason = (
+            f"task {task_id} of environment {self.env.id} ended two worker processes, the second one alone ({error}); "
+            "it is not played again until the env-server restarts: fix the environment or drop the task"
+        )
+        self.verdicts.quarantine(task_id, reason, end=error.death.how)
+        logger.error("task quarantined", extra={"task": task_id, "env": self.env.id, "reason": str(error)})
+        hopeless = self.verdicts.hopeless(num_probing=self.probes.num_probing)
+        if hopeless and self.failure is None:
+            remedy = "mend the environment, or raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
+            await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}; {remedy}"))
+            self.rest()
+        if error.death.cause is Cause.BLOCKED:
+            outcome = failed(RolloutStatus.TIMEOUT, "WorkerBlocked", str(error))
+        else:
+            outcome = failed(RolloutStatus.WORKER_DIED, "WorkerDied", str(error))
+        return self._failures(request, outcome, seconds=seconds)
+
+    def _failures(
+        self, request: env_service_pb2.PlayGroupRequest, outcome: Outcome, *, seconds: float = 0.0
+    ) -> list[rollout_pb2.Rollout]:
+        """The same failure for every member."""
+        task_id = self.task_id(request)
+        rollouts = (
+            make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
+            for member in request.members
+        )
+        return [rollout_to_proto(rollout) for rollout in rollouts]
+
+    @contextmanager
+    def _playing(self, request: env_service_pb2.PlayGroupRequest) -> Iterator[None]:
+        """All that is played with one engine is one wait, for that engine."""
+        reason = f"{waits.COUNT} rollouts of {request.env.name or self.env.id} with the engine at {request.base_url}"
+        deadline_s = request.rollout_timeout_seconds + self._limits.blocked_grace_s
+        self.num_playing += len(request.members)
+        try:
+            with waits.shared(reason, waits_on=request.base_url, deadline_s=deadline_s):
+                yield
+        finally:
+            self.num_playing -= len(request.members)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _free_worker(self) -> WorkerProcess | None:
+        """The least busy worker, once there is one; None if there will be none."""
+        reason = f"a worker of environment {self.env.id} for {waits.COUNT} rollouts"
+        with waits.shared(reason, waits_on="env worker", deadline_s=self._limits.load_timeout_s):
+            async with self._changed:
+                while self.failure is None and not self._is_forsaken:
+                    is_v1 = self.info is not None and self.info.api == "v1"
+                    most = _MAX_PLAYS_V1 if is_v1 else _MAX_PLAYS_V0
+                    ready = [w for w in self._workers if w is not None and w.is_ready and w.num_playing < most]
+                    if ready:
+                        return min(ready, key=lambda worker: worker.num_playing)
+                    await self._changed.wait()
+        return None
+
+    async def _supervise(self, slot: int) -> None:
+        """Keep one shared worker alive until the pool is closed or the environment cannot be loaded."""
+        pause_s = _FIRST_RESTART_S
+        while not self._is_over:
+            began = time.monotonic()
+            try:
+                # `rest` finds it in its slot while it loads.
+                worker = await self._loader.start("", lambda started: self._workers.__setitem__(slot, started))
+            except EnvLoadError as error:
+                if not self._is_over:
+                    await self._fail(error)
+                    return
+                self._workers[slot] = None
+                break
+            except OSError as error:
+                await self._fail(EnvLoadError(type(error).__name__, f"cannot start a worker process: {error}"))
+                return
+            await self._notify()
+            await worker.wait_ended()
+            self._workers[slot] = None
+            self.num_deaths += 1
+            await self._notify()
+            if self._is_leaving:
+                break
+            play_meters.worker_died(self.env.name or self.env.id)
+            pause_s = _FIRST_RESTART_S if time.monotonic() - began > _STABLE_S else min(pause_s * 2, _MAX_RESTART_S)
+            with waits.waiting(f"another start of a worker of {self.env.id} ({self.num_deaths} died)"):
+                await asyncio.sleep(pause_s)
+        await self._notify()
+
+    async def _fail(self, error: EnvLoadError) -> None:
+        logger.error("environment failed", extra={"env": self.env.id, "error": f"{error.error_type}: {error}"})
+        self.failure = error
+        self.failed_at = time.monotonic()
+        await self._notify()
+
+    async def _start_probe(self) -> WorkerProcess:
+        """Start a probe worker. Raises EnvLoadError, OSError."""
+        started: list[WorkerProcess] = []
+        try:
+            return await self._loader.start("probe", started.append)
+        except asyncio.CancelledError:
+            for worker in started:
+                self._in_background(worker.close())
+            raise

@@ -1,0 +1,146 @@
+"""Workers in which suspect tasks are played alone: several side by side, and a spare that is ready when one dies.
+
+Starting a worker takes as long as a short rollout, so while tasks wait to be probed one worker more than is used is
+being started. All of them end when no task was probed for a while.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from millrace.env_server.isolation.deaths import EnvLoadError
+from millrace.env_server.workers.supervisor import WorkerProcess
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Rollouts of one task that want to be probed; one of them is."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_waiting: int = 0
+
+
+class Probes:
+    """The probe workers of one environment."""
+
+    def __init__(
+        self, env_id: str, start: Callable[[], Awaitable[WorkerProcess]], *, limit: int, idle_s: float
+    ) -> None:
+        """`start` gives a worker that has loaded the environment, or raises EnvLoadError or OSError."""
+        self.num_probing = 0
+        """Tasks that are played alone at the moment."""
+        self._env_id = env_id
+        self._start = start
+        self._limit = limit
+        self._idle_s = idle_s
+        self._slots = asyncio.Semaphore(limit)
+        self._turns: dict[str, _Turn] = {}
+        self._num_waiting = 0
+        self._idle: list[WorkerProcess] = []
+        self._busy: set[WorkerProcess] = set()
+        self._spare: asyncio.Task[None] | None = None
+        self._retirement: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """Probe workers that have loaded the environment and live."""
+        return [worker for worker in (*self._idle, *self._busy) if worker.is_ready]
+
+    @contextlib.asynccontextmanager
+    async def turn(self, task_id: str) -> AsyncIterator[None]:
+        """Wait until it is this rollout's turn: one of its task at a time, and as many tasks as there are probes."""
+        turn = self._turns.setdefault(task_id, _Turn())
+        turn.num_waiting += 1
+        self._num_waiting += 1
+        is_waiting = True
+        reason = f"{waits.COUNT} probes of suspect tasks of {self._env_id}"
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                with waits.shared(reason, waits_on="env worker"):
+                    await stack.enter_async_context(turn.lock)
+                    await stack.enter_async_context(self._slots)
+                self._num_waiting -= 1
+                is_waiting = False
+                yield
+        finally:
+            self._num_waiting -= is_waiting
+            turn.num_waiting -= 1
+            if not turn.num_waiting:
+                del self._turns[task_id]
+
+    @contextlib.asynccontextmanager
+    async def worker(self) -> AsyncIterator[WorkerProcess]:
+        """A worker for a task alone, inside of its `turn`. Raises EnvLoadError, OSError."""
+        if self._retirement is not None:
+            self._retirement.cancel()
+        worker = await self._take()
+        self._busy.add(worker)
+        self.num_probing += 1
+        if self._num_waiting:
+            self._start_spare()
+        try:
+            yield worker
+        finally:
+            self.num_probing -= 1
+            self._busy.discard(worker)
+            if worker.is_ready and not worker.num_playing:
+                self._idle.append(worker)
+            elif not worker.is_ended:
+                self._end([worker])  # it may still play what was cancelled: nobody plays alone there
+            self._retire_later()
+
+    async def close(self) -> None:
+        """End every probe worker; tasks that are played there lose theirs."""
+        if self._retirement is not None:
+            self._retirement.cancel()
+        if self._spare is not None:
+            self._spare.cancel()
+            await asyncio.gather(self._spare, return_exceptions=True)
+        self._end([*self._idle, *self._busy])
+        self._idle.clear()
+        await asyncio.gather(*self._ending)
+
+    async def _take(self) -> WorkerProcess:
+        """A worker that waits for work, the spare that is being started, or a new one."""
+        if not any(worker.is_ready for worker in self._idle) and self._spare is not None:
+            await asyncio.wait({self._spare})
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_ready:
+                return worker
+        return await self._start()
+
+    def _start_spare(self) -> None:
+        if self._idle or (self._spare is not None and not self._spare.done()):
+            return
+        self._spare = asyncio.create_task(self._make_spare(), name=f"spare probe {self._env_id}")
+
+    async def _make_spare(self) -> None:
+        try:
+            self._idle.append(await self._start())
+            self._retire_later()  # whoever it was started for may be gone
+        except (EnvLoadError, OSError) as error:
+            # Whoever probes next starts one, and fails with this error if it comes again.
+            logger.warning("no spare probe worker", extra={"env": self._env_id, "error": str(error)})
+
+    def _retire_later(self) -> None:
+        if self._retirement is not None:
+            self._retirement.cancel()
+        self._retirement = asyncio.get_running_loop().call_later(self._idle_s, self._retire)
+
+    def _retire(self) -> None:
+        if not self.num_probing and not self._num_waiting:
+            self._end(self._idle)
+            self._idle = []
+
+    def _end(self, workers: list[WorkerProcess]) -> None:
+        for worker in workers:
+            ending = asyncio.create_task(worker.close(), name=f"end {worker.name}")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)

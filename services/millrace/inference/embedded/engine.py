@@ -1,0 +1,401 @@
+"""The embedded engine: a transformers model in this process, driven by one thread of its own, on CPU.
+
+It is the engine for laptops and tests, built to be exact and fast enough: the thread owns model, KV cache and
+scheduler, everything else reaches them as commands that it runs between two steps. So an update can never fall into a
+forward pass, and results need no locks.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from millrace.errors import (
+    CapacityError,
+    InternalError,
+    InvalidSpecError,
+    InvalidStateError,
+    UnavailableError,
+    Violation,
+)
+from millrace.inference import model_files
+from millrace.inference.embedded import loader
+from millrace.inference.embedded.held import HeldWeights
+from millrace.inference.embedded.rows import Running
+from millrace.inference.embedded.scheduler import Scheduler
+from millrace.inference.embedded.scoring import score_prompt
+from millrace.inference.engine import (
+    EngineState,
+    EngineStatus,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    HeldDigest,
+    InflightMode,
+    PolicyIdentity,
+    PromptScores,
+)
+from millrace.policies.staged import StagedPolicy
+from millrace.telemetry import faults
+from millrace.telemetry.faults import Point
+
+log = logging.getLogger(__name__)
+
+DEFAULT_KV_BYTES = 4 << 30
+MAX_WAITING = 100_000  # requests; beyond it callers are told to come back
+_IDLE_WAIT_S = 1.0
+_CLOSE_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """What the thread shall do between two steps; `refuse` takes the reason if it does not get to it or fails."""
+
+    run: Callable[[], None]
+    refuse: Callable[[Exception], None]
+
+
+class EmbeddedEngine:
+    """Implements `Engine`. `num_threads` is for torch's operators; more than one rarely helps small models."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        kv_bytes: int = DEFAULT_KV_BYTES,
+        num_threads: int = 1,
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len_limit = max_model_len
+        self._kv_bytes = kv_bytes
+        self._num_threads = num_threads
+        self._model_len = 0
+        self._vocab_size = 0
+        self._state = EngineState.EMPTY
+        self._error = ""
+        self._scheduler: Scheduler | None = None
+        self._weights: HeldWeights | None = None
+        self._pauses: set[str] = set()
+        self._commands: deque[_Command] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._death = ""
+        self._progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def kind(self) -> str:
+        """See `PolicyEngine.kind`."""
+        return "embedded"
+
+    async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
+        """See `PolicyEngine.load`. The old model generates while the new one is built: both are in memory."""
+        self._require_thread()  # before the work, not after it
+        scheduler, model_len, vocab_size = await asyncio.to_thread(self._build, model_dir, staged, identity)
+
+        def swap() -> None:
+            old, self._scheduler = self._scheduler, scheduler
+            if self._weights is not None:
+                self._weights.close()
+            self._weights = held = HeldWeights(scheduler.model, report=lambda problem: self._report(held, problem))
+            self._state, self._error = EngineState.READY, ""
+            self._model_len, self._vocab_size = model_len, vocab_size
+            if old is not None:
+                old.abort_all()
+
+        await self._in_thread(swap)
+
+    async def check(self, staged: StagedPolicy) -> None:
+        """See `PolicyEngine.check`."""
+        held = self._held_weights()
+        await asyncio.to_thread(held.check, staged)  # beside the thread, which it does not disturb
+        await asyncio.to_thread(held.prepare, staged)
+
+    async def apply_policy(
+        self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
+    ) -> None:
+        """See `PolicyEngine.apply_policy`."""
+
+        def apply() -> None:
+            scheduler, held = self._held(), self._held_weights()
+            held.check(staged)
+            try:
+                held.apply(staged)
+                faults.reach(Point.INFERENCE_MID_APPLY, version=identity.version)
+                scheduler.set_identity(identity, inflight_mode)
+            except BaseException as error:  # marks the engine as failed, then raises
+                self._fail(f"applying policy {identity} failed half-way: {error}")
+                raise
+
+        await self._in_thread(apply)
+
+    async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
+        """See `PolicyEngine.prove`: reads back, and computes the probe if the manifest has one.
+
+        What is served is the server's to say, which names no model before the updater has one.
+        """
+        return await self._in_thread(lambda: self._held_weights().prove(staged))
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """See `Engine.generate`."""
+        scheduler = self._held()
+        if scheduler.num_waiting >= MAX_WAITING:
+            raise CapacityError(f"{MAX_WAITING} requests wait already", reason="QUEUE_FULL", remedy="retry later")
+        self._check_prompt(request.prompt_token_ids)
+        prompt_length = len(request.prompt_token_ids)
+        done: Future[Generation] = Future()
+        done.set_running_or_notify_cancel()  # from here on only the thread ends it, so there is no race with a cancel
+        seed = request.sampling.seed
+        entry = Running(
+            request=request,
+            seed=secrets.randbits(64) if seed is None else seed & (1 << 64) - 1,
+            limit=min(prompt_length + max(1, request.sampling.max_tokens), self._model_len),
+            deliver=done.set_result,
+            refuse=done.set_exception,
+        )
+        self._post(_Command(lambda: self._submit(entry), entry.fail))
+        try:
+            return await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            with contextlib.suppress(UnavailableError):  # a thread that ends ends its requests as well
+                self._post(_Command(lambda: self._abort(request.request_id), lambda _: None))
+            raise
+
+    async def score(self, token_ids: tuple[int, ...]) -> PromptScores:
+        """See `Engine.score`; generation stands still meanwhile."""
+        self._held()
+        self._check_prompt(token_ids)
+        return await self._in_thread(lambda: score_prompt(self._held().model, token_ids))
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine.abort`."""
+        await self._in_thread(lambda: self._abort(request_id))
+
+    async def abort_all(self) -> None:
+        """See `Engine.abort_all`."""
+        await self._in_thread(lambda: self._scheduler.abort_all() if self._scheduler else None)
+
+    async def fail(self, error: str) -> None:
+        """See `Engine.fail`."""
+        await self._in_thread(lambda: self._fail(error))
+
+    async def pause(self, holder: str) -> None:
+        """See `Engine.pause`."""
+        await self._in_thread(lambda: self._pauses.add(holder))
+
+    async def resume(self, holder: str) -> None:
+        """See `Engine.resume`."""
+        await self._in_thread(lambda: self._pauses.discard(holder))
+
+    def status(self) -> EngineStatus:
+        """See `Engine.status`."""
+        scheduler = self._scheduler
+        is_busy = scheduler is not None and not self._pauses and scheduler.num_running + scheduler.num_waiting > 0
+        return EngineStatus(
+            state=self._state,
+            identity=scheduler.identity if scheduler is not None and self._state is EngineState.READY else None,
+            is_paused=bool(self._pauses),
+            num_running=scheduler.num_running if scheduler else 0,
+            num_waiting=scheduler.num_waiting if scheduler else 0,
+            max_num_seqs=self._max_num_seqs,
+            max_model_len=self._model_len,
+            is_dead=bool(self._death),
+            progress_age_s=time.monotonic() - self._progress if is_busy or self._commands else 0.0,
+            num_generated_tokens=scheduler.num_generated_tokens if scheduler else 0,
+            num_finished=scheduler.num_finished if scheduler else 0,
+            error=self._error,
+        )
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._weights is not None:
+            self._weights.close()
+        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.error("the engine's thread did not end", extra={"timeout_s": _CLOSE_TIMEOUT_S})
+
+    def _build(
+        self, model_dir: Path, staged: StagedPolicy | None, identity: PolicyIdentity
+    ) -> tuple[Scheduler, int, int]:
+        """The scheduler, the longest context and the number of token ids."""
+        model = loader.load_model(model_dir, staged.tensors if staged is not None else None)
+        config = model_files.load_config(model_dir)
+        tokenizer = model_files.load_tokenizer(model_dir)
+        positions = loader.max_positions(config)
+        scheduler = Scheduler(
+            model,
+            identity=identity,
+            eos_token_ids=model_files.eos_token_ids(model_dir, config, tokenizer),
+            decoder=tokenizer,
+            max_num_seqs=self._max_num_seqs,
+            kv_bytes=self._kv_bytes,
+            token_bytes=loader.cache_token_bytes(config, next(model.parameters()).dtype),
+        )
+        return scheduler, min(positions, self._max_model_len_limit or positions), int(config.vocab_size)
+
+    def _held(self) -> Scheduler:
+        """The scheduler of the held model; UnavailableError if there is none that may generate."""
+        scheduler = self._scheduler  # once: the thread may drop it meanwhile
+        match self._state:
+            case EngineState.READY if scheduler is not None and not self._closing:
+                return scheduler
+            case EngineState.FAILED:
+                raise UnavailableError(self._error, reason="ENGINE_FAILED", remedy="retry on another replica")
+            case _:
+                raise UnavailableError("the engine holds no model", reason="NO_POLICY", remedy="retry later")
+
+    def _held_weights(self) -> HeldWeights:
+        """Those of the held model; raises as `_held` does."""
+        self._held()
+        assert self._weights is not None, "they come with the model"
+        return self._weights
+
+    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
+        """One bad prompt must not fail the pass of all others."""
+        if not 0 < len(prompt) < self._model_len:
+            raise InvalidStateError(
+                f"the prompt has {len(prompt)} tokens; this model's maximum context length is {self._model_len} tokens",
+                reason="PROMPT_TOO_LONG" if prompt else "PROMPT_EMPTY",
+                remedy=f"send 1 to {self._model_len - 1} tokens",
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            unknown = next(token for token in prompt if not 0 <= token < self._vocab_size)
+            wrong = Violation(
+                field="token_ids", value=str(unknown), message=f"token ids are 0 to {self._vocab_size - 1}"
+            )
+            raise InvalidSpecError([wrong], reason="TOKEN_UNKNOWN", remedy="use this model's tokenizer")
+
+    def _report(self, held: HeldWeights, problem: str) -> None:
+        """Damage that the reader beside the serving found; called in its thread."""
+        with contextlib.suppress(UnavailableError):  # a thread that ends serves nothing any more
+            self._post(_Command(lambda: self._fail(problem) if held is self._weights else None, lambda _: None))
+
+    # ---- what follows runs in the engine's thread, except _require_thread, _post and _in_thread ----
+
+    def _require_thread(self) -> None:
+        """UnavailableError if the thread runs no commands any more."""
+        if self._death:
+            raise UnavailableError(self._death, reason="ENGINE_DEAD", remedy="restart the replica")
+        if self._closing:
+            raise UnavailableError("the engine is closed", reason="ENGINE_CLOSED", remedy="retry on another replica")
+
+    def _post(self, command: _Command) -> None:
+        """Has the thread run a command; UnavailableError if it does not any more.
+
+        Checked under the lock that ending takes as well, so what is posted is run or refused, never forgotten.
+        """
+        with self._wake:
+            self._require_thread()
+            if not self._commands:
+                self._progress = time.monotonic() if self._is_idle() else self._progress
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        """Runs a function in the thread, between two steps; its result or error comes back."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(function())
+                except BaseException as error:  # noqa: BLE001 - crosses the thread border as the caller's error
+                    done.set_exception(error)
+
+        def refuse(error: Exception) -> None:
+            if not done.done() and done.set_running_or_notify_cancel():
+                done.set_exception(error)
+
+        self._post(_Command(run, refuse))
+        return await asyncio.wrap_future(done)
+
+    def _is_idle(self) -> bool:
+        scheduler = self._scheduler
+        return bool(self._pauses) or scheduler is None or not (scheduler.num_running or scheduler.num_waiting)
+
+    def _run(self) -> None:
+        """The thread, from start to end. It never ends unseen: callers would wait for ever."""
+        try:
+            self._loop()
+        except BaseException as error:  # nothing is expected here: `_drain` and `_step` catch
+            log.critical("the engine's thread died", exc_info=True)
+            self._die(f"the engine's thread died: {type(error).__name__}: {error}")
+
+    def _loop(self) -> None:
+        torch.set_num_threads(self._num_threads)  # counts per calling thread
+        with torch.inference_mode():
+            while not self._closing:
+                with self._wake:
+                    if not self._commands and self._is_idle():
+                        self._wake.wait(_IDLE_WAIT_S)
+                self._drain()
+                self._step()
+        self._drain()  # what was posted before closing; nothing is since
+        if self._scheduler is not None:
+            self._scheduler.abort_all()
+
+    def _die(self, reason: str) -> None:
+        """Ends everything that waits for the thread, and everything that will come."""
+        with self._wake:
+            self._death = reason
+            commands, self._commands = self._commands, deque()
+        self._fail(reason)
+        for command in commands:
+            command.refuse(UnavailableError(reason, reason="ENGINE_DEAD", remedy="restart the replica"))
+
+    def _drain(self) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            try:
+                command.run()
+            except BaseException as error:  # without the thread every caller would wait for ever
+                log.exception("a command of the engine failed")
+                self._fail(f"a command of the engine failed: {error}")
+                command.refuse(InternalError(f"a command of the engine failed: {error}", reason="ENGINE_FAILED"))
+            self._progress = time.monotonic()
+
+    def _step(self) -> None:
+        if self._is_idle() or self._scheduler is None:
+            return
+        try:
+            self._scheduler.step()
+        except BaseException as error:  # a failed pass, or a Rust panic, which is no Exception: ends its requests only
+            log.exception("a forward pass failed")
+            self._fail(f"a forward pass failed: {error}")
+        self._progress = time.monotonic()
+
+    def _submit(self, entry: Running) -> None:
+        try:
+            scheduler = self._held()
+        except UnavailableError:
+            entry.finish(FinishReason.ABORT)  # the model went away since the caller looked
+        else:
+            scheduler.submit(entry)
+
+    def _abort(self, request_id: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.abort(request_id)
+
+    def _fail(self, error: str) -> None:
+        """Drops the model and ends its requests. Called where nothing catches any more, so it raises nothing."""
+        self._state, self._error = EngineState.FAILED, error
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            scheduler.abort_all()

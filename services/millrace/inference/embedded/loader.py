@@ -1,0 +1,64 @@
+"""Builds torch models from a directory of Hugging Face files and published tensors, without a network."""
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from millrace.errors import InvalidStateError
+from millrace.inference.embedded.weights import check_tensors, copy_tensors, float_dtype
+from millrace.inference.model_files import load_config
+from millrace.policies.tensors import TensorBytes
+from millrace.telemetry.startup import without_gc
+
+_DEFAULT_POSITIONS = 2048  # where a config names no longest sequence
+
+
+def warm_up() -> None:
+    """Imports what building any model imports: half of the time from the start of a process to its first policy.
+
+    Meant for a thread while nothing is asked of the engine yet.
+    """
+    with without_gc():
+        importlib.import_module("transformers.modeling_utils")
+
+
+def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None) -> torch.nn.Module:
+    """The model in evaluation mode, with weights from `tensors`, or from the directory if that is None."""
+    config = load_config(model_dir)
+    _require_full_attention(config)
+    if tensors is None:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, dtype="auto", local_files_only=True)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=float_dtype(tensors))
+        check_tensors(model, tensors)
+        copy_tensors(model, tensors)
+    return model.eval().requires_grad_(False)
+
+
+def max_positions(config: Any) -> int:
+    """Longest sequence, in tokens, that the model's positions allow."""
+    return int(getattr(config, "max_position_embeddings", 0) or _DEFAULT_POSITIONS)
+
+
+def cache_token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of KV cache per token."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
+
+
+def _require_full_attention(config: Any) -> None:
+    """Raises InvalidStateError for layers whose masks or states the row cache does not know."""
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    window = None if layer_types else getattr(config, "sliding_window", None)
+    if layer_types - {"full_attention"} or window:
+        raise InvalidStateError(
+            f"model type {config.model_type} has layers that are not full attention "
+            f"({', '.join(sorted(layer_types)) or f'sliding window of {window}'}); the embedded engine cannot run it",
+            reason="MODEL_NOT_SUPPORTED",
+            remedy="use a model with full attention in every layer",
+        )

@@ -1,0 +1,54 @@
+"""The embedded engine's replica: engine, HTTP API, PolicyService and registration in one event loop."""
+
+import asyncio
+import logging
+import sys
+
+from millrace.inference.embedded import loader
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.http.server import HttpApi, start_http
+from millrace.inference.model_files import ModelSlot
+from millrace.inference.registration import http_address
+from millrace.inference.replica_parts import ReplicaParts
+from millrace.inference.settings import InferenceSettings
+from millrace.telemetry.settings import Settings, parse_address
+
+log = logging.getLogger(__name__)
+
+# The engine's thread takes the interpreter lock between two torch operators; with Python's default of 5 ms it would
+# wait that long, several times per token, whenever the HTTP API has work.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+class Replica:
+    """`run` lives until SIGTERM, SIGINT or `stopping`."""
+
+    def __init__(self, settings: Settings, own: InferenceSettings, *, stopping: asyncio.Event | None = None) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._settings = settings
+        self._own = own
+        self._engine = EmbeddedEngine(
+            max_num_seqs=own.max_num_seqs,
+            max_model_len=own.max_model_len,
+            kv_bytes=own.kv_cache_bytes,
+            num_threads=own.num_threads,
+        )
+        slot = ModelSlot()
+        names = () if own.model_name is None else (own.model_name,)
+        self._parts = ReplicaParts(
+            settings, self._engine, slot, stopping=stopping or asyncio.Event(), extra_names=names
+        )
+        self._api = HttpApi(self._engine, slot)
+
+    async def run(self) -> None:
+        """Serves until it shall stop, then drains."""
+        host, port = parse_address(self._settings.require("http_listen"))
+        server = await start_http(self._api, host.strip("[]"), port)
+        log.info("listening for HTTP", extra={"address": f"{host}:{server.port}"})
+        try:
+            if self._own.model_dir is not None:
+                await self._parts.updater.serve_fixed(self._own.model_dir)
+            await self._parts.run(http_address(host, server.port), drain=self._api.drain, warm_up=loader.warm_up)
+        finally:
+            await server.stop()
+            await self._engine.close()

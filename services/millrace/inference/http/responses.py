@@ -1,0 +1,235 @@
+"""Bodies of the HTTP responses: OpenAI's shapes with vLLM's token ids, and the policy spans that Millrace adds.
+
+Every choice carries `policy_spans`: which policy generated which tokens, as [start, end) over the completion's tokens.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from millrace.errors import (
+    CapacityError,
+    InternalError,
+    InvalidSpecError,
+    InvalidStateError,
+    MillraceError,
+    NotFoundError,
+    UnavailableError,
+)
+from millrace.inference.engine import FinishReason, Generation, PromptScores
+from millrace.inference.http.chat import parse_tool_calls
+from millrace.inference.http.schema import ChatBody, CompletionBody, CompletionCommon, GenerateBody, Sampling
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has not; vLLM writes the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """A prompt and one completion of it."""
+
+    prompt_ids: tuple[int, ...]
+    generation: Generation
+
+
+def error_body(error: MillraceError) -> tuple[int, dict[str, Any]]:
+    """HTTP status and OpenAI's error object."""
+    status, kind = next((entry for cls, *entry in _STATUS if isinstance(error, cls)), (500, "InternalServerError"))
+    return status, {"error": {"message": str(error), "type": kind, "param": None, "code": status}}
+
+
+_STATUS: list[Any] = [
+    (InvalidSpecError, 400, "BadRequestError"),
+    (InvalidStateError, 400, "BadRequestError"),
+    (NotFoundError, 404, "NotFoundError"),
+    (CapacityError, 429, "RateLimitError"),
+    (UnavailableError, 503, "ServiceUnavailableError"),
+    (InternalError, 500, "InternalServerError"),
+]
+
+
+def completion_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, sampling: Sampling) -> str:
+    """The completion as text, without what ended it unless that is asked for."""
+    ids = generation.token_ids.tolist()
+    is_stopped = generation.finish_reason is FinishReason.STOP
+    if is_stopped and not isinstance(generation.stop_reason, str) and not sampling.include_stop_str_in_output:
+        ids.pop()
+    text = str(tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens))
+    if is_stopped and isinstance(stop := generation.stop_reason, str) and (at := text.find(stop)) >= 0:
+        text = text[: at + len(stop)] if sampling.include_stop_str_in_output else text[:at]
+    return text
+
+
+def chat_body(
+    request_id: str, model: str, body: ChatBody, tokenizer: PreTrainedTokenizerBase, completed: list[Completed]
+) -> dict[str, Any]:
+    """Of `/v1/chat/completions`."""
+    choices = []
+    for index, item in enumerate(completed):
+        text: str | None = completion_text(tokenizer, item.generation, body)
+        finish, calls = str(item.generation.finish_reason), []
+        if body.tools and body.tool_choice != "none":
+            text, calls = parse_tool_calls(text)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = calls
+            finish = "tool_calls" if item.generation.finish_reason is FinishReason.STOP else finish
+        choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish}
+        choice["logprobs"] = {"content": _token_logprobs(body, tokenizer, item.generation)} if body.logprobs else None
+        choices.append({**choice, **_extras(body, item.generation)})
+    whole = _envelope(request_id, "chat.completion", model, choices, _usage(completed, body.n))
+    if body.return_token_ids:
+        whole["prompt_token_ids"] = list(completed[0].prompt_ids)
+    return whole
+
+
+def text_body(
+    request_id: str, model: str, body: CompletionBody, tokenizer: PreTrainedTokenizerBase, completed: list[Completed]
+) -> dict[str, Any]:
+    """Of `/v1/completions`."""
+    choices = []
+    for index, item in enumerate(completed):
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": completion_text(tokenizer, item.generation, body),
+            "finish_reason": str(item.generation.finish_reason),
+            "logprobs": None,
+        }
+        if body.logprobs is not None:
+            tokens = _token_names(body, tokenizer, item.generation)
+            choice["logprobs"] = {"tokens": tokens, "token_logprobs": item.generation.logprobs.tolist()}
+        choice |= _extras(body, item.generation)
+        if body.return_token_ids:
+            choice["prompt_token_ids"] = list(item.prompt_ids)
+        choices.append(choice)
+    return _envelope(request_id, "text_completion", model, choices, _usage(completed, body.n))
+
+
+def generate_body(request_id: str, body: GenerateBody, completed: list[Completed]) -> dict[str, Any]:
+    """Of `/inference/v1/generate`; log-probs are always there, named `token_id:N` as its clients demand it."""
+    choices = []
+    for index, item in enumerate(completed):
+        ids, logprobs = item.generation.token_ids.tolist(), item.generation.logprobs.tolist()
+        choices.append(
+            {
+                "index": index,
+                "token_ids": ids,
+                "logprobs": {
+                    "content": [
+                        {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
+                        for token, logprob in zip(ids, logprobs, strict=True)
+                    ]
+                },
+                "finish_reason": str(item.generation.finish_reason),
+                "stop_reason": item.generation.stop_reason,
+                "policy_spans": _spans(item.generation),
+            }
+        )
+    return {
+        "request_id": request_id,
+        "choices": choices,
+        "prompt_logprobs": None,
+        "kv_transfer_params": None,
+        "usage": _usage(completed, body.sampling_params.n),
+    }
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], scores: PromptScores, tokenizer: PreTrainedTokenizerBase | None
+) -> list[dict[str, Any] | None]:
+    """vLLM's shape: per token a table with its id as key, null for the first, which nothing precedes."""
+    rows: list[dict[str, Any] | None] = [None]
+    for token, logprob, rank in zip(prompt[1:], scores.logprobs.tolist(), scores.ranks.tolist(), strict=True):
+        text = None if tokenizer is None else str(tokenizer.decode([token]))
+        shown = max(logprob, MIN_LOGPROB)
+        rows.append({str(token): {"logprob": shown, "rank": rank, "decoded_token": text}})
+    return rows
+
+
+def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes]:
+    """A finished body as server-sent events: two chunks per choice, then the usage, then [DONE].
+
+    The first chunk has the text, the token ids and the log-probs, the last one how it ended and its policy spans.
+    """
+    is_chat = whole["object"] == "chat.completion"
+    head = {key: whole[key] for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk" if is_chat else "text_completion"
+    if wants_usage:
+        head["usage"] = None
+    for choice in whole["choices"]:
+        end = {key: choice[key] for key in ("finish_reason", "stop_reason", "policy_spans")}
+        first: dict[str, Any] = {key: value for key, value in choice.items() if key not in end}
+        first["finish_reason"] = None
+        last: dict[str, Any] = {"index": choice["index"], "logprobs": None, **end}
+        if is_chat:
+            delta = dict(first.pop("message"))
+            if calls := delta.pop("tool_calls", None):
+                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+            first["delta"], last["delta"] = delta, {}
+        else:
+            last["text"] = ""
+        extra = {"prompt_token_ids": whole["prompt_token_ids"]} if "prompt_token_ids" in whole else {}
+        yield _event({**head, **extra, "choices": [first]})
+        yield _event({**head, "choices": [last]})
+    if wants_usage:
+        yield _event({**head, "choices": [], "usage": whole["usage"]})
+    yield b"data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def _envelope(
+    request_id: str, kind: str, model: str, choices: list[dict[str, Any]], usage: dict[str, int]
+) -> dict[str, Any]:
+    return {
+        "id": request_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": usage,
+    }
+
+
+def _usage(completed: list[Completed], num_choices: int) -> dict[str, int]:
+    """Each prompt counts once, however many choices it has."""
+    prompts = sum(len(item.prompt_ids) for item in completed[::num_choices])
+    tokens = sum(len(item.generation.token_ids) for item in completed)
+    return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
+
+
+def _extras(body: CompletionCommon, generation: Generation) -> dict[str, Any]:
+    extras: dict[str, Any] = {"stop_reason": generation.stop_reason, "policy_spans": _spans(generation)}
+    if body.return_token_ids:
+        extras["token_ids"] = generation.token_ids.tolist()
+    return extras
+
+
+def _spans(generation: Generation) -> list[dict[str, int]]:
+    return [
+        {"lineage": span.lineage, "version": span.version, "start": span.start, "end": span.end}
+        for span in generation.policy_spans
+    ]
+
+
+def _token_names(body: CompletionCommon, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> list[str]:
+    ids = generation.token_ids.tolist()
+    if body.return_tokens_as_token_ids:
+        return [f"token_id:{token}" for token in ids]
+    return [str(tokenizer.decode([token])) for token in ids]
+
+
+def _token_logprobs(
+    body: CompletionCommon, tokenizer: PreTrainedTokenizerBase, generation: Generation
+) -> list[dict[str, Any]]:
+    names = _token_names(body, tokenizer, generation)
+    return [
+        {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
+        for name, logprob in zip(names, generation.logprobs.tolist(), strict=True)
+    ]

@@ -1,0 +1,201 @@
+"""Bodies of the HTTP requests. Unknown fields are ignored; known ones that this engine cannot honour are refused."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from millrace.inference.engine import SamplingParams
+from millrace.inference.http.limits import MAX_CHOICES, check_stops
+
+_MAX_SHOWN_CHARS = 200
+
+# Fields that change what is sampled and that this engine does not implement: refused unless neutral.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "prompt_logprobs": (0, False),
+    "top_logprobs": (0,),
+    "audio": (),
+}
+
+# The bounds below are those of the engine's columns (rows.py): what passes here must not overflow there.
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ones, one is named
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
+PromptLogprobs = Annotated[int | None, Field(ge=0, le=0)]
+"""0 gives the log-probs of the prompt's own tokens; this engine has no alternatives to them."""
+MAX_STOP_TOKENS = 1024  # the engine holds a column per stop token, for all of its rows
+MIN_TEMPERATURE = 1e-6  # below it, logits divided by it leave float32
+
+
+class Body(BaseModel):
+    """Base of all bodies."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_would_be_ignored(cls, data: Any) -> Any:
+        for name, neutral in _NEUTRAL.items():
+            value = data.get(name) if isinstance(data, dict) else None
+            if value is not None and value not in neutral:
+                shown = repr(value)[:_MAX_SHOWN_CHARS]
+                raise ValueError(f"{name}={shown} is not supported by this engine; leave it out")
+        return data
+
+
+class Sampling(Body):
+    """Sampling parameters that all completion routes share."""
+
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | Texts | None = None
+    stop_token_ids: Tokens | None = Field(default=None, max_length=MAX_STOP_TOKENS)
+    ignore_eos: bool = False
+    max_tokens: TokenCount | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_almost_greedy(cls, temperature: float | None) -> float | None:
+        if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
+            raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
+        return temperature
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(stop, list) and not all(stop):
+            raise ValueError("stop strings must not be empty")
+        check_stops(stop)
+        return stop or None
+
+    def params(self, max_tokens: int, *, choice: int = 0) -> SamplingParams:
+        """For the engine; with a seed, each of several choices gets its own."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            seed=None if self.seed is None else self.seed + choice,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class StreamOptions(Body):
+    """`stream_options`."""
+
+    include_usage: bool = False
+
+
+class CompletionCommon(Sampling):
+    """What chat and plain completions share."""
+
+    model: str | None = None
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        """Whether a stream ends with a chunk that carries the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatBody(CompletionCommon):
+    """`POST /v1/chat/completions`."""
+
+    messages: Objects = Field(min_length=1)
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _free_choice_only(cls, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        if choice not in (None, "auto", "none"):
+            raise ValueError("only 'auto' and 'none' are supported: the engine does not constrain what is sampled")
+        return choice
+
+
+class CompletionBody(CompletionCommon):
+    """`POST /v1/completions`."""
+
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(fail_fast=True)]
+    logprobs: int | None = Field(default=None, ge=0, le=1)
+    prompt_logprobs: PromptLogprobs = None
+    add_special_tokens: bool = True
+
+
+class GenerateSampling(Sampling):
+    """`sampling_params` of `/inference/v1/generate`."""
+
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    logprobs: int | None = Field(default=None, ge=0, le=1)
+    prompt_logprobs: PromptLogprobs = None
+
+
+class GenerateBody(Body):
+    """`POST /inference/v1/generate`: tokens in, tokens out."""
+
+    model: str | None = None
+    token_ids: Tokens
+    sampling_params: GenerateSampling = Field(default_factory=lambda: GenerateSampling())
+    request_id: str | None = Field(default=None, max_length=256)
+    stream: bool = False
+
+    @field_validator("stream")
+    @classmethod
+    def _no_stream(cls, stream: bool) -> bool:
+        if stream:
+            raise ValueError("streaming is not supported on this route")
+        return stream
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: of a prompt or of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_input(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self

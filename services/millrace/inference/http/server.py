@@ -1,0 +1,477 @@
+"""The HTTP API of an engine: OpenAI's routes, and vLLM's tokens-in, tokens-out route.
+
+| route | what |
+|---|---|
+| `GET /v1/models` | the model, with `max_model_len` |
+| `POST /v1/chat/completions`, `POST /v1/completions` | OpenAI's; streams arrive in one piece at the end |
+| `POST /inference/v1/generate` | token ids in, token ids and log-probs out |
+| `POST /tokenize` | token ids of a prompt or of a chat |
+| `GET /health`, `GET /metrics` | 200 or 503; Prometheus text |
+
+A client that hangs up cancels its handler, which aborts its requests in the engine. Without a policy every model route
+answers 503, which OpenAI clients retry.
+
+FastAPI routes, and pydantic reads the bodies, but not by FastAPI's parameters: they would parse 16 MiB on the event
+loop, through Python objects, and validate every answer that was just made.
+"""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, HTTPException, Request, Response
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException as RoutingError
+from starlette.requests import ClientDisconnect
+from transformers import PreTrainedTokenizerBase
+
+from millrace.errors import (
+    InternalError,
+    InvalidSpecError,
+    InvalidStateError,
+    MillraceError,
+    NotFoundError,
+    UnavailableError,
+    Violation,
+)
+from millrace.inference import meters
+from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
+from millrace.inference.http import limits, responses
+from millrace.inference.http.access import BODY_TOO_LARGE, TokenGate, http_access
+from millrace.inference.http.chat import encode_chat
+from millrace.inference.http.schema import (
+    ChatBody,
+    CompletionBody,
+    CompletionCommon,
+    GenerateBody,
+    Sampling,
+    TokenizeBody,
+)
+from millrace.inference.model_files import ModelSlot, ServedModel
+from millrace.rpc.http_server import HttpBounds, HttpServer
+from millrace.telemetry.metrics import make_registry
+
+log = logging.getLogger(__name__)
+
+_SMALL = 8192
+"""Bytes, characters or tokens that are worked on without leaving the event loop: about a millisecond."""
+_WORKERS = 2
+_MAX_VIOLATIONS = 20
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+_JSON = "application/json"
+
+MAX_CONNECTIONS = 4096
+"""At once, and `_OTHER_FILES` fewer than the files that this process may open."""
+REQUEST_S = 10.0
+"""How long a client has for its TLS handshake and for each header, and to go on reading an answer."""
+IDLE_S = 75.0
+"""Between two requests: longer than the pools of clients keep connections, so that none is closed under a request."""
+_SHUTDOWN_S = 2.0  # for answers on their way after `drain`, which has ended every generation
+_OTHER_FILES = 256
+_CLIENT_GONE = 499  # nobody reads it
+
+B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class HttpApi:
+    """Handlers over one engine and the model slot that tells what it holds."""
+
+    def __init__(self, engine: Engine, slot: ModelSlot) -> None:
+        self._engine = engine
+        self._slot = slot
+        self._metrics = make_registry("inference", meters.collectors(engine.status))
+        self.is_draining = False
+        """New requests are refused."""
+        self._workers = ThreadPoolExecutor(_WORKERS, "http")
+        self._num_open = 0
+        self._has_none_open = asyncio.Event()
+        self._has_none_open.set()
+
+    def make_app(self) -> FastAPI:
+        """The application, without its gate."""
+        app = FastAPI(openapi_url=None, redirect_slashes=False, lifespan=self._lifespan)
+        app.add_exception_handler(RoutingError, _routing_error)
+        for path, handler in (("/v1/models", self.models), ("/health", self.health), ("/metrics", self.metrics)):
+            app.add_route(path, _safely(handler), methods=["GET", "HEAD"])
+        for path, endpoint in (
+            ("/v1/chat/completions", self._endpoint(ChatBody, self.chat)),
+            ("/v1/completions", self._endpoint(CompletionBody, self.completions)),
+            ("/inference/v1/generate", self._endpoint(GenerateBody, self.generate)),
+            ("/tokenize", self._endpoint(TokenizeBody, self.tokenize)),
+        ):
+            app.add_route(path, _safely(endpoint), methods=["POST"])
+        return app
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        yield
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _endpoint(self, model: type[B], handler: Callable[[B], Coroutine[Any, Any, Response]]) -> Handler:
+        """Reads the body for `handler`, which is cancelled when the client hangs up."""
+
+        async def endpoint(request: Request) -> Response:
+            return await _while_connected(request, handler(await self._read(request, model)))
+
+        return endpoint
+
+    async def models(self, _: Request) -> Response:
+        """`GET /v1/models`."""
+        model, status = self._require()
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "millrace",
+                "root": name,
+                "parent": None,
+                "max_model_len": status.max_model_len,
+            }
+            for name in model.names
+        ]
+        return _json({"object": "list", "data": cards})
+
+    async def chat(self, body: ChatBody) -> Response:
+        """`POST /v1/chat/completions`."""
+        model, status = self._require(body.model)
+        tokenizer = _tokenizer(model)
+        tools = body.tools if body.tool_choice != "none" else None
+        prompt = await self._encode_chat(tokenizer, body, tools, status.max_model_len)
+        wanted = body.max_completion_tokens or body.max_tokens
+        completed = await self._complete([prompt], body, n=body.n, max_tokens=wanted, status=status)
+        name = body.model or model.names[0]
+        return await self._respond(
+            completed,
+            lambda: responses.chat_body(_id("chatcmpl"), name, body, tokenizer, completed),
+            stream=body if body.stream else None,
+        )
+
+    async def completions(self, body: CompletionBody) -> Response:
+        """`POST /v1/completions`."""
+        model, status = self._require(body.model)
+        tokenizer = _tokenizer(model)
+        prompts = await self._prompts(tokenizer, body, status.max_model_len)
+        wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        completed = await self._complete(prompts, body, n=body.n, max_tokens=wanted, status=status)
+        scored: list[Any] = []
+        if body.prompt_logprobs is not None:
+            scored = [row for prompt in prompts for row in [await self._score(prompt, tokenizer)] * body.n]
+        name = body.model or model.names[0]
+
+        def whole() -> dict[str, Any]:
+            made = responses.text_body(_id("cmpl"), name, body, tokenizer, completed)
+            for choice, rows in zip(made["choices"], scored, strict=False):  # none where they were not asked for
+                choice["prompt_logprobs"] = rows
+            return made
+
+        return await self._respond(completed, whole, stream=body if body.stream else None)
+
+    async def generate(self, body: GenerateBody) -> Response:
+        """`POST /inference/v1/generate`."""
+        model, status = self._require(body.model)
+        sampling = body.sampling_params
+        completed = await self._complete(
+            [body.token_ids], sampling, n=sampling.n, max_tokens=sampling.max_tokens, status=status
+        )
+        scored = None
+        if sampling.prompt_logprobs is not None:
+            scored = await self._score(body.token_ids, model.tokenizer)
+
+        def whole() -> dict[str, Any]:
+            return responses.generate_body(body.request_id or _id("gen"), body, completed) | {"prompt_logprobs": scored}
+
+        return await self._respond(completed, whole, stream=None)
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """`POST /tokenize`."""
+        model, status = self._require(body.model)
+        tokenizer = _tokenizer(model)
+        if body.messages is not None:
+            tokens = await self._encode_chat(tokenizer, body, body.tools, status.max_model_len)
+        else:
+            text, is_special = body.prompt or "", body.add_special_tokens is not False
+            [tokens] = await self._encode(tokenizer, [text], status.max_model_len, add_special_tokens=is_special)
+        names = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return _json(
+            {"count": len(tokens), "max_model_len": status.max_model_len, "tokens": tokens, "token_strs": names}
+        )
+
+    async def health(self, _: Request) -> Response:
+        """`GET /health`."""
+        self._require()
+        status = self._engine.status()
+        if status.progress_age_s > STALL_S:
+            raise UnavailableError(f"the engine did nothing for {status.progress_age_s:.0f} s", reason="ENGINE_STALLED")
+        return _json({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """`GET /metrics`."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._metrics), headers={"content-type": content_type})
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests, waits for the open ones at most `grace_s`, then aborts them."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._has_none_open.wait()
+        except TimeoutError:
+            log.warning("aborting requests at shutdown", extra={"requests": self._num_open, "grace_s": grace_s})
+            await self._engine.abort_all()
+
+    def _require(self, name: str | None = None) -> tuple[ServedModel, EngineStatus]:
+        """The served model, if it answers to `name`."""
+        model, status = self._slot.current, self._engine.status()
+        if self.is_draining:
+            raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="retry on another one")
+        if model is None or status.state is not EngineState.READY:
+            raise UnavailableError(
+                status.error or "no policy is loaded yet", reason="NO_POLICY", remedy="retry in a few seconds"
+            )
+        if name is not None and name not in model.names:
+            raise NotFoundError(
+                f"The model `{name[:200]}` does not exist; this server serves {', '.join(model.names)}.",
+                reason="MODEL_NOT_FOUND",
+            )
+        return model, status
+
+    async def _complete(
+        self, prompts: list[list[int]], sampling: Sampling, *, n: int, max_tokens: int | None, status: EngineStatus
+    ) -> list[responses.Completed]:
+        """`n` completions of each prompt, in order. When one fails the others are aborted."""
+        room = status.max_model_len
+        limits.check_completions(len(prompts), n)
+        limits.check_tokens(prompts, room)
+        batch = _id("req")
+        calls = [
+            self._generate_one(
+                GenerateRequest(
+                    request_id=f"{batch}-{index}-{choice}",
+                    call_id=batch,
+                    prompt_token_ids=tuple(prompt),
+                    sampling=sampling.params(max_tokens or room, choice=choice),  # the engine cuts it to the context
+                )
+            )
+            for index, prompt in enumerate(prompts)
+            for choice in range(n)
+        ]
+        self._num_open += 1
+        self._has_none_open.clear()
+        try:
+            if len(calls) == 1:
+                return [await calls[0]]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(call) for call in calls]
+            return [task.result() for task in tasks]
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._has_none_open.set()
+
+    async def _encode_chat(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        body: ChatBody | TokenizeBody,
+        tools: list[dict[str, Any]] | None,
+        room: int,
+    ) -> list[int]:
+        """The tokens of a chat; InvalidSpecError if it is more than could fit."""
+        messages = body.messages or []
+        limits.check_chat(messages, tools, room)
+        return await self._beside(
+            lambda: encode_chat(
+                tokenizer,
+                messages,
+                tools=tools,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs,
+            ),
+            size=limits.count_chars(messages) + limits.count_chars(tools or ()),
+        )
+
+    async def _encode(
+        self, tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int, *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """The tokens of texts; InvalidSpecError if one is more than could fit."""
+        limits.check_texts(texts, room)
+        return await self._beside(
+            lambda: [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts],
+            size=sum(map(len, texts)),
+        )
+
+    async def _prompts(self, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, room: int) -> list[list[int]]:
+        """The prompts of `/v1/completions`, which come as text or tokens, one or many."""
+        match body.prompt:
+            case str() as text:
+                texts = [text]
+            case [str(), *_] as many:
+                texts = [text for text in many if isinstance(text, str)]  # validated: all are
+            case [int(), *_] as tokens:
+                return [tokens]  # pyright: ignore[reportReturnType] - validated: all are ints then
+            case many:
+                return many  # pyright: ignore[reportReturnType] - validated: lists of ints
+        limits.check_completions(len(texts), body.n)  # before they are tokenized
+        return await self._encode(tokenizer, texts, room, add_special_tokens=body.add_special_tokens)
+
+    async def _beside(self, work: Callable[[], T], *, size: int) -> T:
+        """Runs what takes long beside the event loop, at most `_WORKERS` at a time; what is small runs at once."""
+        if size < _SMALL:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    async def _respond(
+        self,
+        completed: list[responses.Completed],
+        whole: Callable[[], dict[str, Any]],
+        *,
+        stream: CompletionCommon | None,
+    ) -> Response:
+        """The body that `whole` makes as JSON or, with the body that asked for it, as server-sent events."""
+
+        def encode() -> bytes:
+            if stream is None:
+                return orjson.dumps(whole())
+            return b"".join(responses.stream_chunks(whole(), wants_usage=stream.wants_usage_chunk))
+
+        content = await self._beside(encode, size=sum(len(item.generation.token_ids) for item in completed))
+        if stream is None:
+            return Response(content, media_type=_JSON)
+        return Response(content, headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+
+    async def _read(self, request: Request, body: type[B]) -> B:
+        """The body, validated; InvalidSpecError names the fields that are wrong."""
+        try:
+            async with asyncio.timeout(limits.BODY_S):
+                data = await request.body()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {limits.BODY_S:.0f} s") from None
+        return await self._beside(lambda: _validated(body, data), size=len(data))
+
+    async def _score(self, prompt: list[int], tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs` of a prompt."""
+        return responses.prompt_logprobs(prompt, await self._engine.score(tuple(prompt)), tokenizer)
+
+    async def _generate_one(self, request: GenerateRequest) -> responses.Completed:
+        generation = await self._engine.generate(request)
+        match generation.finish_reason:
+            case FinishReason.ABORT:
+                raise UnavailableError(
+                    "the generation was aborted: the model was replaced or failed, or the replica is shutting down",
+                    reason="GENERATION_ABORTED",
+                    remedy="retry",
+                )
+            case FinishReason.ERROR:
+                raise InternalError(
+                    "the model gave values that are not finite", reason="LOGITS_NOT_FINITE", remedy="check the policy"
+                )
+            case _:
+                return responses.Completed(prompt_ids=request.prompt_token_ids, generation=generation)
+
+
+def _safely(handler: Handler) -> Handler:
+    """The handler, whose errors become answers in OpenAI's shape."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except MillraceError as error:
+            status, body = responses.error_body(error)
+            headers = {"Retry-After": str(int(error.retry_after_s or 1))} if status in (429, 503) else {}
+            return _json(body, status=status, headers=headers)
+        except RoutingError as error:
+            return await _routing_error(request, error)
+        except ClientDisconnect:
+            if BODY_TOO_LARGE not in request.scope:
+                return Response(status_code=_CLIENT_GONE)
+            status, body = limits.body_too_large(None)
+            return _json(body, status=status)
+        except Exception:  # the edge of the process: a defect must reach client and log
+            log.exception("a request failed", extra={"path": request.url.path})
+            status, body = responses.error_body(InternalError("internal error; see the server's log"))
+            return _json(body, status=status)
+
+    return endpoint
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """What `work` gives; it is cancelled when the client hangs up."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())  # behind the whole body only a disconnect comes
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=_CLIENT_GONE)
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+async def _routing_error(_: Request, error: Exception) -> Response:
+    """No such path or method, or what is no error of ours."""
+    assert isinstance(error, RoutingError)
+    body = {"error": {"message": error.detail, "type": "HTTPError", "param": None, "code": error.status_code}}
+    return _json(body, status=error.status_code, headers=error.headers)
+
+
+def _json(body: dict[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers=headers, media_type=_JSON)
+
+
+def _validated(body: type[B], data: bytes) -> B:
+    try:
+        return body.model_validate_json(data)
+    except ValidationError as error:
+        violations = [
+            Violation(field=".".join(map(str, item["loc"])) or "body", message=item["msg"])
+            for item in error.errors(include_url=False, include_context=False, include_input=False)[:_MAX_VIOLATIONS]
+        ]
+        raise InvalidSpecError(violations, reason="REQUEST_INVALID") from None
+
+
+def _tokenizer(model: ServedModel) -> PreTrainedTokenizerBase:
+    if model.tokenizer is None:
+        raise InvalidStateError(
+            "the policy has no tokenizer files, so only /inference/v1/generate works",
+            reason="NO_TOKENIZER",
+            remedy="publish the policy with its tokenizer",
+        )
+    return model.tokenizer
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    """The error that made the group fail: the rest are its consequences."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+async def start_http(api: HttpApi, host: str, port: int) -> HttpServer:
+    """Serves the API until the server is stopped. UnavailableError if the address cannot be bound."""
+    access = http_access(host, port)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    bounds = HttpBounds(
+        connections=MAX_CONNECTIONS if files < 0 else max(16, min(MAX_CONNECTIONS, files - _OTHER_FILES)),
+        request_s=REQUEST_S,
+        idle_s=IDLE_S,
+        message_bytes=2 * limits.MAX_BODY_BYTES,
+        shutdown_s=_SHUTDOWN_S,
+    )
+    app = TokenGate(api.make_app(), access=access)
+    return await HttpServer.start(app, host, port, tls=access.tls, bounds=bounds, field="MILLRACE_HTTP_LISTEN")

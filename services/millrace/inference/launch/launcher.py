@@ -1,0 +1,309 @@
+"""The launcher: starts vLLM for a replica, answers for it until it is up, and ends all of it.
+
+    vLLM is imported  ──▶  flags are checked  ──▶  the model is known  ──▶  vLLM loads it  ──▶  vLLM serves
+    └────────────────────── the front answers for the replica ─────────────────────┘        (launcher watches)
+                                                        ▲                                        │
+                                                        └──── a policy of another model ─────────┘
+
+The model is that of MILLRACE_MODEL, or that of the first policy which the orchestrator asks for: then vLLM starts on
+the policy's files with dummy weights, registers as the same worker, is asked again, and takes and proves the weights
+as in any update. The launcher imports no vLLM itself.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import InternalError, InvalidSpecError, MillraceError, UnavailableError, Violation
+from millrace.inference import launch_env
+from millrace.inference.http.access import vllm_flags
+from millrace.inference.launch.front import Front, PolicyModel, describe, fetch_model
+from millrace.inference.launch.node import Node
+from millrace.inference.launch.process import VllmProcess
+from millrace.inference.model_files import POLICY_NAME
+from millrace.inference.registration import http_address
+from millrace.inference.settings import InferenceSettings
+from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE
+from millrace.inference.vllm.lora import lora_argv
+from millrace.inference.vllm.workers.node_copy import DIRECTORY_VARIABLE
+from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.rpc.worker import new_worker_id
+from millrace.storage.base import ObjectStore
+from millrace.storage.opening import open_store
+from millrace.storage.scratch import owned_directory
+from millrace.telemetry import waits
+from millrace.telemetry.settings import Settings, parse_address
+
+log = logging.getLogger(__name__)
+
+WORKER_EXTENSION = "millrace.inference.vllm.workers.worker.PolicyWorker"
+_Job = Callable[[VllmProcess], Coroutine[Any, Any, None]]
+
+_MAX_SOCKET_PLACE = 103 - len("/") - 36
+"""The path of a socket has at most 103 characters, and vLLM names them by UUIDs."""
+_SAY_AFTER_S = 15.0
+_PORT_POLL_S = 2.0
+_LEAVE_S = 5.0
+"""Seconds beyond drain and grace that vLLM has to end by itself."""
+
+
+class Launcher:
+    """Runs one replica's vLLM until SIGTERM or SIGINT; a second signal kills it at once."""
+
+    def __init__(self, settings: Settings, own: InferenceSettings, *, stopping: asyncio.Event | None = None) -> None:
+        self._own = own
+        self._node = Node.of(own.vllm_flags)
+        self._node.require_model(own.vllm_model, settings.store_url)
+        self._stopping = stopping or asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._settings = replace(
+            settings,
+            listen=_with_port(settings.require("listen")),
+            http_listen=_with_port(settings.require("http_listen")),
+        )
+        self._store: ObjectStore | None = open_store(settings.store_url) if settings.store_url else None
+        self._worker_id = new_worker_id("inference")
+        self._model: PolicyModel | None = None
+
+    async def run(self) -> None:
+        """Start vLLM, and again for each policy of another model; raises what ended it unasked."""
+        handled = self._take_signals()
+        try:
+            while not self._stopping.is_set():
+                await self._life()
+        finally:
+            for number in handled:
+                asyncio.get_running_loop().remove_signal_handler(number)
+            self._forget_model()
+
+    async def _life(self) -> None:
+        """One vLLM from start to end."""
+        is_head = self._node.is_head
+        # Both outlive all processes of vLLM, which does not remove its sockets where it is killed.
+        sockets = owned_directory("ipc", parent=Path(tempfile.gettempdir()))
+        with owned_directory("policy" if is_head else "node") as directory, sockets as place:
+            ours = {"VLLM_RPC_BASE_PATH": str(place)} if len(str(place)) <= _MAX_SOCKET_PLACE else {}
+            own = {OWNED_DIRECTORY_VARIABLE if is_head else DIRECTORY_VARIABLE: str(directory)}
+            await self._run_vllm({**ours, **self._environ(), **own}, self._work if is_head else self._follow)
+
+    async def _run_vllm(self, environ: Mapping[str, str], job: _Job) -> None:
+        """Starts vLLM and works with it until that ends or raises, or until all shall stop."""
+        vllm = await VllmProcess.start(environ)
+        log.info("started vLLM", extra={"pid": vllm.pid})
+        work = asyncio.create_task(job(vllm), name="life of vLLM")
+        stop = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done() and not work.done():
+                await self._let_drain(vllm)
+            else:
+                work.result()
+        finally:
+            for task in (work, stop):
+                task.cancel()
+            await vllm.end()
+            await asyncio.gather(work, stop, return_exceptions=True)
+
+    async def _follow(self, vllm: VllmProcess) -> None:
+        """On a node that does not serve: workers for the head, for as long as it lives."""
+        await vllm.check(self._own.vllm_flags)
+        vllm.send({"argv": [f"--model={self._own.vllm_model}", *self._own_argv()], "is_headless": True})
+        head = asyncio.create_task(self._node.until_head_ends(), name="head of the replica")
+        try:
+            await asyncio.wait({head, vllm.exited}, return_when=asyncio.FIRST_COMPLETED)
+            if head.done():
+                head.result()
+            raise await vllm.death()
+        finally:
+            head.cancel()
+
+    async def _work(self, vllm: VllmProcess) -> None:
+        front = Front()
+        http_url = http_address(*parse_address(self._settings.require("http_listen")))
+        serving = asyncio.create_task(front.run(self._settings, self._worker_id, http_url), name="front of vLLM")
+        starting = asyncio.create_task(self._bring_up(vllm, front), name="start of vLLM")
+        try:
+            await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done() and not starting.done():
+                serving.result()  # the address is taken, or the orchestrator refuses the replica
+                raise UnavailableError("the replica's gRPC server ended by itself", reason="SERVER_ENDED")
+            starting.result()
+        finally:
+            if not serving.done():
+                await front.close()
+            starting.cancel()
+            await asyncio.gather(starting, serving, return_exceptions=True)
+        vllm.send({"event": "yours"})
+        await self._watch(vllm)
+
+    async def _bring_up(self, vllm: VllmProcess, front: Front) -> None:
+        """From the flags to a server that wants the replica's address."""
+        await vllm.check(self._own.vllm_flags)
+        front.say(pb.POLICY_STATE_EMPTY)
+        model_argv = await self._model_argv(vllm, front)
+        vllm.send({"argv": [*model_argv, *self._own_argv()]})
+        began = time.monotonic()
+        front.say(pb.POLICY_STATE_APPLYING)
+        bound_s = self._own.vllm_start_s
+        saying = asyncio.create_task(_say_progress(vllm, bound_s), name="progress of vLLM")
+        alone = asyncio.create_task(self._until_it_serves_alone(), name="vLLM without its plugin")
+        heard = asyncio.create_task(vllm.hear(deadline_s=bound_s, purpose="load the model"))
+        try:
+            with waits.waiting("vLLM to load the model", waits_on="inference", deadline_s=bound_s):
+                await asyncio.wait({heard, alone}, return_when=asyncio.FIRST_COMPLETED)
+            if not heard.done():
+                alone.result()
+                raise InternalError(
+                    "vLLM serves without Millrace's plugin; its output says why the plugin did not start",
+                    reason="VLLM_PLUGIN_MISSING",
+                    remedy="read its output above for `Failed to`",
+                )
+            heard.result()
+        finally:
+            for task in (saying, alone, heard):
+                task.cancel()
+        log.info("vLLM is up", extra={"pid": vllm.pid, "load_s": round(time.monotonic() - began, 2)})
+
+    async def _until_it_serves_alone(self) -> None:
+        """Return when vLLM answers on its HTTP port, which it opens after its plugins have started."""
+        host, port = parse_address(self._settings.require("http_listen"))
+        here = "127.0.0.1" if host == "0.0.0.0" else host.strip("[]")
+        # unregistered wait: `_until_up` around it is the registered wait
+        while True:
+            await asyncio.sleep(_PORT_POLL_S)
+            try:
+                async with asyncio.timeout(_PORT_POLL_S):
+                    _, writer = await asyncio.open_connection(here, port)
+            except (OSError, TimeoutError):
+                continue
+            writer.close()
+            await asyncio.sleep(_PORT_POLL_S)  # its plugin spoke before, and was perhaps not heard yet
+            return
+
+    async def _model_argv(self, vllm: VllmProcess, front: Front) -> list[str]:
+        """Which model to load: the fixed one, or that of the policy that is asked for."""
+        if self._own.vllm_model is not None:
+            return [f"--model={self._own.vllm_model}"]
+        self._forget_model()
+        store = self._store
+        if store is None:
+            missing = Violation(field="MILLRACE_STORE_URL", message="is not set", source="environment")
+            raise InvalidSpecError([missing], reason="SETTINGS_INVALID", remedy="set it, or MILLRACE_MODEL")
+        while self._model is None:
+            with waits.waiting("the first policy of a run", waits_on="orchestrator"):
+                wanted = asyncio.create_task(front.wanted())
+                await asyncio.wait({wanted, vllm.exited}, return_when=asyncio.FIRST_COMPLETED)
+                if not wanted.done():
+                    wanted.cancel()
+                    raise await vllm.death()
+            front.say(pb.POLICY_STATE_FETCHING)
+            try:
+                self._model = await fetch_model(store, wanted.result())
+            except Exception as error:  # whatever a bad policy causes: the replica stays, says why, and is asked again
+                is_ours = isinstance(error, MillraceError)
+                log.error("the policy cannot be started with", extra={"error": describe(error)}, exc_info=not is_ours)
+                front.say(pb.POLICY_STATE_UPDATE_FAILED, error=describe(error))
+        log.info("starting vLLM on the files of the run's policy", extra={"policy": self._model.name})
+        return [
+            f"--model={self._model.directory}",
+            "--load-format=dummy",
+            *([] if "inference.model.dtype" in self._own.vllm_flags else [f"--dtype={self._model.dtype}"]),
+            *lora_argv(self._model.directory),
+        ]
+
+    async def _watch(self, vllm: VllmProcess) -> None:
+        """Return when a new vLLM is to be started; raises when this one dies."""
+        message = asyncio.create_task(vllm.messages.get())
+        try:
+            await asyncio.wait({message, vllm.exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not message.done():
+                raise await vllm.death()
+            log.warning("vLLM is started again", extra={"reason": message.result().get("reason", "")})
+        finally:
+            message.cancel()
+
+    async def _let_drain(self, vllm: VllmProcess) -> None:
+        """SIGTERM, and the time that calls under way may take."""
+        bound_s = self._settings.drain_s + self._settings.grace_s + _LEAVE_S
+        vllm.ask_to_end()
+        hurry = asyncio.create_task(self._hurry.wait())
+        with waits.waiting("vLLM to end", waits_on="inference", deadline_s=bound_s):
+            await asyncio.wait({vllm.exited, hurry}, timeout=bound_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not vllm.exited.done():
+            log.warning("vLLM did not end by itself: killing it", extra={"pid": vllm.pid})
+
+    def _own_argv(self) -> list[str]:
+        host, port = parse_address(self._settings.require("http_listen"))
+        name = self._own.model_name
+        is_scheduled = launch_env.is_given("scheduling_policy", self._own.vllm_flags)
+        others = [name] if name and name != POLICY_NAME else []
+        return [
+            f"--host={host.strip('[]')}",
+            f"--port={port}",
+            *vllm_flags(host, port),
+            "--served-model-name",
+            POLICY_NAME,
+            *others,
+            "--enable-scale-out",
+            "--logprobs-mode=processed_logprobs",
+            f"--worker-extension-cls={WORKER_EXTENSION}",
+            *([] if is_scheduled else ["--scheduling-policy=priority"]),  # a policy's probe goes before all that waits
+        ]
+
+    def _environ(self) -> Mapping[str, str]:
+        """The server's environment: ours, with the ports that were taken."""
+        environ = dict(os.environ)
+        is_offline = self._own.vllm_model is None or os.path.isdir(self._own.vllm_model)
+        offline = {"HF_HUB_OFFLINE": "1"} if is_offline else {}
+        return offline | {
+            **environ,
+            **launch_env.vllm_environ(environ, is_on_one_machine=self._node.is_on_one_machine),
+            **self._settings.to_environ(),
+            WORKER_ID_VARIABLE: self._worker_id,
+        }
+
+    def _forget_model(self) -> None:
+        if self._model is not None:
+            self._model.owner.cleanup()
+            self._model = None
+
+    def _take_signals(self) -> list[signal.Signals]:
+        def receive(number: signal.Signals) -> None:
+            if self._stopping.is_set():
+                self._hurry.set()
+            log.info("stopping on signal; another one kills vLLM at once", extra={"signal": number.name})
+            self._stopping.set()
+
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+        for number in numbers:
+            asyncio.get_running_loop().add_signal_handler(number, receive, number)
+        return numbers
+
+
+async def _say_progress(vllm: VllmProcess, deadline_s: float) -> None:
+    """Never silent for long: a model takes minutes to load."""
+    began = time.monotonic()
+    # unregistered wait: a periodic look; what it awaits is registered where it is awaited
+    while True:
+        await asyncio.sleep(_SAY_AFTER_S)
+        age_s = time.monotonic() - began
+        log.info(f"waiting for vLLM to load the model ({age_s:.0f} s of {deadline_s:.0f} s): {vllm.last_line[:160]}")
+
+
+def _with_port(address: str) -> str:
+    """The address with a free port instead of port 0: two processes listen there, one after the other."""
+    host, port = parse_address(address)
+    if port:
+        return address
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host.strip("[]"), 0))
+        return f"{host}:{probe.getsockname()[1]}"

@@ -1,0 +1,102 @@
+"""The vLLM server process of a replica: `python -m millrace.inference.vllm.server.host`, started by the launcher alone.
+
+It imports vLLM at once, while the launcher still waits for a policy, checks the flags with vLLM's own parser, and turns
+into vLLM's OpenAI server when the launcher says with which model. See `handover.py` for what the two say.
+"""
+
+import os
+import sys
+from importlib.metadata import entry_points
+
+from millrace.inference.launch_env import PLUGIN_NAME, PYTHON_VARIABLE
+from millrace.inference.vllm.handover import PARENT_VARIABLE, Line, line
+from millrace.processes.parent_death import die_with_parent
+from millrace.telemetry.startup import without_gc
+
+_PLUGIN_GROUPS = ("vllm.endpoint_plugins", "vllm.general_plugins")
+
+
+def main() -> None:
+    """Serve one life; the exit code is vLLM's, or 2 for flags that it refuses."""
+    die_with_parent(parent=int(os.environ.pop(PARENT_VARIABLE)))
+    to_launcher = line()
+    if to_launcher is None:
+        print("millrace: this is started by `millrace inference`, not by hand", file=sys.stderr)
+        sys.exit(2)
+    argv = _check(to_launcher, _missing_plugins())
+    if argv is None:
+        sys.exit(2)
+    _warm_up()
+    told = to_launcher.receive()
+    sys.argv = ["vllm", *argv, *told["argv"]]
+    if told.get("is_headless"):
+        _work_for_head()
+        return
+    # vllm is in its own environment, which the type checker does not see.
+    from vllm.entrypoints.launchers.api_server.entry import main as serve  # pyright: ignore[reportMissingImports]
+
+    serve()
+
+
+def _work_for_head() -> None:
+    """This node's workers of a replica whose head is elsewhere, until one of them ends."""
+    from vllm.entrypoints.cli.serve import run_headless  # pyright: ignore[reportMissingImports]
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # pyright: ignore[reportMissingImports]
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*sys.argv[1:], "--headless"])
+    args.api_server_count = 0
+    run_headless(args)
+    sys.exit("a worker of this node has ended")  # vLLM returns when one does
+
+
+def _missing_plugins() -> list[dict[str, str | None]]:
+    """A violation if vLLM would not find Millrace's plugins here: it would serve without them, and say nothing."""
+    missing = [group for group in _PLUGIN_GROUPS if PLUGIN_NAME not in entry_points(group=group).names]
+    if not missing:
+        return []
+    told = f"the millrace installed for {sys.executable} has no entry point in {', '.join(missing)}: install it again"
+    return [{"field": PYTHON_VARIABLE, "value": sys.executable, "message": told}]
+
+
+def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str] | None:
+    """The arguments that say what the launcher's flags say; None if something is wrong with them, which is told."""
+    given = to_launcher.receive()["flags"]
+    with without_gc():
+        from vllm.entrypoints.launchers.cli_args import (  # pyright: ignore[reportMissingImports]
+            make_arg_parser,
+            validate_parsed_serve_args,
+        )
+        from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
+
+    from millrace.inference.vllm.server.flags import to_argv
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    argv, violations = to_argv(parser, given)
+    problems = problems + [{"field": one.field, "value": one.value, "message": one.message} for one in violations]
+    if not problems:
+        try:
+            validate_parsed_serve_args(parser.parse_args(argv))
+        except (TypeError, ValueError) as error:
+            text = " ".join(str(error).removeprefix("Error: ").split())
+            problems = [*problems, {"field": "inference.vllm", "value": None, "message": f"vLLM refuses it: {text}"}]
+    to_launcher.send({"violations": problems})
+    return None if problems else argv
+
+
+def _warm_up() -> None:
+    """Import what the server needs anyway, in the time in which nobody knows the model yet."""
+    with without_gc():
+        import vllm.entrypoints.launchers.api_server.entry  # pyright: ignore[reportMissingImports]
+        import vllm.v1.engine.async_llm  # pyright: ignore[reportMissingImports]  # noqa: F401
+
+
+if __name__ == "__mp_main__":
+    # A process that multiprocessing spawns imports this module first, before it runs what it is for. Not all of vLLM's
+    # load its plugins (`lineage.register`): the coordinator of data parallelism would outlive a killed launcher.
+    if os.getppid() == 1:  # vLLM's server, which starts them, is never that; it has died
+        os._exit(1)
+    die_with_parent(parent=os.getppid())
+
+if __name__ == "__main__":
+    main()

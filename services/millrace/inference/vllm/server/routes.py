@@ -1,0 +1,243 @@
+"""The HTTP routes that the plugin puts in place of vLLM's own, and those of PRIME-RL.
+
+| route | what |
+|---|---|
+| `POST /v1/chat/completions`, `/v1/completions`, `/inference/v1/generate` | vLLM's, plus `policy_spans` per choice |
+| `GET /v1/models`, `GET /health` | vLLM's, but 503 while no proved policy serves |
+| `POST /update_weights`, `POST /reload_weights` | PRIME-RL's: weights from a directory; not proved |
+
+Spans are those of the engine (`weight_versions`), which labels every step's tokens with the version that it ran on.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, MillraceError, UnavailableError
+from millrace.inference.engine import STALL_S, EngineState
+from millrace.inference.http import limits
+from millrace.inference.model_files import ModelSlot
+from millrace.inference.updater import PolicyUpdater
+from millrace.inference.vllm.engine import VllmEngine
+from millrace.inference.vllm.gate import CALLS, Calls, Gate
+from millrace.inference.vllm.server.spans import add_last_spans, add_spans, name_tokens, rewritten
+
+# vllm and what comes with it are in their own environment, which the type checker does not see.
+from fastapi import APIRouter, Request  # isort: skip # pyright: ignore[reportMissingImports]
+from fastapi.responses import JSONResponse, Response, StreamingResponse  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation  # isort: skip # pyright: ignore[reportMissingImports]
+
+log = logging.getLogger(__name__)
+
+router = APIRouter()
+
+
+@dataclass(slots=True, kw_only=True)
+class Replica:
+    """What the routes need, at `app.state.millrace`."""
+
+    engine: VllmEngine
+    gate: Gate
+    slot: ModelSlot
+    updater: PolicyUpdater
+    owner: object
+    """Keeps the policy's directory as long as the server lives."""
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    is_draining: bool = False
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def require(self) -> None:
+        """UnavailableError while nothing that is proved serves."""
+        status = self.engine.status()
+        if self.is_draining:
+            raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="retry on another one")
+        if self.slot.current is None or status.state is not EngineState.READY:
+            raise UnavailableError(
+                status.error or "no policy is loaded yet", reason="NO_POLICY", remedy="retry in a few seconds"
+            )
+
+    async def load_directory(self, directory: str | None) -> None:
+        """Serves weights of a directory, or the first ones again. InvalidStateError while it serves a run."""
+        if (desired := self.updater.desired) is not None:
+            raise InvalidStateError(
+                f"this replica serves run {desired.run_uid}, whose policies come through PolicyService and are proved",
+                reason="POLICY_DRIVEN",
+                remedy="use a replica that serves no run",
+            )
+        if self.slot.current is None:
+            raise UnavailableError("no model is loaded yet", reason="NO_POLICY", remedy="retry in a few seconds")
+        async with self.loading:
+            await self.engine.load_directory(directory)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests, waits for the open ones at most `grace_s`, then aborts them."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.gate.drained()
+        except TimeoutError:
+            log.warning("aborting requests at shutdown", extra={"requests": self.gate.num_open, "grace_s": grace_s})
+            await self.engine.abort_all()
+
+
+def attach(app: Any) -> None:
+    """Adds the routes; vLLM drops its own of the same path and method."""
+    app.include_router(router)
+    app.add_exception_handler(MillraceError, lambda _, error: _error(error))
+
+
+@router.post("/v1/chat/completions")
+@with_cancellation
+@load_aware_call
+async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
+    """OpenAI's chat; vLLM renders, generates and parses."""
+    limits.check_completions(1, request.n or 1)
+    limits.check_stops(request.stop)
+    limits.check_chat(request.messages, request.tools, _room(raw_request))
+    serving = raw_request.app.state.openai_serving_chat
+    return await _serve(raw_request, lambda: serving.create_chat_completion(request, raw_request), _Spans.of(request))
+
+
+@router.post("/v1/completions")
+@with_cancellation
+@load_aware_call
+async def completions(request: CompletionRequest, raw_request: Request) -> Response:
+    """OpenAI's completions."""
+    limits.check_stops(request.stop)
+    limits.check_prompt(request.prompt, request.n or 1, _room(raw_request))
+    serving = raw_request.app.state.openai_serving_completion
+    return await _serve(raw_request, lambda: serving.create_completion(request, raw_request), _Spans.of(request))
+
+
+@router.post("/inference/v1/generate")
+@with_cancellation
+@load_aware_call
+async def generate(request: GenerateRequest, raw_request: Request) -> Response:
+    """Tokens in, tokens out. Log-probs are always there, named `token_id:N` as clients want them."""
+    sampling = request.sampling_params
+    limits.check_completions(1, sampling.n)
+    limits.check_stops(sampling.stop, field="sampling_params.stop")
+    limits.check_tokens([request.token_ids], _room(raw_request), field="token_ids")
+    if sampling.logprobs is None:
+        sampling.logprobs = 0
+    if sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None:
+        # vLLM computes no log-probs of what it takes from the cache: their rows would be whatever was in that memory,
+        # and it dies of them. By default it does not look there; a caller that asks for it must not end the engine.
+        sampling.skip_reading_prefix_cache = True
+    serving = raw_request.app.state.serving_tokens
+    how = _Spans(per_call=sampling.n, is_raw=True)
+    return await _serve(raw_request, lambda: serving.serve_tokens(request, raw_request), how)
+
+
+@router.get("/v1/models")
+async def models(raw_request: Request) -> Response:
+    """The models."""
+    _replica(raw_request).require()
+    found = await raw_request.app.state.openai_serving_models.show_available_models()
+    return JSONResponse(found.model_dump())
+
+
+@router.get("/health")
+async def health(raw_request: Request) -> Response:
+    """200 while a proved policy serves and the engine answers."""
+    replica = _replica(raw_request)
+    replica.require()
+    if (age_s := replica.engine.status().progress_age_s) > STALL_S:
+        raise UnavailableError(f"the engine did nothing for {age_s:.0f} s", reason="ENGINE_STALLED")
+    return JSONResponse({"status": "ok"})
+
+
+@router.post("/update_weights")
+async def update_weights(raw_request: Request) -> Response:
+    """PRIME-RL's: `{"weight_dir": …}`, a directory of safetensors files that the workers can read."""
+    body = await raw_request.json()
+    directory = body.get("weight_dir") if isinstance(body, dict) else None
+    if not isinstance(directory, str) or not directory:
+        raise InvalidStateError("the body needs weight_dir, a directory", reason="REQUEST_INVALID")
+    await _replica(raw_request).load_directory(directory)
+    return JSONResponse({"status": "ok"})
+
+
+@router.post("/reload_weights")
+async def reload_weights(raw_request: Request) -> Response:
+    """PRIME-RL's: back to the weights that the server was started with."""
+    await _replica(raw_request).load_directory(None)
+    return JSONResponse({"status": "ok"})
+
+
+def _room(request: Request) -> int:
+    """Tokens of the longest context; UnavailableError while nothing serves."""
+    replica = _replica(request)
+    replica.require()
+    return replica.engine.status().max_model_len
+
+
+def _replica(request: Request) -> Replica:
+    return request.app.state.millrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spans:
+    """How the spans come into an answer. `is_raw` also names its tokens, as tokens in, tokens out wants it."""
+
+    per_call: int
+    """Choices that one call of the engine makes; 0 for beam search, whose calls are not its choices."""
+    is_raw: bool = False
+
+    @classmethod
+    def of(cls, request: Any) -> "_Spans":
+        """For OpenAI's routes."""
+        return cls(per_call=0 if request.use_beam_search else request.n or 1)
+
+    def whole(self, body: dict[str, Any], calls: Calls) -> None:
+        """Finishes an answer in one piece."""
+        add_spans(body, calls)
+        if self.is_raw:
+            name_tokens(body)
+
+    def chunk(self, body: dict[str, Any], calls: Calls) -> None:
+        """Finishes a chunk of a stream."""
+        if self.per_call:
+            add_last_spans(body, calls, per_call=self.per_call)
+        if self.is_raw:
+            name_tokens(body)
+
+
+async def _serve(request: Request, call: Callable[[], Awaitable[Any]], spans: _Spans) -> Response:
+    """One call of a serving object behind the gate, with the spans that the engine told."""
+    calls = Calls()
+    token = CALLS.set(calls)
+    try:
+        _replica(request).require()
+        answer = await call()
+    except MillraceError as error:
+        return _error(error)
+    finally:
+        CALLS.reset(token)
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+    if not hasattr(answer, "model_dump"):
+        events = rewritten(answer, lambda chunk: spans.chunk(chunk, calls))
+        return StreamingResponse(events, media_type="text/event-stream")
+    body = answer.model_dump()
+    spans.whole(body, calls)
+    return Response(json.dumps(body, separators=(",", ":"), ensure_ascii=False), media_type="application/json")
+
+
+_STATUS = ((CapacityError, 429), (UnavailableError, 503), (InvalidSpecError, 400), (InvalidStateError, 400))
+
+
+def _error(error: Exception) -> Response:
+    """OpenAI's error object; 503 carries Retry-After."""
+    status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
+    body = {"error": {"message": str(error), "type": type(error).__name__, "param": None, "code": status}}
+    wait_s = getattr(error, "retry_after_s", None)
+    headers = {"Retry-After": str(int(wait_s or 1))} if status in (429, 503) else {}
+    return JSONResponse(body, status_code=status, headers=headers)

@@ -1,0 +1,1 @@
+"""What runs in vLLM's worker processes: the bits of the model, and how a version gets into them."""

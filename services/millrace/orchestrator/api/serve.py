@@ -1,0 +1,123 @@
+"""Wiring of the orchestrator process: Redis, store, registry, manager and the gRPC server."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc.aio
+
+from millrace.errors import first_error
+from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
+from millrace.orchestrator.api.service import RunServicer
+from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.meters import registry_of
+from millrace.orchestrator.runs.catalog import RunCatalog
+from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
+from millrace.rpc.health import PROCESS, HealthBoard
+from millrace.rpc.metrics_server import metrics_server
+from millrace.rpc.serve import serve
+from millrace.rpc.slot import worker_slot
+from millrace.rpc.worker import new_worker_id
+from millrace.runlog import open_redis
+from millrace.storage import open_store
+from millrace.telemetry.settings import Settings
+from millrace.v1 import run_service_pb2, run_service_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+STALL_S = 60.0
+"""Silence of the manager's scan after which the process counts as hung."""
+GIVE_BACK_S = 15.0
+"""How long a stop waits for leases to be released and the last events to be written; Redis may be away."""
+
+
+async def serve_orchestrator(
+    settings: Settings, *, on_started: Callable[[int], None] | None = None, handle_signals: bool = True
+) -> None:
+    """Serve RunService and WorkerService until a signal; raises what ends the manager. `on_started` gets the port."""
+    owner = new_worker_id("orchestrator")
+    redis = open_redis(settings.require("redis_url"))
+    store = open_store(settings.require("store_url"))
+    registry = WorkerRegistry()
+    catalog = RunCatalog(redis=redis, store=store, prefix=settings.prefix, owner=owner)
+    board = HealthBoard()
+    manager = RunManager(
+        owner=owner,
+        redis=redis,
+        store=store,
+        prefix=settings.prefix,
+        catalog=catalog,
+        registry=registry,
+        on_scan=lambda: board.touch(PROCESS),
+    )
+    run_service = run_service_pb2.DESCRIPTOR.services_by_name["RunService"].full_name
+    worker_service = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+    def register(server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:
+        servicer = RunServicer(
+            redis=redis,
+            store=store,
+            prefix=settings.prefix,
+            catalog=catalog,
+            manager=manager,
+            registry=registry,
+            owner=owner,
+            draining=draining,
+        )
+        run_service_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(registry), server)
+        return [run_service, worker_service]
+
+    listen = settings.require("listen")
+    started_once, stopping = asyncio.Event(), asyncio.Event()
+
+    def started(port: int) -> None:
+        # Only who has bound the address holds the place, and may take over what a predecessor there left.
+        manager.slot = worker_slot(f"{listen.rpartition(':')[0]}:{port}")
+        started_once.set()
+        board.set_ready(run_service)
+        board.set_ready(worker_service)
+        board.expect_progress(PROCESS, within_s=STALL_S)
+        if on_started is not None:
+            on_started(port)
+
+    exported = registry_of(manager, catalog, registry)
+    try:
+        async with metrics_server(settings.metrics_listen, exported), asyncio.TaskGroup() as tasks:
+            managing = tasks.create_task(_manage(manager, started_once, stopping), name="run manager")
+            await serve(
+                listen,
+                register,
+                drain_s=settings.drain_s,
+                grace_s=settings.grace_s,
+                on_started=started,
+                stopping=stopping,
+                health_board=board,
+                handle_signals=handle_signals,
+            )
+            started_once.set()
+            await managing
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
+    finally:
+        await redis.aclose()
+
+
+async def _manage(manager: RunManager, started: asyncio.Event, stopping: asyncio.Event) -> None:
+    """Run the manager from when the server listens until it is asked to stop: then a successor may claim at once.
+
+    Raises what ends the manager by itself.
+    """
+    await started.wait()
+    running, stop = asyncio.create_task(manager.run()), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((running, stop), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        log.info("giving every run back")
+    finally:
+        for task in (running, stop):
+            task.cancel()
+        _, left = await asyncio.wait((running, stop), timeout=GIVE_BACK_S)
+        if left:
+            log.warning("not every run could be given back", extra={"within_s": GIVE_BACK_S})

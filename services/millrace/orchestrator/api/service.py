@@ -1,0 +1,368 @@
+"""RunService: the public API over the runs of a deployment."""
+
+import asyncio
+import base64
+import logging
+import re
+import time
+from dataclasses import replace
+from functools import partial
+
+import grpc
+import redis.asyncio
+
+from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
+from millrace.errors import (
+    AlreadyExistsError,
+    CorruptObjectError,
+    InvalidSpecError,
+    InvalidStateError,
+    LogGoneError,
+    UnavailableError,
+    Violation,
+)
+from millrace.orchestrator.api.watch import EventFeed
+from millrace.orchestrator.explain.why import explain, unanswered
+from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.runs import forks
+from millrace.orchestrator.runs.catalog import RunCatalog
+from millrace.orchestrator.runs.intent_calls import IntentCalls
+from millrace.orchestrator.runs.new_run import make_record, validate
+from millrace.orchestrator.runs.run_view import EVAL, TERMINAL, RunRecord, RunView
+from millrace.orchestrator.workers import WorkerRegistry
+from millrace.runlog.audit import audit_run
+from millrace.runlog.fork import copy_fork, plan_fork
+from millrace.runlog.index import create_run, find_request
+from millrace.runlog.names import Names, check_request_id, new_uid
+from millrace.storage import ObjectStore
+from millrace.storage.commit_points import newest_revision, require_checksum
+from millrace.telemetry import waits
+from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 15.0
+"""Silence after which a watch stream sends an empty message, so that a dead path is seen."""
+EXPLAIN_READ_S = 2.0
+"""Longest look at the log for an explanation, which comes within 5 s in any case."""
+READ_BLOCK_S = 1.0
+"""Longest block of one read in a watch: how late a drain or a cancelled client is noticed."""
+PAGE_DEFAULT, PAGE_MAX = 50, 1000
+PAGE_BYTES = 16 << 20
+"""Largest page of runs: configs are part of them. The next page begins behind it."""
+MAX_VALIDATIONS = 2
+"""Configs that are checked at the same time, in threads; further ones wait."""
+MAX_REASON_CHARS = 2000
+_CURSOR = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
+
+
+class RunServicer(run_service_pb2_grpc.RunServiceServicer):
+    """The public API. Every method raises `millrace.errors`; the interceptor maps them."""
+
+    def __init__(
+        self,
+        *,
+        redis: redis.asyncio.Redis,
+        store: ObjectStore,
+        prefix: str,
+        catalog: RunCatalog,
+        manager: RunManager,
+        registry: WorkerRegistry,
+        owner: str,
+        draining: asyncio.Event,
+    ) -> None:
+        self._redis = redis
+        self._store = store
+        self._prefix = prefix
+        self._catalog = catalog
+        self._manager = manager
+        self._registry = registry
+        self._owner = owner
+        self._draining = draining
+        self._intents = IntentCalls(store=store, prefix=prefix, owner=owner, on_intent=manager.apply)
+        self._auditing = asyncio.Semaphore(1)  # an audit reads everything of a run: one at a time
+        self._validating = asyncio.Semaphore(MAX_VALIDATIONS)
+
+    async def CreateRun(
+        self, request: run_service_pb2.CreateRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.CreateRunResponse:
+        """Validate and queue a run."""
+        _, record = await self._validated(request)
+        if request.validate_only:
+            return run_service_pb2.CreateRunResponse(run=RunView(record).run)
+        if request.request_id:
+            earlier = await find_request(self._store, self._prefix, request.request_id)
+            if earlier is not None:
+                return run_service_pb2.CreateRunResponse(run=await self._earlier(earlier, record))
+        return run_service_pb2.CreateRunResponse(run=await self._create(record))
+
+    async def ForkRun(
+        self, request: run_service_pb2.ForkRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ForkRunResponse:
+        """Copy what the new run begins with, and queue it."""
+        parent = (await self._catalog.find(request.name)).record
+        if parent.kind == EVAL:
+            raise InvalidStateError(
+                f"run {parent.name!r} is an evaluation: it has no policy to continue from",
+                reason="FORK_OF_EVALUATION",
+                remedy="submit the evaluation again with the settings that you want",
+            )
+        wanted = forks.as_create(request, parent, uid=new_uid())
+        config, record = await self._validated(wanted)
+        assert isinstance(config, RLConfig), "a fork is a run that trains"
+        record = replace(record, parent={"uid": parent.uid, "step": request.step})
+        if request.request_id:
+            earlier = await find_request(self._store, self._prefix, request.request_id)
+            if earlier is not None:
+                return run_service_pb2.ForkRunResponse(run=await self._earlier(earlier, record))
+        names = Names(self._prefix, parent.uid)
+        plan = await asyncio.to_thread(plan_fork, self._store, names, name=parent.name, step=request.step)
+        forks.check_config(config, parent, plan)
+        record = replace(record, parent=plan.to_json())
+        return run_service_pb2.ForkRunResponse(run=await self._create(record))
+
+    async def AuditRun(
+        self, request: run_service_pb2.AuditRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.AuditRunResponse:
+        """Check the promises of a run against its log."""
+        uid = (await self._catalog.find(request.name)).record.uid
+        with waits.waiting(f"an audit of run {uid}: its turn", waits_on="object store") as wait:
+            async with self._auditing:
+                report = await audit_run(
+                    self._redis,
+                    self._store,
+                    prefix=self._prefix,
+                    uid=uid,
+                    on_progress=lambda text: wait.update(reason=f"an audit of run {uid}: {text}"),
+                )
+        return run_service_pb2.AuditRunResponse(report=report)
+
+    async def GetRun(
+        self, request: run_service_pb2.GetRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.GetRunResponse:
+        """Show one run."""
+        view = await self._catalog.find(request.name)
+        run = run_pb2.Run()
+        run.CopyFrom(view.run)
+        if (progress := self._manager.progress(view.record.uid)) is not None:
+            run.progress.CopyFrom(progress)
+        return run_service_pb2.GetRunResponse(run=run)
+
+    async def ListRuns(
+        self, request: run_service_pb2.ListRunsRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListRunsResponse:
+        """List runs, newest first."""
+        size, start = _page(request.page_size, request.page_token)
+        views = reversed(await self._catalog.refresh())
+        runs = [view.run for view in views if not request.states or view.run.state in request.states]
+        page = _of_bounded_size(runs[start : start + size])
+        return run_service_pb2.ListRunsResponse(runs=page, next_page_token=_next_token(start + len(page), len(runs)))
+
+    async def CancelRun(
+        self, request: run_service_pb2.CancelRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.CancelRunResponse:
+        """Write the intent, then tell the driver. Cancelling a run that ended is an error; twice is not."""
+        view = await self._catalog.find(request.name)
+        _check_intent(request.reason, request.request_id)
+        await self._intents.cancel(view, reason=request.reason, request_id=request.request_id)
+        return run_service_pb2.CancelRunResponse(run=view.run)
+
+    async def PauseRun(
+        self, request: run_service_pb2.PauseRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.PauseRunResponse:
+        """Write the intent, then tell the driver. Pausing a run that ends or ended is an error; twice is not."""
+        view = await self._catalog.find(request.name)
+        _check_intent(request.reason, request.request_id)
+        await self._intents.pause(view, reason=request.reason, request_id=request.request_id)
+        return run_service_pb2.PauseRunResponse(run=view.run)
+
+    async def ResumeRun(
+        self, request: run_service_pb2.ResumeRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ResumeRunResponse:
+        """Write the intent, then look for a free trainer. A failed run is reopened; an open one goes on as it does."""
+        view = await self._catalog.find(request.name)
+        _check_intent("", request.request_id)
+        await self._intents.resume(view, request_id=request.request_id)
+        return run_service_pb2.ResumeRunResponse(run=view.run)
+
+    async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):
+        """Replay, then follow; ends behind the terminal state, which FAILED is not for a run that was reopened."""
+        view = await self._catalog.find(request.name)
+        if request.after and not _CURSOR.fullmatch(request.after):
+            problem = Violation(field="after", value=request.after[:80], message="is not the cursor of an event")
+            raise InvalidSpecError([problem], reason="CURSOR_INVALID", remedy="leave it out, or pass one that was sent")
+        if view.damage is not None and self._catalog.is_unreadable(view):
+            raise CorruptObjectError(view.run.error.message, reason=view.damage.reason)
+        uid = view.record.uid
+        feed = EventFeed(self._catalog, uid, after=request.after)
+        last_sent, has_ended = time.monotonic(), False
+        while not has_ended:
+            if self._draining.is_set():
+                raise UnavailableError(
+                    "this orchestrator is draining",
+                    reason="DRAINING",
+                    remedy=f"watch again with after={feed.cursor!r}",
+                    metadata={"cursor": feed.cursor},
+                )
+            view = self._catalog.known(uid) or view  # a rebuilt log makes a new one
+            has_ended = view.is_terminal  # then what is there is all
+            for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
+                is_end = event.HasField("state_changed") and event.state_changed.new_state in TERMINAL
+                if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
+                    continue  # nobody's: whoever heard of it would stop to watch
+                last_sent, has_ended = time.monotonic(), is_end
+                yield run_service_pb2.WatchRunResponse(event=event)
+            if has_ended:
+                view = await self._catalog.find(uid)
+                has_ended = view.is_terminal
+            if time.monotonic() - last_sent > HEARTBEAT_S:
+                last_sent = time.monotonic()
+                yield run_service_pb2.WatchRunResponse()
+
+    async def ListCheckpoints(
+        self, request: run_service_pb2.ListCheckpointsRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListCheckpointsResponse:
+        """List the checkpoints whose manifest is in the store, oldest first."""
+        size, start = _page(request.page_size, request.page_token)
+        record = (await self._catalog.find(request.parent)).record
+        found = await asyncio.to_thread(self._checkpoints, record)
+        return run_service_pb2.ListCheckpointsResponse(
+            checkpoints=found[start : start + size], next_page_token=_next_token(start + size, len(found))
+        )
+
+    async def ExplainRun(
+        self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ExplainRunResponse:
+        """What every service waits for."""
+        # Redis or the store may be what is to be explained: the view of the last look serves as well.
+        known, note = self._catalog.known(request.name), ""
+        try:
+            async with asyncio.timeout(EXPLAIN_READ_S):
+                view = await self._catalog.find(known.record.uid if known is not None else request.name)
+        except (TimeoutError, UnavailableError, LogGoneError) as error:
+            if known is None:
+                raise UnavailableError(
+                    f"run {request.name!r} cannot be looked up: {unanswered(self._owner) or error}",
+                    reason="LOG_UNREADABLE",
+                    remedy="see whether Redis and the object store answer",
+                ) from error
+            view, note = known, "the run's log cannot be read now, its state is that of the last look"
+        return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of)
+
+    async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
+        """The config and the record of the new run, checked in a thread; InvalidSpecError says all."""
+
+        def check() -> tuple[RLConfig | EvalRunConfig, RunRecord]:
+            config = validate(request)
+            return config, make_record(request, config)
+
+        with waits.shared("configs of {n} new runs to be checked", waits_on="orchestrator", quiet_s=1.0):
+            async with self._validating:
+                return await asyncio.to_thread(check)
+
+    def _name_of(self, uid: str) -> str:
+        known = self._catalog.known(uid)
+        return known.record.name if known is not None else uid
+
+    async def _create(self, record: RunRecord) -> run_pb2.Run:
+        uid = await create_run(
+            self._redis,
+            self._store,
+            self._prefix,
+            uid=record.uid,
+            name=record.name,
+            request_id=record.request_id,
+            run_json=record.encode(),
+            prepare=partial(copy_fork, self._store, self._prefix),
+        )
+        self._manager.wake()
+        if uid != record.uid:
+            return await self._earlier(uid, record)
+        return (await self._catalog.find(record.uid)).run
+
+    async def _earlier(self, uid: str, record: RunRecord) -> run_pb2.Run:
+        view = await self._catalog.find(uid)
+        if view.record.run_hash != record.run_hash or not forks.is_same_fork(record, view.record):
+            raise AlreadyExistsError(
+                f"request_id {record.request_id!r} was used for run {view.record.name!r} with another config "
+                f"(hash {view.record.run_hash[:12]}, now {record.run_hash[:12]})",
+                reason="REQUEST_ID_REUSED",
+                remedy="use a new request_id for a new run",
+                metadata={"request_id": record.request_id, "run": view.record.name},
+            )
+        return view.run
+
+    def _checkpoints(self, record: RunRecord) -> list[checkpoint_pb2.Checkpoint]:
+        names = Names(self._prefix, record.uid)
+        found = []
+        for prefix in self._store.list_prefixes(names.checkpoints):
+            step = prefix.removeprefix(names.checkpoints).rstrip("/")
+            if step.isdecimal() and (checkpoint := self._checkpoint(record, names, int(step))) is not None:
+                found.append(checkpoint)
+        return found
+
+    def _checkpoint(self, record: RunRecord, names: Names, step: int) -> checkpoint_pb2.Checkpoint | None:
+        """A committed checkpoint; None, and a line in the log, if its manifest is damaged or not there."""
+        key = newest_revision(self._store, names.checkpoint_manifest(step))
+        if (info := self._store.head(key)) is None:
+            return None
+        try:
+            size_bytes = _manifest_bytes(self._store.get(key, max_bytes=MAX_JSON_BYTES), what=self._store.uri(key))
+        except CorruptObjectError as error:
+            log.warning("a damaged checkpoint is not listed", extra={"run": record.name, "error": error.message})
+            return None
+        checkpoint = checkpoint_pb2.Checkpoint(
+            name=f"runs/{record.name}/checkpoints/{step:08d}",
+            step=step,
+            uri=self._store.uri(key),
+            size_bytes=size_bytes,
+        )
+        checkpoint.create_time.FromNanoseconds(int(info.modified * 1e9))
+        return checkpoint
+
+
+def _manifest_bytes(data: bytes, *, what: str) -> int:
+    """Bytes of the objects that a checkpoint's manifest names."""
+    reason = "CHECKPOINT_MANIFEST_INVALID"
+    raw = decode_object(data, what=what, reason=reason)
+    try:
+        require_checksum(raw)
+        return sum(item.integer("size_bytes", most=1 << 50) for item in Fields(raw).objects("objects", most=1 << 16))
+    except ValueError as error:
+        raise CorruptObjectError(f"{what} cannot be read: {error}", reason=reason) from error
+
+
+def _check_intent(reason: str, request_id: str) -> None:
+    if len(reason) > MAX_REASON_CHARS:
+        message = f"must have at most {MAX_REASON_CHARS} characters"
+        raise InvalidSpecError([Violation(field="reason", value=f"{len(reason)} characters", message=message)])
+    if request_id:
+        check_request_id(request_id)
+
+
+def _of_bounded_size(runs: list[run_pb2.Run]) -> list[run_pb2.Run]:
+    """The first runs, as many as fit into a page, and at least one."""
+    size = 0
+    for index, run in enumerate(runs):
+        size += run.ByteSize()
+        if index and size > PAGE_BYTES:
+            return runs[:index]
+    return runs
+
+
+def _page(size: int, token: str) -> tuple[int, int]:
+    if size < 0:
+        raise InvalidSpecError([Violation(field="page_size", value=str(size), message="must not be negative")])
+    try:
+        start = int(base64.urlsafe_b64decode(token.encode())) if token else 0
+        if start < 0:
+            raise ValueError("negative")
+    except ValueError as error:
+        problem = Violation(field="page_token", value=token, message="is not a token of this API: leave it out")
+        raise InvalidSpecError([problem]) from error
+    return min(size or PAGE_DEFAULT, PAGE_MAX), start
+
+
+def _next_token(start: int, total: int) -> str:
+    return base64.urlsafe_b64encode(str(start).encode()).decode() if start < total else ""

@@ -1,0 +1,165 @@
+"""The parts of one run's driver, and how they hang together."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millrace.algorithms import ALGORITHMS
+from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.internal.v1 import env_service_pb2
+from millrace.orchestrator.drive.batch_writer import BatchWriter
+from millrace.orchestrator.drive.damage import DamageBook
+from millrace.orchestrator.drive.fixed_model import FixedEndpoints, NoTrainer
+from millrace.orchestrator.drive.loop import RolloutLoop
+from millrace.orchestrator.drive.policy_driver import PolicyDriver
+from millrace.orchestrator.drive.trainer_watch import Trainer, TrainerWatch
+from millrace.orchestrator.play.admission import AdmissionRule
+from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.env_pool import EnvPool, env_spec
+from millrace.orchestrator.play.evals import Evaluation, Evaluator
+from millrace.orchestrator.play.intake import Intake
+from millrace.orchestrator.play.play import Play, load_of
+from millrace.orchestrator.play.player import Player, RunIdentity
+from millrace.orchestrator.play.rollout_stream import RolloutStream
+from millrace.orchestrator.play.routing import Policies, Router
+from millrace.orchestrator.play.settings import of_run, of_training, plays_of_training
+from millrace.orchestrator.play.tasks import TaskOrder, TaskSource
+from millrace.orchestrator.run_context import RunContext
+
+NO_SAMPLES = 1
+"""Length to which the samples of a run without samples are cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """Everything that works on one run under one epoch."""
+
+    context: RunContext
+    training: RLConfig | None
+    """None where nothing is trained."""
+    trainer: Trainer
+    envs: EnvPool
+    policies: Policies
+    book: Book
+    intake: Intake
+    stream: RolloutStream
+    player: Player
+    evals: Evaluator
+    writer: BatchWriter
+    damage: DamageBook
+    specs: list[env_service_pb2.EnvSpec]
+    """Environments to train on, then those that are only evaluated."""
+
+    @property
+    def max_steps(self) -> float:
+        """Steps of the run; infinite if it has no end."""
+        return (self.training and self.training.max_steps) or math.inf
+
+
+def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
+    """Make the parts of a run's driver; nothing of them works yet."""
+    run_log, uid, epoch, events = context.log, context.record.uid, context.epoch.number, context.events
+    book, router = Book(count=events.meters.rollout), Router()
+    envs = EnvPool(run_uid=uid, epoch=epoch, registry=context.registry)
+    policies: Policies
+    trainer: Trainer
+    if isinstance(config, EvalRunConfig):
+        training, evaluation, is_scored, seq_len = None, of_run(config), False, NO_SAMPLES
+        urls = [] if config.client is None else config.client.base_url
+        policies = FixedEndpoints(urls, model=config.model.name, max_concurrent=config.max_concurrent)
+        trainer = NoTrainer()
+    else:
+        training, evaluation, seq_len = config, of_training(config.orchestrator), config.orchestrator.seq_len
+        is_scored = config.orchestrator.algo.teacher is not None
+        policies = PolicyDriver(
+            run_uid=uid, epoch=epoch, registry=context.registry, events=events, on_change=book.changed.set
+        )
+        trainer = TrainerWatch(run_uid=uid, registry=context.registry)
+    damage = DamageBook(run_log, events, run=context.record.name)
+    evaluations: dict[str, Evaluation] = {}
+    intake = Intake(book=book, evaluations=evaluations, policies=policies)
+    stream = RolloutStream(run_log, take=intake.take, is_scored=is_scored, on_damaged=damage.note)
+    identity = RunIdentity(uid=uid, epoch=epoch, generation=run_log.generation)
+    player = Player(run=identity, envs=envs, policies=policies, stream=stream, router=router)
+    evals = Evaluator(settings=evaluation, epoch=epoch, envs=envs, player=player, evaluations=evaluations)
+    router.count(lambda: load_of(book.plays.values()))
+    router.count(evals.load)
+    return RunParts(
+        context=context,
+        training=training,
+        trainer=trainer,
+        envs=envs,
+        policies=policies,
+        book=book,
+        intake=intake,
+        stream=stream,
+        player=player,
+        evals=evals,
+        writer=BatchWriter(context, book=book, envs=envs, stream=stream, seq_len=seq_len),
+        damage=damage,
+        specs=_specs(config),
+    )
+
+
+def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bool]) -> RolloutLoop:
+    """The loop of a run whose environments are open."""
+    settings = config.orchestrator
+    opened = {spec.name: parts.envs.envs[spec.name] for spec in parts.specs}
+    order = TaskOrder(
+        [
+            TaskSource(
+                env=env.name,
+                num_tasks=opened[env.name].num_train,
+                digest=opened[env.name].train_digest,
+                weight=env.weight,
+            )
+            for env in settings.env
+        ],
+        seed=settings.seed,
+    )
+    rule = AdmissionRule(
+        groups_per_step=settings.batch_size // settings.rollouts_per_example,
+        async_level=settings.async_level,
+        max_off_policy_steps=settings.max_off_policy_steps,
+        oversampling_factor=settings.oversampling_factor,
+        max_steps=config.max_steps,
+    )
+    plays = plays_of_training(settings)
+
+    def make_play(ordinal: int, planned_step: int) -> Play:
+        task = order.task(ordinal)
+        return Play(
+            task=task,
+            group_size=settings.rollouts_per_example,
+            settings=plays,
+            planned_step=planned_step,
+            min_version=rule.min_version(planned_step=planned_step),
+            is_scored_whole=opened[task.env].requires_group,
+        )
+
+    return RolloutLoop(
+        max_steps=parts.max_steps,
+        rule=rule,
+        make_play=make_play,
+        book=parts.book,
+        player=parts.player,
+        policies=parts.policies,
+        writer=parts.writer,
+        events=parts.context.events,
+        algorithm=ALGORITHMS[settings.algo.type].from_config(settings.algo),
+        settings=settings,
+        timeout_s=plays.timeout_s,
+        is_stopping=is_stopping,
+    )
+
+
+def _specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]:
+    """Environments to train on, then those that are only evaluated."""
+    if isinstance(config, EvalRunConfig):
+        envs = list(config.env)
+    else:
+        settings = config.orchestrator
+        names = {env.name for env in settings.env}
+        evaluated = [] if settings.eval is None else settings.eval.env
+        envs = [*settings.env, *(env for env in evaluated if env.name not in names)]
+    return [env_spec(env.name, env.id, env.args) for env in envs]

@@ -1,0 +1,206 @@
+"""The commit of each header: the only writer of a run's batch stream.
+
+Nothing counts before its header object exists in the store.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from millrace.errors import FencedError, InternalError
+from millrace.internal.v1 import batch_pb2
+from millrace.orchestrator.drive.batcher import (
+    Batch,
+    count_dropped,
+    decode_state,
+    encode_state,
+    resolutions,
+    score_samples,
+)
+from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.env_pool import EnvPool
+from millrace.orchestrator.play.rollout_stream import RolloutStream
+from millrace.orchestrator.run_context import RunContext
+from millrace.rollouts.batch_wire import pack_batch
+from millrace.rollouts.types import Rollout, TrainSample
+from millrace.rollouts.wire import encode_archive
+from millrace.runlog import Frontier, chain_hash, commit_batch
+from millrace.runlog.records.known import KnownObjects
+from millrace.runlog.records.origin import Origin
+from millrace.runlog.records.scores import name_scores
+from millrace.runlog.recovery.recover import Committed
+from millrace.v1 import run_pb2
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+MAX_EMPTY_BATCHES = 10
+"""Batches in a row without any advantage before the run fails instead of burning tokens for nothing (as prime-rl)."""
+COMMIT_GRACE_S = 5.0
+"""How long a shutdown waits for the commit that is under way; one that takes longer is abandoned, which is safe."""
+
+
+class BatchWriter:
+    """Turns what the book resolves into headers, and knows the chain that they form."""
+
+    def __init__(self, context: RunContext, *, book: Book, envs: EnvPool, stream: RolloutStream, seq_len: int) -> None:
+        self._context = context
+        self._log = context.log
+        self._book = book
+        self._envs = envs
+        self._stream = stream
+        self._seq_len = seq_len
+        self.lineage = 0
+        """Lineage of the newest published policy; the driver keeps it up to date."""
+        self.closing: batch_pb2.BatchHeader | None = None
+        """The closing header once it is committed; nothing may follow it."""
+        self.is_closing = False
+        """The closing header is being written, or is: a trainer may have finished."""
+        self._revision = 0
+        self.chain = bytes(32)
+        self.known = KnownObjects()
+        """What the committed headers name."""
+        self.num_reopened = 0
+        """How often the run had failed and went on."""
+        self._num_empty = 0
+
+    def restore(self, committed: Committed, *, origin: Origin) -> None:
+        """Continue behind the last committed header, or at the log's origin.
+
+        Behind a closing header that was reopened: at its step, which it did not train, with the ordinals behind those
+        that it dropped.
+        """
+        self.chain, last, self.known = committed.chain, committed.last, KnownObjects(committed.headers)
+        self.num_reopened = committed.num_reopened
+        if last is None:
+            self._book.restore(step=origin.base_step, frontier=origin.frontier)
+            return
+        is_closing = last.kind == batch_pb2.BATCH_KIND_CLOSE
+        self.closing = last if is_closing and not committed.is_reopened else None
+        self.lineage = last.lineage
+        self._revision = last.revision + 1 if committed.is_reopened else 0
+        num_duplicates, counted_until = decode_state(last.orchestrator_state)
+        self._book.restore(
+            step=last.step + (not committed.is_reopened),
+            frontier=Frontier.from_header(last),
+            num_duplicates=num_duplicates,
+            counted_until=counted_until,
+        )
+
+    async def commit(self, batch: Batch) -> None:
+        """Commit batch n: its ordinals are resolved with it, and those dropped since batch n-1."""
+        await self._hold_lease()
+        self._book.settle(batch.resolved)
+        if not batch.samples:
+            self._count_empty()
+            return
+        self._num_empty = 0
+        header = self._header(batch_pb2.BATCH_KIND_TRAIN)
+        header.num_rollouts = len(batch.rewards)
+        header.reward_mean = sum(batch.rewards) / len(batch.rewards)
+        dropped = count_dropped(self._book.pending)
+        num_trained = len(self._book.pending) - dropped.total()
+        await self._write(header, batch.samples)
+        await self._context.events.batch_committed(
+            step=batch.step,
+            num_trained=num_trained,
+            dropped=dropped,
+            num_tokens=header.num_tokens,
+            chain_hash=self.chain.hex(),
+        )
+        # What was dropped while the commit was under way is in no header yet.
+        if self._context.lease.may_write:  # else the next commit trims, or a successor that needs more than we know
+            await self._log.trim_rollouts(self._book.oldest_entry() or self._stream.position)
+
+    async def close(
+        self,
+        *,
+        outcome: batch_pb2.RunOutcome,
+        reason: str,
+        evaluation: Sequence[Rollout] = (),
+        error: run_pb2.RunError | None = None,
+    ) -> None:
+        """Write the closing header: every open ordinal ends, and the final evaluation's samples go to the trainer."""
+        self.is_closing = True
+        await self._hold_lease()
+        self._book.close(reason)
+        header = self._header(batch_pb2.BATCH_KIND_CLOSE)
+        header.outcome = outcome
+        header.final_version = self._book.step
+        if error is not None:
+            header.error_reason, header.error_message = error.reason, error.message
+            header.error_component = error.component
+        await self._write(header, score_samples(evaluation, seq_len=self._seq_len))
+        self.closing = header
+
+    def _count_empty(self) -> None:
+        self._num_empty += 1
+        step = self._book.step
+        log.warning("every group of the batch had zero advantage", extra={"step": step, "count": self._num_empty})
+        if self._num_empty >= MAX_EMPTY_BATCHES:
+            raise InternalError(
+                f"{MAX_EMPTY_BATCHES} batches in a row at step {step} had no advantage: in every group all "
+                "rewards are equal, so there is nothing to learn from",
+                reason="NO_ADVANTAGE",
+                remedy="check the reward function, or raise orchestrator.rollouts_per_example or the temperature",
+            )
+
+    def _header(self, kind: batch_pb2.BatchKind) -> batch_pb2.BatchHeader:
+        book, context = self._book, self._context
+        header = batch_pb2.BatchHeader(
+            run_uid=self._log.uid,
+            kind=kind,
+            step=book.step,
+            revision=self._revision,
+            resolutions=resolutions(book.pending),
+            previous_chain_hash=self.chain,
+            writer_epoch=context.epoch.number,
+            lineage=self.lineage,
+            run_hash=context.record.run_hash,
+            orchestrator_state=encode_state(
+                next_ordinal=book.cursor,
+                num_duplicates=book.num_duplicates,
+                read_until=self._stream.newest,
+                scored_whole=[name for name, env in self._envs.envs.items() if env.requires_group],
+            ),
+        )
+        book.frontier.resolve(item.ordinal for item in book.pending).fill(header)
+        return header
+
+    async def _write(self, header: batch_pb2.BatchHeader, samples: Sequence[TrainSample]) -> None:
+        """Commit a header that was made without an await since: what is dropped from here on is in the next one."""
+        self._context.lease.require()
+        with self._book.committing() as archived:
+            chunks = pack_batch(header, samples)
+            header.objects.extend(name_scores(self._log.names, archived))
+            archive = encode_archive(archived)
+            header_bytes = await _finish(
+                commit_batch(self._log, self._context.epoch, header, chunks, archive, known=self.known)
+            )
+            self.chain = chain_hash(self.chain, header_bytes)
+        self._revision = 0
+
+    async def _hold_lease(self) -> None:
+        """Renew the lease if it is not fresh, because Redis or we stood still for a while."""
+        lease = self._context.lease
+        if not lease.may_write and not await lease.renew():
+            raise FencedError(
+                f"the lease of run {self._log.uid} is another orchestrator's: step {self._book.step} is not committed "
+                "here",
+                reason="LEASE_LOST",
+                remedy="that one continues the run",
+            )
+
+
+async def _finish(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; when we are cancelled meanwhile, let it come to its end first, for `COMMIT_GRACE_S` at most."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,), timeout=COMMIT_GRACE_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise

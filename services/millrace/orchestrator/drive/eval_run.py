@@ -1,0 +1,61 @@
+"""A run of kind EVAL: every environment is played with a fixed model, then the run closes like any other.
+
+    run ──▶ restore ──▶ environments ──▶ begin all ──▶ read the log, take over what is played ──▶ RUNNING
+                                                                                                │
+            closing header, its archive holds every rollout ◀── STOPPING ◀── play what is missing
+
+Rollouts go through the log like those of training, so who takes the run over plays only what the log does not have.
+"""
+
+import asyncio
+
+from millrace.config.schema import EvalRunConfig
+from millrace.orchestrator.drive.assembly import assemble
+from millrace.orchestrator.drive.run_driver import RunDriver
+from millrace.orchestrator.play.evals import Evaluation
+from millrace.orchestrator.run_context import RunContext
+from millrace.rollouts.types import Rollout
+from millrace.v1 import run_pb2
+
+STEP = 0
+"""An evaluation run has no steps; its reports carry this one."""
+
+
+class EvalRunDriver(RunDriver):
+    """Drives one evaluation run under one epoch."""
+
+    PLAYED, WRITTEN = "every environment is evaluated", "every rollout is archived"
+
+    def __init__(self, context: RunContext, *, done_evals: frozenset[tuple[str, int]]) -> None:
+        """`done_evals` are the environments and steps whose evaluation the log holds."""
+        super().__init__(assemble(context, EvalRunConfig.model_validate(context.record.config)))
+        self._done_evals = done_evals
+        self._evaluations: list[Evaluation] = []
+
+    async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
+        """Play every environment; there are no rollouts for a trainer to score."""
+        parts = self._parts
+        await self._unless_stopped(parts.envs.open_all(parts.specs))
+        self._evaluations = [parts.evals.begin(env, step=STEP, min_version=0) for env in parts.evals.names]
+        has_predecessor = self._context.epoch.number > 1
+        parts.intake.begin(None, has_predecessor=has_predecessor)
+        if has_predecessor:
+            await self._take_over()
+        background.append(tasks.create_task(parts.stream.follow()))
+        await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "environments are ready")
+        try:
+            for evaluation in self._evaluations:
+                report = await self._unless_stopped(parts.evals.finish(evaluation))
+                if (evaluation.env, STEP) not in self._done_evals:
+                    await self._events.eval_completed(report)
+        finally:
+            parts.book.keep([r for each in self._evaluations for r in (*each.good(), *each.failed())])
+        return []
+
+    def progress(self) -> run_pb2.RunProgress:
+        """Rollouts that came back, of how many; the mean reward so far."""
+        good = [rollout for each in self._evaluations for rollout in each.good()]
+        wanted = sum(each.num_wanted for each in self._evaluations)
+        missing = sum(each.num_missing for each in self._evaluations)
+        reward = sum(rollout.reward for rollout in good) / len(good) if good else 0.0
+        return run_pb2.RunProgress(step=wanted - missing, max_steps=wanted, num_rollouts=len(good), reward=reward)

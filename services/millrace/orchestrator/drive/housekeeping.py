@@ -1,0 +1,187 @@
+"""What a run's driver does besides the loop: policies in, watermarks and log instances out, Redis trimmed, events kept.
+
+Each method is a background task of the driver and ends by cancellation.
+"""
+
+import asyncio
+import logging
+
+from millrace.errors import CapacityError, LogGoneError, MillraceError, UnavailableError
+from millrace.orchestrator.drive.assembly import RunParts
+from millrace.runlog import reappend_committed
+from millrace.runlog.events.archive import EventArchive
+from millrace.runlog.redis.damage import checked_policy
+from millrace.runlog.seal import write_seal
+
+log = logging.getLogger(__name__)
+
+LOG_LOOK_S = 2.0
+"""How often Redis is asked which copy of the log it holds."""
+WORKER_POLL_S = 5.0
+TRIM_S = 10.0
+ARCHIVE_S = 10.0
+"""How often new events go to the store: what a wiped Redis may lose of them at most."""
+LAST_ARCHIVE_S = 3.0
+TELL_DAMAGE_S, MAX_TELL_DAMAGE_S = 1.0, 60.0
+"""Shortest and longest pause between two looks at what was damaged; one event tells of all that was met meanwhile."""
+
+
+class Housekeeper:
+    """Keeps the copies of a run's log in step, and its workers informed."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._log = parts.context.log
+        self._generation = parts.context.log.generation
+        self._archive = EventArchive(parts.context.log, on_damaged=parts.damage.note)
+        self._policy_cursor = "0"
+        self._policy_rewinds = 0
+        self.log_instance = ""
+        """Which copy of the log Redis held at the last look."""
+
+    async def start(self) -> None:
+        """Note which copy of the log Redis holds, tell the workers, and append again what it lacks of the batches."""
+        self.log_instance = await self._log.read_instance()
+        self._parts.context.registry.set_log_instance(self._log.uid, self.log_instance)
+        await reappend_committed(self._log, self._parts.context.epoch)
+
+    async def watch_log(self) -> None:
+        """Notice that Redis restarted, which may have lost the newest entries, and bring its copy up to date.
+
+        Raises LogGoneError when the log is gone, or was rebuilt as another generation: who claims the run next begins
+        on that one.
+        """
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
+        while True:
+            await asyncio.sleep(LOG_LOOK_S)
+            instance = await self._log.read_instance()
+            if self._log.generation != self._generation:
+                raise LogGoneError(
+                    f"the log of run {self._log.uid} is now of generation {self._log.generation}, not "
+                    f"{self._generation}",
+                    reason="LOG_REBUILT",
+                    remedy="claim the run again",
+                )
+            if instance != self.log_instance:
+                log.warning("Redis restarted, bringing the log up to date", extra={"instance": instance})
+                await self._resync(instance)
+
+    async def _resync(self, instance: str) -> None:
+        self._parts.context.registry.set_log_instance(self._log.uid, instance)
+        count = await reappend_committed(self._log, self._parts.context.epoch)
+        if self._parts.intake.has_begun:  # env-servers append what this copy of the stream lacks, and it is read again
+            self._parts.stream.rewind()
+            await self._parts.envs.playing(instance)
+            await self._parts.stream.catch_up()
+        self._policy_cursor = "0"
+        self._policy_rewinds += 1
+        self.log_instance = instance
+        self._parts.book.changed.set()
+        await self._parts.context.events.warning(
+            "REDIS_RESTARTED",
+            f"Redis restarted and may have lost the entries of its last second; {count} committed batches were "
+            "appended again, env-servers and the trainer append what it lacks of theirs",
+        )
+
+    async def follow_policies(self) -> None:
+        """Take every published version from the policy stream, as its manifest in the store confirms it."""
+        while True:
+            rewinds = self._policy_rewinds
+            for entry in await self._log.read("policies", after=self._policy_cursor, block_s=5.0):
+                if rewinds != self._policy_rewinds:
+                    break
+                self._policy_cursor = entry.id
+                policy = await checked_policy(self._log, entry)
+                if rewinds != self._policy_rewinds:
+                    break
+                if policy is not None:
+                    self._parts.policies.publish(policy)
+                    self._parts.writer.lineage = max(policy.lineage, self._parts.writer.lineage)
+
+    async def mend_damage(self) -> None:
+        """Tell of damaged entries and remove them; env-servers append again what the log then lacks."""
+        mended = 0
+        pause_s = TELL_DAMAGE_S
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
+        while True:
+            await asyncio.sleep(pause_s)
+            was_met = await self._parts.damage.tell()
+            # The event log is for people: where damage comes again and again it is told ever more seldom.
+            pause_s = min(2 * pause_s, MAX_TELL_DAMAGE_S) if was_met else TELL_DAMAGE_S
+            if self._parts.damage.num_rollouts != mended:
+                mended = self._parts.damage.num_rollouts
+                await self._parts.envs.playing(f"{self.log_instance}~{mended}")  # as if it were another copy of the log
+
+    async def watch_workers(self) -> None:
+        """Wake the loop when workers change, tell them the watermark, open environments where servers joined."""
+        parts = self._parts
+        while True:
+            changed = parts.context.registry.changed
+            parts.context.registry.set_watermark(parts.context.record.uid, parts.book.frontier.resolved_below)
+            if parts.envs.envs and not parts.envs.is_complete(parts.specs):
+                await parts.envs.refresh(parts.specs)
+            try:
+                async with asyncio.timeout(WORKER_POLL_S):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+            parts.book.changed.set()
+
+    async def trim_batches(self) -> None:
+        """Remove from Redis the batches below the newest durable checkpoint; the store keeps them."""
+        trimmed = 0
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
+        while True:
+            await asyncio.sleep(TRIM_S)
+            newest = await self.newest_checkpoint()
+            if newest > trimmed:
+                await self._log.trim_batches(newest)
+                trimmed = newest
+
+    async def newest_checkpoint(self) -> int:
+        """Step of the newest durable checkpoint; 0 if there is none."""
+        return await asyncio.to_thread(self._newest_checkpoint)
+
+    async def archive_events(self) -> None:
+        """Bring new events to the store every few seconds, however long the store is away."""
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
+        while True:
+            await asyncio.sleep(ARCHIVE_S)
+            try:
+                await self._archive.archive()
+            except LogGoneError:
+                raise
+            except (UnavailableError, CapacityError) as error:
+                log.warning("events not archived, trying again", extra={"error": str(error)})
+
+    async def archive_now(self) -> None:
+        """Bring every event that was written so far to the store."""
+        await self._parts.context.events.flush()
+        await self._archive.archive()
+        if await self._parts.damage.tell():  # what was damaged among these is told in events, which belong there, too
+            await self._parts.context.events.flush()
+            await self._archive.archive()
+
+    async def seal(self, state: str) -> None:
+        """Seal the run, whose terminal state is archived; what fails here a later look does (`sealing`)."""
+        store, names, writer = self._log.store, self._log.names, self._parts.writer
+        by = f"{self._parts.context.epoch.role}, epoch {self._parts.context.epoch.number}"
+        try:
+            key = names.seal(writer.num_reopened)
+            await asyncio.to_thread(write_seal, store, names, key, writer.known, chain=writer.chain, state=state, by=by)
+        except MillraceError as error:
+            log.warning("run not sealed, trying again later", extra={"uid": names.uid, "error": str(error)})
+
+    async def archive_last(self) -> None:
+        """The same when this process stops: as far as it goes in a moment, the successor does the rest."""
+        try:
+            async with asyncio.timeout(LAST_ARCHIVE_S):
+                await self.archive_now()
+        except (MillraceError, TimeoutError) as error:
+            log.warning("last events not archived", extra={"error": str(error)})
+
+    def _newest_checkpoint(self) -> int:
+        prefix = self._log.names.checkpoints
+        manifests = (info.key for info in self._log.store.list(prefix) if info.key.endswith("/manifest.json"))
+        steps = (key.removeprefix(prefix).partition("/")[0] for key in manifests)
+        return max((int(step) for step in steps if step.isdecimal()), default=0)

@@ -1,0 +1,188 @@
+"""The loop that drives one claimed run.
+
+    tasks ──(admitted?)──▶ player ────PlayGroup────▶ env-server ──HTTP──▶ inference
+                               ▲                         │ rollout stream        ▲
+       open + finished < (v + L + 1 - c)·G·f             ▼                       │ UpdatePolicy(newest)
+                               │            collect: members → whole groups   policies ◀── policy stream ◀── trainer
+                               │                         ▼                                                      ▲
+                               └──────── c += 1 ◀── cut: G eligible groups → advantages → commit ──▶ batch stream
+
+| part       | waits for                                  | unblocked by                          |
+|------------|--------------------------------------------|---------------------------------------|
+| admission  | room under the formula above               | a cut step, a newly served version    |
+| collect    | the rollout stream                         | env-servers                           |
+| cut        | G finished groups that are fresh enough    | collect                               |
+| policies   | the policy stream, then each replica       | the trainer, then the replica         |
+| finish     | version `max_steps`, the last evaluation   | the trainer                           |
+
+Components do not know the loop; the loop holds them and moves groups between them. The admission formula and its proof
+stand in `play/admission.py`, the rules for whole groups in `play/play.py`, what is open and what is resolved in
+`play/book.py`, the commit of a step in `batch_writer.py`. Rollouts are taken between any two awaits of the loop, so a
+group may finish or be dropped while the loop waits for an answer. Nothing is played again before the stream was read to
+its end: what the log holds is never generated twice.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from millrace.algorithms import Algorithm
+from millrace.config.schema import OrchestratorConfig
+from millrace.orchestrator.drive.batch_writer import BatchWriter
+from millrace.orchestrator.drive.batcher import cut
+from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.play.admission import AdmissionRule
+from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.intake import MakePlay
+from millrace.orchestrator.play.play import Play, State
+from millrace.orchestrator.play.player import Player
+from millrace.orchestrator.play.routing import Policies
+from millrace.telemetry.waits import LastingWait
+
+TICK_S = 1.0
+"""Longest pause between two looks at lost groups and requests to stop if nothing else wakes the loop."""
+SLOW_S = 600.0
+"""Age from which a wait for a replica or for the trainer is overdue: either may be loading a large model."""
+DRAIN_S = 30.0
+"""How long a pause lets open groups finish; the rest is cancelled and played again after the pause."""
+STALE_STEPS_BEFORE_WARNING = 2
+"""Steps' worth of groups dropped as stale in a row before an event says so."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutLoop:
+    """Admission, collection and cutting for the steps of one run."""
+
+    max_steps: float
+    rule: AdmissionRule
+    make_play: MakePlay
+    book: Book
+    player: Player
+    policies: Policies
+    writer: BatchWriter
+    events: RunEvents
+    algorithm: Algorithm
+    settings: OrchestratorConfig
+    timeout_s: float
+    """Time after which a play counts as lost."""
+    is_stopping: Callable[[], bool]
+    """Whether the run was asked to pause or to end."""
+    wait: LastingWait = field(default_factory=LastingWait)
+    num_stale_in_a_row: int = 0
+
+    async def run(self) -> None:
+        """Cut and commit batches until `max_steps` or until the run is asked to stop."""
+        try:
+            while self.book.step < self.max_steps and not self.is_stopping():
+                self.book.changed.clear()
+                await self.drop_stale()
+                await self.player.place_open(self.book.plays.values())
+                await self.admit()
+                if groups := self.take():
+                    self.wait.over()
+                    await self.commit(groups)
+                else:
+                    await self.wait_for_change()
+        finally:
+            self.wait.over()
+
+    async def admit(self) -> None:
+        """Start new groups while there is room and somebody to play them."""
+        plays = self.book.plays
+        while (served := self.policies.served_version()) is not None:
+            room = self.rule.num_allowed(step=self.book.step, served_version=served)
+            if len(plays) >= room:
+                return
+            planned = self.rule.planned_step(step=self.book.step, num_ahead=len(plays))
+            ordinal = self.book.next_ordinal()
+            group = plays[ordinal] = self.make_play(ordinal, planned)
+            if not await self.player.place(group, plays.values()):
+                return  # it stays open, and `place_open` tries again
+
+    async def drain(self) -> None:
+        """Before a pause: let open groups finish for a while; what is whole or finished in part stays in the log."""
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while any(group.state is State.PLACED for group in self.book.open):
+                    self.book.changed.clear()
+                    count = len(self.book.open)
+                    self.wait.on(f"{count} open groups before the pause", waits_on="env-server", key="drain")
+                    await self.tick()
+        except TimeoutError:
+            return
+        finally:
+            self.wait.over()
+
+    async def drop_stale(self) -> None:
+        """Drop every group that can no longer be trained, so that it never holds a slot."""
+        stale = [group for group in (*self.book.open, *self.book.whole) if not self.is_eligible(group)]
+        await self.drop(stale, reason="stale")
+        before = self.num_stale_in_a_row
+        self.num_stale_in_a_row += len(stale)
+        threshold = STALE_STEPS_BEFORE_WARNING * self.rule.groups_per_step
+        if before // threshold < self.num_stale_in_a_row // threshold:
+            await self.events.warning(
+                "GROUPS_STALE",
+                f"{self.num_stale_in_a_row} groups in a row were dropped as stale before batch {self.book.step}: "
+                "inference is slower than the trainer; add replicas, or raise orchestrator.max_off_policy_steps",
+            )
+
+    async def drop(self, groups: Sequence[Play], *, reason: str) -> None:
+        """Drop groups and stop those that are still being played."""
+        playing = [group for group in groups if group.is_open]
+        self.book.drop(groups, reason=reason)
+        await self.player.stop(playing)
+
+    def is_eligible(self, group: Play) -> bool:
+        """Whether the group may still be trained at the step that is cut next."""
+        oldest = group.min_policy_version
+        return oldest is None or self.rule.is_eligible(step=self.book.step, min_policy_version=oldest)
+
+    def take(self) -> list[Play]:
+        """The groups of the next batch in order of arrival, or nothing if there are not enough."""
+        served, need = self.policies.served_version(), self.rule.groups_per_step
+        if served is None or not self.rule.may_cut(step=self.book.step, served_version=served):
+            return []
+        ready = [group for group in self.book.whole if self.is_eligible(group)]
+        return ready[:need] if len(ready) >= need else []
+
+    async def commit(self, groups: list[Play]) -> None:
+        """Turn groups into batch n and commit it; at async level 0 what is left over is dropped."""
+        batch = cut(
+            groups,
+            self.algorithm,
+            step=self.book.step,
+            filter_zero_advantages=self.settings.filter_zero_advantages,
+            seq_len=self.settings.seq_len,
+        )
+        if self.rule.async_level == 0:
+            surplus = [group for group in (*self.book.open, *self.book.whole) if group not in groups]
+            await self.drop(surplus, reason="surplus")
+        await self.writer.commit(batch)
+        if self.book.step > batch.step:  # else no group had an advantage, and nothing is trained
+            self.events.meters.trained(groups, step=batch.step)
+        self.num_stale_in_a_row = 0
+
+    async def wait_for_change(self) -> None:
+        """Sleep until a group finishes, a version is served or a worker changes; the wait has a name and an age."""
+        step, have, need = self.book.step, len(self.book.whole), self.rule.groups_per_step
+        if self.policies.served_version() is None:
+            self.wait.on(
+                "a replica that serves this run's policy", waits_on="inference", key="replica", deadline_s=SLOW_S
+            )
+        elif have < need and self.book.open:
+            reason = f"{need - have} of {need} groups for batch {step}"
+            self.wait.on(reason, waits_on="env-server", key=f"groups {step}", deadline_s=self.timeout_s)
+        else:
+            version = step - self.rule.async_level
+            up_to = self.policies.up_to(version)
+            self.wait.on(f"policy {version} to be served", waits_on=up_to, key=f"policy {version}", deadline_s=SLOW_S)
+        await self.tick()
+
+    async def tick(self) -> None:
+        """Sleep until something changes, or for `TICK_S`."""
+        try:
+            async with asyncio.timeout(TICK_S):
+                await self.book.changed.wait()
+        except TimeoutError:
+            return

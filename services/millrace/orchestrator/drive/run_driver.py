@@ -1,0 +1,268 @@
+"""From a claimed run to its closing header, whatever is played in between: recover, play, close, end.
+
+    run ──▶ restore ──▶ STARTING ──▶ `_play`: environments ──▶ take over ──▶ RUNNING ──▶ everything is played
+             │  closed already            │ pause: PAUSED, all is given back │ cancel         │
+             └────────────────▶ end ◀─────┴──────────── STOPPING, closing header ◀────────────┘
+
+Who drives the run next, here or elsewhere, begins at the same place: nothing is handed over but the log.
+"""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from typing import Any, ClassVar, TypeVar
+
+from millrace.errors import (
+    CapacityError,
+    ConflictError,
+    InternalError,
+    MillraceError,
+    UnavailableError,
+    all_errors,
+)
+from millrace.internal.v1 import batch_pb2
+from millrace.orchestrator.drive.assembly import RunParts
+from millrace.orchestrator.drive.housekeeping import Housekeeper
+from millrace.orchestrator.drive.trainer_watch import TrainerFailedError
+from millrace.orchestrator.runs.desired_state import DesiredState
+from millrace.rollouts.types import Rollout
+from millrace.runlog.records.origin import load_origin
+from millrace.runlog.recovery.recover import load_history
+from millrace.telemetry import faults
+from millrace.v1 import run_pb2
+
+log = logging.getLogger(__name__)
+
+TRAINER_SPARE_S = 10.0
+"""After a takeover behind the closing header: how long a trainer that is not needed may take to show up."""
+
+T = TypeVar("T")
+
+
+class RunStoppedError(Exception):
+    """The run was asked to end or to pause while something else was waited for. Never leaves this module."""
+
+
+class RunDriver(ABC):
+    """Drives one run under one epoch. `apply` may be called at any time."""
+
+    PLAYED: ClassVar[str]
+    """Why a run that succeeds changes to STOPPING."""
+    WRITTEN: ClassVar[str]
+    """Why it changes to SUCCEEDED."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._context = parts.context
+        self._writer = parts.writer
+        self._events = parts.context.events
+        self._keeper = Housekeeper(parts)
+        self._desired = DesiredState()
+        self._asked_to_stop = asyncio.Event()
+        self._cancelled = asyncio.Event()
+        self._is_restored = False  # before that nobody knows which header would come next
+        self.is_paused = False
+        """The drive ended with the run paused."""
+
+    @property
+    def parts(self) -> RunParts:
+        """What it drives."""
+        return self._parts
+
+    def progress(self) -> run_pb2.RunProgress | None:
+        """How far the run is, where no event says so; else None."""
+        return None
+
+    @abstractmethod
+    async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
+        """Everything between STARTING and STOPPING; returns the rollouts that the trainer shall score at the end."""
+
+    def apply(self, desired: DesiredState) -> None:
+        """Pause or end the run if it shall; it stops at the next turn of the loop."""
+        self._desired = desired
+        if desired.is_cancelled:
+            self._cancelled.set()
+        if desired.is_cancelled or desired.is_paused:
+            self._asked_to_stop.set()
+            self._parts.book.changed.set()
+
+    async def run(self) -> None:
+        """Drive the run to its closing header and its terminal state, or to its pause.
+
+        A lost lease or epoch, a log that is gone or cannot be read, and an outage of Redis or the store, are raised:
+        the run stays open, and who claims it next continues from the log. Everything else fails the run.
+        """
+        try:
+            await self._drive()
+        except asyncio.CancelledError:
+            await self._keeper.archive_last()
+            raise
+        except Exception as error:  # the edge of a run: a defect there must not end the other runs
+            first = _decisive(error)
+            if isinstance(first, ConflictError | UnavailableError | CapacityError) or not self._is_restored:
+                raise first from error
+            log.error("run failed", extra={"run": self._context.record.name, "error": str(first)}, exc_info=error)
+            await self._fail(_as_millrace(first))
+        finally:
+            await self._parts.envs.close()
+            self._context.registry.release(self._context.record.uid)
+
+    async def _drive(self) -> None:
+        await self._restore()
+        was_closed = self._writer.closing is not None
+        if not was_closed:
+            if self._desired.is_paused and not self._desired.is_cancelled:
+                await self._pause()
+                return
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(work) for work in self._background()]
+                await self._play_and_close(tasks, background)
+                for task in background:
+                    task.cancel()
+        if not self.is_paused:
+            await self._end(was_closed=was_closed)
+
+    async def _restore(self) -> None:
+        """Take over what the store has of the run, and bring Redis up to date with it."""
+        run_log = self._context.log
+        origin = await asyncio.to_thread(load_origin, run_log.store, run_log.names)
+        committed = await load_history(run_log)
+        self._writer.restore(committed, origin=origin)
+        self._is_restored = True
+        await self._keeper.start()
+
+    def _background(self) -> list[Coroutine[Any, Any, None]]:
+        keeper = self._keeper
+        return [
+            self._parts.policies.run(),
+            self._parts.trainer.run(is_closing=lambda: self._writer.is_closing),
+            keeper.follow_policies(),
+            keeper.watch_workers(),
+            keeper.watch_log(),
+            keeper.trim_batches(),
+            keeper.archive_events(),
+            keeper.mend_damage(),
+        ]
+
+    async def _play_and_close(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
+        """Play until the last step, a cancellation or a pause; the first two end with the closing header."""
+        evaluation: list[Rollout] = []
+        outcome, reason, why = batch_pb2.RUN_OUTCOME_SUCCEEDED, "run_ended", self.PLAYED
+        try:
+            how = "resumed" if self._events.state == run_pb2.RUN_STATE_PAUSED else "claimed by an orchestrator"
+            await self._events.state_changed(run_pb2.RUN_STATE_STARTING, how)
+            evaluation = await self._play(tasks, background)
+        except RunStoppedError:
+            if not self._cancelled.is_set():
+                await self._parts.envs.stop_all(self._keeper.log_instance)
+                await self._pause()
+                return
+            outcome, reason, why = batch_pb2.RUN_OUTCOME_CANCELLED, "cancelled", "cancelled on request"
+            await self._parts.envs.cancel([])
+            await self._abandon(reason)
+        await self._events.state_changed(run_pb2.RUN_STATE_STOPPING, why)
+        await self._writer.close(outcome=outcome, reason=reason, evaluation=evaluation)
+        await self._keeper.archive_now()
+
+    async def _take_over(self) -> None:
+        """What a predecessor has played counts, and what env-servers still play for it goes on."""
+        parts = self._parts
+        if self._context.epoch.number > 1:
+            await parts.envs.let_return()
+        playing = await parts.envs.playing(self._keeper.log_instance)
+        await parts.intake.take_over(parts.stream, playing)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, or end it and raise RunStoppedError when the run shall stop meanwhile."""
+        return await self._unless(self._asked_to_stop, work)
+
+    async def _unless(self, event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+        working = asyncio.create_task(work)
+        stopped = asyncio.create_task(event.wait())
+        try:
+            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise RunStoppedError
+            return working.result()
+        finally:
+            for task in (working, stopped):
+                task.cancel()
+            await asyncio.gather(working, stopped, return_exceptions=True)
+
+    async def _pause(self) -> None:
+        """Say that the run is paused; who resumes it continues from the log."""
+        self.is_paused = True
+        reason = f"paused on request: {self._desired.reason}" if self._desired.reason else "paused on request"
+        if self._events.state != run_pb2.RUN_STATE_PAUSED:
+            await self._events.state_changed(run_pb2.RUN_STATE_PAUSED, reason)
+        await self._keeper.archive_now()
+
+    async def _end(self, *, was_closed: bool) -> None:
+        """Let the trainer consume the closing header, then record the terminal state that the header says."""
+        closing = self._writer.closing
+        assert closing is not None
+        if closing.outcome == batch_pb2.RUN_OUTCOME_FAILED:
+            error = run_pb2.RunError(
+                reason=closing.error_reason, message=closing.error_message, component=closing.error_component
+            )
+            await self._record_end(run_pb2.RUN_STATE_FAILED, closing.error_message, error=error)
+            return
+        succeeded = closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
+        why = self.WRITTEN if succeeded else "cancelled on request"
+        # After a takeover nobody may know that the trainer had finished: the last checkpoint says so as well.
+        is_written = was_closed and await self._keeper.newest_checkpoint() >= closing.final_version
+        try:
+            await self._parts.trainer.wait_finished(
+                is_needed=succeeded and not is_written, spare_s=TRAINER_SPARE_S if succeeded else 0.0
+            )
+        except InternalError as error:
+            why = "the trainer did not say that it has written everything"
+            await self._events.warning(error.reason, str(error))
+        state = run_pb2.RUN_STATE_SUCCEEDED if succeeded else run_pb2.RUN_STATE_CANCELLED
+        await self._record_end(state, why)
+
+    async def _record_end(self, state: run_pb2.RunState, why: str, *, error: run_pb2.RunError | None = None) -> None:
+        """The terminal state, its event archived, and the seal behind it."""
+        await self._keeper.archive_now()  # what that finds is told before the end, where watchers still listen
+        await self._events.state_changed(state, why, error=error, chain_hash=self._writer.chain.hex())
+        await self._keeper.archive_now()
+        faults.reach(faults.Point.ORCHESTRATOR_BEFORE_SEAL)
+        await self._keeper.seal(run_pb2.RunState.Name(state).removeprefix("RUN_STATE_"))
+
+    async def _fail(self, error: MillraceError) -> None:
+        """Close the run as failed, unless it is closed; the header says why even if the events are lost."""
+        mended = f"`millrace run resume {self._context.record.name}` goes on with the run once the cause is removed"
+        detail = run_pb2.RunError(reason=error.reason, message=f"{error}; {mended}", component=_component(error))
+        if self._writer.closing is None:
+            await self._parts.envs.cancel([])
+            await self._abandon("run_failed")
+            await self._writer.close(outcome=batch_pb2.RUN_OUTCOME_FAILED, reason="run_failed", error=detail)
+        await self._record_end(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
+
+    async def _abandon(self, reason: str) -> None:
+        """The run ends: if nobody has read its rollouts yet, what a predecessor left open is dropped as well."""
+        if not self._parts.intake.has_begun:
+            await self._parts.stream.catch_up()
+            self._parts.book.abandon(self._parts.intake.noted, reason=reason)
+
+
+def _decisive(error: Exception) -> Exception:
+    """Of the errors that ended a drive, the one that says whether the run can go on elsewhere; else the first."""
+    errors = [inner for inner in all_errors(error) if isinstance(inner, Exception)]
+    handed_over = (inner for inner in errors if isinstance(inner, ConflictError | UnavailableError | CapacityError))
+    return next(handed_over, errors[0])
+
+
+def _as_millrace(error: Exception) -> MillraceError:
+    if isinstance(error, MillraceError):
+        return error
+    return InternalError(
+        f"the orchestrator failed: {type(error).__name__}: {error}", remedy="look at the orchestrator's log"
+    )
+
+
+def _component(error: MillraceError) -> str:
+    if isinstance(error, TrainerFailedError):
+        return "trainer"
+    return "env-server" if error.reason.startswith(("ENV_", "TASK_SET", "EVAL_")) else "orchestrator"

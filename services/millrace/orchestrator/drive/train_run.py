@@ -1,0 +1,101 @@
+"""A run that trains: the loop under the driver, with evaluations before, during and after it.
+
+    restore ──▶ environments, policy ──▶ take over ──▶ RUNNING ──▶ loop ──▶ last version served ──▶ last evaluation
+                                                          └──▶ evaluations at an interval of versions
+An evaluation that the log has is not done again.
+"""
+
+import asyncio
+from collections.abc import Collection
+
+from millrace.config.schema import RLConfig
+from millrace.errors import InvalidStateError
+from millrace.orchestrator.drive.assembly import assemble, make_loop
+from millrace.orchestrator.drive.loop import RolloutLoop
+from millrace.orchestrator.drive.run_driver import RunDriver, RunStoppedError
+from millrace.orchestrator.run_context import RunContext
+from millrace.rollouts.types import Rollout
+from millrace.telemetry import waits
+from millrace.v1 import run_pb2
+
+SERVED_POLL_S = 0.05
+POLICY_OVERDUE_S = 600.0
+"""Age from which the wait for a policy is overdue: the trainer may be loading a large model."""
+
+
+class TrainRunDriver(RunDriver):
+    """Drives one training run under one epoch."""
+
+    PLAYED, WRITTEN = "every step is done", "the trainer has written everything"
+
+    def __init__(self, context: RunContext, *, done_evals: frozenset[tuple[str, int]]) -> None:
+        """`done_evals` are the environments and steps whose evaluation the log holds."""
+        config = RLConfig.model_validate(context.record.config)
+        super().__init__(assemble(context, config))
+        self._config = config
+        self._done_evals = done_evals
+
+    async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
+        """Everything between STARTING and STOPPING; returns the rollouts of the final evaluation."""
+        loop = await self._unless_stopped(self._start())
+        self._parts.intake.begin(loop.make_play, has_predecessor=self._context.epoch.number > 1)
+        await self._take_over()
+        background.append(tasks.create_task(self._parts.stream.follow()))
+        await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "workers, environments and policy are ready")
+        settings = self._config.orchestrator.eval
+        if settings is not None and self._parts.book.step == 0 and not settings.skip_first_step:
+            await self._unless_stopped(self._evaluate(0, done=self._done_evals))
+        background.append(tasks.create_task(self._evaluate_periodically()))
+        await loop.run()
+        if self._asked_to_stop.is_set():
+            if not self._cancelled.is_set():
+                await self._unless(self._cancelled, loop.drain())
+            raise RunStoppedError
+        await self._unless_stopped(self._wait_served(self._parts.book.step))
+        return await self._unless_stopped(self._evaluate(self._parts.book.step))
+
+    async def _start(self) -> RolloutLoop:
+        """Wait for environments and for the start policy to be served; build the loop."""
+        envs = self._parts.envs
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(envs.open_all(self._parts.specs))
+            tasks.create_task(self._wait_served(0))
+        for name in self._parts.evals.names:
+            if envs.envs[name].num_eval == 0:
+                await self._events.warning(
+                    "EVAL_ON_TRAINING_TASKS",
+                    f"environment {name!r} has no held-out tasks: it is evaluated on its training tasks",
+                )
+        return make_loop(self._parts, self._config, is_stopping=self._asked_to_stop.is_set)
+
+    async def _evaluate_periodically(self) -> None:
+        """Evaluate during training, whenever a version that is a multiple of the interval is served."""
+        settings = self._config.orchestrator.eval
+        if settings is None:
+            return
+        step = self._parts.book.step // settings.interval * settings.interval
+        if step == 0 or all((env, step) in self._done_evals for env in self._parts.evals.names):
+            step += settings.interval  # else a predecessor was at it: do again what the log does not have
+        while step < self._parts.max_steps:
+            await self._wait_served(step, overdue_s=0.0)  # it comes when it comes: nothing is held up
+            try:
+                await self._evaluate(step, done=self._done_evals)
+            except InvalidStateError as error:
+                await self._events.warning(error.reason, str(error))
+            step = max(step, self._parts.book.step // settings.interval * settings.interval) + settings.interval
+
+    async def _evaluate(self, step: int, *, done: Collection[tuple[str, int]] = ()) -> list[Rollout]:
+        """Evaluate with the policy of `step` what is not `done`; returns the OK rollouts."""
+        rollouts: list[Rollout] = []
+        for env in (name for name in self._parts.evals.names if (name, step) not in done):
+            report, good = await self._parts.evals.evaluate(env, step=step, min_version=step)
+            await self._events.eval_completed(report)
+            rollouts += good
+        return rollouts
+
+    async def _wait_served(self, version: int, *, overdue_s: float = POLICY_OVERDUE_S) -> None:
+        policies = self._parts.policies
+        with waits.waiting(f"policy {version} to be served", waits_on="trainer", deadline_s=overdue_s) as wait:
+            while (served := policies.served_version()) is None or served < version:
+                wait.update(waits_on=policies.up_to(version))
+                await asyncio.sleep(SERVED_POLL_S)

@@ -1,0 +1,1 @@
+"""Why a run does not move: who waits for whom."""

@@ -1,0 +1,183 @@
+"""`millrace run why`: what the processes of a run wait for, and the chain from its trainer to what holds it up.
+
+Everything here comes from memory (the registry's heartbeats, this process's waits, the view of the run that was read
+last), so it answers while Redis or the object store does not.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from millrace.internal.v1 import worker_service_pb2
+from millrace.orchestrator.explain.chain import REDIS, SILENT_S, STORE, Chain, Component, find_chain
+from millrace.orchestrator.runs.run_view import RunView
+from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
+from millrace.rpc.waits_wire import to_proto
+from millrace.telemetry import waits
+from millrace.telemetry.standstill import METER, Meter
+from millrace.v1 import event_pb2, run_pb2, run_service_pb2
+
+TRAINER = worker_service_pb2.WORKER_KIND_TRAINER
+ENV_SERVER = worker_service_pb2.WORKER_KIND_ENV_SERVER
+INFERENCE = worker_service_pb2.WORKER_KIND_INFERENCE
+KIND_NAMES = {TRAINER: "trainer", ENV_SERVER: "env-server", INFERENCE: "inference"}
+
+
+RECENT_S = 60.0
+"""So long after this process stood still it says so: until then what others are blamed for may be its own doing."""
+NameOf = Callable[[str], str]
+"""Name of a run by its uid; the uid itself if it is unknown."""
+
+
+def explain(
+    view: RunView, registry: WorkerRegistry, *, owner: str, note: str = "", name_of: NameOf = str
+) -> run_service_pb2.ExplainRunResponse:
+    """Collect what the run's processes wait for; `note` says why the view may be old."""
+    if view.is_terminal:
+        state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
+        return run_service_pb2.ExplainRunResponse(summary=f"run {view.record.name} has ended as {state}")
+    uid = view.record.uid
+    found = components(uid, registry, owner=owner)
+    shown = [wait for component in found for wait in _collapsed(component.waits)]
+    shown.sort(key=lambda wait: -wait.age_seconds)
+    summary = _summary(view, registry, found, owner=owner, name_of=name_of)
+    return run_service_pb2.ExplainRunResponse(waits=shown, summary=f"{note}; {summary}" if note else summary)
+
+
+def unanswered(owner: str) -> str:
+    """The longest wait of this process for Redis or the store, in words; empty if both answer."""
+    found = [wait for wait in waits.snapshot(owner) if wait.waits_on in (REDIS, STORE)]
+    return f"it waits for {found[0].reason}, {found[0].age_s:.1f} s" if found else ""
+
+
+def stood_still(owner: str, *, meter: Meter = METER) -> str:
+    """That this process did not run lately, in words; empty if it did."""
+    now = time.monotonic()
+    last = next((each for each in reversed(meter.found) if each.seconds > SILENT_S), None)
+    if last is None or now - last.ended > RECENT_S:
+        return ""
+    when = f"for {last.seconds:.0f} s until {now - last.ended:.0f} s ago"
+    return f"orchestrator {owner} stood still {when} (it was frozen, or its machine was overloaded)"
+
+
+def chain_of(uid: str, registry: WorkerRegistry, *, owner: str) -> Chain:
+    """The chain of a run that this orchestrator drives."""
+    return _chain(components(uid, registry, owner=owner), owner=owner)
+
+
+def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Component]:
+    """This orchestrator and the workers that serve the run, each with its waits of this run or of no run."""
+    now = time.monotonic()
+    own = _of_run(to_proto(waits.snapshot(owner)), uid)
+    found = [Component(name=owner, kind="orchestrator", waits=own)]
+    # Who said that it leaves and is silent has left: nobody waits for it.
+    here = [record for record in registry.records() if not (record.is_leaving and now - record.last_seen > SILENT_S)]
+    found += [_component(record, uid, now) for record in here if serves(record, uid)]
+    present = {component.kind for component in found}
+    for record in registry.lost.values():
+        is_missed = KIND_NAMES.get(record.worker.kind) not in present and not record.is_leaving
+        if is_missed and serves(record, uid):
+            found.append(_component(record, uid, now, is_lost=True))
+    return found
+
+
+def serves(record: WorkerRecord, uid: str) -> bool:
+    """Whether a worker does anything for the run: its trainer, its replicas, and every env-server."""
+    if record.worker.kind == ENV_SERVER:
+        return True
+    return uid in (record.run_uid, record.reported)
+
+
+def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = False) -> Component:
+    age_s = max(0.0, now - record.last_seen - METER.within(record.last_seen, now))  # not heard is not silent
+    waiting = []
+    for reported in _of_run(record.waits, uid):
+        wait = event_pb2.Wait()
+        wait.CopyFrom(reported)
+        wait.age_seconds += age_s
+        waiting.append(wait)
+    return Component(
+        name=record.worker_id,
+        kind=KIND_NAMES.get(record.worker.kind, "worker"),
+        waits=waiting,
+        silence_s=age_s,
+        is_lost=is_lost,
+        activity=_activity(record),
+        url=record.worker.http_url,
+        num_requests=record.policy.num_requests if record.policy is not None else None,
+    )
+
+
+def _collapsed(found: Sequence[event_pb2.Wait]) -> list[event_pb2.Wait]:
+    """One of each of an owner's waits that differ in nothing but their age: the oldest, with how many there are."""
+    same: dict[tuple[str, str, str, float, str], list[event_pb2.Wait]] = {}
+    for wait in found:
+        key = (wait.owner, wait.reason, wait.waits_on, wait.deadline_seconds, wait.run_uid)
+        same.setdefault(key, []).append(wait)
+    shown: list[event_pb2.Wait] = []
+    for alike in same.values():
+        oldest = max(alike, key=lambda wait: wait.age_seconds)
+        wait = event_pb2.Wait()
+        wait.CopyFrom(oldest)
+        if len(alike) > 1:
+            wait.reason += f" (×{len(alike)}, oldest {oldest.age_seconds:.1f} s)"
+        shown.append(wait)
+    return shown
+
+
+def _of_run(found: Iterable[event_pb2.Wait], uid: str) -> list[event_pb2.Wait]:
+    return [wait for wait in found if wait.run_uid in ("", uid)]
+
+
+def _activity(record: WorkerRecord) -> str:
+    """What a worker that waits for nobody says that it does."""
+    if record.trainer is not None:
+        return f"works on step {record.trainer.step}" if record.trainer.run_uid else "is about to take the run"
+    if record.policy is not None:
+        held = f"serves policy {record.policy.version}" if record.policy.has_version else "holds no policy"
+        return f"{held}, {record.policy.num_requests} requests are open"
+    return f"plays {record.num_playing} rollouts"
+
+
+def _chain(found: Sequence[Component], *, owner: str) -> Chain:
+    return find_chain(found, starts=("trainer", owner))
+
+
+def _summary(
+    view: RunView, registry: WorkerRegistry, found: Sequence[Component], *, owner: str, name_of: NameOf
+) -> str:
+    """One line that begins with what is special about the run's state."""
+    match view.run.state:
+        case run_pb2.RUN_STATE_QUEUED:
+            return f"queued: {_why_queued(registry, name_of)}"
+        case run_pb2.RUN_STATE_DAMAGED:
+            return f"damaged, nothing works on it: {view.run.error.message}"
+        case run_pb2.RUN_STATE_PAUSED:
+            return f"paused: nothing works on it until `millrace run resume {view.record.name}`"
+        case _:
+            pass
+    parts = [said] if (said := stood_still(owner)) else []
+    if not any(component.kind == "trainer" for component in found):
+        parts.append(f"no trainer is assigned to the run ({_trainers(registry, name_of)})")
+    if chain := str(_chain(found, owner=owner)):
+        parts.append(chain)
+    return "; ".join(parts) if parts else "nobody waits: every service of the run is working"
+
+
+def _why_queued(registry: WorkerRegistry, name_of: NameOf) -> str:
+    if any(not record.run_uid and not record.reported for record in registry.alive(TRAINER)):
+        return "a trainer is free, an orchestrator takes the run as soon as its log can be read"
+    held = [record.run_uid or record.reported for record in registry.alive(TRAINER)]
+    see = f"; see: millrace run why {name_of(held[0])}" if held else ""
+    return f"no trainer worker is free ({_trainers(registry, name_of)}){see}"
+
+
+def _trainers(registry: WorkerRegistry, name_of: NameOf) -> str:
+    """Which trainers there are, and what keeps them."""
+    words = []
+    for record in registry.alive(TRAINER):
+        run = record.run_uid or record.reported
+        words.append(f"{record.worker_id} has {f'run {name_of(run)}' if run else 'no run'}")
+    gone = [record.worker_id for record in registry.lost.values() if record.worker.kind == TRAINER]
+    if gone:
+        words.append(f"lost: {', '.join(gone[-3:])}")
+    return "; ".join(words) or "none is registered"

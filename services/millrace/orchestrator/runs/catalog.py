@@ -1,0 +1,236 @@
+"""Every run of the deployment as views that are brought up to date from the log on demand."""
+
+import asyncio
+import difflib
+import logging
+
+import redis.asyncio
+
+from millrace.decoding import MAX_JSON_BYTES
+from millrace.errors import (
+    CapacityError,
+    CorruptObjectError,
+    InternalError,
+    InvalidSpecError,
+    LogGoneError,
+    MillraceError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from millrace.internal.v1 import batch_pb2
+from millrace.orchestrator.runs.run_view import TERMINAL, UNKNOWN, RunRecord, RunView
+from millrace.runlog import EventReader, RunLog
+from millrace.runlog.index import RunIndex, read_index
+from millrace.runlog.names import Names
+from millrace.runlog.records.revisions import has_ended, is_end
+from millrace.runlog.recovery.rebuild import open_or_rebuild, open_reopened
+from millrace.runlog.recovery.recover import load_history
+from millrace.storage import ObjectStore
+from millrace.v1 import run_pb2
+
+log = logging.getLogger(__name__)
+
+
+class RunCatalog:
+    """Views by uid. Terminal runs are read once; open ones at every look.
+
+    Whatever is wrong with one run stays with it: it is shown as DAMAGED, and read again at every look.
+    """
+
+    def __init__(self, *, redis: redis.asyncio.Redis, store: ObjectStore, prefix: str, owner: str) -> None:
+        """`owner` names this orchestrator where it rebuilds a log."""
+        self._owner = owner
+        self._redis = redis
+        self._store = store
+        self._prefix = prefix
+        self._views: dict[str, RunView] = {}
+        self._unread: dict[str, str] = {}
+        self._drive_damage: dict[str, MillraceError] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._turn = 0
+
+    @property
+    def views(self) -> list[RunView]:
+        """Every run as it was at the last look."""
+        return list(self._views.values())
+
+    async def refresh(self) -> list[RunView]:
+        """All runs, oldest first, with every event of their logs folded in; those that cannot be read are DAMAGED.
+
+        One of the runs that have failed is looked at in turn: another replica may have reopened it.
+        """
+        failed = [uid for uid, view in self._views.items() if view.has_failed]
+        self._turn += 1
+        looked_at = failed[self._turn % len(failed)] if failed else ""
+        index = await read_index(self._redis, self._store, self._prefix)
+        self._note_names(index)
+        for name, uid in index.runs.items():
+            try:
+                await self._look_at(uid, name, is_looked_at=uid == looked_at)
+            except MillraceError as error:  # Redis or the store is away: what was seen last stays
+                if self._unread.get(uid) != error.reason:
+                    self._unread[uid] = error.reason
+                    log.warning("run cannot be read now", extra={"uid": uid, "error": str(error)})
+            else:
+                self._unread.pop(uid, None)
+        return sorted(self._views.values(), key=lambda view: view.record.uid)
+
+    async def find(self, name: str) -> RunView:
+        """The run called `runs/{name}`, `{name}` or with that uid; NotFoundError with a suggestion otherwise."""
+        wanted = name.removeprefix("runs/")
+        index = await read_index(self._redis, self._store, self._prefix)
+        self._note_names(index)
+        runs = index.runs
+        if wanted in index.damaged:
+            return self._views[_key_of(wanted)]
+        uid = runs.get(wanted) or (wanted if wanted in runs.values() else None)
+        if uid is None:
+            close = difflib.get_close_matches(wanted, list(runs), n=1)
+            raise NotFoundError(
+                f"run {wanted!r} does not exist",
+                reason="RUN_NOT_FOUND",
+                remedy=f"did you mean {close[0]!r}?" if close else "`millrace run list` shows the runs",
+                metadata={"run": wanted},
+            )
+        return await self._look_at(uid, next(name for name, found in runs.items() if found == uid), is_looked_at=True)
+
+    def known(self, name: str) -> RunView | None:
+        """The run as it was at the last look, from memory alone: by name, uid, unique beginning, or `-` the newest."""
+        wanted = name.removeprefix("runs/")
+        views = sorted(self._views.values(), key=lambda view: view.record.uid)
+        exact = [view for view in views if wanted in (view.record.name, view.record.uid)]
+        near = [view for view in views if wanted and view.record.name.startswith(wanted)]
+        if wanted == "-":
+            return views[-1] if views else None
+        return exact[-1] if exact else near[0] if len(near) == 1 else None
+
+    async def open_log(self, uid: str) -> RunLog:
+        """The run's log, rebuilt from the store if Redis has lost it."""
+        return await open_or_rebuild(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
+
+    async def open_reopened(self, uid: str) -> RunLog:
+        """The log of a run that was reopened, without the closing header that does not count any more."""
+        return await open_reopened(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
+
+    async def is_end(self, uid: str, state: run_pb2.RunState) -> bool:
+        """Whether an event of this terminal state is true: the headers close the run so, or did before a reopening."""
+        name = run_pb2.RunState.Name(state).removeprefix("RUN_STATE_")
+        return await asyncio.to_thread(is_end, self._store, Names(self._prefix, uid), name)
+
+    def drive_failed(self, uid: str, error: MillraceError) -> None:
+        """A drive found damage that no look at the run reads: it is shown until a drive gets ahead."""
+        self._drive_damage[uid] = error
+        self._note_damage(uid, error)
+
+    def is_unreadable(self, view: RunView) -> bool:
+        """Whether the last look failed, so that a drive cannot even begin."""
+        return view.damage is not None and view.record.uid not in self._drive_damage
+
+    def _note_names(self, index: RunIndex) -> None:
+        """Runs of which only the name is known are DAMAGED; they have a uid again when their object is back."""
+        known = {_key_of(name): (name, error) for name, error in index.damaged.items()}
+        for key in [key for key, view in self._views.items() if not view.record.uid and key not in known]:
+            del self._views[key]
+        for key, (name, error) in known.items():
+            self._views.setdefault(key, RunView(RunRecord.unreadable("", name)))
+            self._note_damage(key, error)
+
+    def _note_damage(self, uid: str, error: Exception, *, name: str = "") -> RunView:
+        """The run cannot be read: show it as DAMAGED until a look succeeds."""
+        view = self._views.get(uid)
+        if view is None:
+            view = self._views[uid] = RunView(RunRecord.unreadable(uid, name or uid))
+        damage = _as_damage(error, view.record.name)
+        if view.damage is None or view.damage.message != damage.message:
+            log.error("run is damaged", extra={"run": view.record.name, "uid": uid, "error": str(damage)})
+        view.damage = damage
+        return view
+
+    async def _look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
+        """The run as it is now, DAMAGED if it cannot be read; raises where Redis or the store is away."""
+        try:
+            view = await self._refresh_one(uid, is_looked_at=is_looked_at)
+        except (UnavailableError, CapacityError, PermissionDeniedError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of a run: whatever is wrong with it, the others go on
+            self._drive_damage.pop(uid, None)
+            return self._note_damage(uid, error, name=name)
+        return view
+
+    async def _refresh_one(self, uid: str, *, is_looked_at: bool) -> RunView:
+        async with self._locks.setdefault(uid, asyncio.Lock()):
+            view = self._views.get(uid)
+            if view is None or view.record.kind == UNKNOWN:
+                key = Names(self._prefix, uid).run_json
+                data = await asyncio.to_thread(self._store.get, key, max_bytes=MAX_JSON_BYTES)
+                record = RunRecord.decode(data, where=self._store.uri(key))
+                if record.uid != uid:
+                    raise CorruptObjectError(
+                        f"{self._store.uri(key)} is of run {record.uid[:80]!r}", reason="RUN_JSON_CORRUPT"
+                    )
+                view = self._views[uid] = RunView(record)
+            if view.has_failed and is_looked_at:
+                await self._look_for_reopening(view)
+            if view.is_terminal:
+                return view
+            try:
+                return await self._fold(view)
+            except LogGoneError:  # between two commands: the next one opens the new copy
+                return await self._fold(view)
+
+    async def _fold(self, view: RunView) -> RunView:
+        """Fold new events in. On another copy of the log all of them: ids of lost ones may be others' now."""
+        run_log = await self.open_log(view.record.uid)
+        instance = await run_log.read_instance()
+        if view.log_instance not in ("", instance):
+            view = RunView(view.record)
+        if run_log.generation > 1 and not view.log_instance:
+            committed = await load_history(run_log)
+            is_closing = committed.last is not None and committed.last.kind == batch_pb2.BATCH_KIND_CLOSE
+            view.is_closed = is_closing and not committed.is_reopened
+        view.log_instance = instance
+        reader = EventReader(run_log)
+        while events := await reader.read(after=view.cursor, block_s=0.0):
+            for event in events:
+                view.apply(event)
+                if event.HasField("state_changed"):
+                    self._drive_damage.pop(view.record.uid, None)
+        # Before the look for a reopening: whoever reopens the run in between has ended nothing.
+        is_over = view.logged_state in TERMINAL and await asyncio.to_thread(has_ended, self._store, run_log.names)
+        if view.has_failed:
+            await self._look_for_reopening(view)
+        if view.logged_state in TERMINAL and not is_over:
+            log.error(
+                "an event says that the run has ended, and no header closes it: somebody else writes to this Redis",
+                extra={"run": view.record.name, "state": run_pb2.RunState.Name(view.logged_state)},
+            )
+            view.take_end_back()
+        view.damage = self._drive_damage.get(view.record.uid)
+        self._views[view.record.uid] = view
+        return view
+
+    async def _look_for_reopening(self, view: RunView) -> None:
+        """Notice that a run which has failed was reopened: the store says so before any event does."""
+        names, number = Names(self._prefix, view.record.uid), view.num_reopened
+        while await asyncio.to_thread(self._store.head, names.reopened(number + 1)) is not None:
+            number += 1
+        if number > view.num_reopened and not await asyncio.to_thread(has_ended, self._store, names):
+            view.reopen()
+        view.num_reopened = number
+
+
+def _key_of(name: str) -> str:
+    """Stands for the uid of a run of which only the name is known; no uid begins with it."""
+    return f"?{name}"
+
+
+def _as_damage(error: Exception, name: str) -> MillraceError:
+    """What is wrong with a run, as a typed error."""
+    if isinstance(error, MillraceError) and not isinstance(error, InvalidSpecError):
+        return error
+    return InternalError(
+        f"run {name!r} cannot be read: {type(error).__name__}: {error}"[:500],
+        reason="RUN_UNREADABLE",
+        remedy="see the orchestrator's log",
+    )

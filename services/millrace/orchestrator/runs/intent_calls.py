@@ -1,0 +1,114 @@
+"""CancelRun, PauseRun and ResumeRun: an intent is durable before it is acknowledged.
+
+ResumeRun of a run that has FAILED reopens it, in this order: the intent, a new epoch of the orchestrator (who drove the
+run before is fenced out), the create-only record that its closing header does not end it (`runlog.revisions`).
+Who claims the run next begins another copy of its log, says in an event that it is QUEUED again, and drives it. A
+process that dies in between leaves either a run that is still FAILED, or one that any orchestrator goes on with.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from millrace.errors import InvalidStateError
+from millrace.orchestrator.runs.desired_state import DesiredState
+from millrace.orchestrator.runs.run_view import RunView
+from millrace.runlog import Intent, Names
+from millrace.runlog.records.epochs import create_epoch
+from millrace.runlog.records.intents import read_intents, write_intent
+from millrace.runlog.records.revisions import find_closing, load_reopenings, reopen
+from millrace.storage import ObjectStore
+from millrace.telemetry import faults
+from millrace.v1 import run_pb2
+
+ROLE = "orchestrator"
+"""Role whose epochs fence those who drive a run."""
+
+
+class IntentCalls:
+    """Writes what users ask for as intents, each once however often it is repeated."""
+
+    def __init__(
+        self, *, store: ObjectStore, prefix: str, owner: str, on_intent: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """`on_intent` is called with the uid of a run with a new intent; `owner` is named in what is recorded."""
+        self._owner = owner
+        self._store = store
+        self._prefix = prefix
+        self._on_intent = on_intent
+
+    async def cancel(self, view: RunView, *, reason: str, request_id: str) -> None:
+        """Ask the run to end."""
+        if view.run.state == run_pb2.RUN_STATE_CANCELLED:
+            return
+        _require_open(view, "cancel")
+        if not (await self._desired(view)).is_cancelled:
+            await self._write(view, "cancel", {"reason": reason, "request_id": request_id})
+
+    async def pause(self, view: RunView, *, reason: str, request_id: str) -> None:
+        """Ask the run to pause."""
+        _require_open(view, "pause")
+        desired = await self._desired(view)
+        if desired.is_cancelled or view.run.state == run_pb2.RUN_STATE_STOPPING:
+            why = "it is being cancelled" if desired.is_cancelled else "every step is done"
+            raise InvalidStateError(
+                f"run {view.record.name!r} is about to end: {why}",
+                reason="RUN_STOPPING",
+                remedy="nothing is left to pause",
+            )
+        if not desired.is_paused:
+            await self._write(view, "pause", {"reason": reason, "request_id": request_id})
+
+    async def resume(self, view: RunView, *, request_id: str) -> None:
+        """Let the run go on: it is paused, or has failed."""
+        if view.has_failed:
+            await self._reopen(view, request_id)
+            return
+        _require_open(view, "resume")
+        if (await self._desired(view)).is_paused:
+            await self._write(view, "resume", {"request_id": request_id})
+
+    async def _reopen(self, view: RunView, request_id: str) -> None:
+        names = Names(self._prefix, view.record.uid)
+        intents = await read_intents(self._store, names)
+        if DesiredState().after(intents).is_cancelled:
+            raise InvalidStateError(
+                f"run {view.record.name!r} was asked to end before it failed, and a cancellation is for good",
+                reason="RUN_CANCELLED",
+                remedy="`millrace run fork` starts a new run at one of its steps",
+            )
+        closing = await asyncio.to_thread(find_closing, self._store, names)
+        if closing is None or await self._was_done(names, intents, request_id):
+            return  # this request, or another one, has reopened it
+        payload = {"request_id": request_id, "closing_sha256": closing.sha256}
+        await write_intent(self._store, names, "reopen", payload)
+        faults.reach(faults.Point.ORCHESTRATOR_REOPEN_WISHED, step=closing.step)
+        epoch = await create_epoch(self._store, names, ROLE, self._owner)
+        await asyncio.to_thread(reopen, self._store, names, closing, epoch=epoch.number, owner=self._owner)
+        faults.reach(faults.Point.ORCHESTRATOR_REOPENED, step=closing.step)
+        view.reopen()
+        await self._on_intent(view.record.uid)
+
+    async def _was_done(self, names: Names, intents: Sequence[Intent], request_id: str) -> bool:
+        """Whether this very request has reopened the run before, which then failed again."""
+        asked = {i.payload.get("closing_sha256") for i in intents if i.payload.get("request_id") == request_id}
+        records = await asyncio.to_thread(load_reopenings, self._store, names)
+        return bool(request_id) and any(record.closing_sha256 in asked for record in records)
+
+    async def _desired(self, view: RunView) -> DesiredState:
+        """What the run shall do, with every intent that was acknowledged by now."""
+        return DesiredState().after(await read_intents(self._store, Names(self._prefix, view.record.uid)))
+
+    async def _write(self, view: RunView, kind: str, payload: dict[str, str]) -> None:
+        await write_intent(self._store, Names(self._prefix, view.record.uid), kind, payload)
+        await self._on_intent(view.record.uid)
+
+
+def _require_open(view: RunView, verb: str) -> None:
+    if view.is_terminal:
+        state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
+        raise InvalidStateError(
+            f"run {view.record.name!r} has already ended as {state}",
+            reason="RUN_ENDED",
+            remedy=f"nothing is left to {verb}",
+            metadata={"state": state},
+        )

@@ -1,0 +1,95 @@
+"""From a CreateRun request to the record of a run, or to every violation at once."""
+
+import datetime
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Callable
+
+import millrace
+from millrace.config.load import validate_document
+from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.errors import InvalidSpecError, Violation
+from millrace.orchestrator.runs.run_view import EVAL, RL, RunRecord
+from millrace.runlog.names import check_request_id, new_uid
+from millrace.v1 import run_pb2, run_service_pb2
+
+RUN_ID = re.compile(r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")
+RUN_ID_RULE = "lower-case letters, digits and '-', begins with a letter, at most 63, no '-' at its end"
+MAX_LABELS, MAX_LABEL_CHARS = 64, 256
+KINDS = {run_pb2.RUN_KIND_RL: RL, run_pb2.RUN_KIND_EVAL: EVAL}
+
+
+def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunConfig:
+    """The config of the run, or InvalidSpecError with every violation of the request."""
+    violations: list[Violation] = []
+    if request.run_id and not RUN_ID.match(request.run_id):
+        violations.append(Violation(field="run_id", value=request.run_id, message=RUN_ID_RULE))
+    if request.kind not in KINDS:
+        known = request.kind in run_pb2.RunKind.values()
+        kind = run_pb2.RunKind.Name(request.kind) if known else str(request.kind)
+        message = "only RUN_KIND_RL and RUN_KIND_EVAL run as a service; run `millrace sft` for SFT"
+        violations.append(Violation(field="kind", value=kind, message=message))
+    violations += _label_problems(request)
+    if request.request_id:
+        violations += _violations(check_request_id, request.request_id)
+    document = request.config_json
+    is_eval = request.kind == run_pb2.RUN_KIND_EVAL
+    try:
+        config = validate_document(document, EvalRunConfig) if is_eval else validate_document(document)
+    except InvalidSpecError as error:
+        raise InvalidSpecError([*violations, *error.violations]) from error
+    if isinstance(config, EvalRunConfig) and config.client is None:
+        message = "is required here: name the endpoint, or let `millrace eval` start one by leaving --server out"
+        violations.append(Violation(field="client.base_url", message=message))
+    if violations:
+        raise InvalidSpecError(violations)
+    return config
+
+
+def make_record(request: run_service_pb2.CreateRunRequest, config: RLConfig | EvalRunConfig) -> RunRecord:
+    """The run's record under a new uid."""
+    document = json.loads(config.resolved_json())
+    uid = new_uid()
+    return RunRecord(
+        uid=uid,
+        name=request.run_id or config.run.name or _auto_name(config, uid),
+        kind=KINDS[request.kind],
+        config=document,
+        run_hash=hashlib.sha256(config.resolved_json().encode()).hexdigest(),
+        request_id=request.request_id or str(uuid.uuid4()),
+        create_time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        code_version=millrace.__version__,
+        labels=dict(request.labels),
+    )
+
+
+def _auto_name(config: RLConfig | EvalRunConfig, uid: str) -> str:
+    """`{first env}-{last hex digits of the uid}`, as a legal run id; evaluations begin with `eval-`."""
+    first = config.env[0] if isinstance(config, EvalRunConfig) else config.orchestrator.env[0]
+    stem = re.sub(r"[^a-z0-9]+", "-", (first.name or first.id).lower()).strip("-") or "run"
+    if isinstance(config, EvalRunConfig):
+        stem = f"eval-{stem}"
+    stem = stem if stem[0].isalpha() else f"run-{stem}"
+    return f"{stem[:50].rstrip('-')}-{uid[-6:]}"
+
+
+def _label_problems(request: run_service_pb2.CreateRunRequest) -> list[Violation]:
+    if len(request.labels) > MAX_LABELS:
+        message = f"has {len(request.labels)} labels; at most {MAX_LABELS} are taken"
+        return [Violation(field="labels", message=message)]
+    rule = f"a label has at most {MAX_LABEL_CHARS} characters in its key and as many in its value, and a key"
+    return [
+        Violation(field="labels", value=key[:80], message=rule)
+        for key, value in request.labels.items()
+        if not 0 < len(key) <= MAX_LABEL_CHARS or len(value) > MAX_LABEL_CHARS
+    ]
+
+
+def _violations(check: Callable[[str], object], value: str) -> tuple[Violation, ...]:
+    try:
+        check(value)
+    except InvalidSpecError as error:
+        return error.violations
+    return ()

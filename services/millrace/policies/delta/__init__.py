@@ -1,0 +1,1 @@
+"""The lossless delta codec between two versions of a tensor."""

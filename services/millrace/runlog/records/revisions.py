@@ -1,0 +1,254 @@
+"""What is committed of a step: its header, or a chain of them where `run resume` reopened a run that had failed.
+
+    batches/00000007.pb        closing header, FAILED: the run is over
+    reopened/00000001.json     names its sha256: from here on it does not end the run
+    batches/00000007.r1.pb     its successor (`storage/commit_points.py`): batch 7, or the next closing header
+
+Every object is create-only, and each names the one before: the record by its hash, the successor by the chain. What
+the failed header resolved stays resolved (dropped as `run_failed`); the run goes on with new ordinals at the same step.
+Only FAILED is ever superseded. Everything here reads the store (blocking).
+"""
+
+import datetime
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header, verify_chunk
+from millrace.runlog.names import Names
+from millrace.runlog.records.origin import load_origin
+from millrace.storage.base import MAX_GET_BYTES, ObjectStore
+
+_MAX_RECORD_BYTES = 1 << 20
+_HEADER = re.compile(r"([0-9]{8,18})(?:\.r([1-9][0-9]{0,8}))?\.pb")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reopening:
+    """The record that a closing header does not end its run."""
+
+    step: int
+    revision: int
+    closing_sha256: str
+    """Of the stored bytes of the closing header, hex."""
+    epoch: int
+    """Orchestrator epoch that was taken for it: whoever drove the run before is fenced out. 0: copied by a fork."""
+    owner: str
+    time: str
+
+    def encode(self) -> bytes:
+        """The record's bytes."""
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHeaders:
+    """What is committed of one step: the stored bytes of its headers by revision."""
+
+    revisions: tuple[bytes, ...]
+    is_reopened: bool
+    """The last one is a failed closing header that does not end the run: its successor is still to come."""
+
+    @property
+    def in_force(self) -> bytes | None:
+        """The header that counts; None while the successor of a reopened one is to come."""
+        return None if self.is_reopened else self.revisions[-1]
+
+
+def is_failed_closing(header: batch_pb2.BatchHeader) -> bool:
+    """Whether a header ends its run as FAILED: the only kind that can be superseded."""
+    return header.kind == batch_pb2.BATCH_KIND_CLOSE and header.outcome == batch_pb2.RUN_OUTCOME_FAILED
+
+
+def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, data: bytes) -> batch_pb2.BatchHeader:
+    """The header that an object of the store holds; a `CorruptObjectError` names the object that holds none."""
+    try:
+        return decode_header(data)
+    except CorruptObjectError as error:
+        raise CorruptObjectError(
+            f"{store.uri(names.batch_header(step, revision))} cannot be read: {error.message}",
+            reason=error.reason,
+            remedy="restore the object from a replica of the bucket",
+            metadata={"uid": names.uid, "step": str(step)},
+        ) from error
+
+
+def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None:
+    """What is committed of a step; None if nothing is. One request, but for a step at which a run failed."""
+    revisions: list[bytes] = []
+    while True:
+        try:
+            revisions.append(read_header(store, names, step, len(revisions)))
+        except NotFoundError:
+            break
+        if not is_failed_closing(decode_stored(store, names, step, len(revisions) - 1, revisions[-1])):
+            return StepHeaders(revisions=tuple(revisions), is_reopened=False)
+    if not revisions:
+        return None
+    last = hashlib.sha256(revisions[-1]).hexdigest()
+    is_reopened = any(record.closing_sha256 == last for record in load_reopenings(store, names))
+    return StepHeaders(revisions=tuple(revisions), is_reopened=is_reopened)
+
+
+def load_reopenings(store: ObjectStore, names: Names) -> list[Reopening]:
+    """Every record that reopened the run, in order."""
+    return [
+        parse_reopening(store.get(info.key, max_bytes=_MAX_RECORD_BYTES), where=store.uri(info.key))
+        for info in store.list(names.reopenings)
+    ]
+
+
+def parse_reopening(data: bytes, *, where: str) -> Reopening:
+    """The record that an object holds; CorruptObjectError if it holds none."""
+    remedy = "restore that object from a replica of the bucket"
+    document = decode_object(data, what=where, reason="REOPENING_CORRUPT", remedy=remedy)
+    try:
+        found = Reopening(**document)
+        if any(type(document[each.name]) is not each.type for each in fields(Reopening)):
+            raise TypeError("a field has another type")
+    except TypeError as error:
+        raise CorruptObjectError(
+            f"{where} does not say which closing header was reopened: {error}",
+            reason="REOPENING_CORRUPT",
+            remedy=remedy,
+        ) from error
+    return found
+
+
+def list_headers(store: ObjectStore, names: Names) -> list[tuple[int, int]]:
+    """(step, revision) of every header object, ascending."""
+    found: list[tuple[int, int]] = []
+    for info in store.list(names.batches):
+        match = _HEADER.fullmatch(info.key.removeprefix(names.batches))
+        if match is not None:
+            at = int(match[1]), int(match[2] or 0)
+            if names.batch_header(*at) == info.key:
+                found.append(at)
+    return sorted(found)
+
+
+def load_newest(store: ObjectStore, names: Names) -> tuple[int, StepHeaders] | None:
+    """The newest committed step and its headers; None if nothing is committed. A logarithmic number of requests.
+
+    Headers are written one after the other and stay until the run is deleted, so the newest is found by bisection.
+    """
+    first = load_origin(store, names).base_step
+
+    def exists(step: int) -> bool:
+        return store.head(names.batch_header(step)) is not None
+
+    if not exists(first):
+        return None
+    low, width = first, 1
+    while exists(low + width):
+        low, width = low + width, 2 * width
+    high = low + width
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if exists(middle) else (low, middle)
+    found = load_step(store, names, low)
+    return None if found is None else (low, found)  # None: deleted just now
+
+
+def read_header(store: ObjectStore, names: Names, step: int, revision: int = 0) -> bytes:
+    """The stored bytes of a header; `NotFoundError` if there is none."""
+    return store.get(names.batch_header(step, revision), max_bytes=MAX_HEADER_BYTES)
+
+
+def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) -> bytes:
+    """A chunk that a committed header names; `CorruptObjectError` if it is not what the header says."""
+    chunk = header.chunks[index]
+    data = store.get(chunk.key, max_bytes=min(chunk.size_bytes, MAX_GET_BYTES))
+    verify_chunk(header, index, data)
+    return data
+
+
+def has_ended(store: ObjectStore, names: Names) -> bool:
+    """Whether nobody will ever read this run's rollouts again: it is closed and not reopened, or deleted."""
+    try:
+        newest = load_newest(store, names)
+    except NotFoundError:
+        return True  # deleted to the end, the tombstone included
+    if store.head(names.tombstone) is not None:
+        return True
+    if newest is None or (header := newest[1].in_force) is None:
+        return False
+    return decode_header(header).kind == batch_pb2.BATCH_KIND_CLOSE
+
+
+def is_end(store: ObjectStore, names: Names, state: str) -> bool:
+    """Whether a run has ended in `state` ("SUCCEEDED", …), or had failed so before it was reopened, or is deleted."""
+    try:
+        newest = load_newest(store, names)
+    except NotFoundError:
+        return True
+    headers = [] if newest is None else [decode_header(data) for data in newest[1].revisions]
+    outcome = batch_pb2.RunOutcome.Value(f"RUN_OUTCOME_{state}")
+    if any(header.kind == batch_pb2.BATCH_KIND_CLOSE and header.outcome == outcome for header in headers):
+        return True
+    if store.head(names.tombstone) is not None:
+        return True
+    return state == "FAILED" and next(iter(store.list(names.reopenings)), None) is not None
+
+
+def is_reopened(store: ObjectStore, names: Names) -> bool:
+    """Whether a run that has failed goes on: it was reopened, and has not ended again."""
+    return next(iter(store.list(names.reopenings)), None) is not None and not has_ended(store, names)
+
+
+def find_closing(store: ObjectStore, names: Names) -> "Closing | None":
+    """The closing header that ends the run as FAILED; None if it is open. `InvalidStateError` if it ended otherwise."""
+    newest = load_newest(store, names)
+    if newest is None or newest[1].is_reopened:
+        return None
+    step, headers = newest
+    header = decode_header(headers.revisions[-1])
+    if header.kind != batch_pb2.BATCH_KIND_CLOSE:
+        return None
+    if not is_failed_closing(header):
+        outcome = batch_pb2.RunOutcome.Name(header.outcome).removeprefix("RUN_OUTCOME_")
+        raise InvalidStateError(
+            f"run {names.uid} ended as {outcome}, which is for good: only a run that FAILED can be reopened",
+            reason="RUN_ENDED",
+            remedy="`millrace run fork` starts a new run at one of its steps",
+            metadata={"state": outcome},
+        )
+    sha256 = hashlib.sha256(headers.revisions[-1]).hexdigest()
+    return Closing(step=step, revision=len(headers.revisions) - 1, sha256=sha256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """Which closing header is meant."""
+
+    step: int
+    revision: int
+    sha256: str
+    """Of its stored bytes, hex."""
+
+
+def reopen(store: ObjectStore, names: Names, closing: Closing, *, epoch: int, owner: str) -> bool:
+    """Record that a closing header does not end its run; False if it is recorded already, by whomever.
+
+    Of several callers one wins. Each record is for a closing header that was written behind the record before, so a
+    caller that is late finds its number taken and its own header named.
+    """
+    time = datetime.datetime.now(datetime.UTC).isoformat()
+    record = Reopening(
+        step=closing.step,
+        revision=closing.revision,
+        closing_sha256=closing.sha256,
+        epoch=epoch,
+        owner=owner,
+        time=time,
+    )
+    while True:
+        known = load_reopenings(store, names)
+        if any(each.closing_sha256 == closing.sha256 for each in known):
+            return False
+        if store.create(names.reopened(len(known) + 1), record.encode()):
+            return True

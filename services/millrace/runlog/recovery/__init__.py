@@ -1,0 +1,1 @@
+"""What Redis has lost or never had, out of the store."""

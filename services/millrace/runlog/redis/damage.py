@@ -1,0 +1,211 @@
+"""Damage in Redis: a log that is not what was written is given up, and its rebuild comes from the store.
+
+Redis is the fast copy. What stands there and cannot be used, or claims what the store does not know, never ends a run:
+
+* rollouts and events: the entry is skipped (`Entry.damage`); the run's orchestrator counts it, tells of it, removes it
+* batches, policies, meta, and ids behind which nothing can be appended: `condemn` takes the copy's generation away, in
+  one atomic step. From then on nobody appends to it or reads from it, as if Redis had lost it, until an orchestrator
+  has rebuilt it
+
+Whoever meets damage may call `condemn`: it costs a rebuild, never a fact. That the *store* lacks something is found by
+comparing with it, and is an error of its own.
+"""
+
+import asyncio
+import hashlib
+import logging
+import re
+from typing import Any, Protocol
+
+from millrace.decoding import MAX_JSON_BYTES, decode_message, decode_object
+from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
+from millrace.internal.v1 import policy_pb2
+from millrace.rollouts.batch_wire import MAX_HEADER_BYTES
+from millrace.runlog.names import Names, Stream
+from millrace.runlog.redis import connection, script
+from millrace.runlog.redis.entry import Entry
+from millrace.storage import ObjectStore
+from millrace.storage.commit_points import newest_revision
+
+logger = logging.getLogger(__name__)
+
+MAX_POLICY_BYTES = 64 << 10
+"""Largest entry of the policy stream: it names one manifest."""
+
+
+class LogCopy(Protocol):
+    """What of a run's log is asked here: `RunLog` is one."""
+
+    redis: Any
+    store: ObjectStore
+    names: Names
+    generation: int
+
+    @property
+    def uid(self) -> str:
+        """The run."""
+        ...
+
+    async def next_position(self, stream: Stream) -> int:
+        """The step or version that the stream takes next."""
+        ...
+
+    async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
+        """Entries with ids from `first` to `last`, inclusive."""
+        ...
+
+
+def log_damaged(text: str) -> LogGoneError:
+    """The error of a log whose copy in Redis is damaged; `text` says where and how."""
+    return LogGoneError(
+        f"redis: {text}; being rebuilt",
+        reason="LOG_DAMAGED",
+        remedy="an orchestrator rebuilds it from the object store; find out who else writes to this Redis",
+    )
+
+
+async def condemn(log: LogCopy, what: str, cause: str) -> LogGoneError:
+    """Have this generation of the log rebuilt; returns the error to raise. `what` such as `stream batches`.
+
+    Nothing happens where another generation is there by now.
+    """
+    text = f"{what} of run {log.uid} is damaged{cause and ' '}{cause}"
+    answer, _ = await connection.call(
+        log.redis,
+        f"giving the damaged log of run {log.uid} up",
+        lambda: script.CONDEMN.run(log.redis, [log.names.meta], [log.generation, text]),
+    )
+    if connection.as_text(answer) == "OK":
+        logger.error(
+            "the log of the run is damaged and will be rebuilt: %s", text, extra={"uid": log.uid, "damage": text}
+        )
+    return log_damaged(text)
+
+
+async def sift(log: LogCopy, stream: Stream, entries: list[Entry]) -> list[Entry]:
+    """The entries of a page, read while the log was there, if they may be of its stream; else it is condemned."""
+    for entry in entries:
+        if stream in (Stream.BATCHES, Stream.POLICIES) and entry.damage:
+            raise await condemn(log, f"stream {stream}", f"at {entry.id}: {entry.damage}")
+        if stream is Stream.EVENTS and int(entry.id.partition("-")[0]) > log.generation:
+            raise await condemn(
+                log, f"stream {stream}", f"at {entry.id}: ids begin with the generation {log.generation}"
+            )
+    return entries
+
+
+async def require_backed(log: LogCopy, stream: Stream, position: int) -> None:
+    """Condemn a log whose stream goes on behind `position`, the newest step or version that the store has.
+
+    Redis gets a batch or policy after the store, so that it never holds one that the store never had.
+    """
+    if not await asyncio.to_thread(_is_in_store, log, stream, position):
+        raise await condemn(log, f"stream {stream}", f"at {position}-1: the object store has nothing of that number")
+
+
+async def require_committed(log: LogCopy, step: int, data: bytes) -> None:
+    """Have the log rebuilt if it has a header of a step that was never committed.
+
+    Nothing is raised: the store says what was. Where a run was reopened a step has several headers (`revisions`).
+    """
+    if not await asyncio.to_thread(_is_in_store, log, Stream.BATCHES, step, data):
+        await condemn(log, f"stream {Stream.BATCHES}", f"at {step}-1: it is not the committed header")
+
+
+async def require_own(log: LogCopy, stream: Stream, position: int, data: bytes) -> None:
+    """Condemn a log that refuses what the store has: another entry, or what never was, stands in its place.
+
+    `data` is what was to be appended. Returns if the stream is just further, or if the store has not `data` itself.
+    """
+    newest = await log.next_position(stream) - 1
+    if newest >= position and await asyncio.to_thread(_is_in_store, log, stream, position, data):
+        await require_backed(log, stream, newest)
+        for entry in await log.read_range(stream, f"{position}-1", f"{position}-1"):
+            if entry.d != data and not await asyncio.to_thread(_is_in_store, log, stream, position, entry.d):
+                raise await condemn(
+                    log, f"stream {stream}", f"at {entry.id}: the object store has something else there"
+                )
+
+
+async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry | None:
+    """The policy version that an entry announces; None if the store does not keep it any more.
+
+    `LogGoneError`, and a rebuild, where its manifest in the store is another's or was never written. One that is
+    damaged is nothing that a rebuild mends: whoever needs that version finds it, and the trainer publishes it anew.
+    """
+    try:
+        policy = _decode_policy(entry.d)
+        major = int(entry.id.partition("-")[0])
+        if entry.id != f"{policy.version}-1":
+            raise CorruptObjectError(f"it names version {policy.version}", reason="ENTRY_CORRUPT")
+        if policy.manifest_key != log.names.policy_manifest(policy.lineage, policy.version):
+            raise CorruptObjectError(f"it names {policy.manifest_key[:200]!r}", reason="ENTRY_CORRUPT")
+        manifest = await asyncio.to_thread(_manifest, log, policy)
+        if manifest is not None and not _is_of(manifest, policy):
+            raise CorruptObjectError(f"{policy.manifest_key} has another sha256 and digest", reason="ENTRY_CORRUPT")
+    except CorruptObjectError as error:
+        raise await condemn(log, f"stream {Stream.POLICIES}", f"at {entry.id}: {error.message}") from error
+    if manifest is None:
+        await require_backed(log, Stream.POLICIES, major)
+        return None
+    return policy
+
+
+def _is_of(manifest: bytes, policy: policy_pb2.PolicyEntry) -> bool:
+    """Whether a stored manifest is the announced one, or damaged, or of the same weights: a lost one is made again."""
+    if hashlib.sha256(manifest).digest() == policy.manifest_sha256:
+        return True
+    try:
+        digest = decode_object(manifest, what=policy.manifest_key, reason="POLICY_CORRUPT").get("digest")
+    except CorruptObjectError:
+        return True
+    return digest == policy.digest
+
+
+def _decode_policy(data: bytes) -> policy_pb2.PolicyEntry:
+    return decode_message(policy_pb2.PolicyEntry, data, what="it", reason="ENTRY_CORRUPT", max_bytes=MAX_POLICY_BYTES)
+
+
+def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None = None) -> bool:
+    """Whether the store has a batch or policy of that number, or a later policy; with `data`: this very one."""
+    if stream is Stream.BATCHES:
+        stored = _headers(log, position)
+        return data in stored if data is not None else bool(stored)
+    if data is not None:
+        try:
+            policy = _decode_policy(data)
+        except CorruptObjectError:
+            return False
+        manifest = _manifest(log, policy)
+        return manifest is not None and _is_of(manifest, policy)
+    names = (prefix.removeprefix(log.names.policies) for prefix in log.store.list_prefixes(log.names.policies))
+    found = (re.fullmatch(r"(\d+)-(\d+)/?", name) for name in names)
+    return any(int(match[2]) >= position for match in found if match)
+
+
+def _headers(log: LogCopy, step: int) -> list[bytes]:
+    """The stored bytes of every header of a step: more than one where a run was reopened."""
+    found: list[bytes] = []
+    while (data := _get(log, log.names.batch_header(step, len(found)), max_bytes=MAX_HEADER_BYTES)) is not None:
+        found.append(data)
+    return found
+
+
+def _manifest(log: LogCopy, policy: policy_pb2.PolicyEntry) -> bytes | None:
+    """The manifest of a version as it was written first, or its newest successor if that one is lost.
+
+    Nothing, which is no manifest, stands for one that is too large to be one.
+    """
+    key = log.names.policy_manifest(policy.lineage, policy.version)
+    try:
+        first = _get(log, key, max_bytes=MAX_JSON_BYTES)
+        return first if first is not None else _get(log, newest_revision(log.store, key), max_bytes=MAX_JSON_BYTES)
+    except CorruptObjectError:
+        return b""
+
+
+def _get(log: LogCopy, key: str, *, max_bytes: int) -> bytes | None:
+    try:
+        return log.store.get(key, max_bytes=max_bytes)
+    except NotFoundError:
+        return None

@@ -1,0 +1,409 @@
+"""The log of one run: append through the one guarded script, read with the checks of docs/reliability.md."""
+
+import asyncio
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import redis.asyncio as redis_asyncio
+from redis.exceptions import ResponseError
+
+from millrace.decoding import MAX_JSON_BYTES, decode_message, decode_object
+from millrace.errors import (
+    AlreadyExistsError,
+    CorruptObjectError,
+    InternalError,
+    LogGoneError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+from millrace.internal.v1 import batch_pb2
+from millrace.runlog.names import Names, Stream
+from millrace.runlog.records import epochs, intents
+from millrace.runlog.records.epochs import Epoch
+from millrace.runlog.records.intents import Intent
+from millrace.runlog.records.origin import parse_origin, require_exists
+from millrace.runlog.redis import connection, damage, script
+from millrace.runlog.redis.connection import MAX_BLOCK_S, as_text
+from millrace.runlog.redis.entry import (
+    FORMAT_MAJOR,
+    AppendResult,
+    Entry,
+    check_format,
+    decode_entry,
+    log_gone,
+    read_entry,
+)
+from millrace.storage import ObjectStore
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CHECK_S = 2.0  # a blocked reader looks that often whether the log is still there
+_POLL_S = 0.5
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+__all__ = ["FORMAT_MAJOR", "AppendResult", "Entry", "RunLog", "check_format", "decode_entry", "log_gone"]
+
+
+class RunLog:
+    """The log of the run `uid`. Get one by `open` or `create`. Async-safe; of one event loop."""
+
+    def __init__(
+        self, redis: redis_asyncio.Redis, store: ObjectStore, *, names: Names, generation: int, run_hash: str
+    ) -> None:
+        self.redis = redis
+        self.store = store
+        self.names = names
+        self.generation = generation
+        self.run_hash = run_hash
+        self._epochs: dict[str, int] = {}  # by role: the newest that the store was seen to have
+
+    @classmethod
+    async def open(cls, redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str) -> "RunLog":
+        """Open the log of a run; `LogGoneError` if Redis does not hold it."""
+        log = cls(redis, store, names=Names(prefix, uid), generation=0, run_hash="")
+        await log.reopen()
+        return log
+
+    @classmethod
+    async def create(
+        cls, redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, uid: str, run_json: bytes
+    ) -> "RunLog":
+        """Create the log of a new run: `run.json` (create-only), generation 1, meta. Repeating it is harmless.
+
+        `AlreadyExistsError` if the uid has another `run.json`. The index of runs is `index.create_run`'s matter.
+        """
+        names = Names(prefix, uid)
+        is_new = await asyncio.to_thread(store.create, names.run_json, run_json)
+        if not is_new and await asyncio.to_thread(store.get, names.run_json) != run_json:
+            raise AlreadyExistsError(
+                f"run {uid} exists with another run.json",
+                reason="RUN_ID_TAKEN",
+                remedy="uids are never reused: make a new one",
+                metadata={"uid": uid},
+            )
+        generation = await asyncio.to_thread(epochs.first_generation, store, names)
+        run_hash = parse_run_hash(run_json)
+        fields = [generation, "format", FORMAT_MAJOR, "run_hash", run_hash]
+        if base := parse_origin(run_json, where=store.uri(names.run_json)).base_step:
+            fields += [f"base:{Stream.BATCHES}", base, f"base:{Stream.POLICIES}", base]
+        answer, held = await connection.call(
+            redis, f"creating run {uid}", lambda: script.CREATE_META.run(redis, [names.meta], fields)
+        )
+        if as_text(answer) == "CONFLICT":
+            raise AlreadyExistsError(
+                f"the log of run {uid} is at generation {as_text(held)}, not {generation}",
+                reason="RUN_ID_TAKEN",
+                remedy="open the run instead of creating it",
+                metadata={"uid": uid},
+            )
+        return cls(redis, store, names=names, generation=generation, run_hash=run_hash)
+
+    async def reopen(self, *, is_checked: bool = True) -> None:
+        """Adopt, in place, the generation that Redis holds now; `LogGoneError` while it holds none, or a damaged one.
+
+        A generation below ours is a copy that a restarted Redis brought back from before a rebuild: as good as none.
+        `is_checked`: one that is new to us is compared with what the store knows.
+        """
+        names = ("generation", "format", "run_hash", "damage")
+        found: Any = await self.command("opening the log", "HMGET", self.names.meta, *names)
+        text, version, run_hash, cause = (as_text(value) for value in found)
+        if not text:
+            raise log_gone(f"opening run {self.uid}")
+        if not _NUMBER.fullmatch(text):
+            raise damage.log_damaged(cause or f"meta of run {self.uid} is damaged: its generation is {text[:40]!r}")
+        generation = int(text)
+        if generation < self.generation:
+            raise log_gone(f"opening run {self.uid}")
+        held = RunLog(self.redis, self.store, names=self.names, generation=generation, run_hash=run_hash)
+        try:
+            check_format(version, f"meta of run {self.uid}")
+        except CorruptObjectError as error:
+            raise await damage.condemn(held, "meta", f"in its field format: {version[:40]!r}") from error
+        if generation == self.generation:
+            return
+        if is_checked:
+            await held.require_true()
+        if self.generation:
+            where = {"uid": self.uid, "old": self.generation, "new": generation}
+            logger.info("log of the run adopted in its new generation", extra=where)
+        self.generation, self.run_hash = generation, run_hash
+
+    async def require_true(self) -> None:
+        """`LogGoneError`, and a rebuild, if meta says of the run what the store does not."""
+
+        def compare() -> str:
+            if epochs.latest_epoch(self.store, self.names, epochs.GENERATION_ROLE) < self.generation:
+                return f"in its field generation: there never was a generation {self.generation}"
+            is_ours = parse_run_hash(self.store.get(self.names.run_json, max_bytes=MAX_JSON_BYTES)) == self.run_hash
+            return "" if is_ours else "in its field run_hash, which is not that of run.json"
+
+        try:
+            cause = await asyncio.to_thread(compare)
+        except NotFoundError as error:
+            raise log_gone(f"opening run {self.uid}, which is not in the store") from error
+        if cause:
+            raise await damage.condemn(self, "meta", cause)
+
+    async def wait_reopened(self, why: str) -> None:
+        """Wait, visibly and without end, until the orchestrator has rebuilt the log, and adopt it; `why` says for what.
+
+        `NotFoundError` if the run is gone or about to be: nobody will rebuild its log.
+        """
+        reason = f"{why}: the log of the run to be rebuilt"
+        with waits.waiting(reason, waits_on="orchestrator") as wait:
+            while True:
+                try:
+                    return await self.reopen()
+                except LogGoneError as error:
+                    wait.update(reason=f"{reason} ({error.message})" if error.reason == "LOG_DAMAGED" else reason)
+                    await asyncio.to_thread(require_exists, self.store, self.names)
+                await asyncio.sleep(_POLL_S)
+
+    async def read_instance(self) -> str:
+        """Which copy of the log Redis holds: `{generation}.{run id of the server}`; `LogGoneError` if not ours.
+
+        It changes when the log was rebuilt, and when the server restarted, which may have lost the newest entries:
+        whoever sees a change appends again what that copy lacks. Where INFO is denied the run id is empty.
+        """
+        try:
+            info = await self.command("asking for the server's run id", "INFO", "server")
+        except PermissionDeniedError:
+            info = {}
+        await self.check()
+        return f"{self.generation}.{as_text(info.get('run_id'))}"
+
+    @property
+    def uid(self) -> str:
+        """Uid of the run."""
+        return self.names.uid
+
+    async def run_json(self) -> bytes:
+        """What the run is, as it was created."""
+        return await asyncio.to_thread(self.store.get, self.names.run_json)
+
+    async def check(self) -> None:
+        """Raise `LogGoneError` unless Redis still holds this generation of the log."""
+        found = await self.command("checking meta", "HMGET", self.names.meta, "generation", "damage")
+        stored, cause = (as_text(value) for value in found)
+        if stored != str(self.generation):
+            if cause:
+                raise damage.log_damaged(cause)
+            raise log_gone(f"run {self.uid}: generation {self.generation}, Redis has {stored[:40] or 'none'}")
+
+    # Who may write.
+
+    async def acquire_epoch(self, role: str, owner: str) -> Epoch:
+        """Take the next epoch of a role and fence every older one out of Redis."""
+        epoch = await epochs.create_epoch(self.store, self.names, role, owner)
+        await self._raise_epoch(epoch)
+        return epoch
+
+    async def current_epoch(self, role: str) -> int:
+        """The epoch that Redis enforces for a role, 0 if none."""
+        number = await self._meta_number(f"epoch:{role}", f"the epoch of {role}")
+        if number > self._epochs.get(role, 0):
+            self._epochs[role] = await asyncio.to_thread(epochs.latest_epoch, self.store, self.names, role)
+            if number > self._epochs[role]:  # it would fence everybody out, for ever
+                raise await damage.condemn(
+                    self, "meta", f"in its field epoch:{role}: there never was an epoch {number}"
+                )
+        return number
+
+    # Append.
+
+    async def append_rollout(self, data: bytes, *, tp: str = "") -> AppendResult:
+        """Append a finished rollout. After a lost answer it may be there twice; readers know it by its attempt."""
+        return await self._append(Stream.ROLLOUTS, "auto", "", 0, 0, [data], tp)
+
+    async def append_event(self, data: bytes, *, writer: str, sequence: int, tp: str = "") -> AppendResult:
+        """Append an event as number `sequence` of its writer; CONFLICT if that is not the next one."""
+        return await self._append(Stream.EVENTS, "writer", writer, 0, sequence, [data], tp)
+
+    async def append_batch(
+        self, epoch: Epoch, header: bytes, chunks: Sequence[bytes] = (), *, tp: str = ""
+    ) -> AppendResult:
+        """Append a committed header, and its chunks unless they stay in the store only, in one atomic step."""
+        step = decode_message(batch_pb2.BatchHeader, header, what="a header", reason="BATCH_INVALID").step
+        result = await self._append(Stream.BATCHES, "step", epoch.role, epoch.number, step, [header, *chunks], tp)
+        if result is AppendResult.CONFLICT:
+            await damage.require_own(self, Stream.BATCHES, step, header)
+        return result
+
+    async def append_policy(self, epoch: Epoch, data: bytes, version: int, *, tp: str = "") -> AppendResult:
+        """Append a published policy version (a serialized `PolicyEntry`)."""
+        result = await self._append(Stream.POLICIES, "step", epoch.role, epoch.number, version, [data], tp)
+        if result is AppendResult.CONFLICT:
+            await damage.require_own(self, Stream.POLICIES, version, data)
+        return result
+
+    # Read.
+
+    async def read(
+        self, stream: Stream | str, *, after: str = "0", count: int = 100, block_s: float = 0.0
+    ) -> list[Entry]:
+        """Entries behind the id `after`, at most `count`; waits up to `block_s` (≤ 5) for the first one.
+
+        `LogGoneError` when the log is gone, or is given up because of a damaged batch or policy. Rollouts and events
+        that are damaged come with a `damage`.
+        """
+        stream = Stream(stream)
+        key = self.names.stream(stream)
+        ends = time.monotonic() + min(block_s, MAX_BLOCK_S)
+        while True:
+            block_ms = max(0, round(min(ends - time.monotonic(), _CHECK_S) * 1000))
+            block = ("BLOCK", block_ms) if block_ms > 0 else ()  # BLOCK 0 would be for ever
+            words = ("XREAD", "COUNT", count, *block, "STREAMS", key, after or "0")
+            found = await self.command(f"reading {stream}", *words, block_s=block_ms / 1000)
+            await self.check()  # XREAD does not tell a wiped stream from a silent one
+            if found:
+                return await damage.sift(self, stream, [read_entry(key, id_, fields) for id_, fields in found[0][1]])
+            if time.monotonic() >= ends:
+                return []
+
+    async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
+        """Entries with ids from `first` to `last`, inclusive, without waiting; what is damaged says so."""
+        key = self.names.stream(stream)
+        found = await self.command(f"reading {stream}", "XRANGE", key, first, last)
+        return [read_entry(key, id_, fields) for id_, fields in found]
+
+    async def remove_entries(self, stream: Stream, ids: Sequence[str]) -> None:
+        """Remove entries that cannot be used; only the lease holder does."""
+        await self.command(f"removing damaged entries of {stream}", "XDEL", self.names.stream(stream), *ids)
+
+    async def last_id(self, stream: Stream) -> str | None:
+        """The newest id that the stream ever had, trimmed or not; None if it never had one."""
+        key = self.names.stream(stream)
+
+        async def ask() -> dict[str, Any] | None:
+            try:
+                return await self.redis.xinfo_stream(key)
+            except ResponseError as error:
+                if "no such key" in str(error).lower():
+                    return None
+                raise
+
+        info = await self.call(f"asking for the end of {stream}", ask)
+        return None if info is None else as_text(info["last-generated-id"])
+
+    async def next_position(self, stream: Stream) -> int:
+        """The step (or policy version) that the stream takes next."""
+        last = await self.last_id(stream)
+        if last is not None:
+            return int(last.partition("-")[0]) + 1
+        return await self._meta_number(f"base:{stream.value}", f"the base of {stream}")
+
+    async def writer_sequence(self, writer: str) -> int:
+        """The number of the newest event of a writer, 0 if it has none."""
+        return await self._meta_number(f"seq:{writer}", f"the sequence of {writer}")
+
+    # Trim: only the lease holder does.
+
+    async def trim_rollouts(self, below: str) -> int:
+        """Remove rollouts older than the entry id `below`; returns how many. They must be archived by a commit."""
+        return await self._trim(Stream.ROLLOUTS, below)
+
+    async def trim_batches(self, below_step: int) -> int:
+        """Remove batches of steps below `below_step` from Redis; the store keeps them."""
+        return await self._trim(Stream.BATCHES, f"{below_step}-0")
+
+    # Intents.
+
+    async def write_intent(self, kind: str, payload: Mapping[str, Any]) -> Intent:
+        """Make a user's wish durable, before it is acknowledged."""
+        return await intents.write_intent(self.store, self.names, kind, payload)
+
+    async def read_intents(self, *, after: int = 0) -> list[Intent]:
+        """The intents with a number above `after`, in order."""
+        return await intents.read_intents(self.store, self.names, after=after)
+
+    # Inside.
+
+    async def command(self, what: str, *words: Any, block_s: float = 0.0) -> Any:
+        """Run one Redis command by its words; see `call`."""
+        return await self.call(what, lambda: self.redis.execute_command(*words), block_s=block_s)
+
+    async def call(self, what: str, command: Callable[[], Awaitable[T]], *, block_s: float = 0.0) -> T:
+        """Run a Redis command of this run with bounded, visible retries; it may block for `block_s` by itself.
+
+        `LogGoneError`, and a rebuild, if a key of the log is of another type than ours.
+        """
+        try:
+            return await connection.call(self.redis, f"{what} of run {self.uid}", command, block_s=block_s)
+        except CorruptObjectError as error:
+            raise await damage.condemn(self, "a key", f"of another type than ours ({what})") from error
+
+    async def _meta_number(self, field: str, what: str) -> int:
+        """The number that a field of meta begins with, 0 if it is not there."""
+        held = as_text(await self.command(f"reading {what}", "HGET", self.names.meta, field)).partition(" ")[0]
+        if held and not _NUMBER.fullmatch(held):
+            raise await damage.condemn(self, "meta", f"in its field {field}: {held[:40]!r} is no number")
+        return int(held or 0)
+
+    async def _append(
+        self, stream: Stream, mode: str, role: str, epoch: int, position: int, entries: Sequence[bytes], tp: str
+    ) -> AppendResult:
+        keys = [self.names.stream(stream), self.names.meta]
+        args: list[Any] = [mode, self.generation, role, epoch, position, len(entries)]
+        for data in entries:
+            args += [FORMAT_MAJOR, hashlib.sha256(data).hexdigest(), data, tp]
+        args.append(stream.value)
+        what = f"appending to {stream}"
+        for _ in range(2):
+            reply = await self.call(what, lambda: script.APPEND.run(self.redis, keys, args))
+            answer, detail = (as_text(part) for part in reply)
+            if answer == "DAMAGED":
+                raise await damage.condemn(self, f"stream {stream}", f"at its end: {detail}")
+            if answer != "EPOCH_BEHIND":
+                result = AppendResult(answer)
+                if result is AppendResult.FENCED:
+                    await self.current_epoch(role)
+                if result not in (AppendResult.OK, AppendResult.ALREADY):
+                    logger.warning(
+                        "append refused: %s",
+                        detail,
+                        extra={"uid": self.uid, "stream": stream.value, "position": position, "answer": answer}
+                        | {"detail": detail},
+                    )
+                return result
+            # Redis lost the tail that held our epoch. The store knows whether ours is still the newest.
+            newest = await asyncio.to_thread(epochs.latest_epoch, self.store, self.names, role)
+            if newest > epoch or not await self._raise_epoch(Epoch(role, epoch), raises=False):
+                return AppendResult.FENCED
+        raise InternalError(f"{what} of run {self.uid}: Redis forgets epochs", reason="EPOCH_LOST")
+
+    async def _raise_epoch(self, epoch: Epoch, *, raises: bool = True) -> bool:
+        """Raise the role's epoch in meta to ours; False (or `FencedError`) when a newer one is there."""
+        args = [self.generation, epoch.role, epoch.number]
+        reply = await self.call(
+            f"writing the epoch of {epoch.role}",
+            lambda: script.RAISE_EPOCH.run(self.redis, [self.names.meta], args),
+        )
+        text, detail = (as_text(part) for part in reply)
+        if text == "DAMAGED":
+            raise await damage.condemn(self, "meta", f"in its {detail}")
+        answer = AppendResult(text)
+        if answer is AppendResult.FENCED:
+            await self.current_epoch(epoch.role)  # who fences us must be in the store
+            if not raises:
+                return False
+        answer.require(f"epoch {epoch.number} of {epoch.role} of run {self.uid}")
+        return True
+
+    async def _trim(self, stream: Stream, below: str) -> int:
+        key = self.names.stream(stream)
+        return await self.command(f"trimming {stream}", "XTRIM", key, "MINID", "=", below)
+
+
+def parse_run_hash(run_json: bytes) -> str:
+    """The hash of the resolved config that a `run.json` names."""
+    document = decode_object(run_json, what="run.json", reason="RUN_JSON_INVALID")
+    if not isinstance(document.get("run_hash"), str):
+        raise CorruptObjectError("run.json must have the string run_hash", reason="RUN_JSON_INVALID")
+    return document["run_hash"]

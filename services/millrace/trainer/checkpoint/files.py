@@ -1,0 +1,164 @@
+"""The files of a checkpoint in a local directory: one of each rank, raw elements tensor after tensor, and an index.
+
+A state is a flat dict of tensors by name. Of a sharded tensor every rank writes the rows that it holds; of any other
+rank 0 writes it, but a rank's random state, which is that rank's own. Loading copies ranges: it needs no two worlds of
+equal size, and of the files only those with something that this rank holds.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from millrace.errors import InvalidStateError, UnavailableError
+from millrace.policies.tensors import DTYPE_TAGS
+from millrace.storage.scratch import scratch_errors
+from millrace.trainer.checkpoint.index import (
+    ShardIndex,
+    ShardPiece,
+    ShardTensor,
+    decode_tensors,
+    encode_index,
+    merge_tensors,
+)
+from millrace.trainer.gang.agreement import agreed
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.model.layout import held_rows
+
+INDEX_FILE = "index.json"
+RANDOM_STATE = "rng."
+"""Begins the names of tensors of which each rank has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What this rank holds of a tensor: live elements from `start` on."""
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tensor.numel()
+
+
+def save_shards(state: Mapping[str, torch.Tensor], directory: Path, *, gang: Gang) -> None:
+    """Writes this rank's file into `directory`, and on rank 0 the index. Collective in a gang."""
+
+    def write() -> bytes:
+        with scratch_errors(directory):
+            directory.mkdir(exist_ok=True)
+            with (directory / f"rank-{gang.rank:05d}.bin").open("xb") as file:
+                return encode_index([_write(share, file, Path(file.name).name) for share in _shares(state, gang)])
+
+    rows = gang.agree(write)
+    with agreed(gang), scratch_errors(directory):
+        if gang.is_leader:
+            shares = [decode_tensors(row, source=f"of rank {rank}") for rank, row in enumerate(rows)]
+            (directory / INDEX_FILE).write_bytes(encode_index(merge_tensors(shares).values()))
+
+
+def needed_files(state: Mapping[str, torch.Tensor], index: ShardIndex) -> set[str]:
+    """Names of the files with what this rank loads into `state`; InvalidStateError if that does not fit the index.
+
+    The names must be exactly the saved ones: a tensor that is missing or left over would be a silent reset. Only
+    random states may be: of ranks that are no more, and of ranks that were not there.
+    """
+    saved = {name for name in index if not name.startswith(RANDOM_STATE)}
+    live = {name for name in state if not name.startswith(RANDOM_STATE)}
+    if saved != live:
+        raise _mismatch(f"missing {sorted(live - saved)[:5]}, left over {sorted(saved - live)[:5]}")
+    files: set[str] = set()
+    for name, tensor in state.items():
+        if (entry := index.get(name)) is None:
+            continue
+        dtype = _tag(tensor)
+        if (entry.shape, entry.dtype) != (tuple(tensor.shape), dtype):
+            raise _mismatch(f"{name} is {entry.dtype}{list(entry.shape)}, the model's is {dtype}{list(tensor.shape)}")
+        share = _share(name, tensor)
+        files |= {piece.file for piece in entry.pieces if _overlap(piece, share) is not None}
+    return files
+
+
+def load_shards(state: Mapping[str, torch.Tensor], directory: Path, index: ShardIndex) -> None:
+    """Fills what this rank holds of `state` in place from a directory with the `needed_files`, which are proved."""
+    for name, tensor in state.items():
+        share, entry = _share(name, tensor), index.get(name)
+        if entry is None or not share.tensor.numel():
+            continue
+        data = bytearray(share.tensor.numel() * entry.element_bytes)
+        for piece in entry.pieces:
+            if (common := _overlap(piece, share)) is not None:
+                _read(directory / piece.file, piece, common, share, memoryview(data), width=entry.element_bytes)
+        found = torch.frombuffer(data, dtype=share.tensor.dtype).reshape(share.tensor.shape)
+        with torch.no_grad():
+            share.tensor.copy_(found)
+
+
+def _shares(state: Mapping[str, torch.Tensor], gang: Gang) -> Iterator[_Share]:
+    """What this rank writes."""
+    for name, tensor in state.items():
+        if gang.is_leader or isinstance(tensor, DTensor) or name.startswith(RANDOM_STATE):
+            yield _share(name, tensor)
+
+
+def _share(name: str, tensor: torch.Tensor) -> _Share:
+    local, start = held_rows(tensor) if isinstance(tensor, DTensor) else (tensor, 0)
+    return _Share(name, local.detach(), tuple(tensor.shape), start)
+
+
+def _write(share: _Share, file: BinaryIO, name: str) -> ShardTensor:
+    """Appends a share to this rank's file; returns what the index says of it."""
+    count, pieces = share.tensor.numel(), ()
+    if count:
+        pieces = (ShardPiece(name, file.tell(), share.start, count),)
+        file.write(share.tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return ShardTensor(name=share.name, dtype=_tag(share.tensor), shape=share.shape, pieces=pieces)
+
+
+def _overlap(piece: ShardPiece, share: _Share) -> tuple[int, int] | None:
+    """The elements, from and to, that a piece and a share have in common."""
+    begin, end = max(piece.start, share.start), min(piece.start + piece.count, share.end)
+    return (begin, end) if begin < end else None
+
+
+def _read(
+    path: Path, piece: ShardPiece, common: tuple[int, int], share: _Share, data: memoryview, *, width: int
+) -> None:
+    begin, end = common
+    target = data[(begin - share.start) * width : (end - share.start) * width]
+    with path.open("rb", buffering=0) as file:
+        file.seek(piece.offset + (begin - piece.start) * width)
+        while len(target):
+            if not (count := file.readinto(target)):
+                raise UnavailableError(
+                    f"{path} was cut short after it had been verified",
+                    reason="SCRATCH_UNUSABLE",
+                    remedy="see what else writes to MILLRACE_SCRATCH_DIR",
+                )
+            target = target[count:]
+
+
+def _tag(tensor: torch.Tensor) -> str:
+    """torch's name of a tensor's dtype; InvalidStateError if checkpoints do not carry it."""
+    tag = str(tensor.dtype).removeprefix("torch.")
+    if tag not in DTYPE_TAGS:
+        raise InvalidStateError(
+            f"checkpoints do not carry tensors of {tag} (known: {', '.join(DTYPE_TAGS)})",
+            reason="TENSOR_DTYPE_UNKNOWN",
+            remedy="train in float32 or bfloat16",
+        )
+    return tag
+
+
+def _mismatch(what: str) -> InvalidStateError:
+    return InvalidStateError(
+        f"checkpoint tensors do not fit the model: {what}",
+        reason="CHECKPOINT_MISMATCH",
+        remedy="resume with the model that wrote the checkpoint",
+    )

@@ -1,0 +1,183 @@
+"""The gang: the processes that `torchrun` starts to train one model together, or this process alone.
+
+With one process nothing here communicates and no process group exists. With several, parameters are sharded with FSDP2
+and rank 0 alone holds the run's lease, writes its log and tells the others what to do, as plain data, never as pickles.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Self, TypeVar
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
+
+from millrace.telemetry import waits
+from millrace.trainer.gang import agreement
+
+T = TypeVar("T")
+
+# Rank 0 broadcasts at least every few seconds while it waits, so a silent peer is dead long before this.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_QUIET_S = 5.0  # a collective that lasts longer shows itself as a wait
+
+
+class Gang:
+    """This process's place among the processes of the gang, and what they exchange."""
+
+    def __init__(self, *, rank: int = 0, world_size: int = 1, device: torch.device | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device or torch.device("cpu")
+        self._group: dist.ProcessGroup | None = None
+        self._beside: Gang | None = None
+
+    def beside(self) -> "Gang":
+        """The same gang on connections of its own, for a thread beside the main one. The first call is collective.
+
+        Collectives of one group must come in one order at every rank; two threads cannot keep one.
+        """
+        if self.is_alone:
+            return self
+        if self._beside is None:
+            group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+            assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+            self._beside = Gang(rank=self.rank, world_size=self.world_size, device=self.device)
+            self._beside._group = group
+        return self._beside
+
+    @classmethod
+    def join(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """Joins the gang that torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) describe; alone without them."""
+        local_rank = int(environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        world_size = int(environ.get("WORLD_SIZE", "1"))
+        if world_size == 1:
+            return cls(device=device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        rank = int(environ["RANK"])
+        store = _store_of_this_start(environ)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+        return cls(rank=rank, world_size=world_size, device=device)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the gang is this process only."""
+        return self.world_size == 1
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """What `work`, which has no collectives of its own, gives at every rank, in order of rank, at every rank.
+
+        T is plain data (`agreement`). If `work` raises anywhere, every rank raises the error of the lowest rank where
+        it did, of the same class; what is none of ours reaches the others as UnavailableError.
+        """
+        mine, failure = agreement.tell(work, rank=self.rank)
+        if failure is not None and self.is_alone:
+            raise failure
+        rows = self.gather(mine)
+        first = next((rank for rank, row in enumerate(rows) if agreement.is_error(row)), None)
+        if failure is not None and (first == self.rank or not isinstance(failure, Exception)):
+            raise failure
+        if first is not None:
+            agreement.hear(rows[first])
+        return [agreement.hear(row) for row in rows]
+
+    def from_leader(self, work: Callable[[], T]) -> T:
+        """What `work` gives at rank 0, where alone it runs, at every rank; raises at all of them if it raises there."""
+        mine, failure = agreement.tell(work, rank=self.rank) if self.is_leader else (None, None)
+        row = self.broadcast(mine) if failure is None or not self.is_alone else b""
+        if failure is not None:
+            raise failure
+        return agreement.hear(row)
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, at every rank; the others pass None."""
+        return self._broadcast_from(0, data or b"")
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes in order of rank, at every rank."""
+        return [self._broadcast_from(source, data) for source in range(self.world_size)]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sums over the ranks, in float64."""
+        return self._reduce(values, dist.ReduceOp.SUM) if not self.is_alone else list(values)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maxima over the ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX) if not self.is_alone else list(values)
+
+    def barrier(self) -> None:
+        """Returns when every rank has arrived."""
+        self.sum([0.0])
+
+    def shard(self, model: nn.Module, *, compute_dtype: torch.dtype) -> nn.Module:
+        """Moves the model to this rank's device and, in a gang, shards its parameters block by block (FSDP2)."""
+        model.to(self.device)
+        if self.is_alone:
+            return model
+        policy = (
+            MixedPrecisionPolicy()
+            if compute_dtype == torch.float32
+            else MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        )
+        blocks = set(getattr(model, "_no_split_modules", None) or ())
+        for module in list(model.modules()):
+            if type(module).__name__ in blocks:
+                fully_shard(module, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        return model
+
+    def leave(self) -> None:
+        """Ends the process group."""
+        if not self.is_alone and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _broadcast_from(self, source: int, data: bytes) -> bytes:
+        """The bytes of rank `source`: first their number, then themselves."""
+        if self.is_alone:
+            return data
+        with _waiting_for_peers():
+            length = torch.tensor([len(data)], dtype=torch.int64)
+            dist.broadcast(length, src=source, group=self._group)
+            buffer = torch.zeros(max(int(length), 1), dtype=torch.uint8)
+            if self.rank == source and data:
+                buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.broadcast(buffer, src=source, group=self._group)
+        return buffer[: int(length)].numpy().tobytes()
+
+    def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        with _waiting_for_peers():
+            dist.all_reduce(tensor, op=operation, group=self._group)
+        return tensor.tolist()
+
+
+def _store_of_this_start(environ: Mapping[str, str]) -> Store:
+    """Where the ranks find each other, apart from what a killed gang left there.
+
+    torchrun (2.13) keeps one store over its restarts, in which a new rank finds the address of the dead one, and waits.
+    Its count of restarts tells the starts apart on one machine; over several machines each counts its own, and
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun take a new store for every start.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=_COLLECTIVE_TIMEOUT))
+    if environ.get("LOCAL_WORLD_SIZE") != environ["WORLD_SIZE"]:
+        return store
+    return PrefixStore(f"start-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _waiting_for_peers() -> waits.Waiting:
+    """A collective returns when every rank has come: one that is stuck holds all up."""
+    return waits.waiting(
+        "the other ranks of the gang", deadline_s=_COLLECTIVE_TIMEOUT.total_seconds() / 10, quiet_s=_QUIET_S
+    )

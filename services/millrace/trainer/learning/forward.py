@@ -1,0 +1,64 @@
+"""Log-probs of the tokens of a micro-batch under the model.
+
+Shape suffixes: B rows, T padded length, K = T - first scored column + 1 (the logits that are computed), V vocabulary.
+"""
+
+import contextlib
+import inspect
+import math
+from typing import Any
+
+import torch
+
+from millrace.trainer.learning.batch import MicroBatch
+
+
+def token_logprobs(
+    model: torch.nn.Module, micro_batch: MicroBatch, *, autocast_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of every token given those before it, and the entropy of the distribution it was drawn from, [B, T].
+
+    Both are float32 under the sample's temperature. Columns before the first token that any row needs are not computed:
+    they hold log(1/V) and log V, as column 0 does, which no token precedes. The entropy carries no gradient.
+    """
+    first = micro_batch.first_scored
+    length = micro_batch.token_ids_BT.shape[1]
+    keep = length - first + 1  # the logits of column j predict the token of column j + 1
+    arguments: dict[str, Any] = {
+        "input_ids": micro_batch.token_ids_BT,
+        "attention_mask": micro_batch.attention_mask_BT,
+        "position_ids": micro_batch.position_ids_BT,
+        "use_cache": False,
+    }
+    if _takes_logits_to_keep(model):
+        arguments["logits_to_keep"] = keep
+    device_type = micro_batch.token_ids_BT.device.type
+    with torch.autocast(device_type, autocast_dtype) if autocast_dtype else contextlib.nullcontext():
+        logits = model(**arguments).logits
+    logits_BKV = logits[:, -keep:-1].float()
+    labels_BK = micro_batch.token_ids_BT[:, first:]
+    logprobs_BK, entropy_BK = select_logprobs(logits_BKV, labels_BK, temperature_B=micro_batch.temperature_B)
+    log_vocabulary = math.log(logits_BKV.shape[-1])
+    shape = (labels_BK.shape[0], first)
+    return (
+        torch.cat([logprobs_BK.new_full(shape, -log_vocabulary), logprobs_BK], dim=1),
+        torch.cat([entropy_BK.new_full(shape, log_vocabulary), entropy_BK], dim=1),
+    )
+
+
+def select_logprobs(
+    logits_BKV: torch.Tensor, labels_BK: torch.Tensor, *, temperature_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-softmax of the logits at the labels, and the entropy (without gradient), both [B, K] in the logits' dtype."""
+    logits_BKV = logits_BKV / temperature_B.to(logits_BKV.dtype)[:, None, None]
+    normaliser_BK = torch.logsumexp(logits_BKV, dim=-1)
+    logprobs_BK = logits_BKV.gather(-1, labels_BK[..., None]).squeeze(-1) - normaliser_BK
+    with torch.no_grad():
+        probabilities_BKV = torch.exp(logits_BKV - normaliser_BK[..., None])
+        entropy_BK = normaliser_BK - (probabilities_BKV * logits_BKV).sum(-1)
+    return logprobs_BK, entropy_BK
+
+
+def _takes_logits_to_keep(model: torch.nn.Module) -> bool:
+    """Whether the model's forward can leave out the logits of the prompt, which are most of the memory."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters

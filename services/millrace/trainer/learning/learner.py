@@ -1,0 +1,121 @@
+"""What a training step computes with: model, optimizer, and their state as tensors by name."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.trainer import TrainerConfig
+from millrace.policies.adapter import AdapterSpec
+from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
+from millrace.policies.tensors import TensorBytes
+from millrace.trainer.gang.determinism import seed_rank, set_determinism
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.batch import MicroBatch
+from millrace.trainer.learning.forward import token_logprobs
+from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.model.lora import (
+    add_adapters,
+    is_adapted,
+    published_tensors,
+    round_base,
+    set_learning,
+    trained_tensors,
+)
+from millrace.trainer.model.pretrained import load_model, policy_tensors, resolve_dtype, resolve_publish_dtype
+
+
+@dataclass(slots=True, kw_only=True)
+class Learner:
+    """What a step computes with.
+
+    `autocast_dtype` is None where none is needed; `is_strict` says whether equal steps give equal bits. `adapter` and
+    `base_digest` (of version 0, hex) are set where adapters are trained on a base that stays what it is.
+    """
+
+    config: TrainerConfig
+    gang: Gang
+    model: nn.Module
+    optimizer: PolicyOptimizer
+    autocast_dtype: torch.dtype | None
+    is_strict: bool
+    adapter: AdapterSpec | None = None
+    base_digest: str = ""
+
+    @classmethod
+    def of_start_model(cls, config: RLConfig, *, gang: Gang, directory: Path) -> "Learner":
+        """The learner of a run at version 0, with the model in `directory`. Collective in a gang."""
+        trainer = config.trainer
+        is_strict = set_determinism(trainer.determinism, seed=config.seed, device=gang.device)
+        compute_dtype = resolve_dtype(trainer.model.dtype, device=gang.device)
+        model, adapter, base_digest = load_model(directory), None, ""
+        if trainer.model.lora is not None:
+            publish_dtype = resolve_publish_dtype(trainer.model, device=gang.device)
+            round_base(model, trainer.model.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
+            base_digest = digest_of(policy_tensors(model, dtype=publish_dtype))
+            adapter = add_adapters(model, trainer.model.lora, seed=config.seed)
+        model = gang.shard(model, compute_dtype=compute_dtype)
+        seed_rank(config.seed, rank=gang.rank)
+        return cls(
+            config=trainer,
+            gang=gang,
+            model=model,
+            optimizer=PolicyOptimizer(
+                model, optim=trainer.optim, scheduler=trainer.scheduler, max_steps=trainer.max_steps
+            ),
+            autocast_dtype=compute_dtype if gang.is_alone and compute_dtype != torch.float32 else None,
+            is_strict=is_strict,
+            adapter=adapter,
+            base_digest=base_digest,
+        )
+
+    @property
+    def publish_dtype(self) -> torch.dtype:
+        """Number format of published policies; `auto` is what the trainer computes in."""
+        return resolve_publish_dtype(self.config.model, device=self.gang.device)
+
+    def logprobs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of a micro-batch under the live model, [B, T]."""
+        return token_logprobs(self.model, micro_batch, autocast_dtype=self.autocast_dtype)
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """In this block dropout is active, the model's and the adapters', as far as the run wants; nowhere else."""
+        self.model.train(self.config.model.dropout)
+        set_learning(self.model, True)
+        try:
+            yield
+        finally:
+            self.model.eval()
+            set_learning(self.model, False)
+
+
+def state_tensors(model: nn.Module, optimizer: PolicyOptimizer, *, gang: Gang) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds, as live tensors by name: weights once each, optimizer state, random state.
+
+    Of a model with adapters only what is trained; the base is the start model, whose digest the manifest has.
+    """
+    weights = trained_tensors(model) if is_adapted(model) else published_tensors(model, version=0)
+    state = {f"model.{name}": tensor for name, tensor in weights.items()}
+    for name, parts in optimizer.state_tensors().items():
+        state |= {f"optim.{name}.{part}": tensor for part, tensor in parts.items()}
+    state[f"rng.cpu.{gang.rank}"] = torch.get_rng_state()
+    if gang.device.type == "cuda":
+        state[f"rng.cuda.{gang.rank}"] = torch.cuda.get_rng_state(gang.device)
+    return state
+
+
+def restore_random_state(state: dict[str, torch.Tensor], *, gang: Gang) -> None:
+    """Sets the generators from a state that was filled from a checkpoint; the rest of it is live already."""
+    torch.set_rng_state(state[f"rng.cpu.{gang.rank}"])
+    if gang.device.type == "cuda":
+        torch.cuda.set_rng_state(state[f"rng.cuda.{gang.rank}"], gang.device)
+
+
+def digest_of(tensors: Iterable[tuple[str, TensorBytes]]) -> str:
+    """The digest (hex) that a policy of these tensors has."""
+    return policy_digest({name: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for name, t in tensors})

@@ -1,0 +1,103 @@
+"""What one step measured, token by token, over all micro-batches and ranks, under prime-rl's metric names."""
+
+from collections.abc import Sequence
+
+import torch
+
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.batch import MicroBatch
+from millrace.trainer.learning.loss import TokenLosses
+
+_MEANS = (
+    "loss",
+    "mismatch_kl",
+    "masked_mismatch_kl",
+    "unmasked_mismatch_kl",
+    "is_masked",
+    "is_masked_low",
+    "is_masked_high",
+    "masked_advantage_positive",
+    "masked_advantage_negative",
+    "entropy",
+    "nll",
+)
+_BY_ENV = ("mismatch_kl", "entropy")
+
+
+class StepMetrics:
+    """Sums, counts and maxima; the keys are fixed by the environments' names, so the ranks' vectors line up."""
+
+    def __init__(self, envs: Sequence[str]) -> None:
+        self._envs = tuple(envs)
+        names = [*_MEANS, *(f"{name}/{env}" for name in _BY_ENV for env in self._envs)]
+        self._sums = dict.fromkeys(names, 0.0)
+        self._counts = dict.fromkeys(names, 0.0)
+        self._maxima = {"loss": -float("inf"), "mismatch_kl": 0.0}
+        self._loss_squares = 0.0
+        self._total_loss = 0.0
+
+    @torch.no_grad()
+    def add(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        losses: TokenLosses,
+        loss: torch.Tensor,
+        trainer_logprobs_BT: torch.Tensor,
+        entropy_BT: torch.Tensor,
+    ) -> None:
+        """Adds a micro-batch; `loss` is its share of the batch's loss."""
+        sampled = micro_batch.loss_mask_BT
+        members = losses.rl_members
+        is_masked = losses.is_masked_low | losses.is_masked_high
+        advantages = micro_batch.advantages_BT
+        self._total_loss += float(loss)
+        self._add("loss", losses.rl + losses.ce, members | losses.ce_members)
+        self._add("mismatch_kl", losses.mismatch_kl, sampled)
+        self._add("masked_mismatch_kl", losses.mismatch_kl, is_masked)
+        self._add("unmasked_mismatch_kl", losses.mismatch_kl, members & ~is_masked)
+        self._add("is_masked", is_masked, members)
+        self._add("is_masked_low", losses.is_masked_low, members)
+        self._add("is_masked_high", losses.is_masked_high, members)
+        self._add("masked_advantage_positive", is_masked & (advantages > 0), members)
+        self._add("masked_advantage_negative", is_masked & (advantages < 0), members)
+        self._add("entropy", entropy_BT, sampled)
+        self._add("nll", -trainer_logprobs_BT, losses.ce_members)
+        for env in self._envs:
+            rows = torch.tensor([name == env for name in micro_batch.env_B], device=sampled.device)[:, None]
+            self._add(f"mismatch_kl/{env}", losses.mismatch_kl, sampled & rows)
+            self._add(f"entropy/{env}", entropy_BT, sampled & rows)
+
+    def reduce(self, gang: Gang) -> dict[str, float]:
+        """The metrics of the whole batch; a mean over no tokens is left out. Collective in a gang."""
+        names = list(self._sums)
+        reduced = gang.sum([*self._sums.values(), *self._counts.values(), self._loss_squares, self._total_loss])
+        sums = dict(zip(names, reduced[: len(names)], strict=True))
+        counts = dict(zip(names, reduced[len(names) : 2 * len(names)], strict=True))
+        maxima = dict(zip(self._maxima, gang.max(list(self._maxima.values())), strict=True))
+        means = {name: sums[name] / counts[name] for name in names if counts[name]}
+        metrics = {f"{name}/mean": value for name, value in means.items()}
+        if counts["loss"]:
+            variance = reduced[-2] / counts["loss"] - means["loss"] ** 2
+            metrics["loss/std"] = max(variance, 0.0) ** 0.5
+            metrics["loss/max"] = maxima["loss"]
+        metrics["loss/mean"] = reduced[-1]
+        for name in _BY_ENV:  # prime-rl's dashboards read `<name>/all/mean`
+            if f"{name}/mean" in metrics:
+                metrics[f"{name}/all/mean"] = metrics[f"{name}/mean"]
+        if counts["mismatch_kl"]:
+            metrics["mismatch_kl/max"] = maxima["mismatch_kl"]
+        if means.get("entropy"):
+            metrics["kl_ent_ratio/mean"] = means["mismatch_kl"] / means["entropy"]
+        return metrics
+
+    def _add(self, name: str, values: torch.Tensor, members: torch.Tensor) -> None:
+        selected = values[members].double()
+        if not selected.numel():
+            return
+        self._sums[name] += float(selected.sum())
+        self._counts[name] += selected.numel()
+        if name in self._maxima:
+            self._maxima[name] = max(self._maxima[name], float(selected.max()))
+        if name == "loss":
+            self._loss_squares += float((selected**2).sum())

@@ -1,0 +1,67 @@
+"""AdamW on float32 master weights, with gradient clipping and the schedule."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
+from millrace.trainer.learning.scheduler import learning_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerReport:
+    """What one step did. `was_skipped`: the gradient was not finite, so the weights were left as they were."""
+
+    lr: float
+    grad_norm: float
+    was_skipped: bool
+
+
+class PolicyOptimizer:
+    """Steps the model's parameters. The state is plain tensors by parameter name, so a checkpoint needs no pickle."""
+
+    def __init__(
+        self, model: nn.Module, *, optim: OptimConfig, scheduler: SchedulerConfig, max_steps: int | None
+    ) -> None:
+        self._optim = optim
+        self._scheduler = scheduler
+        self._max_steps = max_steps
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._parameters = [parameter for _, parameter in self._named]
+        self._adamw = torch.optim.AdamW(
+            self._parameters,
+            lr=optim.lr,
+            betas=(optim.betas1, optim.betas2),
+            weight_decay=optim.weight_decay,
+        )
+        for parameter in self._parameters:
+            # AdamW makes its state at the first step; made here, loading a checkpoint finds tensors to fill.
+            self._adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+
+    def step(self, step: int) -> OptimizerReport:
+        """Clips the gradient, applies it as optimizer step `step` (from 0) and clears it.
+
+        A learning rate of 0 writes nothing: even AdamW's `p * 1 - 0` could turn -0.0 into 0.0. A gradient that is not
+        finite writes nothing either; the report says so, and so must the caller.
+        """
+        lr = learning_rate(step, lr=self._optim.lr, config=self._scheduler, max_steps=self._max_steps)
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._optim.max_norm, error_if_nonfinite=False)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        is_finite = math.isfinite(grad_norm)
+        if is_finite and lr != 0:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        return OptimizerReport(lr=lr, grad_norm=grad_norm, was_skipped=not is_finite)
+
+    def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The state as live tensors, by parameter name; filling them in place restores it."""
+        return {name: dict(self._adamw.state[parameter]) for name, parameter in self._named}

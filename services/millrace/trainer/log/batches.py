@@ -1,0 +1,196 @@
+"""The run's batches in order, proven: right run, right config, unbroken chain.
+
+Rank 0 waits for each header and hands its bytes to the others, so that no rank waits inside a collective for longer
+than one poll. Every rank then plans the same micro-batches from the header's sample table and reads only the chunks
+that hold its own samples.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from millrace.errors import CorruptObjectError, InternalError
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import chunks_for, decode_header, unpack_batch
+from millrace.rollouts.types import TrainSample
+from millrace.runlog.records.frontier import chain_hash
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, plan_micro_batches
+from millrace.trainer.log.stop import StopRequested
+
+POLL_S = 0.5  # how soon a stop is noticed while there is no batch
+
+
+class PolicyMender(Protocol):
+    """Who publishes damaged policies anew; `Mender` is one."""
+
+    def wanted(self, version: int) -> bytes | None:
+        """At rank 0: what to tell all ranks to mend, if there is something."""
+        ...
+
+    def mend(self, policy: bytes) -> None:
+        """Mends it; at every rank."""
+        ...
+
+
+class BatchLog(Protocol):
+    """What is needed of the run's log to read batches; `LogClient` is one."""
+
+    def poll_header(self, step: int, *, timeout_s: float) -> bytes | None:
+        """The header of a step as stored, or None if it is not there within the time."""
+        ...
+
+    def read_superseded(self, step: int, revisions: int) -> list[bytes]:
+        """The first so many headers of a step, as stored: failed closing headers that have a successor."""
+        ...
+
+    def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
+        """The named chunks of a committed step."""
+        ...
+
+    def prefetch(self, step: int) -> None:
+        """Begins to read a step in the background."""
+        ...
+
+    def is_stop_requested(self) -> bool:
+        """Whether to raise StopRequested instead of waiting on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A committed batch, or the closing header. `micro_batches` are this rank's share of the samples.
+
+    `chain_hash` is H(step); `wait_s` the seconds without a batch to work on, `load_s` those to read and pad it.
+    """
+
+    header: batch_pb2.BatchHeader
+    chain_hash: bytes
+    micro_batches: list[MicroBatch]
+    wait_s: float
+    load_s: float
+
+    @property
+    def step(self) -> int:
+        """The step; a closing header has the number of steps."""
+        return self.header.step
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the run ends here; the samples then are to be scored, not trained on."""
+        return self.header.kind == batch_pb2.BATCH_KIND_CLOSE
+
+
+class Batches:
+    """Reads batches from a step on, at every rank of a gang."""
+
+    def __init__(
+        self,
+        batch_log: BatchLog,
+        *,
+        gang: Gang,
+        run_uid: str,
+        run_hash: str,
+        previous_chain_hash: bytes,
+        micro_batch_tokens: int,
+        seq_len: int,
+        mender: PolicyMender | None = None,
+    ) -> None:
+        self._log = batch_log
+        self._gang = gang
+        self._run_uid = run_uid
+        self._run_hash = run_hash
+        self._chain_hash = previous_chain_hash
+        self._micro_batch_tokens = micro_batch_tokens
+        self._seq_len = seq_len
+        self._mender = mender
+
+    def follow(self, start_step: int) -> Iterator[Batch]:
+        """Every batch from `start_step` on, the closing header last. Raises StopRequested between batches."""
+        step = start_step
+        while True:
+            batch = self.read(step)
+            yield batch
+            if batch.is_closing:
+                return
+            step += 1
+
+    def read(self, step: int) -> Batch:
+        """The batch of one step, verified; waits for it as long as it takes. Collective in a gang."""
+        began = time.monotonic()
+        header_bytes = self._wait_for_header(step)
+        arrived = time.monotonic()
+        header = decode_header(header_bytes)
+        for revision, data in enumerate(self._log.read_superseded(step, header.revision)):
+            closing = decode_header(data)
+            self._verify(closing, step, revision)
+            self._chain_hash = chain_hash(self._chain_hash, data)
+        self._verify(header, step, header.revision)
+        self._chain_hash = chain_hash(self._chain_hash, header_bytes)
+        micro_batches = self._micro_batches(header)
+        if header.kind != batch_pb2.BATCH_KIND_CLOSE and self._gang.is_leader:
+            self._log.prefetch(step + 1)
+        return Batch(
+            header=header,
+            chain_hash=self._chain_hash,
+            micro_batches=micro_batches,
+            wait_s=arrived - began,
+            load_s=time.monotonic() - arrived,
+        )
+
+    def _wait_for_header(self, step: int) -> bytes:
+        """Rank 0 polls and tells the gang `wait`, `stop`, which policy to `mend`, or the header's bytes."""
+
+        def look() -> bytes:
+            if self._log.is_stop_requested():
+                return b"stop"
+            if self._mender is not None and (policy := self._mender.wanted(step)) is not None:
+                return b"mend" + policy
+            header = self._log.poll_header(step, timeout_s=POLL_S)  # registers the wait
+            return b"wait" if header is None else b"head" + header
+
+        while True:
+            told = self._gang.from_leader(look)
+            match told[:4]:
+                case b"head":
+                    return told[4:]
+                case b"stop":
+                    raise StopRequested
+                case b"mend" if self._mender is not None:
+                    self._mender.mend(told[4:])
+                case b"wait":
+                    continue
+                case _:
+                    raise InternalError(f"rank 0 sent {told[:4]!r} while batch {step} was awaited")
+
+    def _micro_batches(self, header: batch_pb2.BatchHeader) -> list[MicroBatch]:
+        """This rank's samples, read, verified and padded."""
+        lengths = [min(entry.length, self._seq_len) for entry in header.samples]
+        plan = plan_micro_batches(lengths, max_tokens=self._micro_batch_tokens, world_size=self._gang.world_size)
+        mine = plan[self._gang.rank]
+        indices = [index for micro_batch in mine for index in micro_batch]
+        chunks = self._log.read_chunks(header.step, chunks_for(header, indices))
+        samples: dict[int, TrainSample] = dict(zip(indices, unpack_batch(header, chunks, only=indices), strict=True))
+        return [
+            build_micro_batch([samples[index] for index in part], seq_len=self._seq_len, device=self._gang.device)
+            for part in mine
+        ]
+
+    def _verify(self, header: batch_pb2.BatchHeader, step: int, revision: int) -> None:
+        """CorruptObjectError unless the header continues this run's chain at this step."""
+        expected = {
+            "run_uid": (header.run_uid, self._run_uid),
+            "step": (header.step, step),
+            "revision": (header.revision, revision),
+            "run_hash": (header.run_hash, self._run_hash),
+            "previous_chain_hash": (header.previous_chain_hash.hex(), self._chain_hash.hex()),
+        }
+        wrong = {name: pair for name, pair in expected.items() if pair[0] != pair[1]}
+        if wrong:
+            raise CorruptObjectError(
+                f"batch {step} does not follow what this trainer was trained on (found, expected): {json.dumps(wrong)}",
+                reason="BATCH_CHAIN_BROKEN",
+                remedy="the log and the checkpoint belong to different histories: resume from an older checkpoint",
+            )

@@ -1,0 +1,259 @@
+"""The trainer's hold on a run: lease and epoch, kept through restarts of Redis and through the loss of the log.
+
+    take ──▶ HOLDING ──▶ renewed every third of the ttl, and the log's instance looked at ──▶ HOLDING
+                │            '── another copy of the log (rebuilt, or Redis restarted): append the policies it lacks
+                '── another trainer has the lease or a newer epoch ──▶ LOST, for good
+
+Nothing here forgets where the training stands: whoever needs a log that Redis lost waits, visibly, until the
+orchestrator has rebuilt it, and then goes on. Everything runs on the background loop.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Self, TypeVar
+
+from millrace.decoding import decode_message
+from millrace.errors import CapacityError, FencedError, InternalError, LogGoneError, MillraceError, UnavailableError
+from millrace.internal.v1 import policy_pb2
+from millrace.runlog import AppendResult, Epoch, Lease, RunLog, Stream, reappend_policies
+from millrace.runlog.records.epochs import latest_epoch
+from millrace.telemetry import logging, waits
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ROLE = "trainer"
+LEASE_TTL_S = 10.0  # a successor in another place waits at most this long for a killed trainer's lease
+_POLL_S = 0.5
+
+
+class Hold:
+    """Lease and epoch of one run; `keep` renews. Get one by `take`."""
+
+    def __init__(self, run_log: RunLog, lease: Lease, epoch: Epoch) -> None:
+        self._log = run_log
+        self._lease = lease
+        self._instance = ""  # of the copy that has every policy
+        self._appending = asyncio.Lock()
+        self._woken = asyncio.Event()  # `keep` has something to do
+        self._present = asyncio.Event()  # Redis holds the log, as far as is known
+        self._present.set()
+        self.epoch = epoch
+        self.lost: MillraceError | None = None
+        """Why it is no longer renewed; it never comes back."""
+
+    @classmethod
+    async def take(cls, run_log: RunLog, *, owner: str, slot: str) -> Self:
+        """Waits for the log and for the lease, then takes a new epoch. Ends by cancellation if nobody wants it."""
+        wait, lease = waits.LastingWait(), None
+        try:
+            while True:
+                try:
+                    await run_log.reopen()
+                    if lease is None or not await lease.renew():  # held already: only what came after it failed
+                        lease = await Lease.acquire(run_log, ROLE, owner, LEASE_TTL_S, slot=slot)
+                    if lease is not None:
+                        hold = cls(run_log, lease, await run_log.acquire_epoch(ROLE, owner))
+                        # A predecessor may have died between a policy's manifest and its announcement.
+                        await hold._follow_log()
+                        log.info("holding the run", extra={"run": run_log.uid, "epoch": hold.epoch.number})
+                        return hold
+                    wait.on(f"lease of the trainer of run {run_log.uid}", waits_on="trainer", key="lease")
+                except (UnavailableError, CapacityError) as error:
+                    _wait_for(wait, error)
+                await asyncio.sleep(_POLL_S)
+        except BaseException:  # cleans up, then raises
+            if lease is not None:
+                await lease.release()
+            raise
+        finally:
+            wait.over()
+
+    async def keep(self) -> None:
+        """Renews until the hold is lost to another trainer, or to a defect; `lost` says why."""
+        wait = waits.LastingWait()
+        try:
+            while self.lost is None:
+                self._woken.clear()  # before the work: who wakes it during the work is heard behind it
+                pause_s = await self._keep_once(wait)
+                if self.lost is None:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(pause_s):
+                            await self._woken.wait()
+        finally:
+            wait.over()
+        self._present.set()  # whoever waits for the log shall hear that the hold is lost
+
+    async def _keep_once(self, wait: waits.LastingWait) -> float:
+        """Renews once; returns after how many seconds to do it again. Sets `lost` where that has no sense."""
+        try:
+            await self._renew()
+            await self._follow_log()
+            self._present.set()
+            wait.over()
+        except LogGoneError as error:
+            self._present.clear()
+            _wait_for(wait, error)
+            return _POLL_S
+        except (UnavailableError, CapacityError) as error:
+            log.warning("lease not renewed; trying again", extra={"error": str(error)})
+        except FencedError as error:
+            self.lost = error
+        except Exception as error:  # the edge of a task that nobody awaits: the job must hear of it
+            log.exception("the lease is no longer renewed", extra={"run": self._log.uid})
+            self.lost = _renewal_failure(error, uid=self._log.uid)
+        return self._lease.ttl_s / 3
+
+    async def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
+        """Appends a published version, however long Redis is away; FencedError if the hold is lost meanwhile."""
+        what = f"announcing policy {entry.lineage}-{entry.version}"
+
+        async def append() -> None:
+            if not self._lease.may_write:
+                self._woken.set()
+                raise UnavailableError(f"the lease has to be renewed before {what}", reason="LEASE_STALE")
+            async with self._appending:
+                await self._append(entry, what, is_replay)
+
+        await self.outlasting(append)
+
+    async def outlasting(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeats what fails because Redis is away or lost the log, visibly, for as long as the hold is not lost."""
+
+        async def present() -> None:
+            if self.lost is not None:  # `keep` has ended: nobody would set it again
+                return
+            self._present.clear()
+            self._woken.set()
+            await self._present.wait()  # `keep` reopens the log, and shows the wait
+
+        async def checked() -> T:
+            if self.lost is not None:
+                raise self.lost
+            return await attempt()
+
+        return await outlasting(checked, reopen=present)
+
+    async def release(self) -> None:
+        """Gives the lease back, unless it is another's."""
+        if not isinstance(self.lost, FencedError):
+            await self._lease.release()
+
+    async def _renew(self) -> None:
+        if not await self._lease.renew(epoch=self.epoch.number):
+            raise FencedError(
+                f"the trainer lease of run {self._log.uid} was lost",
+                reason="LEASE_LOST",
+                remedy="another trainer continues the run",
+            )
+
+    async def _follow_log(self) -> None:
+        """Brings another copy of the log up to what is published; LogGoneError while there is none."""
+        try:
+            instance = await self._log.read_instance()
+        except LogGoneError:
+            await self._log.reopen()
+            instance = await self._log.read_instance()
+        if instance == self._instance:
+            return
+        await self._require_newest_epoch()
+        async with self._appending:
+            count = await reappend_policies(self._log, self.epoch)
+        if self._instance:
+            fields = {"run": self._log.uid, "instance": instance, "appended": count}
+            log.warning(
+                "Redis holds another copy of the run's log: the policies that it lacked are appended", extra=fields
+            )
+        self._instance = instance
+
+    async def _require_newest_epoch(self) -> None:
+        """FencedError if another trainer took an epoch while the log was away."""
+        stored = await asyncio.to_thread(latest_epoch, self._log.store, self._log.names, ROLE)
+        require_newest(max(stored, await self._log.current_epoch(ROLE)), held=self.epoch.number, uid=self._log.uid)
+
+    async def _append(self, entry: policy_pb2.PolicyEntry, what: str, is_replay: bool) -> None:
+        data = entry.SerializeToString(deterministic=True)
+        result = await self._log.append_policy(self.epoch, data, entry.version)
+        if result is AppendResult.CONFLICT:
+            if await self._log.next_position(Stream.POLICIES) <= entry.version:
+                await reappend_policies(self._log, self.epoch)  # Redis lost its tail; the store has all of it
+                return
+            if is_replay or await self._is_announced(entry):
+                return  # the stream is past this version and trimmed it; its manifest is proven equal
+        result.require(what)
+
+    async def _is_announced(self, entry: policy_pb2.PolicyEntry) -> bool:
+        """Whether these weights are announced already: a damaged manifest was written anew, so its hash is another."""
+        id_ = f"{entry.version}-1"
+        for found in await self._log.read_range(Stream.POLICIES, id_, id_):
+            what = f"entry {id_} of the policies of run {self._log.uid}"
+            known = decode_message(policy_pb2.PolicyEntry, found.d, what=what, reason="LOG_ENTRY_CORRUPT")
+            return (known.lineage, known.digest) == (entry.lineage, entry.digest)
+        return False
+
+
+def require_newest(newest: int, *, held: int, uid: str) -> None:
+    """FencedError if `newest`, the newest trainer epoch of the run, is another trainer's."""
+    if newest > held:
+        raise FencedError(
+            f"trainer epoch {newest} of run {uid} exists, this trainer holds {held}",
+            reason="STALE_EPOCH",
+            remedy="another trainer continues the run",
+        )
+
+
+async def outlasting(attempt: Callable[[], Awaitable[T]], *, reopen: Callable[[], Awaitable[None]]) -> T:
+    """Repeats `attempt` while Redis is away, which shows as a wait, or lost the log: then after `reopen`."""
+    wait = waits.LastingWait()
+    try:
+        while True:
+            try:
+                return await attempt()
+            except LogGoneError:
+                wait.over()
+                await reopen()
+            except (UnavailableError, CapacityError) as error:
+                _wait_for(wait, error)
+                await asyncio.sleep(_POLL_S)
+    finally:
+        wait.over()
+
+
+async def reopened(run_log: RunLog) -> None:
+    """Returns when the log is rebuilt, for those who hold no lease; visible as a wait."""
+    wait = waits.LastingWait()
+    try:
+        while True:
+            try:
+                return await run_log.reopen()
+            except UnavailableError as error:
+                _wait_for(wait, error)
+            await asyncio.sleep(_POLL_S)
+    finally:
+        wait.over()
+
+
+def _wait_for(wait: waits.LastingWait, error: MillraceError) -> None:
+    """Says what is waited for, and whom that is up to."""
+    if error.reason == "LOG_DAMAGED":
+        wait.on(f"the run's log to be rebuilt: {error.message}", waits_on="orchestrator", key=error.message)
+    elif isinstance(error, LogGoneError):
+        wait.on("the run's log to be rebuilt, which Redis lost", waits_on="orchestrator", key=error.reason)
+    else:
+        waits_on = "object store" if error.reason.startswith("STORE_") else "redis"
+        wait.on(error.message, waits_on=waits_on, key=error.reason)
+
+
+def _renewal_failure(error: Exception, *, uid: str) -> MillraceError:
+    """What the job fails with when renewing raised `error`."""
+    if isinstance(error, MillraceError):
+        return error
+    failure = InternalError(
+        f"renewing the trainer lease of run {uid} failed: {type(error).__name__}: {error}",
+        reason="LEASE_RENEWAL_FAILED",
+        remedy="this is a defect: see the trainer's log",
+    )
+    failure.__cause__ = error
+    return failure

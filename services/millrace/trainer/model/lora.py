@@ -1,0 +1,182 @@
+"""LoRA: low-rank adapters on chosen linear layers of a frozen base model.
+
+    y = W x + b + (alpha / rank) · B (A · dropout(x))        A: [rank, in], B: [out, rank], B = 0 at the start
+
+Names and start are those of the PEFT library (`layer.lora_A.weight`, `layer.lora_B.weight`, Kaiming-uniform A), so that
+what is published loads there and in vLLM. The layer itself is our own, because PEFT renames every base weight that it
+wraps: version 0, its digest, the checkpoints and the replay would all have to know. Here the base keeps its names, and
+each adapter draws its start from the run's seed and its own name, whatever else is adapted.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from millrace.config.sections.trainer import DEFAULT_LORA_TARGETS, LoraConfig
+from millrace.errors import InvalidStateError
+from millrace.policies.adapter import AdapterSpec, published_name
+
+_EXAMPLES = 8  # names in a message
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer whose weight and bias are frozen, with an adapter beside them."""
+
+    def __init__(self, base: nn.Linear, *, config: LoraConfig, seed: int, name: str) -> None:
+        nn.Module.__init__(self)  # not nn.Linear's, which would make a weight: this layer has `base`'s own
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scaling = config.alpha / config.rank
+        self.lora_dropout = config.dropout
+        self.is_learning = False  # apart from `training`, which is the base's dropout and off in most runs
+        digest = hashlib.sha256(f"lora/{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        bound = 1 / math.sqrt(base.in_features)  # Kaiming-uniform with a = sqrt(5), as in PEFT
+        self.lora_A = _linear(torch.empty(config.rank, base.in_features).uniform_(-bound, bound, generator=generator))
+        self.lora_B = _linear(torch.zeros(base.out_features, config.rank))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` [..., in] → [..., out] in the base's dtype; the adapter computes in its own, or autocast's."""
+        result = functional.linear(input, self.weight, self.bias)
+        low = functional.dropout(input.to(self.lora_A.weight.dtype), self.lora_dropout, self.is_learning)
+        return result + (self.lora_B(self.lora_A(low)) * self.scaling).to(result.dtype)
+
+
+def add_adapters(model: nn.Module, config: LoraConfig, *, seed: int) -> AdapterSpec:
+    """Freezes the model and puts adapters on its target layers, in place; returns what was adapted.
+
+    InvalidStateError (LORA_TARGET_UNKNOWN, LORA_SAVED_UNKNOWN, LORA_SAVED_TIED) names the patterns that fit no layer.
+    """
+    model.requires_grad_(False)
+    saved = _saved_modules(model, config)
+    adapted: list[str] = []
+    for name, layer in _target_layers(model, config, saved=saved):
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, LoraLinear(layer, config=config, seed=seed, name=name))
+        adapted.append(name)
+    for name in saved:
+        model.get_submodule(name).requires_grad_(True)
+    return AdapterSpec(
+        rank=config.rank,
+        alpha=float(config.alpha),
+        target_modules=tuple(sorted({name.rpartition(".")[2] for name in adapted})),
+        modules_to_save=tuple(sorted({name.rpartition(".")[2] for name in saved})),
+    )
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether the model has adapters."""
+    return any(isinstance(module, LoraLinear) for module in model.modules())
+
+
+def set_learning(model: nn.Module, is_learning: bool) -> None:
+    """Switches the adapters' dropout."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.is_learning = is_learning
+
+
+def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is trained, as live tensors under the model's names: adapters, and the layers in `modules_to_save`."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def published_tensors(model: nn.Module, *, version: int) -> dict[str, torch.Tensor]:
+    """The live tensors that version `version` is made of, by published name, tied ones once.
+
+    All weights and persistent buffers under their Hugging Face names; of a model with adapters that is version 0, and
+    each one after it is what is trained, under PEFT's names.
+    """
+    has_adapters = is_adapted(model)
+    if has_adapters and version:
+        return {published_name(name): tensor for name, tensor in trained_tensors(model).items()}
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen and not (has_adapters and _is_adapter(name)):
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
+
+
+def round_base(model: nn.Module, config: LoraConfig, *, publish_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+    """Makes the weights that will be frozen exactly those that are published, in place.
+
+    They never change, so the engine's rounded copy is the policy, and the trainer has to compute with that one. Where
+    it computes in the published format as well, they are held in it, which halves their memory; not where layers are
+    trained whole, whose float32 would meet the others outside of autocast.
+    """
+    held = publish_dtype if publish_dtype == compute_dtype and not config.modules_to_save else torch.float32
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(publish_dtype).to(held)  # the object stays, and so do ties
+
+
+def _linear(weight: torch.Tensor) -> nn.Linear:
+    """A layer without bias that has `weight` [out, in]."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def _target_layers(model: nn.Module, config: LoraConfig, *, saved: list[str]) -> list[tuple[str, nn.Linear]]:
+    """The linear layers that a target names, and that are not trained whole."""
+    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    found: dict[str, nn.Linear] = {}
+    for pattern in config.target_modules:
+        fits = [name for name in linear if _fits(pattern, name)]
+        if not fits and pattern not in DEFAULT_LORA_TARGETS:
+            raise _unknown(pattern, model, key="target_modules", what="linear layer", names=sorted(linear))
+        found |= {name: linear[name] for name in fits if not any(_is_within(name, whole) for whole in saved)}
+    if not found:
+        raise _unknown(", ".join(config.target_modules), model, key="target_modules", what="linear layer", names=linear)
+    return [(name, found[name]) for name in linear if name in found]
+
+
+def _saved_modules(model: nn.Module, config: LoraConfig) -> list[str]:
+    """The layers that are trained whole; one whose weight is tied to another's is refused."""
+    found: list[str] = []
+    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    for pattern in config.modules_to_save:
+        fits = [name for name in names if _fits(pattern, name)]
+        if not fits:
+            raise _unknown(pattern, model, key="modules_to_save", what="layer", names=names)
+        found += [name for name in fits if name not in found]
+    for name in found:
+        own = {id(parameter) for parameter in model.get_submodule(name).parameters()}
+        for other, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) in own and not _is_within(other, name):
+                raise InvalidStateError(
+                    f"trainer.model.lora.modules_to_save names {name}, whose weight is tied to {other}",
+                    reason="LORA_SAVED_TIED",
+                    remedy="leave it out: adapters cannot train one end of a tied weight",
+                )
+    return found
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """PEFT's rule: the pattern is the whole name, or its end behind a dot; it may be a regular expression."""
+    return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
+
+
+def _is_within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _unknown(pattern: str, model: nn.Module, *, key: str, what: str, names: Iterable[str]) -> InvalidStateError:
+    ends = sorted({name.rpartition(".")[2] for name in names})
+    shown = ", ".join(ends[:_EXAMPLES]) + (", …" if len(ends) > _EXAMPLES else "")
+    return InvalidStateError(
+        f"trainer.model.lora.{key} names {pattern!r}, which fits no {what} of {type(model).__name__} ({shown})",
+        reason="LORA_TARGET_UNKNOWN" if key == "target_modules" else "LORA_SAVED_UNKNOWN",
+        remedy="name layers of this model",
+    )

@@ -1,0 +1,156 @@
+"""Loading a Hugging Face model for training, and its tensors and files in the form that policies are published in."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from millrace.config.sections.trainer import TrainerModelConfig
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.policies.manifest import Probe
+from millrace.policies.tensors import TensorBytes
+from millrace.trainer.model.lora import published_tensors
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_PROBE_TOKENS = 16
+_WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+# What an engine needs beside the tensors; weight indexes are left out because the manifest replaces them.
+_FILE_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
+
+
+def load_code() -> None:
+    """Imports what loading a model needs, which takes a second or two, so that the first run does not wait for it."""
+    import transformers.modeling_utils  # noqa: F401 - the import is the purpose
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+
+def resolve_model_directory(name: str) -> Path:
+    """The local directory of a model named by path or Hub id; NotFoundError (MODEL_NOT_FOUND) says what to do."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise _model_not_found(name, f"directory {path.resolve()} holds no config.json")
+        return path
+    if not _HUB_ID.fullmatch(name) or path.exists():
+        raise _model_not_found(name, f"{path.resolve()} is not a directory")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_WEIGHT_PATTERNS)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise _model_not_found(
+            name, f"{path.resolve()} is not a directory, and the Hub did not give it: {first_line}"
+        ) from error
+
+
+def load_model(directory: Path) -> nn.Module:
+    """The causal language model in `directory` with float32 weights, in eval mode: no dropout, as in the engine.
+
+    NotFoundError (MODEL_NOT_FOUND) if files are missing or unknown; CorruptObjectError (MODEL_CORRUPT) if the weights
+    are damaged or of other sizes than `config.json` says.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _model_not_found(str(directory), f"the files there do not load: {error}") from error
+    except (SafetensorError, RuntimeError) as error:  # RuntimeError: sizes that differ; transformers logs which
+        raise CorruptObjectError(
+            f"model {str(directory)!r} cannot be loaded: its *.safetensors are damaged or do not fit its config.json: "
+            f"{str(error).strip().partition(chr(10))[0]}",
+            reason="MODEL_CORRUPT",
+            remedy="copy, download or make the model again, or set model.name to another one",
+            metadata={"model": str(directory)},
+        ) from error
+    return model.eval()
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer in `directory`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _model_not_found(str(directory), f"the tokenizer there does not load: {error}") from error
+
+
+def resolve_dtype(name: str, *, device: torch.device) -> torch.dtype:
+    """A dtype of the config; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def resolve_publish_dtype(model: TrainerModelConfig, *, device: torch.device) -> torch.dtype:
+    """Number format of published policies; `auto` is what the trainer computes in."""
+    choice = model.dtype if model.publish_dtype == "auto" else model.publish_dtype
+    return resolve_dtype(choice, device=device)
+
+
+def policy_tensors(model: nn.Module, *, dtype: torch.dtype, version: int = 0) -> Iterator[tuple[str, TensorBytes]]:
+    """The tensors that version `version` is made of (`lora.published_tensors`), in `dtype`.
+
+    In a gang every rank must consume it, because each sharded tensor is gathered. Float32 tensors on a CPU are views of
+    the live weights: use them before the next step.
+    """
+    for name, tensor in published_tensors(model, version=version).items():
+        value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if value.is_floating_point():
+            value = value.to(dtype)
+        value = value.cpu().contiguous()
+        if value.dtype == torch.bfloat16:
+            yield name, TensorBytes.from_numpy(value.view(torch.int16).numpy(), dtype="bfloat16")
+        else:
+            yield name, TensorBytes.from_numpy(value.numpy())
+
+
+def policy_files(directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
+    """The small files of the model by name; `config.json` says the dtype that the tensors are published in."""
+    files = {path.name: path.read_bytes() for pattern in _FILE_PATTERNS for path in sorted(directory.glob(pattern))}
+    config: dict[str, Any] = json.loads(files["config.json"])
+    config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    files["config.json"] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+    return files
+
+
+@torch.no_grad()
+def probe(model: nn.Module, *, vocabulary: int, device: torch.device) -> Probe:
+    """The model's log-probs on a fixed prompt, by which an engine proves what it serves. Collective in a gang.
+
+    The prompt is spread over the vocabulary, so that it touches embedding rows far apart.
+    """
+    token_ids = [(7919 * index + 13) % vocabulary for index in range(_PROBE_TOKENS)]
+    tensor = torch.tensor([token_ids], device=device)
+    logits_TV = model(input_ids=tensor, use_cache=False).logits[0, :-1].float()
+    logprobs_T = torch.log_softmax(logits_TV, dim=-1).gather(-1, tensor[0, 1:, None]).squeeze(-1)
+    return Probe(token_ids=tuple(token_ids), logprobs=tuple(logprobs_T.tolist()))
+
+
+def _model_not_found(name: str, problem: str) -> NotFoundError:
+    return NotFoundError(
+        f"model {name!r} cannot be loaded: {problem}",
+        reason="MODEL_NOT_FOUND",
+        remedy="set model.name to a directory with config.json, tokenizer and *.safetensors that the trainer can read, "
+        "or to a Hub id that it can reach",
+        metadata={"model": name},
+    )

@@ -1,0 +1,1 @@
+"""Publishing the weights as policy versions."""

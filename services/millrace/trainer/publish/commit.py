@@ -1,0 +1,332 @@
+"""One version, from a snapshot to its manifest: compared, encoded, uploaded by every rank, committed by rank 0.
+
+    head? ── exists ──▶ digests ──▶ equal, or the replay was not exact
+      └───── new ─────▶ digests, deltas ──▶ sizes of all ranks ──▶ upload the smaller ──▶ manifest, last
+
+Every rank runs it on a thread beside the training, at the same versions in the same order. What the next version is
+compared with is always what was committed: the copy is replaced behind the manifest, never before.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.config.sections.trainer import PolicyConfig
+from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
+from millrace.policies.fetch import read_manifest
+from millrace.policies.host_copy import decode_threads
+from millrace.policies.manifest import AdapterEntry, Encoding, FileEntry, PolicyManifest, Probe, TensorEntry
+from millrace.policies.publishing.history import Delta, Digests, History
+from millrace.policies.publishing.parts import TensorPart
+from millrace.policies.publishing.publish import (
+    DIGEST_MISMATCH,
+    PublishedPolicy,
+    commit_policy,
+    digest_conflict,
+    existing_policy,
+    new_manifest,
+    upload_prefix,
+    whole_digest,
+)
+from millrace.policies.publishing.shares import merge_digests, merge_encodings, pack_digests, pack_encodings
+from millrace.policies.publishing.upload import upload_delta, upload_full
+from millrace.policies.verify import damage_of
+from millrace.runlog.names import Names
+from millrace.runlog.records.epochs import latest_epoch
+from millrace.storage.base import ObjectStore
+from millrace.storage.commit_points import find_newest, next_revision
+from millrace.telemetry import faults, logging
+from millrace.telemetry.faults import Point
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.log.hold import ROLE, require_newest
+
+log = logging.getLogger(__name__)
+
+_DELTA_BELOW = 0.9  # of a full copy; a full copy that costs hardly more is an anchor as well
+_SKIP_BELOW = 0.5  # of a full copy; who is behind may as well read the anchor then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedVersion:
+    """What became of a version. `published` is None at ranks other than 0."""
+
+    published: PublishedPolicy | None
+    changed_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MendedVersion:
+    """A version that was published anew, and what was the matter with it."""
+
+    published: PublishedPolicy
+    damage: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInput:
+    """What a version is made of: this rank's parts, which are not written to while they are held."""
+
+    version: int
+    parts: list[TensorPart]
+    probe: Probe | None
+    adapter: AdapterEntry | None = None
+
+
+class Committer:
+    """Commits the versions of one lineage, in order. Each call is collective in a gang, and one thread's at a time."""
+
+    def __init__(
+        self,
+        *,
+        store: ObjectStore,
+        names: Names,
+        gang: Gang,
+        config: PolicyConfig,
+        lineage: int,
+        epoch: int,
+        files: tuple[FileEntry, ...],
+        should_stop: Callable[[], bool] = lambda: False,
+        is_strict: bool = True,
+        upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
+    ) -> None:
+        self._store = store
+        self._names = names
+        self._gang = gang
+        self._config = config
+        self._lineage = lineage
+        self._epoch = epoch
+        self._files = files
+        self._should_stop = should_stop
+        self._is_strict = is_strict
+        self._upload_files = upload_files
+        self._threads = max(1, decode_threads() // gang.world_size)
+        self._history = History(skip_deltas=config.skip_deltas if config.delta else (), threads=self._threads)
+        self._anchor = 0
+
+    def holds(self, parts: list[TensorPart]) -> bool:
+        """Whether these very parts are what the next version will be compared with."""
+        return self._history.holds(parts)
+
+    def adopt(self, version: int, parts: list[TensorPart]) -> None:
+        """Takes the weights of a committed version as what the next one is compared with, if they are its weights."""
+        _, found = self._committed(version)
+        digests, entries = self._prove(parts, version)
+        if found is None or whole_digest(entries) != found.digest:
+            log.info("the next policy is published in full", extra={"version": version + 1})
+            return
+        self._advance(VersionInput(version=version, parts=parts, probe=None), found, digests)
+
+    def commit(self, version: VersionInput) -> CommittedVersion:
+        """Commits a version, or proves that the committed one has equal weights.
+
+        If it has others: ConflictError naming both. Unless strict that can only be of a trainer that had the run before
+        and woke up: UnavailableError then, and the next try begins a lineage behind it (`publish_plan`).
+        """
+        try:
+            return self._commit(version)
+        except ConflictError as error:
+            if self._is_strict or error.reason != DIGEST_MISMATCH:
+                raise
+            raise UnavailableError(
+                f"another trainer of the run was faster: {error.message}",
+                reason="POLICY_TAKEN",
+                remedy="the run goes on from its last checkpoint in a new lineage",
+            ) from error
+
+    def mend(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> MendedVersion | None:
+        """Publishes a committed version anew and in full, under the next successor of its manifest, if it is damaged.
+
+        None at ranks other than 0, and if every byte is as it was written. InvalidStateError if these weights are not
+        the version's, whose `digest` was announced (it is empty if a damaged
+        manifest was all that was left): then nobody has them any more.
+        """
+        found: list[str] = []
+
+        def look() -> str | None:
+            first_key = self._names.policy_manifest(lineage, version.version)
+            if (damage := damage_of(self._store, first_key, digest=digest, sha256=sha256)) is None:
+                log.info("a policy that was reported damaged is whole", extra={"version": version.version})
+                return None
+            found.append(damage)
+            return next_revision(self._store, first_key)
+
+        if (key := self._gang.from_leader(look)) is None:
+            return None
+        _, entries = self._prove(version.parts, version.version)
+        if digest and whole_digest(entries) != digest:
+            # Not so under trainer.determinism = "strict": there each version is proved to be the published one.
+            why = "" if self._is_strict else " (it computed the step again, which best_effort does not make bit-exact)"
+            raise InvalidStateError(
+                f"policy {lineage}-{version.version} of run {self._names.uid} is damaged, and this trainer cannot make "
+                f"it again: its digest is {digest}, these weights have {whole_digest(entries)}{why}",
+                reason="POLICY_LOST",
+                remedy="restore its objects from a replica of the bucket (`millrace run repair RUN --from URL "
+                "--apply`), then `millrace run resume` the run",
+            )
+        self._renew_files()
+        uploaded = self._upload(version, [], full_bytes=0)
+        published = self._write_manifest(self._manifest(version, key, entries, *uploaded, lineage=lineage))
+        if lineage == self._lineage:
+            self._anchor = version.version
+        return MendedVersion(published=published, damage=found[0]) if published is not None else None
+
+    def _renew_files(self) -> None:
+        """Rank 0 uploads the small files again: they may be what is damaged. Only its manifests name them."""
+
+        def renew() -> None:
+            if self._upload_files is not None:
+                self._files = self._upload_files()
+
+        self._gang.from_leader(renew)
+
+    def _commit(self, version: VersionInput) -> CommittedVersion:
+        key, found = self._committed(version.version)
+        if found is None:
+            return self._publish(version, key)
+        digests, entries = self._prove(version.parts, version.version)
+        digest = whole_digest(entries)
+        published = existing_policy(self._store, key, digest) if self._gang.is_leader else None
+        if found.digest != digest:  # rank 0 has said so above
+            raise digest_conflict(
+                found.run_uid, self._lineage, version.version, published=found.digest, computed=digest
+            )
+        self._advance(version, found, digests)
+        return CommittedVersion(published=published, changed_fraction=1.0)
+
+    def _committed(self, version: int) -> tuple[str, "_Found | None"]:
+        """What is committed of a version, and its key; where it is not, or damaged, the key to commit it under."""
+
+        def look() -> list[Any]:
+            first_key, found = self._names.policy_manifest(self._lineage, version), None
+            key = first_key
+            try:
+                if (newest := find_newest(self._store, first_key)) is not None:
+                    key, found = newest, read_manifest(self._store, newest)
+            except CorruptObjectError as error:
+                log.warning("a damaged policy is published anew", extra={"version": version, "error": error.message})
+                key = next_revision(self._store, key)
+            return [key, None if found is None else [found.run_uid, found.digest, found.anchor]]
+
+        key, facts = self._gang.from_leader(look)
+        return key, None if facts is None else _Found(run_uid=facts[0], digest=facts[1], anchor=facts[2])
+
+    def _prove(self, parts: Sequence[TensorPart], version: int) -> tuple[Digests, tuple[TensorEntry, ...]]:
+        digests: Digests = {}
+
+        def prove() -> list[Any]:
+            digests.update(self._history.digests(parts, version))
+            return pack_digests(parts, digests)
+
+        return digests, merge_digests(self._gang.agree(prove))
+
+    def _publish(self, version: VersionInput, key: str) -> CommittedVersion:
+        parts, deltas, digests = version.parts, list[Delta](), Digests()
+
+        def encode() -> list[Any]:
+            if self._history.fits(parts, version.version):
+                delta, found = self._history.encode(parts)
+                deltas.extend([delta, *self._history.encode_skips(parts, version.version)])
+            else:
+                found = self._history.digests(parts, version.version)
+            digests.update(found)
+            return pack_digests(parts, digests)
+
+        entries = merge_digests(self._gang.agree(encode))
+        num_elements = sum(entry.num_elements for entry in entries)
+        changed = self._gang.sum([deltas[0].num_changed])[0] / max(1, num_elements) if deltas else 1.0
+        faults.reach(Point.TRAINER_BEFORE_UPLOAD, version=version.version)
+        encodings, anchor = self._upload(version, deltas, full_bytes=sum(entry.size_bytes for entry in entries))
+        manifest = self._manifest(version, key, entries, encodings, anchor, lineage=self._lineage)
+        published = self._write_manifest(manifest)
+        self._advance(version, _Found(run_uid=self._names.uid, digest=manifest.digest, anchor=anchor), digests)
+        return CommittedVersion(published=published, changed_fraction=changed)
+
+    def _manifest(
+        self,
+        version: VersionInput,
+        key: str,
+        entries: tuple[TensorEntry, ...],
+        encodings: tuple[Encoding, ...],
+        anchor: int,
+        *,
+        lineage: int,
+    ) -> PolicyManifest:
+        return new_manifest(
+            key=key,
+            uid=self._names.uid,
+            lineage=lineage,
+            version=version.version,
+            anchor=anchor,
+            tensors=entries,
+            encodings=encodings,
+            files=self._files,
+            probe=version.probe,
+            adapter=version.adapter,
+            is_delta_base=self._config.delta,
+        )
+
+    def _upload(
+        self, version: VersionInput, deltas: list[Delta], *, full_bytes: int
+    ) -> tuple[tuple[Encoding, ...], int]:
+        """Uploads what is worth it; returns the encodings of all ranks, and the newest anchor."""
+        sizes = self._gang.sum([float(delta.size_bytes) for delta in deltas]) if deltas else []
+        worth = [
+            delta
+            for place, (delta, size) in enumerate(zip(deltas, sizes, strict=True))
+            if size < full_bytes * (_SKIP_BELOW if place else _DELTA_BELOW)
+        ]
+        is_anchor = (
+            not (worth and worth[0] is deltas[0]) or version.version - self._anchor >= self._config.anchor_interval
+        )
+        uid, prefix = self._names.uid, self._names.prefix
+        base = self._gang.from_leader(
+            lambda: upload_prefix(prefix, uid, lineage=self._lineage, version=version.version, epoch=self._epoch)
+        )
+        if not self._gang.is_alone:
+            base += f"r{self._gang.rank:05d}-"
+
+        def upload() -> dict[str, Any]:
+            mine = [upload_full(self._store, base, version.parts)] if is_anchor else []
+            mine += [
+                upload_delta(self._store, base, delta.frames, against=delta.base, against_digest=delta.base_digest)
+                for delta in worth
+            ]
+            return pack_encodings(mine)
+
+        encodings = merge_encodings(self._gang.agree(upload))
+        return encodings, version.version if is_anchor else self._anchor
+
+    def _write_manifest(self, manifest: PolicyManifest) -> PublishedPolicy | None:
+        """Rank 0 commits; the others learn that it did."""
+        published: list[PublishedPolicy] = []
+
+        def commit() -> None:
+            if self._should_stop():
+                raise InvalidStateError(
+                    f"policy {manifest.lineage}-{manifest.version} is not committed: the trainer lets go",
+                    reason="POLICY_ABANDONED",
+                    remedy="whoever trains the run on publishes it",
+                )
+            faults.reach(Point.TRAINER_BEFORE_MANIFEST, version=manifest.version)
+            # Who slept through the loss of the run creates nothing any more. The store knows epochs first, and is asked
+            # although Redis may be away; what is taken between this look and the next line is POLICY_TAKEN's.
+            newest = latest_epoch(self._store, self._names, ROLE)
+            require_newest(newest, held=self._epoch, uid=self._names.uid)
+            published.append(commit_policy(self._store, manifest.key, manifest))
+
+        self._gang.from_leader(commit)
+        return published[0] if published else None
+
+    def _advance(self, version: VersionInput, found: "_Found", digests: Digests) -> None:
+        self._anchor = found.anchor
+        if self._config.delta and version.adapter is None:
+            self._history.advance(version.parts, version=version.version, digest=found.digest, digests=digests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What a committed manifest says."""
+
+    run_uid: str
+    digest: str
+    anchor: int

@@ -1,0 +1,275 @@
+"""Publishes the model's weights as policy versions and announces them in the log, beside the training.
+
+    main thread      step n ─▶ snapshot, probe ─▶ step n + 1 ─▶ (waits for version n + 1) snapshot, probe ─▶ …
+    beside it                  compare, encode, upload, manifest, announce version n + 1
+
+At most one version is under way. The next one, a checkpoint and the end wait for it, so that versions come in order and
+a checkpoint never precedes its version; what failed beside the training is raised there.
+"""
+
+import concurrent.futures
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import nn
+
+from millrace.config.sections.trainer import PolicyConfig
+from millrace.errors import FencedError, LogGoneError
+from millrace.internal.v1 import policy_pb2
+from millrace.policies.manifest import FileEntry
+from millrace.policies.publishing.parts import TensorPart
+from millrace.policies.publishing.publish import PublishedPolicy
+from millrace.runlog.names import Names
+from millrace.storage.base import ObjectStore
+from millrace.telemetry import faults, logging, waits
+from millrace.telemetry.faults import Point
+from millrace.trainer import meters
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.model.pretrained import probe
+from millrace.trainer.model.snapshot import Snapshots
+from millrace.trainer.publish.commit import CommittedVersion, Committer, VersionInput
+from millrace.trainer.publish.lora import AdapterBase
+from millrace.trainer.publish.mend import published_anew
+from millrace.trainer.publish.plan import PublishPlan
+from millrace.v1 import event_pb2
+
+log = logging.getLogger(__name__)
+
+_QUIET_S = 1.0  # a longer wait for the version before shows itself
+_DEADLINE_S = 300.0  # when that wait counts as overdue; the store's own deadlines end it
+_ENDS_WITHIN_S = 30.0  # how long an error of the training waits for the version under way
+_GANG_ENDS_WITHIN_S = 5.0  # the same in a gang, where another rank may be dead
+_ABANDONED_S = 2.0  # and for a thread that was told to stop
+
+
+class PolicyLog(Protocol):
+    """Where versions are announced: the run's log, at rank 0."""
+
+    @property
+    def epoch(self) -> int:
+        """The fencing epoch that this trainer holds."""
+        ...
+
+    def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
+        """Appends to the policy stream."""
+        ...
+
+    def write_event(self, event: event_pb2.Event) -> None:
+        """Appends to the event stream."""
+        ...
+
+
+class Publisher:
+    """Turns the live model into version n; every rank of a gang calls it, at the same versions.
+
+    Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
+    training failed. Host memory of each rank, beside the training: the snapshot that is being published and the version
+    committed before it (each 2 bytes per bf16 parameter of the rank's shard, 4 per float32; the second only with
+    `trainer.policy.delta`), what skip deltas need (`history.py`), and while it is uploaded the encoded delta.
+
+    `base` is what the versions behind 0 are adapters on, if they are; they are small, and always whole.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        store: ObjectStore,
+        names: Names,
+        gang: Gang,
+        log_client: PolicyLog | None,
+        files: tuple[FileEntry, ...],
+        dtype: torch.dtype,
+        vocabulary: int,
+        plan: PublishPlan,
+        config: PolicyConfig,
+        is_strict: bool,
+        base: AdapterBase | None = None,
+        upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._gang = gang
+        self._log_client = log_client
+        self._vocabulary = vocabulary
+        self._plan = plan
+        self._base = base
+        self._is_abandoned = threading.Event()
+        self._is_given_up = False
+        self._snapshots = Snapshots(model, dtype=dtype, rank=gang.rank, device=gang.device)
+        self._committer = Committer(
+            store=store,
+            names=names,
+            gang=gang.beside(),
+            config=config if base is None else config.model_copy(update={"delta": False}),
+            lineage=plan.lineage,
+            epoch=0 if log_client is None else log_client.epoch,
+            files=files,
+            should_stop=self._is_abandoned.is_set,
+            is_strict=is_strict,
+            upload_files=upload_files,
+        )
+        self._previous: list[TensorPart] = []
+        self._under_way: concurrent.futures.Future[None] | None = None
+        self._version = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self._give_up(error)
+
+    @property
+    def lineage(self) -> int:
+        """Lineage of what is published."""
+        return self._plan.lineage
+
+    def publish(self, version: int, *, step: int | None = None) -> float:
+        """Begins to publish the model's weights as `version`, when the version before is published.
+
+        `step` is the step that made it, None for the version that training starts with. Returns the seconds that the
+        training was held up. Raises what publishing the version before raised.
+        """
+        began = time.monotonic()
+        self.finish()
+        if version < self._plan.first_version:
+            if self._plan.is_continued and version == self._plan.first_version - 1:
+                parts = self._snapshots.take(version)
+                self._begin(version, parts, lambda: self._committer.adopt(version, parts))
+            return time.monotonic() - began
+        parts = self._snapshots.take(version)  # before the probe, behind which FSDP may hold the weights unsharded
+        probed = probe(self._model, vocabulary=self._vocabulary, device=self._gang.device)
+        adapter = self._base.entry() if self._base is not None and version else None
+        made = VersionInput(version=version, parts=parts, probe=probed, adapter=adapter)
+        self._begin(version, parts, lambda: self._commit(made, began=began, step=step))
+        return time.monotonic() - began
+
+    def mend(self, entry: policy_pb2.PolicyEntry) -> None:
+        """Begins to publish a damaged version anew; the live weights must be its. Collective in a gang.
+
+        What an adapter is on may be what is damaged of it, and is mended first, before the training goes on.
+        """
+        self.finish()
+        version = int(entry.version)
+        if self._base is not None and version:
+            self._base.require_whole(is_thorough=True)
+        parts = self._snapshots.take(version)
+        probed = probe(self._model, vocabulary=self._vocabulary, device=self._gang.device)
+        adapter = self._base.entry() if self._base is not None and version else None
+        made = VersionInput(version=version, parts=parts, probe=probed, adapter=adapter)
+        self._begin(version, parts, lambda: self._mend(entry, made))
+
+    def _mend(self, entry: policy_pb2.PolicyEntry, made: VersionInput) -> None:
+        mended = self._committer.mend(made, lineage=entry.lineage, digest=entry.digest, sha256=entry.manifest_sha256)
+        if mended is not None and self._log_client is not None:
+            name, uri = f"{entry.lineage}-{entry.version}", self._store.uri(mended.published.manifest_key)
+            self._log_client.write_event(published_anew(name, damage=mended.damage, uri=uri))
+
+    def finish(self) -> None:
+        """Returns when nothing is under way; raises what publishing raised."""
+        future, self._under_way = self._under_way, None
+        if future is None:
+            return
+        with waits.waiting(f"policy {self._version} to be published", deadline_s=_DEADLINE_S, quiet_s=_QUIET_S):
+            future.result()  # bounded by the store's deadlines, and by what the log waits for until asked to stop
+
+    def _give_up(self, error: BaseException) -> None:
+        """The training failed. What is under way is whole and may be committed, unless another trainer has the run."""
+        self._is_given_up = True
+        if self._under_way is None:
+            return
+        if not isinstance(error, FencedError | LogGoneError):
+            concurrent.futures.wait([self._under_way], _ENDS_WITHIN_S if self._gang.is_alone else _GANG_ENDS_WITHIN_S)
+        self._is_abandoned.set()
+        concurrent.futures.wait([self._under_way], _ABANDONED_S)
+
+    def _begin(self, version: int, parts: list[TensorPart], work: Callable[[], None]) -> None:
+        """Runs work for a version on a thread of its own, in the context of this one."""
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._under_way, self._version = future, version
+
+        def run() -> None:
+            try:
+                work()
+                self._release(parts)
+            except BaseException as error:  # noqa: BLE001 - a thread's edge: raised by `finish`
+                if self._is_given_up:
+                    log.warning("a policy was not published", extra={"version": version, "error": str(error)})
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        context = contextvars.copy_context()
+        # A daemon: where another rank died, a collective here may hang, and the process has to end all the same.
+        threading.Thread(target=context.run, args=(run,), name=f"publish-{version}", daemon=True).start()
+
+    def _release(self, parts: list[TensorPart]) -> None:
+        """Gives back the buffers that nothing is compared with any more."""
+        if self._committer.holds(parts):
+            self._snapshots.give_back(self._previous)
+            self._previous = parts
+        else:
+            self._snapshots.give_back(parts)
+
+    def _commit(self, made: VersionInput, *, began: float, step: int | None) -> None:
+        committed = self._committer.commit(made)
+        if committed.published is not None and self._log_client is not None:
+            faults.reach(Point.TRAINER_AFTER_MANIFEST, version=made.version)
+            if self._is_abandoned.is_set():
+                return
+            self._announce(self._log_client, committed, committed.published, time.monotonic() - began)
+        if step is not None:
+            faults.reach(Point.TRAINER_AFTER_PUBLISH, step=step)
+
+    def _announce(
+        self, log_client: PolicyLog, committed: CommittedVersion, published: PublishedPolicy, seconds: float
+    ) -> None:
+        manifest = published.manifest
+        entry = policy_pb2.PolicyEntry(
+            lineage=manifest.lineage,
+            version=manifest.version,
+            manifest_key=published.manifest_key,
+            manifest_sha256=published.manifest_sha256,
+            digest=manifest.digest,
+        )
+        log_client.append_policy(entry, is_replay=published.already_existed)
+        size_bytes = 0 if published.already_existed else published.size_bytes
+        meters.policy_published(manifest.version, size_bytes=size_bytes, seconds=seconds)
+        if published.already_existed:
+            log.info("policy proven equal to the published one", extra={"version": manifest.version})
+            return
+        body = event_pb2.PolicyPublished(
+            lineage=manifest.lineage,
+            version=manifest.version,
+            size_bytes=published.size_bytes,
+            seconds=seconds,
+            uri=self._store.uri(published.manifest_key),
+            full_bytes=manifest.full_bytes,
+            codec=manifest.codecs,
+            changed_fraction=committed.changed_fraction,
+            digest=manifest.digest,
+            manifest_sha256=published.manifest_sha256.hex(),
+        )
+        log_client.write_event(event_pb2.Event(policy_published=body))
+        log.info(
+            "policy published",
+            extra={
+                "lineage": manifest.lineage,
+                "version": manifest.version,
+                "codec": manifest.codecs,
+                "bytes": published.size_bytes,
+                "full_bytes": manifest.full_bytes,
+                "changed": round(committed.changed_fraction, 4),
+                "seconds": round(seconds, 3),
+            },
+        )

@@ -1,0 +1,297 @@
+"""Recomputes steps of a run from its log: the newest kept checkpoint before them, then batch after batch.
+
+Needs the object store only, writes nothing into it, and runs in this process alone.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from millrace.config.sections.rl import RLConfig
+from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
+from millrace.policies.manifest import PolicyManifest
+from millrace.policies.pull import download_hf, pull_tensors, read_manifest
+from millrace.policies.tensors import TensorBytes
+from millrace.runlog import Names
+from millrace.runlog.records.origin import Origin, parse_origin
+from millrace.storage.base import ObjectStore
+from millrace.storage.scratch import owned_directory
+from millrace.trainer.checkpoint.checkpointer import CheckpointStore
+from millrace.trainer.checkpoint.manifest import CheckpointManifest, conditions
+from millrace.trainer.checkpoint.resume import describe, first_whole, restore
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.job import parse_config
+from millrace.trainer.learning.learner import Learner
+from millrace.trainer.learning.loss import LossFunction
+from millrace.trainer.log.batches import Batch, Batches
+from millrace.trainer.log.store_log import StoreLog
+from millrace.trainer.loop import forward_backward
+from millrace.trainer.model.pretrained import policy_tensors, resolve_model_directory
+from millrace.trainer.replay.loss_choice import load_loss
+from millrace.trainer.replay.report import ReplayReport, TensorDifference
+
+OnStep = Callable[[int, int], None]
+"""Hears (steps done, steps to do)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Where a replay begins."""
+
+    version: int
+    chain_hash: bytes
+    checkpoint: CheckpointManifest | None
+    notes: tuple[str, ...] = ()
+
+
+class Replayer:
+    """A run's learner, brought forward step by step from its log. Make it by `open`."""
+
+    def __init__(
+        self, learner: Learner, batches: Batches, *, run_name: str, start: _Start, notes: tuple[str, ...]
+    ) -> None:
+        self.run_name = run_name
+        self._learner = learner
+        self._batches = batches
+        self.start = start.version
+        self.version = start.version
+        self.notes = notes
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, store: ObjectStore, names: Names, *, step: int) -> Iterator["Replayer"]:
+        """The learner of a run as it was at the newest checkpoint at or before `step`, or at the run's start.
+
+        InvalidStateError (STEP_NOT_KEPT) naming the range that can be recomputed, if `step` is not in it.
+        """
+        try:
+            record = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
+        except NotFoundError as error:
+            raise _no_run(store, names.uid) from error
+        config = parse_config(record, uid=names.uid)
+        origin = parse_origin(record, where=store.uri(names.run_json))
+        log = StoreLog(store, names, base_step=origin.base_step)
+        kept = log.kept()
+        if not kept.first <= step <= kept.last:
+            raise log.not_kept(step)
+        document = decode_object(record, what=store.uri(names.run_json), reason="RUN_JSON_CORRUPT")
+        learner, start = _learner_at(store, names, config, step, origin=origin)
+        batches = Batches(
+            log,
+            gang=learner.gang,
+            run_uid=names.uid,
+            run_hash=document["run_hash"],
+            previous_chain_hash=start.chain_hash,
+            micro_batch_tokens=config.trainer.micro_batch_tokens,
+            seq_len=config.trainer.model.seq_len,
+        )
+        name = str(document.get("name") or names.uid)
+        yield cls(learner, batches, run_name=name, start=start, notes=(*start.notes, *_notes(start.checkpoint)))
+
+    def read(self) -> Batch:
+        """The batch of the next step; InvalidStateError if it is not kept."""
+        return self._batches.read(self.version)
+
+    def advance(self, batch: Batch) -> dict[str, float]:
+        """Trains on the next batch as the run did, and returns the metrics of the step."""
+        metrics = forward_backward(self._learner, batch)
+        report = self._learner.optimizer.step(batch.step)
+        self.version = batch.step + 1
+        return metrics | {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm}
+
+    def try_loss(self, batch: Batch, loss_of: LossFunction) -> dict[str, float]:
+        """The metrics that the next step would have under another loss; changes nothing."""
+        random_state = torch.get_rng_state()
+        metrics = forward_backward(self._learner, batch, loss_of=loss_of)
+        gradients = [p.grad for p in self._learner.model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        self._learner.model.zero_grad(set_to_none=True)
+        torch.set_rng_state(random_state)  # the run's own loss sees the same dropout
+        return metrics | {"optim/grad_norm": norm}
+
+    def tensors(self) -> dict[str, TensorBytes]:
+        """The weights of `version` as they would be published; views of the live ones on a CPU."""
+        return dict(policy_tensors(self._learner.model, dtype=self._learner.publish_dtype, version=self.version))
+
+
+def replay(
+    store: ObjectStore, names: Names, *, step: int, loss: str = "", on_step: OnStep = lambda done, total: None
+) -> ReplayReport:
+    """Recomputes step `step` and compares version `step + 1` with the published one; `loss` is `my.module:fn` or empty.
+
+    InvalidStateError if the step is not kept, or if its version is not published and no loss is asked for.
+    """
+    disable_progress_bar()  # the bar of loading the model would stand between the lines of the steps
+    loss_of = load_loss(loss) if loss else None
+    with Replayer.open(store, names, step=step) as replayer:
+        published = _published(store, names, version=step + 1)
+        if published is None and loss_of is None:
+            raise InvalidStateError(
+                f"version {step + 1} of run {names.uid} is not published, so there is nothing to compare with",
+                reason="VERSION_NOT_PUBLISHED",
+                remedy="wait until the trainer has taken that step, or choose an earlier one",
+            )
+        total = step + 1 - replayer.start
+        for done in range(total - 1):
+            on_step(done, total)
+            replayer.advance(replayer.read())
+        on_step(total - 1, total)
+        batch = replayer.read()
+        other = replayer.try_loss(batch, loss_of) if loss_of is not None else {}
+        metrics = replayer.advance(batch)
+        on_step(total, total)
+        computed = replayer.tensors()
+        digests = _digests(computed)
+        digest = policy_digest({name: (t.dtype, t.shape, digests[name]) for name, t in computed.items()})
+        differences: tuple[TensorDifference, ...] = ()
+        if published is not None and published.digest != digest:
+            differences = tuple(_differences(store, published, computed, digests))
+        return ReplayReport(
+            run_uid=names.uid,
+            run_name=replayer.run_name,
+            step=step,
+            start=replayer.start,
+            computed_digest=digest,
+            published_digest="" if published is None else published.digest,
+            lineage=0 if published is None else published.lineage,
+            differences=differences,
+            metrics=metrics,
+            other_loss=loss,
+            other_metrics=other,
+            notes=replayer.notes,
+        )
+
+
+def _learner_at(
+    store: ObjectStore, names: Names, config: RLConfig, step: int, *, origin: Origin
+) -> tuple[Learner, _Start]:
+    """The learner at the newest whole checkpoint at or before a step, else with the start model.
+
+    CorruptObjectError if there is none and the log begins behind the start model.
+    """
+    checkpoints, learners = CheckpointStore(store, names, gang=Gang()), list[Learner]()
+
+    def use(manifest: CheckpointManifest) -> None:
+        learner = _new_learner(store, names, config, manifest)
+        torch.set_num_threads(int(manifest.conditions.get("num_threads", torch.get_num_threads())))
+        gang, base_digest = learner.gang, learner.base_digest
+        restore(checkpoints, manifest, learner.model, learner.optimizer, gang=gang, base_digest=base_digest)
+        learners.append(learner)
+
+    found = first_whole(checkpoints, use, gang=Gang(), at_most=step)
+    notes = (f"damaged checkpoints are left aside: {describe(found)}",) if found.damaged else ()
+    if found.manifest is None and origin.base_step:
+        raise CorruptObjectError(
+            f"step {step} of run {names.uid} cannot be recomputed: {describe(found)}",
+            reason="CHECKPOINTS_DAMAGED",
+            remedy="restore the checkpoint from a replica of the bucket, or replay the parent of this fork",
+        )
+    if found.manifest is None:
+        start = _Start(version=0, chain_hash=origin.chain_hash, checkpoint=None, notes=notes)
+        return _new_learner(store, names, config, None), start
+    chain_hash = bytes.fromhex(found.manifest.chain_hash)
+    return learners[0], _Start(
+        version=found.manifest.step, chain_hash=chain_hash, checkpoint=found.manifest, notes=notes
+    )
+
+
+def _new_learner(store: ObjectStore, names: Names, config: RLConfig, checkpoint: CheckpointManifest | None) -> Learner:
+    """A learner of the model of a checkpoint, or of the run's start, where it was trained as far as that is here."""
+    gang, version = Gang(device=_device_of(checkpoint)), 0 if checkpoint is None else checkpoint.step
+    with _model_directory(store, names, config, version, is_start=checkpoint is None) as directory:
+        return Learner.of_start_model(config, gang=gang, directory=directory)
+
+
+@contextlib.contextmanager
+def _model_directory(
+    store: ObjectStore, names: Names, config: RLConfig, version: int, *, is_start: bool
+) -> Iterator[Path]:
+    """A directory with the model that the replay begins with (only its shape matters where a checkpoint follows).
+
+    The published version itself, so that the replay needs nothing but the store; where that was rounded, or is not
+    kept, the directory that the run began with.
+    """
+    lora = config.trainer.model.lora is not None
+    published = _published(store, names, version=version)
+    if published is not None and published.adapter is not None:
+        published = read_manifest(store, published.adapter.base_key)
+    # The base of adapters is computed with as it is published, rounded or not.
+    is_rounded = not lora and published is not None and any(entry.dtype != "float32" for entry in published.tensors)
+    if published is None or (is_rounded and is_start):
+        yield resolve_model_directory(config.trainer.model.name)
+        return
+    with owned_directory("replay") as directory:
+        yield download_hf(store, published, directory)
+
+
+def _published(store: ObjectStore, names: Names, *, version: int) -> PolicyManifest | None:
+    """The manifest of a version, of its newest lineage; None if it is not published."""
+    for prefix in sorted(store.list_prefixes(names.policies), reverse=True):
+        lineage, _, number = prefix.removeprefix(names.policies).rstrip("/").partition("-")
+        key = names.policy_manifest(int(lineage), version)
+        if int(number) == version and store.head(key) is not None:
+            return read_manifest(store, key)
+    return None
+
+
+def _device_of(checkpoint: CheckpointManifest | None) -> torch.device:
+    """A GPU where there is one, unless the run was trained on a CPU."""
+    trained_on_cpu = checkpoint is not None and checkpoint.conditions.get("device") == "cpu"
+    return torch.device("cuda", 0) if torch.cuda.is_available() and not trained_on_cpu else torch.device("cpu")
+
+
+def _notes(checkpoint: CheckpointManifest | None) -> tuple[str, ...]:
+    """What differs from the conditions under which the checkpoint was written."""
+    if checkpoint is None:
+        return ()
+    now = {**conditions(), "world_size": "1"}
+    then = {**checkpoint.conditions, "world_size": str(checkpoint.world_size)}
+    differing = [f"{name} was {then[name]}, is {now.get(name)}" for name in then if then[name] != now.get(name)]
+    return (f"last bits may differ, because {'; '.join(differing)}",) if differing else ()
+
+
+def _digests(tensors: Mapping[str, TensorBytes]) -> dict[str, str]:
+    return {name: digest_hex(tensor_digest(tensor)) for name, tensor in tensors.items()}
+
+
+def _differences(
+    store: ObjectStore, published: PolicyManifest, computed: Mapping[str, TensorBytes], digests: Mapping[str, str]
+) -> Iterator[TensorDifference]:
+    """Every tensor that is not bit for bit the published one, in order of name."""
+    theirs = pull_tensors(store, published)
+    their_digests = {entry.name: entry.digest for entry in published.tensors}
+    for name in sorted({*computed, *theirs}):
+        if digests.get(name) == their_digests.get(name):
+            continue
+        one, other = computed.get(name), theirs.get(name)
+        if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+            where = "recomputed" if one is None else "published"
+            yield TensorDifference(name=name, num_elements=0, num_differing=0, max_abs_difference=0.0, missing_in=where)
+            continue
+        ours, published_bits = one.bits(), other.bits()
+        yield TensorDifference(
+            name=name,
+            num_elements=int(ours.size),
+            num_differing=int((ours != published_bits).sum()),
+            max_abs_difference=float(np.abs(_float64(one) - _float64(other)).max(initial=0.0)),
+        )
+
+
+def _float64(tensor: TensorBytes) -> np.ndarray:
+    """The values of a tensor; numpy has no bfloat16, whose bits are the upper half of a float32's."""
+    if tensor.dtype == "bfloat16":
+        return (tensor.bits().astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return tensor.numpy().ravel().astype(np.float64)
+
+
+def _no_run(store: ObjectStore, uid: str) -> NotFoundError:
+    return NotFoundError(
+        f"{store.describe()} holds no run {uid}", reason="RUN_NOT_FOUND", remedy="check --store, --prefix and the name"
+    )
