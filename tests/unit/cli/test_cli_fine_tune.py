@@ -22,7 +22,7 @@ if config["max_steps"] == 600:
 
 COMMAND = """
 import sys
-from millrace.cli import fine_tune
+from millrace.cli.session import fine_tune
 from millrace.cli.main import main
 fine_tune.TRAINER = ("-c", {trainer!r}, "sft", "--config")
 sys.exit(main(["sft", *sys.argv[1:]]))
