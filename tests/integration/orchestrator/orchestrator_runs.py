@@ -43,7 +43,7 @@ def bodies(events, kind: str) -> list:
     return [getattr(event, kind) for event in events if event.WhichOneof("body") == kind]
 
 
-async def until(condition, *, timeout_s: float = 20.0, what: str = "") -> None:
+async def until(condition, *, timeout_s: float = 60.0, what: str = "") -> None:
     """Return when `condition()` is true, which may be awaitable; fails after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):

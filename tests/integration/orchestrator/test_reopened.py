@@ -40,8 +40,10 @@ def stands_still(env, trainer) -> bool:
 
 async def fail(stack, run, env, trainer) -> None:
     """Have the trainer give the run up; what held it up is gone then."""
-    trainer.status.error_reason, trainer.status.error_message = "MODEL_MISSING", "the model is not there"
+    trainer.error = "MODEL_MISSING", "the model is not there"  # also if it is assigned the run anew meanwhile
+    trainer.status.error_reason, trainer.status.error_message = trainer.error
     await until(lambda: has_state(stack, run, FAILED), what="FAILED")
+    trainer.error = None
     env.silent.clear()
 
 
