@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import boto3
-from boto3.s3.transfer import TransferConfig
+from boto3.s3.transfer import TransferConfig, create_transfer_manager
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
@@ -199,8 +199,14 @@ class S3Store:
         self._run(
             f"PUT {path.name} as",
             key,
-            lambda _: self._client.upload_file(str(path), self._bucket, name, Config=_TRANSFER),
+            lambda _: self._upload(path, name),
         )
+
+    def _upload(self, path: Path, name: str) -> None:
+        # Not `client.upload_file`: that wraps the server's answer in an error of its own, and while the manager still
+        # tidies up, the answer is raised once more on the way out and lost from it.
+        with create_transfer_manager(self._client, _TRANSFER) as manager:
+            manager.upload(str(path), self._bucket, name).result()
 
     def get_file(self, key: str, path: Path) -> None:
         """See `ObjectStore.get_file`."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from boto3.s3.transfer import TransferConfig
 from fault_proxy import Effect, Fault, FaultProxy
+from s3transfer.manager import TransferCoordinatorController
 
 from millrace.errors import CapacityError, CorruptObjectError, MillraceError, NotFoundError, UnavailableError
 from millrace.storage import s3
@@ -288,3 +289,20 @@ def test_a_file_in_parts_survives_failures_of_parts(proxy: FaultProxy, faulty_st
     proxy.add(Fault(effect=Effect.CUT_ANSWER, method="GET", times=1))
     faulty_store.get_file("big", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == data
+
+
+def test_a_full_bucket_is_named_also_when_the_transfer_is_still_being_tidied_up(
+    proxy: FaultProxy, make_store, tmp_path, monkeypatch
+):
+    """The transfer manager takes a failed transfer off its list in a thread of its own, sooner or later."""
+    remove = TransferCoordinatorController.remove_transfer_coordinator
+
+    def removed_late(*args: object) -> None:
+        time.sleep(0.2)
+        remove(*args)
+
+    monkeypatch.setattr(TransferCoordinatorController, "remove_transfer_coordinator", removed_late)
+    (tmp_path / "source").write_bytes(DATA)
+    proxy.add(Fault(effect=Effect.ANSWER, method="PUT", status=507, code="InsufficientStorage"))
+    with pytest.raises(CapacityError):
+        make_store(RetryPolicy(deadline_s=10, max_attempts=2)).put_file("k", tmp_path / "source")
