@@ -1,6 +1,5 @@
 """What an S3 client and its server say of a failure, as our errors or as something to try again."""
 
-from boto3.exceptions import Boto3Error
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -27,7 +26,6 @@ from millrace.storage.retry import TransientError
 CLIENT_ERRORS = (
     ClientError,
     BotoCoreError,
-    Boto3Error,
     HTTPError,
     ResponseParserError,
     ConnectionError,
@@ -66,7 +64,6 @@ def translate(
     error: BaseException, what: str, *, where: str, bucket: str, uri: str = ""
 ) -> MillraceError | TransientError:
     """The error to raise for one failed attempt at `what`; `uri` names the object where its absence is an answer."""
-    error = _root(error)
     if isinstance(error, ClientError):
         return _answered(error, what, where=where, bucket=bucket, uri=uri)
     metadata = {"store": where, "operation": what}
@@ -141,12 +138,3 @@ def _denied(message: str, metadata: dict[str, str]) -> PermissionDeniedError:
         remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may read and write the bucket",
         metadata=metadata,
     )
-
-
-def _root(error: BaseException) -> BaseException:
-    """What an error of the transfer manager wraps, where it wraps something that we know."""
-    if isinstance(error, Boto3Error):
-        inner = error.__context__ or error.__cause__
-        if isinstance(inner, ClientError | BotoCoreError | HTTPError | OSError):
-            return inner
-    return error
