@@ -14,7 +14,7 @@ from millrace.errors import UnavailableError
 from millrace.inference.engine import PolicyEngine
 from millrace.telemetry import waits
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Longer than an update or a look at one replica takes, shorter than the deadlines of rollouts (600 s by default), so a
 # forgotten pause costs time but no rollouts. A caller that needs longer asks again.
@@ -74,7 +74,7 @@ class CallerPause:
     async def _end_later(self, caller: str, limit_s: float) -> None:
         with waits.waiting(f"paused by {caller}", waits_on="operator", deadline_s=limit_s):
             await asyncio.sleep(limit_s)
-        log.warning("a pause was not resumed; generation goes on", extra={"caller": caller, "limit_s": limit_s})
+        logger.warning("a pause was not resumed; generation goes on", extra={"caller": caller, "limit_s": limit_s})
         self._ending = None  # from here on a new pause has nothing to cancel, so it must come after this one's end
         with contextlib.suppress(UnavailableError):  # a closed engine has no pauses
             await self._engine.resume(OPERATOR)

@@ -31,7 +31,7 @@ from millrace.policies.digest import (
 )
 from millrace.policies.staged import StagedPolicy
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SLICE_ELEMENTS = 1 << 18  # some two milliseconds: the longest that a write waits for the reader beside it
 _REST = 4.0  # the reader rests this many times as long as it read, so it takes a fifth of a processor at most
@@ -163,7 +163,7 @@ class Readback:
                 if num_writes == self._num_writes:
                     del self._unread[share]
                     if not self._unread:
-                        log.info("all weights are read back and as they were proved")
+                        logger.info("all weights are read back and as they were proved")
 
     def _read_share(self, share: tuple[str, int], num_writes: int) -> int | None:
         """The digest of a share as the memory holds it; None if something was written meanwhile."""

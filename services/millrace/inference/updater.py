@@ -37,7 +37,7 @@ from millrace.policies.staged import StagedPolicy, Stager
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import waits
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PAUSE_HOLDER = "update"
 _UNPROVED = HeldDigest(digest="", proof="")  # of a fixed model: there is no manifest
@@ -235,7 +235,7 @@ class PolicyUpdater:
             self._set(state, error=_describe(error), is_damaged=isinstance(error, CorruptObjectError | NotFoundError))
             meters.update_failed()
             fields["error"] = str(error)
-            log.error("policy update failed", extra=fields, exc_info=not isinstance(error, MillraceError))
+            logger.error("policy update failed", extra=fields, exc_info=not isinstance(error, MillraceError))
         else:
             self._served = desired
             self._update_s = time.monotonic() - began
@@ -243,7 +243,7 @@ class PolicyUpdater:
             seconds = {"update_s": round(self._update_s, 4), "pause_s": round(self._pause_s, 4)}
             fields |= seconds | {"fetched_bytes": self._fetched_bytes, "full_bytes": self._full_bytes}
             meters.policy_updated(**seconds, fetched_bytes=self._fetched_bytes)
-            log.info("policy updated", extra=fields)
+            logger.info("policy updated", extra=fields)
 
     async def _update(self, desired: DesiredPolicy, wait: waits.Waiting) -> None:
         if self._engine.status().state is EngineState.FAILED:

@@ -31,7 +31,7 @@ from millrace.storage import ObjectStore
 from millrace.telemetry import faults, waits
 from millrace.v1 import run_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LEASE_TTL_S = 15.0
 SCAN_S = 0.5
@@ -146,7 +146,7 @@ class RunManager:
         try:
             views = await self._catalog.refresh()
         except MillraceError as error:
-            log.warning("cannot list runs, trying again", extra={"error": str(error)})
+            logger.warning("cannot list runs, trying again", extra={"error": str(error)})
             return []
         found: list[tuple[RunView, DesiredState]] = []
         for view in views:
@@ -214,7 +214,7 @@ class RunManager:
         known = all(isinstance(cause, MillraceError) for cause in causes)
         fields = {"run": view.record.name, "again_in_s": pause_s, "error": text}
         run_meters.drive_failed(view.record.name)
-        log.error("run given up by this replica for now", extra=fields, exc_info=None if known else error)
+        logger.error("run given up by this replica for now", extra=fields, exc_info=None if known else error)
         with waits.of_run(uid):
             self._pauses.setdefault(uid, waits.LastingWait()).on(f"another try to drive the run: {text}", key=text)
 
@@ -243,7 +243,7 @@ class RunManager:
                 claim.lease, claim.driver = lease, driver
                 claim.apply(await self._desired.read(uid))
                 run_meters.lease_acquired(view.record.name)
-                log.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
+                logger.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
                 await tell_takeover(context, owner=self._owner, spoke_at=view.spoke_at)
                 await self._keep(claim, driver, lease, run_log, Watchdog.of(driver.parts, owner=self._owner))
             except Exception as error:  # looked at only: `_safely` is the edge that reports it
@@ -295,7 +295,7 @@ class RunManager:
         await self._queue(view, run_log, reason, was=run_pb2.RUN_STATE_FAILED)
         faults.reach(faults.Point.ORCHESTRATOR_REOPEN_TOLD, step=records[-1].step)
         self._forget_end(uid)
-        log.info("run reopened", extra={"run": view.record.name, "step": records[-1].step, "number": len(records)})
+        logger.info("run reopened", extra={"run": view.record.name, "step": records[-1].step, "number": len(records)})
 
     async def _queue(self, view: RunView, run_log: RunLog, reason: str, *, was: run_pb2.RunState | None = None) -> None:
         """Write that the run is QUEUED, under its lease; `was` is its state until now, else that of the view."""
@@ -334,7 +334,9 @@ class RunManager:
             try:
                 claim.apply(await self._desired.read(uid))
             except MillraceError as error:
-                log.warning("cannot read the intents for a run, trying again", extra={"uid": uid, "error": str(error)})
+                logger.warning(
+                    "cannot read the intents for a run, trying again", extra={"uid": uid, "error": str(error)}
+                )
 
     def _note_ended(self, view: RunView) -> None:
         """Let workers forget a run that ended a short while ago."""
@@ -368,4 +370,4 @@ async def _try_to(what: str, work: Awaitable[None]) -> None:
     try:
         await work
     except MillraceError as error:
-        log.warning("could not %s", what, extra={"error": str(error)})
+        logger.warning("could not %s", what, extra={"error": str(error)})

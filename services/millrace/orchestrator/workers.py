@@ -18,7 +18,7 @@ from millrace.internal.v1 import policy_pb2, policy_service_pb2, worker_service_
 from millrace.telemetry.settings import parse_address
 from millrace.v1 import event_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[^\s/\[\]@]+)(/\S*)?")
 
@@ -123,7 +123,7 @@ class WorkerRegistry:
             )
         if known is None:
             self._records[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
-            log.info("worker registered", extra={"worker": worker.worker_id, "address": worker.address})
+            logger.info("worker registered", extra={"worker": worker.worker_id, "address": worker.address})
         else:
             known.worker, known.last_seen = worker, time.monotonic()
         self.notify()
@@ -281,7 +281,7 @@ class WorkerRegistry:
             self._pulse = now
             if gap_s > STOOD_STILL_S:
                 self.stood_still_s += gap_s
-                log.warning("this process stood still", extra={"seconds": round(gap_s, 1)})
+                logger.warning("this process stood still", extra={"seconds": round(gap_s, 1)})
                 for record in self._records.values():
                     record.last_seen = min(now, record.last_seen + gap_s)
 
@@ -291,7 +291,7 @@ class WorkerRegistry:
             return  # we stood still and `keep_pulse` has not run since: nobody's silence is known
         for worker_id, record in list(self._records.items()):
             if now - record.last_seen > (LEAVING_LEASE_S if record.is_leaving else LEASE_S):
-                log.warning(
+                logger.warning(
                     "worker lost: no heartbeat",
                     extra={"worker": worker_id, "seconds": round(now - record.last_seen, 1), "run": record.run_uid},
                 )
@@ -305,7 +305,7 @@ class WorkerRegistry:
         for record in list(self._records.values()):
             if worker.slot and record.worker.slot == worker.slot and record.worker_id != worker.worker_id:
                 fields = {"worker": record.worker_id, "by": worker.worker_id, "slot": worker.slot}
-                log.warning("worker replaced by its successor", extra=fields | {"run": record.run_uid})
+                logger.warning("worker replaced by its successor", extra=fields | {"run": record.run_uid})
                 self._remove(record, "WORKER_REPLACED")
 
     def _remove(self, record: WorkerRecord, reason: str) -> None:

@@ -35,7 +35,7 @@ from millrace.storage.disk import io_errors, make_parent
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "policy.safetensors"
 _MAX_WAYS = 4  # chains that are tried for one version
@@ -165,7 +165,7 @@ class HostCopy:
             try:
                 self._path.unlink(missing_ok=True)
             except OSError as error:  # the version serves all the same
-                log.warning("a policy's file stays", extra={"path": str(self._path), "error": str(error)})
+                logger.warning("a policy's file stays", extra={"path": str(self._path), "error": str(error)})
 
     def _bring_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
         """Follows chains until one holds; returns what changed since the copy before, None if that is unknown."""
@@ -185,7 +185,7 @@ class HostCopy:
                 if is_continued and fetched.is_read:  # the objects are what was written: is the copy?
                     self.forget()
                     first, is_continued, fetched.link = first or error, False, None
-                    log.warning(
+                    logger.warning(
                         "a policy delta does not fit the held copy, which may be damaged; beginning anew at an anchor",
                         extra={"lineage": manifest.lineage, "version": manifest.version, "error": str(error)},
                     )
@@ -196,7 +196,7 @@ class HostCopy:
                 first = first or error
                 avoid.add(damaged.name)
                 fetched.link = None
-                log.warning(
+                logger.warning(
                     "part of a policy is damaged; looking for another way to it",
                     extra={"lineage": manifest.lineage, "version": manifest.version, "error": str(error)},
                 )

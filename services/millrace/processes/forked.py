@@ -17,7 +17,7 @@ from millrace.processes.channel import Channel, Message
 from millrace.processes.fork_server import ROOM, ROOM_BYTES
 from millrace.telemetry.logging import getLogger
 
-log = getLogger(__name__)
+logger = getLogger(__name__)
 
 _KILL_WAIT_S = 5.0
 _SHOWN_ROOM = "-" * 256
@@ -219,12 +219,12 @@ class ForkServer:
                 answer.set_result({"refused": "the fork server has ended"})
 
     def _lose(self, why: str) -> None:
-        log.warning("the fork server is gone", extra={"of": self._module, "why": why})
+        logger.warning("the fork server is gone", extra={"of": self._module, "why": why})
         self.stop()
 
     def _take(self, said: Message) -> None:
         if "loaded" in said:
-            log.info("the fork server is ready", extra={"pid": self.pid, "of": self._module})
+            logger.info("the fork server is ready", extra={"pid": self.pid, "of": self._module})
             self._loaded.set()
             self._is_first = False
         elif "ended" in said:

@@ -21,7 +21,7 @@ from millrace.processes.table import PROCESS_MARK, start_ticks
 
 PIPE, LOCK = "MILLRACE_STACK_PIPE", "MILLRACE_STACK_LOCK"
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def hold(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -51,7 +51,7 @@ def _take(environ: MutableMapping[str, str], name: str) -> int | None:
 def _watch(pipe: int, mark: str) -> None:
     """Wait for the end of the pipe, as long as that takes: nobody ever writes."""
     os.read(pipe, 1)
-    log.error("the stack's supervisor and its reaper are gone: this process ends")
+    logger.error("the stack's supervisor and its reaper are gone: this process ends")
     reaper = subprocess.Popen(
         [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), mark, PROCESS_MARK],
         stdin=subprocess.PIPE,

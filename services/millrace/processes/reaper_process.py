@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from millrace.processes import reaper, sessions
 from millrace.processes.table import KILL_WAIT_S
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
 """Between two reapers of which the first did not even live that long."""

@@ -29,7 +29,7 @@ from millrace.processes.forked import ForkedProcess, ForkServer, ForkServerError
 from millrace.processes.reaper_process import WatchedReaper
 from millrace.telemetry import waits
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TERM_GRACE_S = 6.0  # a service drains (0 s here), ends calls under way (3 s) and closes its connections
 SWEEP_WAIT_S = 2.0
@@ -112,7 +112,7 @@ class Supervisor:
         *,
         stack_id: str | None = None,
         term_grace_s: float = TERM_GRACE_S,
-        note: Callable[[str], None] = log.warning,
+        note: Callable[[str], None] = logger.warning,
     ) -> None:
         """`term_grace_s`: seconds between TERM and KILL. `note` hears of a reaper that died."""
         self.stack_id = stack_id or uuid.uuid4().hex
@@ -203,7 +203,7 @@ class Supervisor:
                         timeout_s=timeout_s,
                     )
             except ForkServerError as error:
-                log.warning("a process is started by itself, not forked", extra={"of": spec.name, "why": str(error)})
+                logger.warning("a process is started by itself, not forked", extra={"of": spec.name, "why": str(error)})
         if not self._is_stopping:
             self._start_fork_server(server)
         return process
@@ -248,7 +248,7 @@ class Supervisor:
             variable=table.PROCESS_MARK,
         )
         if left:
-            log.error("descendants of %s would not end: pids %s", child.spec.name, sorted(left))
+            logger.error("descendants of %s would not end: pids %s", child.spec.name, sorted(left))
 
     async def stop_for_sure(self) -> None:
         """Stop to the end even if this task is cancelled meanwhile (Ctrl-C during the stop), which only hurries it."""
@@ -276,7 +276,7 @@ class Supervisor:
             table.end_all, self.stack_id, self._groups(), term_grace_s=0.0, kill_wait_s=SWEEP_WAIT_S
         )
         if left:
-            log.error("processes would not end: pids %s", sorted(left))
+            logger.error("processes would not end: pids %s", sorted(left))
         if self._reaper is not None:
             await self._reaper.end(is_done=not left)
         for end in self._lifeline or ():
@@ -301,7 +301,7 @@ class Supervisor:
             hurry.cancel()
         for child in alive:
             if child.is_alive:
-                log.warning("%s did not stop within %.0f s: killing it", child.spec.name, grace_s)
+                logger.warning("%s did not stop within %.0f s: killing it", child.spec.name, grace_s)
             sessions.kill_group(child.pid)
         await asyncio.wait({child.exited for child in alive}, timeout=SWEEP_WAIT_S)
 

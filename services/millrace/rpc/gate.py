@@ -17,7 +17,7 @@ from millrace.rpc.access import AUTHORIZATION, ClientAccess, Grant, ServerAccess
 from millrace.rpc.interceptors import request_id_of
 from millrace.telemetry import logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Gate(grpc.aio.ServerInterceptor):
@@ -55,7 +55,7 @@ def _refusal(method: str, request_id: str) -> grpc.RpcMethodHandler:
     """Ends calls of every arity without reading a message."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        log.info("call refused", extra={"method": method, "peer": context.peer(), "request_id": request_id})
+        logger.info("call refused", extra={"method": method, "peer": context.peer(), "request_id": request_id})
         await status.abort(context, denied(), request_id=request_id)
         yield b""  # never reached: makes it a generator
 
@@ -68,7 +68,7 @@ def _while_granted(behaviour: Callable[..., Any], grant: Grant, method: str, req
             async for response in responses:
                 if not grant.holds():
                     fields = {"method": method, "peer": context.peer(), "token_name": grant.name}
-                    log.info("stream ended: its token is not accepted any more", extra=fields)
+                    logger.info("stream ended: its token is not accepted any more", extra=fields)
                     await status.abort(context, denied(), request_id=request_id)
                 yield response
 

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.telemetry import logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PROCESS = ""
 SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -104,9 +104,9 @@ class HealthBoard:
             entry.was_serving = not reason
             fields = {"name_checked": name or "(process)", "reason": reason}
             if reason and not self._is_draining:
-                log.warning("not serving", extra=fields)
+                logger.warning("not serving", extra=fields)
             else:
-                log.info("health changed", extra=fields)
+                logger.info("health changed", extra=fields)
         return not reason
 
     def _entry(self, name: str) -> _Entry:

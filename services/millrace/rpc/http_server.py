@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from millrace.errors import UnavailableError
 from millrace.rpc.tls import ServerFiles, rotating_server_context
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below: its start, its end, and each malformed request
 
 MAX_HEADER_BYTES = 64 << 10
@@ -115,7 +115,7 @@ class HttpServer:
                 link, _ = await loop.sock_accept(self._listener)
             except OSError as error:  # of one connection that has gone already, or of this process
                 if error.errno in _NONE_LEFT:
-                    log.error("no connection can be accepted", extra={"port": self.port, "error": str(error)})
+                    logger.error("no connection can be accepted", extra={"port": self.port, "error": str(error)})
                     await asyncio.sleep(_NO_DESCRIPTOR_S)
                 continue
             try:
@@ -189,7 +189,7 @@ class _Connection(HttpToolsProtocol):
         try:
             await self.loop.connect_accepted_socket(lambda: self, link, ssl=context)
         except (OSError, EOFError) as error:  # of TLS, or it hung up
-            log.debug("a connection was cut off", extra={"error": str(error)})
+            logger.debug("a connection was cut off", extra={"error": str(error)})
 
     def _shaken(self, link: socket.socket) -> None:
         if self.transport is None:  # no handshake: nothing else will ever close it
@@ -261,7 +261,7 @@ class _Connection(HttpToolsProtocol):
 def _report(task: asyncio.Task[None]) -> None:
     """Without it nothing new would be served, and nobody would say so."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("an HTTP server has broken down", exc_info=error)
+        logger.error("an HTTP server has broken down", exc_info=error)
 
 
 def _bind(host: str, port: int, *, field: str) -> socket.socket:

@@ -24,7 +24,7 @@ from millrace.rpc import status
 from millrace.rpc.request_check import check_request
 from millrace.telemetry import logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")  # what a client sends ends up in our log, so it is checked
@@ -55,19 +55,19 @@ async def _guarded(method: str, request_id: str, context: grpc.aio.ServicerConte
         try:
             yield
         except grpc.aio.AbortError:
-            log.info("call aborted", extra=fields(_code_of(context), peer=context.peer()))
+            logger.info("call aborted", extra=fields(_code_of(context), peer=context.peer()))
             raise
         except asyncio.CancelledError:
-            log.debug("call cancelled", extra=fields("CANCELLED", peer=context.peer()))
+            logger.debug("call cancelled", extra=fields("CANCELLED", peer=context.peer()))
             raise
         except MillraceError as error:
             defect = isinstance(error, InternalError)
             more = {"reason": error.reason, "error": str(error), "peer": context.peer()}
-            tell = log.error if defect else log.info
+            tell = logger.error if defect else logger.info
             tell("call failed", exc_info=defect, extra=fields(error.code, **more))
             await status.abort(context, error, request_id=request_id)
         except Exception:  # the edge of a call: a defect becomes INTERNAL
-            log.exception("call failed by a defect", extra=fields("INTERNAL", peer=context.peer()))
+            logger.exception("call failed by a defect", extra=fields("INTERNAL", peer=context.peer()))
             hidden = InternalError(
                 f"internal error in {method}",
                 remedy=f"look for request id {request_id} in the server's log",
@@ -75,7 +75,7 @@ async def _guarded(method: str, request_id: str, context: grpc.aio.ServicerConte
             )
             await status.abort(context, hidden, request_id=request_id)
         else:
-            log.debug("call done", extra=fields("OK"))
+            logger.debug("call done", extra=fields("OK"))
 
 
 def _code_of(context: grpc.aio.ServicerContext) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a service that serves no metrics starts without FastAPI
 
     from millrace.rpc.http_server import HttpServer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16
 """At once. A Prometheus pair needs two."""
@@ -62,7 +62,7 @@ async def metrics_server(
     thread.start()
     try:
         server = await _on(loop, _start(app, address, access))
-        log.info("listening for metrics", extra={"address": address, "port": server.port})
+        logger.info("listening for metrics", extra={"address": address, "port": server.port})
         try:
             yield server.port
         finally:
@@ -121,7 +121,7 @@ def _app(registry: CollectorRegistry, access: ServerAccess, loop: asyncio.Abstra
         except (TimeoutError, RuntimeError):  # RuntimeError: the loop is closed
             return PlainTextResponse("the service does not answer its own metrics server\n", 503)
         except Exception:  # the edge of a request: the scraper hears that it failed, the log says why
-            log.exception("the metrics could not be read")
+            logger.exception("the metrics could not be read")
             return PlainTextResponse("the metrics could not be read; the service's log says why\n", 500)
         return Response(body, headers={"Content-Type": content_type})
 

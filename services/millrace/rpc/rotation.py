@@ -15,7 +15,7 @@ from millrace.errors import InvalidSpecError
 from millrace.rpc.tls import Stamp
 from millrace.telemetry import logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MAX_OLD = 2
 """Channels that are kept open behind the current one, for the streams on them."""
@@ -41,9 +41,9 @@ class RotatingChannel(grpc.aio.Channel):
             try:
                 fresh = self._make()
             except (InvalidSpecError, OSError) as error:
-                log.error("the new certificates are not used yet", extra={"error": str(error)})
+                logger.error("the new certificates are not used yet", extra={"error": str(error)})
                 return self._current
-            log.info("calling with new certificates")
+            logger.info("calling with new certificates")
             self._old.append(self._current)
             self._current = fresh
             while len(self._old) > _MAX_OLD:

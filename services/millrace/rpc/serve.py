@@ -38,7 +38,7 @@ from millrace.rpc.status import MAX_METADATA_BYTES
 from millrace.telemetry import logging
 from millrace.telemetry.settings import parse_address
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 4 << 20
 """Largest request of any call: the largest by far is a run's config, of at most 1 MiB. Answers may be larger."""
@@ -109,18 +109,18 @@ async def serve(
         if health_board is None:
             for name in names:
                 board.set_ready(name)
-        log.info("listening", extra={"address": address, "port": port, "services": ",".join(names)})
+        logger.info("listening", extra={"address": address, "port": port, "services": ",".join(names)})
         if on_started is not None:
             on_started(port)
         await stopping.wait()
-        log.info("draining", extra={"drain_s": drain_s, "grace_s": grace_s})
+        logger.info("draining", extra={"drain_s": drain_s, "grace_s": grace_s})
         board.drain()
         await asyncio.sleep(drain_s)
         if before_stop is not None:
             await before_stop()
         draining.set()
         await asyncio.gather(server.stop(grace_s), beside.stop(grace_s))
-        log.info("stopped", extra={"port": port})
+        logger.info("stopped", extra={"port": port})
     finally:
         draining.set()
         await beside.stop(0)
@@ -187,10 +187,10 @@ def _install_signals(stopping: asyncio.Event) -> list[signal.Signals]:
 
     def handle(signum: signal.Signals) -> None:
         if not stopping.is_set():
-            log.info("stopping on signal; another one exits at once", extra={"signal": signum.name})
+            logger.info("stopping on signal; another one exits at once", extra={"signal": signum.name})
             stopping.set()
             return
-        log.warning("exiting at once on a second signal", extra={"signal": signum.name})
+        logger.warning("exiting at once on a second signal", extra={"signal": signum.name})
         sys.stderr.flush()
         os._exit(128 + signum)
 

@@ -15,7 +15,7 @@ import grpc
 from millrace.errors import InvalidSpecError, Violation
 from millrace.telemetry import logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SYSTEM_CA = Path("system")
 """Stands for the certificates that the system trusts."""
@@ -56,10 +56,10 @@ class ServerFiles:
                 self.check()
                 made = self._configuration()
             except (InvalidSpecError, OSError) as error:
-                log.error("the new certificate is not used yet", extra={"error": str(error)})
+                logger.error("the new certificate is not used yet", extra={"error": str(error)})
                 return None
             if seen != now:
-                log.info("serving a new certificate", extra={"path": str(self.cert)})
+                logger.info("serving a new certificate", extra={"path": str(self.cert)})
             seen = now
             return made
 
@@ -120,9 +120,9 @@ def rotating_server_context(files: ServerFiles) -> ssl.SSLContext:
         if now != seen:
             try:
                 current, seen = server_context(files), now
-                log.info("serving a new certificate over HTTP", extra={"path": str(files.cert)})
+                logger.info("serving a new certificate over HTTP", extra={"path": str(files.cert)})
             except InvalidSpecError as error:
-                log.error("the new certificate is not used yet", extra={"error": str(error)})
+                logger.error("the new certificate is not used yet", extra={"error": str(error)})
         connection.context = current
 
     outer = server_context(files)

@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 from millrace.errors import InvalidSpecError, UnavailableError, Violation
 from millrace.telemetry import logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TOKEN_PREFIX = "mrt_"
 """Begins every token, so that redaction and scanners for secrets know one when they see it."""
@@ -150,9 +150,11 @@ class WatchedFile(Generic[T]):
         if (items, wrong) != (self._items, self._wrong):
             fields = {"field": self._field, "path": str(self.path), "lines": len(items)}
             if wrong:
-                log.error("a secret file is wrong; what is wrong in it is left out", extra={**fields, "wrong": wrong})
+                logger.error(
+                    "a secret file is wrong; what is wrong in it is left out", extra={**fields, "wrong": wrong}
+                )
             else:
-                log.info("a secret file has changed", extra=fields)
+                logger.info("a secret file has changed", extra=fields)
         self._items, self._wrong = items, wrong
         return items
 

@@ -36,7 +36,7 @@ from millrace.rpc.channel import call, open_channel
 from millrace.rpc.waits_wire import to_proto
 from millrace.telemetry import logging, waits
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 5.0
 SILENT_S = 15.0
@@ -179,7 +179,7 @@ class WorkerAgent:
                 reply = await self._heartbeat(stub)
                 if reply.register_again:
                     self._is_registered = False
-                    log.info("registering again", extra={"worker_id": self._worker.worker_id})
+                    logger.info("registering again", extra={"worker_id": self._worker.worker_id})
                     await asyncio.sleep(MIN_INTERVAL_S)  # bounds the loop with an orchestrator that always forgets
                     continue
                 heard = self._on_assignments(reply)
@@ -201,7 +201,7 @@ class WorkerAgent:
         self._lease_s = reply.lease_seconds
         self._is_registered = True
         fields = {"worker_id": self._worker.worker_id, "orchestrator": self._address, "interval_s": self._interval_s}
-        log.info("registered", extra=fields)
+        logger.info("registered", extra=fields)
 
     async def _heartbeat(self, stub: WorkerServiceStub) -> HeartbeatResponse:
         def request() -> HeartbeatRequest:
@@ -227,7 +227,7 @@ class WorkerAgent:
         began, backoff_s, num_failed, is_told = time.monotonic(), MIN_BACKOFF_S, 0, False
         silent_since = began if self._last_contact is None else self._last_contact
         fields: dict[str, Any] = {"orchestrator": self._address, "error": str(failure)}
-        log.warning("orchestrator does not answer; trying again", extra=fields)
+        logger.warning("orchestrator does not answer; trying again", extra=fields)
         with waits.waiting(f"{what} {self._to}", waits_on="orchestrator", deadline_s=self._silent_s) as wait:
             while failure is not None:
                 wait.update(reason=f"{what} {self._to}: {failure.message}")
@@ -240,7 +240,7 @@ class WorkerAgent:
                 backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
                 answer, failure = await self._attempt(method, make())
         silent_s = time.monotonic() - silent_since
-        log.info("orchestrator answers again", extra={"orchestrator": self._address, "after_s": round(silent_s, 3)})
+        logger.info("orchestrator answers again", extra={"orchestrator": self._address, "after_s": round(silent_s, 3)})
         if is_told:
             self._tell(silent_s, is_over=True, problem="")
         return answer
@@ -248,7 +248,7 @@ class WorkerAgent:
     def _tell(self, seconds: float, *, is_over: bool, problem: str) -> None:
         """Tell the worker, and the log in any case."""
         silence = Silence(orchestrator=self._address, seconds=seconds, is_over=is_over, problem=problem)
-        log.warning(silence.describe())
+        logger.warning(silence.describe())
         if self._on_silence is not None:
             self._on_silence(silence)
 

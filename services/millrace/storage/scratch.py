@@ -20,7 +20,7 @@ from typing import IO
 from millrace.errors import UnavailableError
 from millrace.storage.disk import io_errors
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SCRATCH_VARIABLE = "MILLRACE_SCRATCH_DIR"
 _PREFIX, _FRESH = "millrace-", ".millrace-fresh-"
@@ -88,7 +88,7 @@ def sweep(parent: Path) -> None:
             except OSError:
                 lock.close()
                 continue
-            log.info("removing the directory of a process that is gone", extra={"directory": str(path.parent)})
+            logger.info("removing the directory of a process that is gone", extra={"directory": str(path.parent)})
             _remove(path.parent, lock)
 
 
@@ -126,6 +126,6 @@ def _remove(directory: Path, lock: IO[str]) -> None:
     except FileNotFoundError:
         return  # another one was faster, or its user removed it
     except OSError as error:
-        log.warning("a temporary directory stays", extra={"directory": str(directory), "error": str(error)})
+        logger.warning("a temporary directory stays", extra={"directory": str(directory), "error": str(error)})
     finally:
         lock.close()

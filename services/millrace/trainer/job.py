@@ -34,7 +34,7 @@ from millrace.trainer.reporter import Reporter
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.training import Position, Training
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PEER_OPENS_WITHIN_S = 120.0
 

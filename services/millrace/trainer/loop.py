@@ -26,7 +26,7 @@ from millrace.trainer.reporter import Phases
 from millrace.trainer.training import Position, Training
 from millrace.v1 import event_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def train(run: Training) -> None:
@@ -115,7 +115,7 @@ def close(run: Training, batch: Batch) -> None:
                 )
             )
     run.save_last_checkpoint()
-    log.info("run ended", extra={"version": version, "outcome": batch.header.outcome})
+    logger.info("run ended", extra={"version": version, "outcome": batch.header.outcome})
 
 
 def _warn(run: Training, batch: Batch, report: OptimizerReport) -> None:

@@ -14,7 +14,7 @@ from millrace.trainer.log.batches import Batch
 from millrace.trainer.publish.publisher import PolicyLog
 from millrace.v1 import event_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Reporter:
             chain_hash=batch.chain_hash.hex(),
         )
         self._log_client.write_event(event_pb2.Event(step_completed=body))
-        log.info(
+        logger.info(
             "step completed",
             extra={
                 "step": header.step,
@@ -120,7 +120,7 @@ class Reporter:
 
     def warning(self, reason: str, message: str) -> None:
         """Reports something that needs a person's attention."""
-        log.warning(message, extra={"reason": reason})
+        logger.warning(message, extra={"reason": reason})
         self._write(event_pb2.Event(warning=event_pb2.Warning(reason=reason, message=message)))
 
     def _write(self, event: event_pb2.Event) -> None:

@@ -27,7 +27,7 @@ from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.worker import TrainerWorker
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _END_S = 15.0
 _QUIET_S = 5.0
@@ -154,10 +154,10 @@ class _Companions:
     def _ended(self, future: concurrent.futures.Future[None]) -> None:
         """Logs how they ended, on the background thread, and lets the worker end too."""
         if future.cancelled():
-            log.error("a companion of the trainer was cancelled")
+            logger.error("a companion of the trainer was cancelled")
         elif (error := future.exception()) is not None:
             is_ours = isinstance(error, MillraceError)
-            log.error(
+            logger.error(
                 "a companion of the trainer ended", extra={"error": repr(error)}, exc_info=None if is_ours else error
             )
         self._worker.stop()

@@ -9,7 +9,7 @@ from millrace.rpc.worker import Silence
 from millrace.telemetry import logging
 from millrace.v1 import event_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Write = Callable[[event_pb2.Event], Awaitable[None]]
 
@@ -45,4 +45,4 @@ async def _tell(write: Write, event: event_pb2.Event) -> None:
     try:
         await write(event)
     except MillraceError as error:  # the run's log is gone or closed: the process log has it
-        log.warning("a silent orchestrator is not in the run's events", extra={"error": str(error)})
+        logger.warning("a silent orchestrator is not in the run's events", extra={"error": str(error)})

@@ -23,7 +23,7 @@ from millrace.telemetry import logging, waits
 from millrace.trainer import meters
 from millrace.trainer.log.stop import StopRequested
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -198,10 +198,10 @@ class TrainerWorker:
         self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)
         with logging.bind(run=uid), waits.of_run(uid):
             try:
-                log.info("run begins")
+                logger.info("run begins")
                 run_job(uid)
                 self._status = replace(self._status, is_finished=True)
-                log.info("run finished", extra={"step": self._status.step})
+                logger.info("run finished", extra={"step": self._status.step})
             except StopRequested:
                 self._let_go("asked to let go of the run")
             except (FencedError, UnavailableError, CapacityError) as error:
@@ -217,18 +217,18 @@ class TrainerWorker:
             except Exception as error:  # a process edge: whatever a job raises must reach the run's owner
                 if not self._gang.is_alone:
                     raise  # perhaps only a peer died: torchrun starts the gang anew, and the run resumes
-                log.exception("the run failed with an unexpected error")
+                logger.exception("the run failed with an unexpected error")
                 self._fail("INTERNAL", f"{type(error).__name__}: {error}")
             finally:
                 self._board.expect_progress(PROCESS, within_s=None)
 
     def _let_go(self, why: str) -> None:
-        log.info("run let go", extra={"why": why, "step": self._status.step})
+        logger.info("run let go", extra={"why": why, "step": self._status.step})
         self._status = Status()
 
     def _fail(self, reason: str, message: str) -> None:
         """Reports the error with every heartbeat until the assignment ends."""
-        log.error("run given up", extra={"reason": reason, "error": message})
+        logger.error("run given up", extra={"reason": reason, "error": message})
         meters.run_failed()
         self._status = replace(self._status, error_reason=reason, error_message=message)
 
@@ -238,7 +238,9 @@ class TrainerWorker:
         if is_leader:
             self._fail(error.reason, str(error))
         else:
-            log.error("run given up at this rank; rank 0 reports", extra={"reason": error.reason, "error": str(error)})
+            logger.error(
+                "run given up at this rank; rank 0 reports", extra={"reason": error.reason, "error": str(error)}
+            )
         ends = self._clock() + (_UNASSIGNED_GRACE_S if is_leader else _PEER_GRACE_S)
         with waits.waiting("note to be taken of why the run is given up", waits_on="orchestrator"):
             while self._clock() < ends and (not is_leader or self._assigned == self._status.run_uid):

@@ -49,7 +49,7 @@ from millrace.policies.staged import StagedPolicy
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 DEFAULT_KV_BYTES = 4 << 30
 MAX_WAITING = 100_000  # requests; beyond it callers are told to come back
@@ -229,7 +229,7 @@ class EmbeddedEngine:
             self._weights.close()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            log.error("the engine's thread did not end", extra={"timeout_s": _CLOSE_TIMEOUT_S})
+            logger.error("the engine's thread did not end", extra={"timeout_s": _CLOSE_TIMEOUT_S})
 
     def _build(
         self, model_dir: Path, staged: StagedPolicy | None, identity: PolicyIdentity
@@ -335,7 +335,7 @@ class EmbeddedEngine:
         try:
             self._loop()
         except BaseException as error:  # nothing is expected here: `_drain` and `_step` catch
-            log.critical("the engine's thread died", exc_info=True)
+            logger.critical("the engine's thread died", exc_info=True)
             self._die(f"the engine's thread died: {type(error).__name__}: {error}")
 
     def _loop(self) -> None:
@@ -366,7 +366,7 @@ class EmbeddedEngine:
             try:
                 command.run()
             except BaseException as error:  # without the thread every caller would wait for ever
-                log.exception("a command of the engine failed")
+                logger.exception("a command of the engine failed")
                 self._fail(f"a command of the engine failed: {error}")
                 command.refuse(InternalError(f"a command of the engine failed: {error}", reason="ENGINE_FAILED"))
             self._progress = time.monotonic()
@@ -377,7 +377,7 @@ class EmbeddedEngine:
         try:
             self._scheduler.step()
         except BaseException as error:  # a failed pass, or a Rust panic, which is no Exception: ends its requests only
-            log.exception("a forward pass failed")
+            logger.exception("a forward pass failed")
             self._fail(f"a forward pass failed: {error}")
         self._progress = time.monotonic()
 

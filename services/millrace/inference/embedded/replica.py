@@ -13,7 +13,7 @@ from millrace.inference.replica_parts import ReplicaParts
 from millrace.inference.settings import InferenceSettings
 from millrace.telemetry.settings import Settings, parse_address
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # The engine's thread takes the interpreter lock between two torch operators; with Python's default of 5 ms it would
 # wait that long, several times per token, whenever the HTTP API has work.
@@ -44,7 +44,7 @@ class Replica:
         """Serves until it shall stop, then drains."""
         host, port = parse_address(self._settings.require("http_listen"))
         server = await start_http(self._api, host.strip("[]"), port)
-        log.info("listening for HTTP", extra={"address": f"{host}:{server.port}"})
+        logger.info("listening for HTTP", extra={"address": f"{host}:{server.port}"})
         try:
             if self._own.model_dir is not None:
                 await self._parts.updater.serve_fixed(self._own.model_dir)

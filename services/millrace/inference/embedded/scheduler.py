@@ -22,7 +22,7 @@ from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192
 """Padded prompt tokens per forward pass, which is one step: bounds memory and how long running requests stand still."""
@@ -100,7 +100,7 @@ class Scheduler:
             try:
                 entry.finish(FinishReason.ABORT)
             except Exception as error:  # the others must hear of their end all the same
-                log.exception("a request could not be aborted", extra={"request": entry.request.request_id})
+                logger.exception("a request could not be aborted", extra={"request": entry.request.request_id})
                 entry.fail(error)
 
     def step(self) -> bool:
@@ -180,7 +180,7 @@ class Scheduler:
         try:
             return self._rows.add(admitted, self._eos_token_ids)
         except Exception:  # nobody waits for these requests any more: whatever it is must reach their callers
-            log.exception("requests could not be admitted together; trying each", extra={"requests": len(admitted)})
+            logger.exception("requests could not be admitted together; trying each", extra={"requests": len(admitted)})
         for entry in admitted:
             try:
                 self._rows.add([entry], self._eos_token_ids)
@@ -267,7 +267,7 @@ class Scheduler:
             )
         self.num_finished += len(rows)
         if poisoned:
-            log.error("the model gave values that are not finite", extra={"requests": len(poisoned)})
+            logger.error("the model gave values that are not finite", extra={"requests": len(poisoned)})
             self._cache.clear_rows(poisoned)
         sources, targets = self._rows.remove(rows)
         if sources:

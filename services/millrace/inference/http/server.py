@@ -58,7 +58,7 @@ from millrace.inference.model_files import ModelSlot, ServedModel
 from millrace.rpc.http_server import HttpBounds, HttpServer
 from millrace.telemetry.metrics import make_registry
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SMALL = 8192
 """Bytes, characters or tokens that are worked on without leaving the event loop: about a millisecond."""
@@ -226,7 +226,7 @@ class HttpApi:
             async with asyncio.timeout(grace_s):
                 await self._has_none_open.wait()
         except TimeoutError:
-            log.warning("aborting requests at shutdown", extra={"requests": self._num_open, "grace_s": grace_s})
+            logger.warning("aborting requests at shutdown", extra={"requests": self._num_open, "grace_s": grace_s})
             await self._engine.abort_all()
 
     def _require(self, name: str | None = None) -> tuple[ServedModel, EngineStatus]:
@@ -399,7 +399,7 @@ def _safely(handler: Handler) -> Handler:
             status, body = limits.body_too_large(None)
             return _json(body, status=status)
         except Exception:  # the edge of the process: a defect must reach client and log
-            log.exception("a request failed", extra={"path": request.url.path})
+            logger.exception("a request failed", extra={"path": request.url.path})
             status, body = responses.error_body(InternalError("internal error; see the server's log"))
             return _json(body, status=status)
 

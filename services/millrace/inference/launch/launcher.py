@@ -42,7 +42,7 @@ from millrace.storage.scratch import owned_directory
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings, parse_address
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "millrace.inference.vllm.workers.worker.PolicyWorker"
 _Job = Callable[[VllmProcess], Coroutine[Any, Any, None]]
@@ -97,7 +97,7 @@ class Launcher:
     async def _run_vllm(self, environ: Mapping[str, str], job: _Job) -> None:
         """Starts vLLM and works with it until that ends or raises, or until all shall stop."""
         vllm = await VllmProcess.start(environ)
-        log.info("started vLLM", extra={"pid": vllm.pid})
+        logger.info("started vLLM", extra={"pid": vllm.pid})
         work = asyncio.create_task(job(vllm), name="life of vLLM")
         stop = asyncio.create_task(self._stopping.wait())
         try:
@@ -170,7 +170,7 @@ class Launcher:
         finally:
             for task in (saying, alone, heard):
                 task.cancel()
-        log.info("vLLM is up", extra={"pid": vllm.pid, "load_s": round(time.monotonic() - began, 2)})
+        logger.info("vLLM is up", extra={"pid": vllm.pid, "load_s": round(time.monotonic() - began, 2)})
 
     async def _until_it_serves_alone(self) -> None:
         """Return when vLLM answers on its HTTP port, which it opens after its plugins have started."""
@@ -209,9 +209,11 @@ class Launcher:
                 self._model = await fetch_model(store, wanted.result())
             except Exception as error:  # whatever a bad policy causes: the replica stays, says why, and is asked again
                 is_ours = isinstance(error, MillraceError)
-                log.error("the policy cannot be started with", extra={"error": describe(error)}, exc_info=not is_ours)
+                logger.error(
+                    "the policy cannot be started with", extra={"error": describe(error)}, exc_info=not is_ours
+                )
                 front.say(pb.POLICY_STATE_UPDATE_FAILED, error=describe(error))
-        log.info("starting vLLM on the files of the run's policy", extra={"policy": self._model.name})
+        logger.info("starting vLLM on the files of the run's policy", extra={"policy": self._model.name})
         return [
             f"--model={self._model.directory}",
             "--load-format=dummy",
@@ -226,7 +228,7 @@ class Launcher:
             await asyncio.wait({message, vllm.exited}, return_when=asyncio.FIRST_COMPLETED)
             if not message.done():
                 raise await vllm.death()
-            log.warning("vLLM is started again", extra={"reason": message.result().get("reason", "")})
+            logger.warning("vLLM is started again", extra={"reason": message.result().get("reason", "")})
         finally:
             message.cancel()
 
@@ -239,7 +241,7 @@ class Launcher:
             await asyncio.wait({vllm.exited, hurry}, timeout=bound_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
         if not vllm.exited.done():
-            log.warning("vLLM did not end by itself: killing it", extra={"pid": vllm.pid})
+            logger.warning("vLLM did not end by itself: killing it", extra={"pid": vllm.pid})
 
     def _own_argv(self) -> list[str]:
         host, port = parse_address(self._settings.require("http_listen"))
@@ -280,7 +282,7 @@ class Launcher:
         def receive(number: signal.Signals) -> None:
             if self._stopping.is_set():
                 self._hurry.set()
-            log.info("stopping on signal; another one kills vLLM at once", extra={"signal": number.name})
+            logger.info("stopping on signal; another one kills vLLM at once", extra={"signal": number.name})
             self._stopping.set()
 
         numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -296,7 +298,7 @@ async def _say_progress(vllm: VllmProcess, deadline_s: float) -> None:
     while True:
         await asyncio.sleep(_SAY_AFTER_S)
         age_s = time.monotonic() - began
-        log.info(f"waiting for vLLM to load the model ({age_s:.0f} s of {deadline_s:.0f} s): {vllm.last_line[:160]}")
+        logger.info(f"waiting for vLLM to load the model ({age_s:.0f} s of {deadline_s:.0f} s): {vllm.last_line[:160]}")
 
 
 def _with_port(address: str) -> str:

@@ -15,7 +15,7 @@ from millrace.errors import InvalidSpecError, UnavailableError, Violation
 from millrace.inference.launch_env import TYPED_FLAGS
 from millrace.telemetry import waits
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _CONNECT_S = 5.0
@@ -97,11 +97,11 @@ class Node:
                 except (OSError, TimeoutError):
                     await asyncio.sleep(_RETRY_S)
         _keep_alive(writer.get_extra_info("socket"))
-        log.info("the head of the replica is there", extra={"master": f"{host}:{port}"})
+        logger.info("the head of the replica is there", extra={"master": f"{host}:{port}"})
         try:
             await reader.read(1)  # it says nothing until its end
         except OSError as error:
-            log.warning("the connection to the head broke", extra={"error": str(error)})
+            logger.warning("the connection to the head broke", extra={"error": str(error)})
         finally:
             writer.close()
         raise UnavailableError(

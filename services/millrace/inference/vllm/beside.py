@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.telemetry import waits
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _REST = 4.0  # rests this many times as long as a call took, which waits for a step to end
 _MIN_REST_S = 0.02  # longer than a share's digest takes: a fifth of one processor at most
@@ -58,7 +58,7 @@ class BesideReader:
                         retry_s = min(max(_FIRST_RETRY_S, 2 * retry_s), _LAST_RETRY_S)
                         what = f"weights to be read back beside the serving, which fails: {error}"
                         wait.on(what, waits_on="inference", key="readback", deadline_s=_OVERDUE_S)
-                        log.warning("the weights cannot be read back now", extra={"retry_s": retry_s}, exc_info=True)
+                        logger.warning("the weights cannot be read back now", extra={"retry_s": retry_s}, exc_info=True)
                         await asyncio.sleep(retry_s)
                         continue
                     wait.over()
@@ -72,14 +72,14 @@ class BesideReader:
     async def _is_over(self, answers: list[Any], began: float) -> bool:
         """Whether nothing is to be read any more, and says why."""
         if problem := next((problem for _, problem, _ in answers if problem), ""):
-            log.error("the engine's memory is damaged", extra={"error": problem})
+            logger.error("the engine's memory is damaged", extra={"error": problem})
             await self._report(problem)
             return True
         if any(left for left, _, _ in answers):
             return False
         if all(is_proved for *_, is_proved in answers):
             took = round(time.monotonic() - began, 1)
-            log.info("all weights are read back and as they were proved", extra={"seconds": took})
+            logger.info("all weights are read back and as they were proved", extra={"seconds": took})
         else:
-            log.warning("the weights are not read back beside the serving: what they should be is not known")
+            logger.warning("the weights are not read back beside the serving: what they should be is not known")
         return True

@@ -34,7 +34,7 @@ from millrace.inference.vllm.staging import bring
 from millrace.inference.vllm.times import UpdateTimes
 from millrace.policies.staged import StagedPolicy
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _RPC_DEADLINE_S = 120.0
 _RELOAD_DEADLINE_S = 1800.0
@@ -143,7 +143,7 @@ class VllmEngine:
                 raise
             finally:
                 await self.resume("directory")
-            log.info("weights of a directory loaded", extra={"standstill_s": round(time.monotonic() - began, 4)})
+            logger.info("weights of a directory loaded", extra={"standstill_s": round(time.monotonic() - began, 4)})
             self._state, self._error, self._identity = EngineState.READY, "", identity
             self._require_no_run(num_loads)
             self._gate.open(self._salt(identity))

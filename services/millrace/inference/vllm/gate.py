@@ -24,7 +24,7 @@ from typing import Any
 
 from millrace.errors import UnavailableError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _ABORT_DEADLINE_S = 10.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -24,7 +24,9 @@ def config_problem(
     """
     held = _config(_config_file(held_dir, revision, download_dir))
     if held is None:
-        log.warning("the config.json of vLLM's model is not found: it is not compared", extra={"model": str(held_dir)})
+        logger.warning(
+            "the config.json of vLLM's model is not found: it is not compared", extra={"model": str(held_dir)}
+        )
         return ""
     wanted = _config(wanted_dir / "config.json") or {}
     differing = sorted(key for key in wanted.keys() | held.keys() if wanted.get(key) != held.get(key))

@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.inference.vllm.ranks import Ranks
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
 
@@ -48,10 +48,10 @@ class Ping:
                 await self._ask()
             except Exception as error:  # the edge of a task that nobody awaits: whatever it is, it must be seen
                 if self._client.errored:
-                    log.error("vLLM's engine is dead", exc_info=True)
+                    logger.error("vLLM's engine is dead", exc_info=True)
                     return
                 if not self.error:
-                    log.error("vLLM's engine answers with an error", exc_info=True)
+                    logger.error("vLLM's engine answers with an error", exc_info=True)
                 self.error = f"vLLM's engine answers with an error: {type(error).__name__}: {error}"
             else:
                 self._asked_at, self.error = None, ""

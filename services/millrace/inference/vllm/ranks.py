@@ -20,7 +20,7 @@ from millrace.inference.vllm.orders import write_order
 from millrace.inference.vllm.polling import until
 from millrace.policies.staged import StagedPolicy
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _FETCH_DEADLINE_S = 1800.0  # that of a whole model over a slow network
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 0.5
@@ -34,7 +34,7 @@ class AnsweringWorker:
         try:
             return [number, getattr(self, method)(*args), ""]
         except Exception as error:  # the edge of the process, where an error must not become vLLM's
-            log.exception("a call of the policy's worker failed", extra={"method": method})
+            logger.exception("a call of the policy's worker failed", extra={"method": method})
             return [number, None, f"{type(error).__name__}: {error}"]
 
     def millrace_ping(self) -> None:
@@ -139,7 +139,7 @@ class Ranks:
         """A rank answered what was asked before: vLLM failed in a call of its own, and nothing can be believed now."""
         problem = f"a worker of vLLM answers {method} with the answer to an earlier call"
         is_asked = ask_restart(problem)
-        log.critical("vLLM is out of step", extra={"method": method, "is_restarted": is_asked})
+        logger.critical("vLLM is out of step", extra={"method": method, "is_restarted": is_asked})
         return UnavailableError(
             problem, reason="ENGINE_OUT_OF_STEP", remedy="wait for the restart" if is_asked else "restart the replica"
         )

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class UpdateTimes:
@@ -62,4 +62,4 @@ class UpdateTimes:
         whole = {"held_s": round(held_s, 4), "standstill_s": round(self.standstill_s or 0.0, 4)}
         extra = {"version": version, **whole, "prepare_s": round(self.prepare_s, 4), **parts}
         extra |= {"busy_s": round(self.busy_s, 4), "longest_busy_s": round(self.longest_busy_s, 4)}
-        log.info("policy applied and proved", extra=extra)
+        logger.info("policy applied and proved", extra=extra)

@@ -23,7 +23,7 @@ from millrace.storage import open_store
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 STALL_S = 60.0
 """Silence of the manager's scan after which the process counts as hung."""
@@ -114,10 +114,10 @@ async def _manage(manager: RunManager, started: asyncio.Event, stopping: asyncio
         await asyncio.wait((running, stop), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
-        log.info("giving every run back")
+        logger.info("giving every run back")
     finally:
         for task in (running, stop):
             task.cancel()
         _, left = await asyncio.wait((running, stop), timeout=GIVE_BACK_S)
         if left:
-            log.warning("not every run could be given back", extra={"within_s": GIVE_BACK_S})
+            logger.warning("not every run could be given back", extra={"within_s": GIVE_BACK_S})

@@ -40,7 +40,7 @@ from millrace.storage.commit_points import newest_revision, require_checksum
 from millrace.telemetry import waits
 from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 15.0
 """Silence after which a watch stream sends an empty message, so that a dead path is seen."""
@@ -310,7 +310,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         try:
             size_bytes = _manifest_bytes(self._store.get(key, max_bytes=MAX_JSON_BYTES), what=self._store.uri(key))
         except CorruptObjectError as error:
-            log.warning("a damaged checkpoint is not listed", extra={"run": record.name, "error": error.message})
+            logger.warning("a damaged checkpoint is not listed", extra={"run": record.name, "error": error.message})
             return None
         checkpoint = checkpoint_pb2.Checkpoint(
             name=f"runs/{record.name}/checkpoints/{step:08d}",

@@ -34,7 +34,7 @@ from millrace.v1 import run_pb2
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_EMPTY_BATCHES = 10
 """Batches in a row without any advantage before the run fails instead of burning tokens for nothing (as prime-rl)."""
@@ -138,7 +138,7 @@ class BatchWriter:
     def _count_empty(self) -> None:
         self._num_empty += 1
         step = self._book.step
-        log.warning("every group of the batch had zero advantage", extra={"step": step, "count": self._num_empty})
+        logger.warning("every group of the batch had zero advantage", extra={"step": step, "count": self._num_empty})
         if self._num_empty >= MAX_EMPTY_BATCHES:
             raise InternalError(
                 f"{MAX_EMPTY_BATCHES} batches in a row at step {step} had no advantage: in every group all "

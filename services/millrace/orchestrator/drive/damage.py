@@ -10,7 +10,7 @@ from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.run_meters import entries_damaged
 from millrace.runlog import Entry, RunLog, Stream
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_NAMED = 5
 """Entries that one event names."""
@@ -39,7 +39,7 @@ class DamageBook:
             found = {id_: cause for (of, id_), cause in met.items() if of is stream}
             if found:
                 entries_damaged(self._run, stream, len(found))
-                log.error(
+                logger.error(
                     "entries of the log are damaged and were skipped",
                     extra={"run": self._run, "stream": stream.value, "count": len(found)},
                 )

@@ -13,7 +13,7 @@ from millrace.runlog.events.archive import EventArchive
 from millrace.runlog.redis.damage import checked_policy
 from millrace.runlog.seal import write_seal
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOG_LOOK_S = 2.0
 """How often Redis is asked which copy of the log it holds."""
@@ -63,7 +63,7 @@ class Housekeeper:
                     remedy="claim the run again",
                 )
             if instance != self.log_instance:
-                log.warning("Redis restarted, bringing the log up to date", extra={"instance": instance})
+                logger.warning("Redis restarted, bringing the log up to date", extra={"instance": instance})
                 await self._resync(instance)
 
     async def _resync(self, instance: str) -> None:
@@ -152,7 +152,7 @@ class Housekeeper:
             except LogGoneError:
                 raise
             except (UnavailableError, CapacityError) as error:
-                log.warning("events not archived, trying again", extra={"error": str(error)})
+                logger.warning("events not archived, trying again", extra={"error": str(error)})
 
     async def archive_now(self) -> None:
         """Bring every event that was written so far to the store."""
@@ -170,7 +170,7 @@ class Housekeeper:
             key = names.seal(writer.num_reopened)
             await asyncio.to_thread(write_seal, store, names, key, writer.known, chain=writer.chain, state=state, by=by)
         except MillraceError as error:
-            log.warning("run not sealed, trying again later", extra={"uid": names.uid, "error": str(error)})
+            logger.warning("run not sealed, trying again later", extra={"uid": names.uid, "error": str(error)})
 
     async def archive_last(self) -> None:
         """The same when this process stops: as far as it goes in a moment, the successor does the rest."""
@@ -178,7 +178,7 @@ class Housekeeper:
             async with asyncio.timeout(LAST_ARCHIVE_S):
                 await self.archive_now()
         except (MillraceError, TimeoutError) as error:
-            log.warning("last events not archived", extra={"error": str(error)})
+            logger.warning("last events not archived", extra={"error": str(error)})
 
     def _newest_checkpoint(self) -> int:
         prefix = self._log.names.checkpoints

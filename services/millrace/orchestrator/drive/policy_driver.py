@@ -17,7 +17,7 @@ from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 UPDATE_WAIT_S = 10.0
 """How long one UpdatePolicy call waits inside the replica."""
@@ -101,7 +101,7 @@ class PolicyDriver:
     def suspect(self, worker_id: str) -> None:
         """A rollout lost its engine there: give it nothing new, and ask it at once whether it serves."""
         if self._served.pop(worker_id, None) is not None:
-            log.warning("replica lost a request, asking whether it serves", extra={"worker": worker_id})
+            logger.warning("replica lost a request, asking whether it serves", extra={"worker": worker_id})
             self._suspected[worker_id].set()
             self._on_change()
 
@@ -165,7 +165,7 @@ class PolicyDriver:
             response = await call(stub.UpdatePolicy, request, timeout_s=UPDATE_TIMEOUT_S)
         except MillraceError as error:
             self._served.pop(record.worker_id, None)
-            log.warning(
+            logger.warning(
                 "policy update failed, retrying",
                 extra={"worker": record.worker_id, "version": desired.version, "error": str(error)},
             )
@@ -206,7 +206,7 @@ class PolicyDriver:
         try:
             response = await call(stub.GetPolicyStatus, request, timeout_s=STATUS_TIMEOUT_S, waits_on=record.worker_id)
         except MillraceError as error:
-            log.warning("replica does not answer", extra={"worker": record.worker_id, "error": str(error)})
+            logger.warning("replica does not answer", extra={"worker": record.worker_id, "error": str(error)})
             self._served.pop(record.worker_id, None)
             self._on_change()
         else:

@@ -32,7 +32,7 @@ from millrace.runlog.recovery.recover import load_history
 from millrace.telemetry import faults
 from millrace.v1 import run_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TRAINER_SPARE_S = 10.0
 """After a takeover behind the closing header: how long a trainer that is not needed may take to show up."""
@@ -102,7 +102,7 @@ class RunDriver(ABC):
             first = _decisive(error)
             if isinstance(first, ConflictError | UnavailableError | CapacityError) or not self._is_restored:
                 raise first from error
-            log.error("run failed", extra={"run": self._context.record.name, "error": str(first)}, exc_info=error)
+            logger.error("run failed", extra={"run": self._context.record.name, "error": str(first)}, exc_info=error)
             await self._fail(_as_millrace(first))
         finally:
             await self._parts.envs.close()

@@ -36,7 +36,7 @@ from millrace.telemetry import standstill
 from millrace.telemetry.standstill import METER, Meter
 from millrace.v1 import event_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 TELL_SILENT_S = 10.0
@@ -211,7 +211,7 @@ class Watchdog:
             return
         self._num_told += 1
         chain = chain_of(self._run_uid, self._registry, owner=self._owner)
-        log.warning(
+        logger.warning(
             "no progress", extra={"run": self._run_uid, "seconds": round(idle_s, 1), "chain": str(chain) or "(none)"}
         )
         await self._tell_wait(_end_of(chain, owner=self._owner, idle_s=idle_s))
@@ -240,13 +240,13 @@ class Watchdog:
 
     async def _warn(self, reason: str, message: str) -> None:
         self._has_accused = True
-        log.warning(message, extra={"run": self._run_uid, "reason": reason})
+        logger.warning(message, extra={"run": self._run_uid, "reason": reason})
         if self._may_send():
             await self._events.warning(reason, message)
 
     async def _tell_wait(self, wait: event_pb2.Wait) -> None:
         fields = {"owner": wait.owner, "wait": wait.reason, "age_s": round(wait.age_seconds, 1)}
-        log.warning("a wait is long", extra={"run": self._run_uid, **fields})
+        logger.warning("a wait is long", extra={"run": self._run_uid, **fields})
         if self._may_send():
             await self._events.wait_reported(wait)
 

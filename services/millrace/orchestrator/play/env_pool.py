@@ -22,7 +22,7 @@ from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 10.0
 PLAY_TIMEOUT_S = 5.0
@@ -116,7 +116,7 @@ class EnvPool:
             except MillraceError as error:
                 if error.reason == KILLS_WORKERS:
                     raise
-                log.warning("environment not ready on an env-server", extra={"env": spec.name, "error": str(error)})
+                logger.warning("environment not ready on an env-server", extra={"env": spec.name, "error": str(error)})
 
     def _describe_alive(self) -> str:
         """Every env-server, and what was wrong with it when it was last asked."""
@@ -148,7 +148,7 @@ class EnvPool:
                 request = env_service_pb2.OpenEnvRequest(env=spec)
                 answer = await call(stub.OpenEnv, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
             except _AWAY as error:
-                log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
+                logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 self._problems[worker_id] = str(error)
                 continue
             self._problems.pop(worker_id, None)
@@ -193,13 +193,13 @@ class EnvPool:
         except (CapacityError, *_AWAY) as error:
             level = logging.WARNING if isinstance(error, UnauthenticatedError) else logging.INFO
             fields = {"worker": worker_id, "ordinal": request.ordinal, "error": str(error)}
-            log.log(level, "group not taken", extra=fields)
+            logger.log(level, "group not taken", extra=fields)
             if not isinstance(error, CapacityError):
                 self._silent_until[worker_id] = time.monotonic() + SILENCE_S
             return False
         except InvalidStateError as error:
             # Its environment failed after it was ready: others may play it; `refresh` asks this one again.
-            log.warning("environment lost on an env-server", extra={"worker": worker_id, "error": str(error)})
+            logger.warning("environment lost on an env-server", extra={"worker": worker_id, "error": str(error)})
             self._ready.get(request.env.name, set()).discard(worker_id)
             return False
         return True
@@ -232,7 +232,7 @@ class EnvPool:
                 method = self._stub(worker_id).ListPlaying
                 answer = await call(method, request, timeout_s=LIST_TIMEOUT_S, waits_on=worker_id)
             except _AWAY as error:
-                log.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
+                logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 return None
             return list(answer.groups)
 
@@ -251,7 +251,7 @@ class EnvPool:
             try:
                 await call(self._stub(worker_id).CancelGroups, request, timeout_s=timeout_s, waits_on=worker_id)
             except MillraceError as error:
-                log.warning("could not cancel groups", extra={"worker": worker_id, "error": str(error)})
+                logger.warning("could not cancel groups", extra={"worker": worker_id, "error": str(error)})
 
         await asyncio.gather(*(cancel_on(worker_id) for worker_id in self.alive()))
 

@@ -23,7 +23,7 @@ from millrace.rollouts.types import Rollout
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 STALL_SLACK_S = 60.0
 """Beyond one rollout's deadline, without any answer, before an evaluation ends; what is missing counts as failed."""
@@ -164,7 +164,9 @@ class Evaluator:
                     if not any(play.state is State.PLACED for play in plays):
                         current.last_answer = time.monotonic()  # nobody plays: no replica or env-server takes it
                     if time.monotonic() - current.last_answer > stall_s:
-                        log.warning("evaluation incomplete", extra={"env": current.env, "missing": current.num_missing})
+                        logger.warning(
+                            "evaluation incomplete", extra={"env": current.env, "missing": current.num_missing}
+                        )
                         return
 
     def _report(self, current: Evaluation, *, seconds: float) -> event_pb2.EvalCompleted:

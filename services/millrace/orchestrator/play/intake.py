@@ -11,7 +11,7 @@ from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.play.routing import Policies
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MakePlay = Callable[[int, int], Play]
 """From ordinal and planned step to an unplaced play."""
@@ -73,7 +73,7 @@ class Intake:
             if play.state is State.UNPLACED:
                 play.lose()
         fields = {"open": len(left), "finished": len(self._book.whole)}
-        log.info("rollouts taken over", extra=fields | {"being_played": sum(bool(play.env_server) for play in left)})
+        logger.info("rollouts taken over", extra=fields | {"being_played": sum(bool(play.env_server) for play in left)})
 
     def _prepare(self, play: Play | None, rollout: Rollout) -> None:
         """Before `play` takes the rollout: a predecessor's attempts count, and what it says of its replica does."""

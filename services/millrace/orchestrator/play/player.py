@@ -18,7 +18,7 @@ from millrace.rollouts.types import Purpose
 from millrace.rollouts.wire import purpose_to_wire
 from millrace.telemetry import faults
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 2.0
 """An env-server that does not stop a play within it may play on: what it sends late is a duplicate."""
@@ -114,7 +114,7 @@ class Player:
                 continue
             fields = {"env": play.task.env, "ordinal": play.ordinal, "attempt": play.attempt}
             fields |= {"env_server": play.env_server, "replica": play.replica}
-            log.warning("%s lost, playing it again: %s", _name(play), why, extra=fields)
+            logger.warning("%s lost, playing it again: %s", _name(play), why, extra=fields)
             lost.append(play)
         return lost
 

@@ -17,7 +17,7 @@ from millrace.runlog.records.scores import load_scores
 from millrace.runlog.redis.entry import OnDamaged, damaged_entry
 from millrace.telemetry import waits
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 READ_COUNT = 512
 """Entries taken from the stream at once; a rollout of a long context is about 0.1 MiB."""
@@ -114,7 +114,7 @@ class RolloutStream:
             return await self._scored(rollout) if self._is_scored and needs_scores else rollout
         except (CorruptObjectError, NotFoundError) as error:
             # The entry's hash held, so its writer encoded it wrongly: the member stays missing and is played again.
-            log.error("rollout refused", extra={"entry": entry.id, "error": str(error)})
+            logger.error("rollout refused", extra={"entry": entry.id, "error": str(error)})
             if isinstance(error, CorruptObjectError):
                 self._skip(damaged_entry(entry.id, error))
             return None
@@ -131,7 +131,7 @@ class RolloutStream:
                 try:
                     return await asyncio.to_thread(load_scores, self._log.store, self._log.names, rollout)
                 except (UnavailableError, CapacityError) as error:
-                    log.warning("scores not read, trying again", extra={"problem": str(error)})
+                    logger.warning("scores not read, trying again", extra={"problem": str(error)})
                     await asyncio.sleep(STORE_PAUSE_S)
 
     def _is_new(self, entry_hash: bytes) -> bool:

@@ -29,7 +29,7 @@ from millrace.runlog.recovery.recover import load_history
 from millrace.storage import ObjectStore
 from millrace.v1 import run_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RunCatalog:
@@ -71,7 +71,7 @@ class RunCatalog:
             except MillraceError as error:  # Redis or the store is away: what was seen last stays
                 if self._unread.get(uid) != error.reason:
                     self._unread[uid] = error.reason
-                    log.warning("run cannot be read now", extra={"uid": uid, "error": str(error)})
+                    logger.warning("run cannot be read now", extra={"uid": uid, "error": str(error)})
             else:
                 self._unread.pop(uid, None)
         return sorted(self._views.values(), key=lambda view: view.record.uid)
@@ -143,7 +143,7 @@ class RunCatalog:
             view = self._views[uid] = RunView(RunRecord.unreadable(uid, name or uid))
         damage = _as_damage(error, view.record.name)
         if view.damage is None or view.damage.message != damage.message:
-            log.error("run is damaged", extra={"run": view.record.name, "uid": uid, "error": str(damage)})
+            logger.error("run is damaged", extra={"run": view.record.name, "uid": uid, "error": str(damage)})
         view.damage = damage
         return view
 
@@ -201,7 +201,7 @@ class RunCatalog:
         if view.has_failed:
             await self._look_for_reopening(view)
         if view.logged_state in TERMINAL and not is_over:
-            log.error(
+            logger.error(
                 "an event says that the run has ended, and no header closes it: somebody else writes to this Redis",
                 extra={"run": view.record.name, "state": run_pb2.RunState.Name(view.logged_state)},
             )

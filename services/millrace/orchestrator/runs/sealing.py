@@ -9,7 +9,7 @@ from millrace.orchestrator.runs.run_view import RunView
 from millrace.runlog.seal import seal_late
 from millrace.v1 import run_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 RETRY_S = 30.0
 """When a run is tried again that could not be sealed."""
@@ -40,8 +40,8 @@ class Sealer:
             state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
             try:
                 if await seal_late(await self._catalog.open_log(uid), state=state, by=f"{self._owner}, later"):
-                    log.info("run sealed that had ended without", extra={"run": view.record.name})
+                    logger.info("run sealed that had ended without", extra={"run": view.record.name})
             except Exception as error:  # noqa: BLE001 - the edge of a run: whatever is wrong with it, the others go on
-                log.warning("run not sealed, trying again", extra={"run": view.record.name, "error": str(error)})
+                logger.warning("run not sealed, trying again", extra={"run": view.record.name, "error": str(error)})
                 self._not_before[uid] = time.monotonic() + RETRY_S
                 self._seen.discard((uid, view.run.end_time.ToNanoseconds()))  # a later scan names it again

@@ -43,7 +43,7 @@ from millrace.trainer.checkpoint.manifest import (
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"(\d{8,18})/")
 _MAX_INDEX_BYTES = 64 << 20
@@ -185,7 +185,7 @@ class CheckpointStore:
             if step not in self._damaged:
                 self._require_objects(manifest)
         except CorruptObjectError as error:
-            log.warning("a damaged checkpoint is written again", extra={"step": step, "error": error.message})
+            logger.warning("a damaged checkpoint is written again", extra={"step": step, "error": error.message})
             return next_revision(self._store, key), None
         if step in self._damaged:  # whatever it says
             return next_revision(self._store, key), None
@@ -342,12 +342,12 @@ class Checkpointer:
         manifest = self._checkpoints.save(state, step=step, lineage=lineage, chain_hash=chain_hash, **self._facts)
         if self._gang.is_leader and self._config is not None:
             for dropped in self._checkpoints.prune(self._config):
-                log.info("checkpoint deleted", extra={"step": dropped})
+                logger.info("checkpoint deleted", extra={"step": dropped})
         saved = SavedCheckpoint(
             uri=self._checkpoints.uri(step),
             size_bytes=manifest.size_bytes,
             seconds=time.monotonic() - began,
             manifest_sha256=hashlib.sha256(manifest.to_bytes()).hexdigest(),  # canonical: the stored bytes
         )
-        log.info("checkpoint saved", extra={"step": step, "seconds": round(saved.seconds, 3), "uri": saved.uri})
+        logger.info("checkpoint saved", extra={"step": step, "seconds": round(saved.seconds, 3), "uri": saved.uri})
         return saved

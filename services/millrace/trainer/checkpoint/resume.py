@@ -25,7 +25,7 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import restore_random_state, state_tensors
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def resume(
 
     found = first_whole(checkpoints, restore_one, gang=gang)
     if found.manifest is not None:
-        log.info("resumed", extra={"step": found.manifest.step, "bytes": found.manifest.size_bytes})
+        logger.info("resumed", extra={"step": found.manifest.step, "bytes": found.manifest.size_bytes})
     return found
 
 
@@ -95,7 +95,9 @@ def first_whole(
             manifest = _read(checkpoints, step, gang=gang)
             use(manifest)
         except (CorruptObjectError, InvalidStateError) as error:
-            log.warning("a checkpoint is not used; trying the one before", extra={"step": step, "error": error.message})
+            logger.warning(
+                "a checkpoint is not used; trying the one before", extra={"step": step, "error": error.message}
+            )
             differing += [error] if isinstance(error, InvalidStateError) else []
             damaged.append(DamagedCheckpoint(step, error.message))
         else:

@@ -16,7 +16,7 @@ from millrace.errors import MillraceError, UnavailableError
 from millrace.rpc.status import from_status, to_status
 from millrace.telemetry import logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _BYTES, _JSON, _ERROR = b"b", b"j", b"!"
 _REASON = "GANG_MESSAGE_INVALID"
@@ -53,7 +53,7 @@ def tell(work: Callable[[], Any], *, rank: int) -> tuple[bytes, BaseException | 
         value = work()
         row = _BYTES + value if isinstance(value, bytes) else _JSON + json.dumps(value).encode()
     except BaseException as error:  # noqa: BLE001 - raised on by the caller: the others must not wait for this rank
-        log.warning("this rank failed, and tells the others", extra={"error": f"{type(error).__name__}: {error}"})
+        logger.warning("this rank failed, and tells the others", extra={"error": f"{type(error).__name__}: {error}"})
         return _ERROR + _status_of(error, rank), error
     return row, None
 

@@ -21,7 +21,7 @@ from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.hold import Hold, outlasting, reopened
 from millrace.v1 import event_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _READ_TIMEOUT_S = 600.0  # chunks of a batch; a gang's collective times out after that, too
@@ -137,7 +137,7 @@ class LogClient:
         while not concurrent.futures.wait([appending], _POLL_S).done:
             if self._should_stop() or self._is_closed:  # closed: the training failed while this was under way
                 appending.cancel()
-                log.warning("asked to stop before the policy was announced", extra={"version": entry.version})
+                logger.warning("asked to stop before the policy was announced", extra={"version": entry.version})
                 return
         appending.result()
 
@@ -162,7 +162,7 @@ class LogClient:
             except UnavailableError as error:
                 if self._should_stop():
                     raise
-                log.warning("events not written; trying again", extra={"error": str(error)})
+                logger.warning("events not written; trying again", extra={"error": str(error)})
 
     def close(self) -> None:
         """Ends reading, writes what is queued, gives the lease back. Logs what fails: the caller is leaving anyway."""
@@ -174,7 +174,7 @@ class LogClient:
         try:
             self._call(self._close(), "closing the log", _WRITE_TIMEOUT_S)
         except (MillraceError, OSError) as error:  # OSError: also a TimeoutError of the coroutine itself
-            log.warning("the run's log was not closed in order", extra={"error": str(error) or repr(error)})
+            logger.warning("the run's log was not closed in order", extra={"error": str(error) or repr(error)})
 
     # On the background loop
 

@@ -20,7 +20,7 @@ from millrace.runlog import AppendResult, Epoch, Lease, RunLog, Stream, reappend
 from millrace.runlog.records.epochs import latest_epoch
 from millrace.telemetry import logging, waits
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Hold:
                         hold = cls(run_log, lease, await run_log.acquire_epoch(ROLE, owner))
                         # A predecessor may have died between a policy's manifest and its announcement.
                         await hold._follow_log()
-                        log.info("holding the run", extra={"run": run_log.uid, "epoch": hold.epoch.number})
+                        logger.info("holding the run", extra={"run": run_log.uid, "epoch": hold.epoch.number})
                         return hold
                     wait.on(f"lease of the trainer of run {run_log.uid}", waits_on="trainer", key="lease")
                 except (UnavailableError, CapacityError) as error:
@@ -98,11 +98,11 @@ class Hold:
             _wait_for(wait, error)
             return _POLL_S
         except (UnavailableError, CapacityError) as error:
-            log.warning("lease not renewed; trying again", extra={"error": str(error)})
+            logger.warning("lease not renewed; trying again", extra={"error": str(error)})
         except FencedError as error:
             self.lost = error
         except Exception as error:  # the edge of a task that nobody awaits: the job must hear of it
-            log.exception("the lease is no longer renewed", extra={"run": self._log.uid})
+            logger.exception("the lease is no longer renewed", extra={"run": self._log.uid})
             self.lost = _renewal_failure(error, uid=self._log.uid)
         return self._lease.ttl_s / 3
 
@@ -163,7 +163,7 @@ class Hold:
             count = await reappend_policies(self._log, self.epoch)
         if self._instance:
             fields = {"run": self._log.uid, "instance": instance, "appended": count}
-            log.warning(
+            logger.warning(
                 "Redis holds another copy of the run's log: the policies that it lacked are appended", extra=fields
             )
         self._instance = instance

@@ -40,7 +40,7 @@ from millrace.telemetry.faults import Point
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.log.hold import ROLE, require_newest
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _DELTA_BELOW = 0.9  # of a full copy; a full copy that costs hardly more is an anchor as well
 _SKIP_BELOW = 0.5  # of a full copy; who is behind may as well read the anchor then
@@ -112,7 +112,7 @@ class Committer:
         _, found = self._committed(version)
         digests, entries = self._prove(parts, version)
         if found is None or whole_digest(entries) != found.digest:
-            log.info("the next policy is published in full", extra={"version": version + 1})
+            logger.info("the next policy is published in full", extra={"version": version + 1})
             return
         self._advance(VersionInput(version=version, parts=parts, probe=None), found, digests)
 
@@ -145,7 +145,7 @@ class Committer:
         def look() -> str | None:
             first_key = self._names.policy_manifest(lineage, version.version)
             if (damage := damage_of(self._store, first_key, digest=digest, sha256=sha256)) is None:
-                log.info("a policy that was reported damaged is whole", extra={"version": version.version})
+                logger.info("a policy that was reported damaged is whole", extra={"version": version.version})
                 return None
             found.append(damage)
             return next_revision(self._store, first_key)
@@ -203,7 +203,7 @@ class Committer:
                 if (newest := find_newest(self._store, first_key)) is not None:
                     key, found = newest, read_manifest(self._store, newest)
             except CorruptObjectError as error:
-                log.warning("a damaged policy is published anew", extra={"version": version, "error": error.message})
+                logger.warning("a damaged policy is published anew", extra={"version": version, "error": error.message})
                 key = next_revision(self._store, key)
             return [key, None if found is None else [found.run_uid, found.digest, found.anchor]]
 

@@ -13,7 +13,7 @@ from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.telemetry import logging
 from millrace.v1 import event_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 DamageReport = tuple[PolicyEntry, int]
 """A policy that replicas could not read, and how often they said so."""
@@ -44,5 +44,5 @@ class Mender:
 def published_anew(name: str, *, damage: str, uri: str) -> event_pb2.Event:
     """What is told of a version, such as `0-7`, that is published anew at `uri`."""
     message = f"policy {name} was damaged ({damage}) and is published anew, in full, as {uri}"
-    log.warning(message)
+    logger.warning(message)
     return event_pb2.Event(warning=event_pb2.Warning(reason="POLICY_PUBLISHED_ANEW", message=message))

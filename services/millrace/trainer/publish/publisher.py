@@ -38,7 +38,7 @@ from millrace.trainer.publish.mend import published_anew
 from millrace.trainer.publish.plan import PublishPlan
 from millrace.v1 import event_pb2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _QUIET_S = 1.0  # a longer wait for the version before shows itself
 _DEADLINE_S = 300.0  # when that wait counts as overdue; the store's own deadlines end it
@@ -204,7 +204,7 @@ class Publisher:
                 self._release(parts)
             except BaseException as error:  # noqa: BLE001 - a thread's edge: raised by `finish`
                 if self._is_given_up:
-                    log.warning("a policy was not published", extra={"version": version, "error": str(error)})
+                    logger.warning("a policy was not published", extra={"version": version, "error": str(error)})
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -246,7 +246,7 @@ class Publisher:
         size_bytes = 0 if published.already_existed else published.size_bytes
         meters.policy_published(manifest.version, size_bytes=size_bytes, seconds=seconds)
         if published.already_existed:
-            log.info("policy proven equal to the published one", extra={"version": manifest.version})
+            logger.info("policy proven equal to the published one", extra={"version": manifest.version})
             return
         body = event_pb2.PolicyPublished(
             lineage=manifest.lineage,
@@ -261,7 +261,7 @@ class Publisher:
             manifest_sha256=published.manifest_sha256.hex(),
         )
         log_client.write_event(event_pb2.Event(policy_published=body))
-        log.info(
+        logger.info(
             "policy published",
             extra={
                 "lineage": manifest.lineage,

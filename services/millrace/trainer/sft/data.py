@@ -17,7 +17,7 @@ from millrace.errors import InvalidSpecError, NotFoundError, Violation
 from millrace.rollouts.types import TrainSample
 from millrace.telemetry import logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
@@ -115,7 +115,7 @@ class RowEncoder:
         start = _common_prefix(prompt_ids, token_ids)
         if start < len(prompt_ids) and not self._has_warned:
             self._has_warned = True
-            log.warning(
+            logger.warning(
                 "the chat template renders prompts differently when a completion follows; the loss begins where the "
                 "two renderings part",
                 extra={"prompt_tokens": len(prompt_ids), "common": start},
@@ -168,7 +168,7 @@ class RowEncoder:
     def warn_of_losses(self) -> None:
         """Logs how many rows were cut or dropped so far, if any were."""
         if self.num_cut or self.num_dropped:
-            log.warning(
+            logger.warning(
                 "rows were cut at data.seq_len, or dropped because no completion token was left",
                 extra={
                     "rows": self.num_rows,

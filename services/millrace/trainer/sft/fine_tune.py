@@ -42,7 +42,7 @@ from millrace.trainer.model.pretrained import (
 )
 from millrace.trainer.sft.data import Order, RowEncoder, load_rows
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class _Session:
             is_strict=False,
         )
         if found.damaged:
-            log.warning(f"damaged checkpoints are left aside: {describe(found)}; going on from {found.start}")
+            logger.warning(f"damaged checkpoints are left aside: {describe(found)}; going on from {found.start}")
         return 0 if found.manifest is None else found.manifest.step
 
     def open_metrics(self, start: int) -> IO[str]:
@@ -174,7 +174,7 @@ class _Session:
             total += float(loss.detach())
         report = self._optimizer.step(step)
         if report.was_skipped:
-            log.warning("the gradient was not finite; the step changed nothing", extra={"step": step})
+            logger.warning("the gradient was not finite; the step changed nothing", extra={"step": step})
         return SFTStep(
             step=step,
             num_steps=max_steps,

@@ -19,7 +19,7 @@ from millrace.telemetry.logging import getLogger, setup
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 
-log = getLogger(__name__)
+logger = getLogger(__name__)
 
 
 def run(path: Path) -> int:
@@ -27,7 +27,7 @@ def run(path: Path) -> int:
     config = load_config(path)
     setup("trainer", level=config.log.level, json_lines=config.log.json_logging)
     if config.wandb is not None:
-        log.warning("[wandb] is set, but the export to Weights & Biases is not there yet; see metrics.jsonl")
+        logger.warning("[wandb] is set, but the export to Weights & Biases is not there yet; see metrics.jsonl")
     disable_progress_bar()  # the bars of loading and saving a model would stand between the lines of the steps
     gang = Gang.join()
     try:

@@ -31,7 +31,7 @@ from millrace.telemetry import metrics
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SERVER_POLL_S = 0.05
 
@@ -91,9 +91,9 @@ async def _run(parts: ReplicaParts, replica: Replica, url: Any, stopping: asynci
     try:
         await parts.run(url, drain=replica.drain, handle_signals=False)
     except MillraceError as error:
-        log.critical("the replica cannot go on", extra={"error": str(error)})
+        logger.critical("the replica cannot go on", extra={"error": str(error)})
     except Exception:  # the edge of the process: without its replica the server is of no use
-        log.critical("the replica died", exc_info=True)
+        logger.critical("the replica died", exc_info=True)
     finally:
         await replica.engine.close()
         stopping.set()

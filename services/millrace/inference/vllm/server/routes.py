@@ -34,7 +34,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse  # isort: skip # pyright: ignore[reportMissingImports]
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation  # isort: skip # pyright: ignore[reportMissingImports]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 router = APIRouter()
 
@@ -83,7 +83,7 @@ class Replica:
             async with asyncio.timeout(grace_s):
                 await self.gate.drained()
         except TimeoutError:
-            log.warning("aborting requests at shutdown", extra={"requests": self.gate.num_open, "grace_s": grace_s})
+            logger.warning("aborting requests at shutdown", extra={"requests": self.gate.num_open, "grace_s": grace_s})
             await self.engine.abort_all()
 
 

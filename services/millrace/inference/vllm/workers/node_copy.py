@@ -27,7 +27,7 @@ from millrace.storage.opening import open_store
 from millrace.storage.scratch import scratch_parent
 from millrace.telemetry.settings import Settings
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "MILLRACE_NODE_DIR"
 """Set by the launcher for the processes of its node: what its ranks share."""
@@ -88,7 +88,7 @@ class NodeCopy:
         try:
             found = self._stage(order["policy"])
         except Exception as error:  # the edge of a thread that nobody awaits: the head hears of it
-            log.exception("the node could not fetch the policy")
+            logger.exception("the node could not fetch the policy")
             self._copy.forget()
             found = {"error": f"{type(error).__name__}: {error}"}
         path = self._directory / _ORDER
@@ -110,7 +110,9 @@ class NodeCopy:
             )
         if staged.base != base:
             staged = replace(staged, changes=None, base=None)
-        log.info("the node has the policy", extra={"version": staged.manifest.version, "bytes": staged.fetched_bytes})
+        logger.info(
+            "the node has the policy", extra={"version": staged.manifest.version, "bytes": staged.fetched_bytes}
+        )
         return write_order(staged, self._directory)
 
     def _read(self) -> dict[str, Any]:

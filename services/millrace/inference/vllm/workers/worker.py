@@ -29,7 +29,7 @@ from millrace.policies.tensors import element_bytes
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -295,7 +295,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
             slot = self._millrace_packed_slot(model, name, module, by_slot)
             if slot is not None and slot not in layout.opaque:
                 packed[name] = slot
-        log.info("layout of the model", extra={"plain": len(plain), "packed": len(packed), "slots": len(by_slot)})
+        logger.info("layout of the model", extra={"plain": len(plain), "packed": len(packed), "slots": len(by_slot)})
         boxes = [region for slot in plain for region in by_slot[slot] if region.is_in_runs]
         proved = ProvedBoxes(boxes, lambda region: _flat_box(self._millrace_model(), region))
         return Held(layout=layout, plain=plain, packed=packed, proved=proved)
