@@ -67,7 +67,7 @@ class ReplicaParts:
         warm_up: Callable[[], object] | None = None,
         handle_signals: bool = True,
     ) -> None:
-        """Serves until it shall stop, then drains.
+        """Serve until it shall stop, then drain.
 
         `http_url` makes the registered URL from the host under which others reach this process. `drain` gets the grace
         period in seconds. `warm_up` runs in a thread once the server listens.

@@ -178,7 +178,7 @@ def trace(model: torch.nn.Module, places: Iterable[TensorPlace]) -> Layout:
 
 
 def _unwrap_loader(tensor: torch.Tensor) -> None:
-    """Takes off what an earlier layerwise reload wrapped around the tensor's loader; the next one wraps it again."""
+    """Take off what an earlier layerwise reload wrapped around the tensor's loader; the next one wraps it again."""
     loader: Any = getattr(tensor, "weight_loader", None)
     while loader is not None and loader.__name__ == "online_process_loader":
         loader = loader.__wrapped__

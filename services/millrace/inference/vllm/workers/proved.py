@@ -81,7 +81,7 @@ class ProvedBoxes:
         return self._rows(numbers, self._digests)
 
     def begin_digesting(self, jobs: list[Job]) -> Foreseen:
-        """Has the digests, which have to be known (`is_known`), continued by `jobs` in the thread."""
+        """Have the digests, which have to be known (`is_known`), continued by `jobs` in the thread."""
         return Foreseen(digests=self._thread.submit(_continue, dict(self._digests), jobs))
 
     def jobs(self, files: OrderFiles, writes: Iterable[Write]) -> list[Job]:
