@@ -60,7 +60,7 @@ class CallerPause:
             raise
 
     async def _whole(self, call: Coroutine[None, None, None]) -> None:
-        """Waits for a call of the engine, which goes on if this one is cancelled; its own deadlines end it."""
+        """Wait for a call of the engine, which goes on if this one is cancelled; its own deadlines end it."""
         task = asyncio.create_task(call, name="operator's pause")
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)

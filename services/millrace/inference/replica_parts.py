@@ -101,7 +101,7 @@ class ReplicaParts:
         )
 
     async def _update(self) -> None:
-        """Runs the updater; its end is the replica's, which would serve an old version for ever, and say nothing."""
+        """Run the updater; its end is the replica's, which would serve an old version for ever, and say nothing."""
         task = asyncio.current_task()
         assert task is not None
         try:

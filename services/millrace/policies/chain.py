@@ -29,7 +29,7 @@ class Link:
 
     @property
     def name(self) -> tuple[str, int | None]:
-        """Names the link for good: the version's manifest and the base."""
+        """Name the link for good: the version's manifest and the base."""
         return self.manifest.key, self.encoding.base
 
 

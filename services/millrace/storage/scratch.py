@@ -30,7 +30,7 @@ _FRESH_S = 60.0  # a directory is locked and has its name microseconds after it 
 
 @contextlib.contextmanager
 def scratch_errors(path: Path) -> Iterator[None]:
-    """Turns what the operating system refuses in a scratch directory into our errors: CapacityError if it is full."""
+    """Turn what the operating system refuses in a scratch directory into our errors: CapacityError if it is full."""
     try:
         with io_errors(path, "write"):
             yield

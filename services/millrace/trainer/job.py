@@ -82,7 +82,7 @@ def run_job(context: JobContext, uid: str) -> None:
 
 
 def hold_run(context: JobContext, client: LogClient) -> None:
-    """Waits, with the whole gang, until rank 0 holds the run; StopRequested at every rank if it is asked to stop."""
+    """Wait, with the whole gang, until rank 0 holds the run; StopRequested at every rank if it is asked to stop."""
     gang = context.gang
 
     def look() -> str:

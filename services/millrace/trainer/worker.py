@@ -192,7 +192,7 @@ class TrainerWorker:
         return "idle"
 
     def _work(self, uid: str, run_job: RunJob) -> None:
-        """Runs a job and turns its end into a status."""
+        """Run a job and turn its end into a status."""
         self._status = Status(run_uid=uid)
         self._slowest_step_s, self._last_progress = 0.0, self._clock()
         self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)

@@ -309,7 +309,7 @@ class EmbeddedEngine:
             self._wake.notify()
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        """Runs a function in the thread, between two steps; its result or error comes back."""
+        """Run a function in the thread, between two steps; its result or error comes back."""
         done: Future[T] = Future()
 
         def run() -> None:

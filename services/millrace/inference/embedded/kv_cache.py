@@ -59,7 +59,7 @@ class RowCache(Cache):
         self._rows = self._length = 0
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies the first `length` positions of rows `sources` over rows `targets` (disjoint from them)."""
+        """Copy the first `length` positions of rows `sources` over rows `targets` (disjoint from them)."""
         for block in (*self._keys, *self._values):
             block[targets, :, :length] = block[sources, :, :length]
 

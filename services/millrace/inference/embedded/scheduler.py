@@ -226,7 +226,7 @@ class Scheduler:
         self._retire(self._append(slice(0, count), logits))
 
     def _append(self, rows: slice, logits: torch.Tensor) -> list[int]:
-        """Samples one token per row; returns the rows that end with it."""
+        """Sample one token per row; return the rows that end with it."""
         table = self._rows
         tokens, logprobs = sample(
             logits,

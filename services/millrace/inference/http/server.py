@@ -327,7 +327,7 @@ class HttpApi:
         return await self._encode(tokenizer, texts, room, add_special_tokens=body.add_special_tokens)
 
     async def _beside(self, work: Callable[[], T], *, size: int) -> T:
-        """Runs what takes long beside the event loop, at most `_WORKERS` at a time; what is small runs at once."""
+        """Run what takes long beside the event loop, at most `_WORKERS` at a time; what is small runs at once."""
         if size < _SMALL:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)

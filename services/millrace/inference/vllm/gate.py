@@ -115,7 +115,7 @@ class Gate:
         await self._has_none.wait()
 
     async def enter(self, request_id: str) -> tuple[Ticket, str]:
-        """Waits until a request may begin, and begins it: its ticket and its salt. UnavailableError if none may."""
+        """Wait until a request may begin, and begin it: its ticket and its salt. UnavailableError if none may."""
         await self._admitted()
         ticket = Ticket(request_id)
         self._tickets.add(ticket)
@@ -123,7 +123,7 @@ class Gate:
         return ticket, self._salt
 
     async def enter_again(self, ticket: Ticket) -> str:
-        """Waits until a requeued request may begin again: its new salt. UnavailableError if it must not."""
+        """Wait until a requeued request may begin again: its new salt. UnavailableError if it must not."""
         await self._admitted()
         _require_not_aborted(ticket)
         ticket.is_requeued = False

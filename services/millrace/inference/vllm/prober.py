@@ -68,7 +68,7 @@ class Prober:
                 raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
 
     async def _in_turn(self, asking: Awaitable[list[float]]) -> list[float]:
-        """Waits for the probe for as long as vLLM gets on; UnavailableError says how it does not."""
+        """Wait for the probe for as long as vLLM gets on; UnavailableError says how it does not."""
         waiting = waits.waiting("the probe to get a slot", waits_on="inference", deadline_s=_LIMIT_S, quiet_s=_SHOWN_S)
         patience = _Patience(self._client, self._ping)
         try:
@@ -84,7 +84,7 @@ class Prober:
 
 
 async def settled(probing: asyncio.Task[None]) -> None:
-    """Waits for a probe and raises what it raises; UnavailableError if it was cancelled, which is not our end."""
+    """Wait for a probe and raise what it raises; UnavailableError if it was cancelled, which is not our end."""
     await asyncio.wait({probing})
     if probing.cancelled():
         raise UnavailableError(

@@ -39,7 +39,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, what: str, timeout_s: float) -> T:
-        """Runs a coroutine and waits for its result; UnavailableError naming `what` after `timeout_s`."""
+        """Run a coroutine and wait for its result; UnavailableError naming `what` after `timeout_s`."""
         future = self.submit(coroutine)
         try:
             with waits.waiting(what, deadline_s=timeout_s, quiet_s=_QUIET_S):

@@ -46,7 +46,7 @@ class Hold:
 
     @classmethod
     async def take(cls, run_log: RunLog, *, owner: str, slot: str) -> Self:
-        """Waits for the log and for the lease, then takes a new epoch. Ends by cancellation if nobody wants it."""
+        """Wait for the log and for the lease, then take a new epoch. Ends by cancellation if nobody wants it."""
         wait, lease = waits.LastingWait(), None
         try:
             while True:

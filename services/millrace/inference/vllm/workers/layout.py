@@ -138,7 +138,7 @@ class Layout:
 
 
 def trace(model: torch.nn.Module, places: Iterable[TensorPlace]) -> Layout:
-    """Runs the model's own loaders on the meta device; the model is as before afterwards, whatever happens."""
+    """Run the model's own loaders on the meta device; the model is as before afterwards, whatever happens."""
     # vllm is in its own environment, which the type checker does not see.
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
         get_layerwise_info,

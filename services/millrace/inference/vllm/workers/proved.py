@@ -70,7 +70,7 @@ class ProvedBoxes:
         return all((number, first) in self._digests for number, first, _ in self._shares(range(len(self._regions))))
 
     def read(self, names: Iterable[str]) -> list[list[Any]]:
-        """Digests the boxes of these tensors whole; rows as `rows` gives them."""
+        """Digest the boxes of these tensors whole; rows as `rows` gives them."""
         wanted = set(names)
         numbers = [number for number, region in enumerate(self._regions) if region.tensor in wanted]
         for number, first, last in self._shares(numbers):
