@@ -82,3 +82,13 @@ def test_private_names_stay_in_their_module() -> None:
         if alias.name.startswith("_") and not alias.name.startswith("__")
     ]
     assert not taken, f"what another module uses has a public name: {taken}"
+
+
+def test_broad_excepts_say_why() -> None:
+    bare = [
+        f"{path.relative_to(SERVICES)}:{number}"
+        for path in sorted(SERVICES.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.match(r"\s*except(:| (Base)?Exception\b(?!Group))", line) and " # " not in line
+    ]
+    assert not bare, f"say in a comment which edge this is: {bare}"
