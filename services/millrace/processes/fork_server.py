@@ -207,7 +207,7 @@ def _close(numbers: Iterable[int]) -> None:
 
 
 def main() -> NoReturn:
-    """Started by `forked.ForkServer`."""
+    """Started by `forked.ForkServerClient`."""
     words = (word.partition("=") for word in sys.argv[3:])
     serve(Channel.inherited(int(sys.argv[1])), [(module, needs.split(",")) for module, _, needs in words])
 

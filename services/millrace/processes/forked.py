@@ -75,7 +75,7 @@ class ForkedProcess:
         loop.add_reader(descriptor, ended)
 
 
-class ForkServer:
+class ForkServerClient:
     """One server process at a time: `start` again when it has ended."""
 
     def __init__(

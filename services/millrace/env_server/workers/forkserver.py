@@ -40,7 +40,9 @@ class ForkServer:
         """`environ` gives the variables of the template, `cwd` is its working directory."""
         self._environ = environ
         self._cwd = cwd
-        self._template = forked.ForkServer({WORKER_MODULE: _PRELOADED}, module="millrace.env_server.workers.template")
+        self._template = forked.ForkServerClient(
+            {WORKER_MODULE: _PRELOADED}, module="millrace.env_server.workers.template"
+        )
         self._began: float | None = None
         self._num_short_lives = 0
         self._not_before = 0.0

@@ -2,7 +2,7 @@
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog.audit.findings import Audit
-from millrace.runlog.events.archive import decode_archived
+from millrace.runlog.events.archive import decode_archive
 from millrace.runlog.redis.entry import Entry, id_order
 
 
@@ -17,7 +17,7 @@ def read_archives(audit: Audit) -> list[Entry]:
             continue
         where = audit.uri(info.key)
         with audit.reading("EVENT_ARCHIVE_CORRUPT", where):
-            entries = decode_archived(data, where=where)
+            entries = decode_archive(data, where)
             _check_name(audit, info.key, entries)
             for entry in entries:
                 if found.setdefault(entry.id, entry).h != entry.h:

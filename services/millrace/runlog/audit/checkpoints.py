@@ -8,6 +8,7 @@ from typing import Any
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.runlog.audit.findings import Audit
+from millrace.runlog.records.listing import checkpoint_at
 from millrace.storage.commit_points import find_newest, newest_revision
 
 
@@ -27,16 +28,14 @@ def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
     """Check manifests and objects of all committed checkpoints; returns them, oldest first."""
     facts: list[CheckpointFact] = []
     torn = 0
-    prefixes = list(audit.store.list_prefixes(audit.names.checkpoints))
-    for prefix in prefixes:
-        name = prefix.removeprefix(audit.names.checkpoints).rstrip("/")
-        if not (name.isdecimal() and audit.names.checkpoint(int(name)) == prefix):
+    for prefix in list(audit.store.list_prefixes(audit.names.checkpoints)):
+        if (step := checkpoint_at(audit.names, prefix)) is None:
             audit.findings.violation("CHECKPOINT_CORRUPT", f"{audit.uri(prefix)} is no checkpoint's place")
             continue
         if audit.store.head(f"{prefix}manifest.json") is None:
             torn += 1
             continue
-        fact = _check(audit, prefix, int(name), run_hash=run_hash)
+        fact = _check(audit, prefix, step, run_hash=run_hash)
         if fact is not None:
             facts.append(fact)
     if torn:

@@ -77,6 +77,16 @@ def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, da
         ) from error
 
 
+def chain_broken(names: Names, step: int, message: str) -> CorruptObjectError:
+    """The error of a header that is missing, or does not come next."""
+    return CorruptObjectError(
+        message,
+        reason="CHAIN_BROKEN",
+        remedy="restore the header objects of the run from a replica of the bucket",
+        metadata={"uid": names.uid, "step": str(step)},
+    )
+
+
 def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None:
     """What is committed of a step; None if nothing is. One request, but for a step at which a run failed."""
     revisions: list[bytes] = []

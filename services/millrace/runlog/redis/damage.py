@@ -14,7 +14,6 @@ comparing with it, and is an error of its own.
 import asyncio
 import hashlib
 import logging
-import re
 from typing import Any, Protocol
 
 from millrace.decoding import MAX_JSON_BYTES, decode_message, decode_object
@@ -22,6 +21,7 @@ from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
 from millrace.internal.v1 import policy_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES
 from millrace.runlog.names import Names, Stream
+from millrace.runlog.records.listing import list_policies
 from millrace.runlog.redis import connection, script
 from millrace.runlog.redis.entry import Entry
 from millrace.storage import ObjectStore
@@ -178,9 +178,7 @@ def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None
             return False
         manifest = _manifest(log, policy)
         return manifest is not None and _is_of(manifest, policy)
-    names = (prefix.removeprefix(log.names.policies) for prefix in log.store.list_prefixes(log.names.policies))
-    found = (re.fullmatch(r"(\d+)-(\d+)/?", name) for name in names)
-    return any(int(match[2]) >= position for match in found if match)
+    return any(version >= position for version, _ in list_policies(log.store, log.names))
 
 
 def _headers(log: LogCopy, step: int) -> list[bytes]:

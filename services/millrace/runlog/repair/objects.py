@@ -34,7 +34,7 @@ MISSING = "it is missing"
 _PAGE = {Stream.BATCHES: 16, Stream.EVENTS: 256}
 
 
-class State(StrEnum):
+class RepairState(StrEnum):
     """What becomes of something that is damaged or missing."""
 
     RESTORABLE = "restorable"
@@ -53,7 +53,7 @@ class Repair:
     problem: str
     source: str
     """Where the right bytes are; empty if nowhere."""
-    state: State
+    state: RepairState
     detail: str
     """What proves the bytes, or why nothing is done."""
     quarantine: str = ""
@@ -187,9 +187,9 @@ class Workbench:
             with owned_directory("repair") as directory:
                 path = directory / "object"
                 if not (why := _fetch(self.backup, key, path, sha256=sha256, size_bytes=size_bytes)):
-                    state, aside = State.RESTORABLE, ""
+                    state, aside = RepairState.RESTORABLE, ""
                     if self.is_applied:
-                        state, aside = State.RESTORED, self._set_aside(key)
+                        state, aside = RepairState.RESTORED, self._set_aside(key)
                         self.store.put_file(key, path)  # the key is free, and no other object has it
                     detail = f"proved by {prover}"
                     self._note(key, problem, source, state, detail, aside)
@@ -214,7 +214,7 @@ class Workbench:
         self, key: str, data: bytes, problem: str, source: str, prover: str, *, damaged: bytes | None
     ) -> bytes:
         self.good[key] = data
-        state, aside = State.RESTORABLE, ""
+        state, aside = RepairState.RESTORABLE, ""
         if self.is_applied:
             aside = self._set_aside(key) if damaged is not None or self.store.head(key) is not None else ""
             if not self.store.create(key, data) and self.store.get(key) != data:
@@ -223,7 +223,7 @@ class Workbench:
                     reason="REPAIR_CONFLICT",
                     remedy="repair the run again",
                 )
-            state = State.RESTORED
+            state = RepairState.RESTORED
         self._note(key, problem, source, state, f"proved by {prover}", aside)
         return data
 
@@ -250,13 +250,13 @@ class Workbench:
 
     def _give_up(self, key: str, problem: str, tried: Sequence[str], without: str) -> None:
         if without:
-            self._note(key, problem, "", State.NOT_NEEDED, without, "")
+            self._note(key, problem, "", RepairState.NOT_NEEDED, without, "")
             return
         where = [name for name, source in (("Redis", self.redis), ("a backup (--from)", self.backup)) if source is None]
         also = f"; not looked at: {' and '.join(where)}" if where else ""
-        self._note(key, problem, "", State.REFUSED, ("; ".join(tried) or "nobody has its bytes") + also, "")
+        self._note(key, problem, "", RepairState.REFUSED, ("; ".join(tried) or "nobody has its bytes") + also, "")
 
-    def _note(self, key: str, problem: str, source: str, state: State, detail: str, aside: str) -> None:
+    def _note(self, key: str, problem: str, source: str, state: RepairState, detail: str, aside: str) -> None:
         self.repairs.append(
             Repair(key=key, problem=problem, source=source, state=state, detail=detail, quarantine=aside)
         )
