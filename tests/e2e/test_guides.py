@@ -1,6 +1,6 @@
 """Every command and file of `docs/guides` that can run on one machine without a GPU, as a reader would run them.
 
-A block of a guide that begins with ```` ```sh run ```` is run, ```` ```LANGUAGE file=PATH ```` is written, and every line
+A block that begins with ```` ```sh run ```` is run, one with ```` ```LANGUAGE file=PATH ```` is written, and each line
 of ```` ```text expect ```` is looked for in the output of the block that was run before. Other blocks are for reading.
 """
 
