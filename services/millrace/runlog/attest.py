@@ -1,6 +1,6 @@
 """Attestations: a signed chain hash, so that a history that was rewritten as a whole is found, too.
 
-Whoever may write everything can make a new history whose hashes all fit. They cannot sign it: an attestation binds the
+An attacker with write access can make a new history whose hashes all fit, but cannot sign it: an attestation binds the
 chain hash (and of an ended run the seal) to a key that is not in the store. It is stored create-only under
 `attestations/`, and can be kept elsewhere, which is what makes its removal visible.
 

@@ -1,7 +1,7 @@
 """Checkpoints: each proves the batches that it was trained on, its objects are there, and none is missing."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,10 +122,13 @@ def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> Checkpoint
         _check_identity(audit, step, manifest, run_hash=run_hash)
         if not isinstance(manifest["chain_hash"], str) or not isinstance(manifest.get("lineage", 0), int):
             raise CorruptObjectError("chain_hash or lineage is none", reason="CHECKPOINT_CORRUPT")
-        problems = [_object_problem(audit, item) for item in manifest["objects"]]
+        problems = [
+            audit.object_problem(item["key"], item["size_bytes"], item["sha256"]) for item in manifest["objects"]
+        ]
         if any(problems) and audit.store.head(key) is None:
             return None  # pruned meanwhile, its manifest first
-        _tell(audit, step, filter(None, problems))
+        for problem in filter(None, problems):
+            audit.object_violation("CHECKPOINT", f"checkpoint {step}", problem)
         fact = CheckpointFact(
             step=step,
             chain_hash=manifest["chain_hash"],
@@ -134,16 +137,6 @@ def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> Checkpoint
             is_repaired=key != first,
         )
     return fact
-
-
-def _object_problem(audit: Audit, item: Mapping[str, Any]) -> str:
-    return audit.object_problem(item["key"], item["size_bytes"], item["sha256"])
-
-
-def _tell(audit: Audit, step: int, problems: Iterable[str]) -> None:
-    for problem in problems:
-        check = "CHECKPOINT_OBJECT_CORRUPT" if " has sha256 " in problem else "CHECKPOINT_OBJECT_MISSING"
-        audit.findings.violation(check, f"checkpoint {step}: {problem}")
 
 
 def _check_identity(audit: Audit, step: int, manifest: Mapping[str, Any], *, run_hash: str) -> None:

@@ -128,6 +128,13 @@ class Audit:
             self.findings.violation("OBJECT_CORRUPT", f"{what or 'object'} {self.uri(key)}: {error.message}")
         return None
 
+    def read_each(self, prefix: str, what: str, *, missing: str = "") -> Iterator[tuple[str, bytes]]:
+        """Key and bytes of every object under a prefix; what cannot be read is a violation, as of `get`."""
+        for info in self.store.list(prefix):
+            data = self.get(info.key, missing=missing, what=what)
+            if data is not None:
+                yield info.key, data
+
     @contextlib.contextmanager
     def reading(self, check: str, what: str) -> Iterator[None]:
         """Around what takes a stored document apart: whatever does not fit is a violation, never a traceback."""
@@ -137,6 +144,11 @@ class Audit:
             self.findings.violation(check, f"{what}: {error.message}")
         except (ArithmeticError, AttributeError, InvalidSpecError, LookupError, TypeError, ValueError) as error:
             self.findings.violation(check, f"{what} is not readable: {error!r}"[:1000])
+
+    def object_violation(self, kind: str, what: str, problem: str) -> None:
+        """Report what `object_problem` says of an object."""
+        is_corrupt = " has sha256 " in problem
+        self.findings.violation(f"{kind}_OBJECT_{'CORRUPT' if is_corrupt else 'MISSING'}", f"{what}: {problem}")
 
     def object_problem(self, key: object, size_bytes: object, sha256: object) -> str:
         """What is wrong with an object that a manifest names, in words; empty if it is as it says.

@@ -113,13 +113,10 @@ class HeaderCheck:
 
     def _read_records(self) -> None:
         """Which closing headers do not end the run."""
-        audit = self._audit
-        for info in audit.store.list(audit.names.reopenings):
-            data = audit.get(info.key, missing="REOPENING_CORRUPT", what="record of a reopening")
-            if data is None:
-                continue
+        audit, check = self._audit, "REOPENING_CORRUPT"
+        for key, data in audit.read_each(audit.names.reopenings, "record of a reopening", missing=check):
             try:
-                self._records.add(parse_reopening(data, where=audit.uri(info.key)).closing_sha256)
+                self._records.add(parse_reopening(data, where=audit.uri(key)).closing_sha256)
             except CorruptObjectError as error:
                 audit.findings.violation("REOPENING_CORRUPT", error.message)
 

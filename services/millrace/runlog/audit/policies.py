@@ -197,8 +197,7 @@ class PolicyCheck:
                 problem = self._audit.object_problem(item["key"], item["size_bytes"], item["sha256"])
                 self._objects[item["key"]] = problem
             if problem:
-                check = "POLICY_OBJECT_CORRUPT" if " has sha256 " in problem else "POLICY_OBJECT_MISSING"
-                self._audit.findings.violation(check, f"{what.removeprefix('manifest of ')}: {problem}")
+                self._audit.object_violation("POLICY", what.removeprefix("manifest of "), problem)
 
     def _check_digest(self, manifest: Mapping[str, Any], what: str) -> None:
         """The digest of the whole follows from those of the tensors, as `policies.digest` makes it."""

@@ -36,7 +36,7 @@ class Reopening:
     closing_sha256: str
     """Of the stored bytes of the closing header, hex."""
     epoch: int
-    """Orchestrator epoch that was taken for it: whoever drove the run before is fenced out. 0: copied by a fork."""
+    """Orchestrator epoch that was taken for it: the driver before is fenced out. 0: copied by a fork."""
     owner: str
     time: str
 

@@ -7,8 +7,8 @@ Redis is the fast copy. What stands there and cannot be used, or claims what the
   one atomic step. From then on nobody appends to it or reads from it, as if Redis had lost it, until an orchestrator
   has rebuilt it
 
-Whoever meets damage may call `condemn`: it costs a rebuild, never a fact. That the *store* lacks something is found by
-comparing with it, and is an error of its own.
+Every reader that meets damage may call `condemn`: it costs a rebuild, never a fact. That the *store* lacks something is
+found by comparing with it, and is an error of its own.
 """
 
 import asyncio
@@ -131,7 +131,7 @@ async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry |
     """The policy version that an entry announces; None if the store does not keep it any more.
 
     `LogGoneError`, and a rebuild, where its manifest in the store is another's or was never written. One that is
-    damaged is nothing that a rebuild mends: whoever needs that version finds it, and the trainer publishes it anew.
+    damaged is nothing that a rebuild mends: its reader finds it, and the trainer publishes it anew.
     """
     try:
         policy = _decode_policy(entry.d)

@@ -1,15 +1,17 @@
 """One object at a time: is it what it has to be, who has the right bytes, and how they get to their place.
 
 Nothing is overwritten. A damaged object is copied to `quarantine/` under the sha256 of its bytes and read back there
-before it leaves its place; the right bytes are then created there. Whoever dies in between leaves a missing object and
-a kept copy, which the next repair finishes.
+before it leaves its place; the right bytes are then created there. A repair that dies in between leaves a missing
+object and a kept copy, and the next one finishes it.
 """
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from millrace.errors import (
@@ -21,7 +23,7 @@ from millrace.errors import (
 )
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.names import Names, Stream
-from millrace.runlog.redis.entry import LAST_ID, Entry, decode_entry
+from millrace.runlog.redis.entry import Entry, decode_entry, scan
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
 from millrace.storage.base import check_key
@@ -97,18 +99,11 @@ class RedisCopy:
         return found[0].d if found else None
 
     async def _entries(self, stream: Stream) -> AsyncIterator[Entry]:
-        key, start = self._log.names.stream(stream), "-"
-        while True:
-            words = ("XRANGE", key, start, "+", "COUNT", _PAGE[stream])
-            found = await self._log.command(f"reading {stream} for a repair", *words)
-            for id_, fields in found:
-                try:
-                    yield decode_entry(key, id_, fields)
-                except (CorruptObjectError, InvalidStateError):
-                    continue
-            if len(found) < _PAGE[stream] or (last := found[-1][0].decode()) == LAST_ID:
-                return
-            start = f"({last}"
+        key, what = self._log.names.stream(stream), f"reading {stream} for a repair"
+        read_page = partial(self._log.command, what, "XRANGE", key)
+        async for id_, fields in scan(lambda start, count: read_page(start, "+", "COUNT", count), _PAGE[stream]):
+            with contextlib.suppress(CorruptObjectError, InvalidStateError):
+                yield decode_entry(key, id_, fields)
 
 
 @dataclass(kw_only=True)
