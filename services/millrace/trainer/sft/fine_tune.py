@@ -24,6 +24,7 @@ from millrace.runlog import ZERO_CHAIN_HASH, Names
 from millrace.storage.local import LocalStore
 from millrace.telemetry import logging
 from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
+from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import describe, resume
 from millrace.trainer.gang.determinism import set_determinism
 from millrace.trainer.gang.distributed import Gang
@@ -128,9 +129,8 @@ class _Session:
             # One name per config: checkpoints of another one do not fit and must not be continued.
             names = Names("sft", self._run_hash[:16])
             self._checkpoints = CheckpointStore(LocalStore(output / "checkpoints"), names, gang=gang)
-            self._checkpointer = Checkpointer(
-                self._checkpoints, config.ckpt, gang=gang, run_hash=self._run_hash, epoch=0, determinism="best_effort"
-            )
+            author = Author(run_hash=self._run_hash, epoch=0, determinism="best_effort")
+            self._checkpointer = Checkpointer(self._checkpoints, config.ckpt, gang=gang, author=author)
 
     def resume(self) -> int:
         """Fill the state from the newest checkpoint of this config, if there is one; return the next step."""
