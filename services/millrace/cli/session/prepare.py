@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from millrace.cli.address import check_address
 from millrace.cli.connection import environ as with_options
@@ -37,6 +38,10 @@ class Prepared:
     is_dry_run: bool
     is_plain: bool
     is_follow: bool
+    resume_step: int | None = None
+    """The step of the run of that name to go on from, -1 for the newest; None for a new run."""
+    must_exist: bool = False
+    """Whether to refuse to begin anew where there is no such run."""
 
 
 def prepare(
@@ -78,8 +83,12 @@ def prepare(
     name = flags.get("name") or loaded.config.run.name
     if name:
         check_new_name(str(name), option="--name" if flags.get("name") else "run.name")
+    config, resume_step = without_resume_step(loaded.config)
+    must_exist = bool(flags.get("resume")) or (resume_step or 0) > 0
     return Prepared(
-        config=loaded.config,
+        config=config,
+        resume_step=-1 if flags.get("resume") and resume_step is None else resume_step,
+        must_exist=must_exist,
         settings=settings,
         server=server,
         server_origin=origin,
@@ -106,20 +115,29 @@ def warn_of_wandb(config: RLConfig) -> None:
         print(f"warning: {text}; the numbers are in the run's events and metrics.jsonl", file=sys.stderr)
 
 
-def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
-    """The run's id for a local stack: the chosen name, or environment and a random tail; one that has no directory yet.
+def without_resume_step(config: RLConfig) -> tuple[RLConfig, int | None]:
+    """The config of the run itself, and the step that the command shall go on from."""
+    found = next((part.resume_step for part in (config.ckpt, config.trainer.ckpt) if part is not None), None)
+    if found is None:
+        return config, None
 
-    A second run of the same name gets `-2`, `-3`, ... so that no run writes over another one's results.
-    """
-    if name is None:
-        env = re.sub(r"[^a-z0-9]+", "-", config.orchestrator.env[0].id.lower()).strip("-")
-        env = env if env[:1].isalpha() else f"run-{env}"
-        name = f"{env[:50].rstrip('-')}-{secrets.token_hex(2)}"
-    chosen, number = name, 1
-    while (root / chosen).exists() and any((root / chosen).iterdir()):
-        number += 1
-        chosen = f"{name[:58]}-{number}"
-    return chosen
+    def dropped(section: Any) -> Any:
+        return section.model_copy(
+            update={"ckpt": section.ckpt and section.ckpt.model_copy(update={"resume_step": None})}
+        )
+
+    return dropped(config).model_copy(update={"trainer": dropped(config.trainer)}), found
+
+
+def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
+    """The run's id for a local stack: the chosen name, or environment and a random tail without a directory yet."""
+    if name is not None:
+        return name
+    env = re.sub(r"[^a-z0-9]+", "-", config.orchestrator.env[0].id.lower()).strip("-")
+    env = env if env[:1].isalpha() else f"run-{env}"
+    while (root / (made := f"{env[:50].rstrip('-')}-{secrets.token_hex(2)}")).exists():
+        continue
+    return made
 
 
 def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:

@@ -23,6 +23,7 @@ Options:
   --KEY VALUE     Any key of the config, such as --trainer.optim.lr 1e-5; --KEY @ FILE for a whole section.
   --server ADDR   Submit to this orchestrator (also: MILLRACE_SERVER) instead of starting a local stack.
   --name NAME     Name of the run; made up if left out.
+  --resume        Go on with the run of that name; --ckpt.resume_step K begins a fork of it at step K.
   --dry-run       Print the resolved config and do nothing.
   --plain         One line per step also on a terminal.
   --debug         Show tracebacks.
