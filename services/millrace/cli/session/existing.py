@@ -36,8 +36,8 @@ def exists_error(name: str, where: str) -> CliError:
     """What there is to choose for a name that is taken."""
     return CliError(
         f"a run called {name!r} exists ({where})",
-        hint="go on with it: the same command with --resume; begin anew at one of its steps: with --ckpt.resume_step K, "
-        f"which makes a fork; or give this run another name: --name {name[: MAX_NAME - 2]}-b",
+        hint="go on with it: the same command with --resume; begin anew at one of its steps: with "
+        f"--ckpt.resume_step K, which makes a fork; or give this run another name: --name {name[: MAX_NAME - 2]}-b",
     )
 
 
