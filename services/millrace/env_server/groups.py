@@ -1,4 +1,4 @@
-"""The groups that are being played: who they are, what is left of them, and which were played before."""
+"""The groups that are being played: their identity, what is left of them, and which were played before."""
 
 import asyncio
 import time

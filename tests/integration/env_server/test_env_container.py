@@ -19,16 +19,20 @@ import pytest_asyncio
 from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation.check import why_no_container
 from millrace.env_server.isolation.confinement import Confinement, Isolation
-from millrace.env_server.isolation.view import view_of
+from millrace.env_server.isolation.visible import visible_to_workers
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.env_server.workers.supervisor import WorkerProcess
+from millrace.env_server.workers.worker_process import WorkerProcess
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 
 NOBODY = 65534
 USER = (NOBODY, NOBODY) if namespaces.is_administrator() else None
 WHY_NOT = why_no_container(
-    Confinement(isolation=Isolation.CONTAINER, user=USER, view=view_of(os.environ, [str(Path(__file__).parents[2])]))
+    Confinement(
+        isolation=Isolation.CONTAINER,
+        user=USER,
+        visible=visible_to_workers(os.environ, [str(Path(__file__).parents[2])]),
+    )
 )
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -59,7 +63,7 @@ def confinement(ours: Path, environments_on_path: None) -> Confinement:
         "MILLRACE_SPOOL_DIR": str(ours / "spool"),
         "MILLRACE_REDIS_URL_FILE": str(ours / "redis" / "redis.url"),
     }
-    return Confinement(isolation=Isolation.CONTAINER, user=USER, view=view_of(environ, [str(ours)]))
+    return Confinement(isolation=Isolation.CONTAINER, user=USER, visible=visible_to_workers(environ, [str(ours)]))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.env_server.isolation.inherited import PASS_VARIABLE, is_ours, worker_environ
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.env_server.workers.supervisor import WorkerProcess
+from millrace.env_server.workers.worker_process import WorkerProcess
 from millrace.internal.v1 import env_service_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -101,7 +101,7 @@ async def test_a_real_worker_does_not_have_them(monkeypatch: pytest.MonkeyPatch,
     assert THEIRS.items() <= seen["environ"].items()
     assert not seen["environ"].keys() & OURS.keys()
     assert "hunter2" not in at_start + json.dumps(seen)
-    # Standard files, one socket to talk, one for its pulse, and what the listing itself opened.
+    # Standard files, one socket to talk, one for echoes, and what the listing itself opened.
     assert sum(link.startswith("socket:") for link in seen["files"].values()) == 2
     assert seen["umask"] == 0o077 and seen["core"] == [0, 0] and seen["session"] == worker.process.pid
     assert not private.exists()

@@ -19,7 +19,7 @@ from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.deaths import describe_exit
 from millrace.env_server.isolation.limits import WorkerLimits
-from millrace.env_server.isolation.view import View, view_of
+from millrace.env_server.isolation.visible import VisibleFiles, visible_to_workers
 from millrace.env_server.settings import EnvServerSettings
 from millrace.env_server.workers.frames import encode_frame, read_frame
 from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, NotFoundError
@@ -289,15 +289,15 @@ def test_what_a_container_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "MILLRACE_TLS_CA": f"{tmp_path}/secrets/file",
         "MILLRACE_ENV_VISIBLE": f"{tmp_path}/envs",
     }
-    view = view_of(environ, ["/data"])
-    assert {"/usr", "/data", f"{tmp_path}/envs", sys.prefix} <= set(view.shown)
-    assert str(tmp_path) not in view.shown, "where the env-server was started is its own business"
-    assert not {"/", "/home", "/root", "/etc", "/var", "/run", "/tmp"} & set(view.shown)
+    visible = visible_to_workers(environ, ["/data"])
+    assert {"/usr", "/data", f"{tmp_path}/envs", sys.prefix} <= set(visible.shown)
+    assert str(tmp_path) not in visible.shown, "where the env-server was started is its own business"
+    assert not {"/", "/home", "/root", "/etc", "/var", "/run", "/tmp"} & set(visible.shown)
     hidden = {"/var/spool/x", "/var/store", f"{tmp_path}/redis/file", f"{tmp_path}/redis", f"{tmp_path}/envs/file"}
-    assert set(view.hidden) == {*hidden, f"{tmp_path}/secrets/file"}
-    given = view.with_shown([f"{tmp_path}/secrets/file"])
+    assert set(visible.hidden) == {*hidden, f"{tmp_path}/secrets/file"}
+    given = visible.with_shown([f"{tmp_path}/secrets/file"])
     assert set(given.hidden) == hidden and f"{tmp_path}/secrets/file" in given.shown
-    assert View.from_json(json.loads(json.dumps(given.to_json()))) == given
+    assert VisibleFiles.from_json(json.loads(json.dumps(given.to_json()))) == given
 
 
 def test_isolation_settings() -> None:

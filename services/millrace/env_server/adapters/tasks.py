@@ -1,4 +1,4 @@
-"""Task sets: who a task is and what the whole set is, by content.
+"""Task sets: ids of tasks and a digest of the whole set, by content.
 
 The env-server owns the data. The orchestrator sees a count and a digest, so two env-servers that disagree about the
 tasks (another version of the package, another seed) are noticed instead of mixed.

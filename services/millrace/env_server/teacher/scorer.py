@@ -135,14 +135,14 @@ class Teachers:
         for run in self._runs.values():
             if run.opening is not None:
                 run.opening.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):  # whoever asked has had its answer
+                with contextlib.suppress(asyncio.CancelledError, Exception):  # the caller has had its answer
                     await run.opening
             if run.client is not None:
                 # unregistered wait: an HTTP session, which closes at once
                 await run.client.close()
 
     async def _open(self, request: env_service_pb2.PlayGroupRequest, run: _RunTeacher) -> None:
-        """Find out who the run's teacher is, and wait until it was checked."""
+        """Look up the run's teacher, and wait until it was checked."""
         with waits.of_run(request.run_uid):
             if run.scoring is None:
                 run.scoring = await asyncio.to_thread(self._read_scoring, request.run_uid)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from millrace.env_server.isolation.deaths import EnvLoadError
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.env_server.workers.supervisor import DEFAULT_BLOCKED_GRACE_S, DEFAULT_FROZEN_S, WorkerProcess
+from millrace.env_server.workers.worker_process import DEFAULT_BLOCKED_GRACE_S, DEFAULT_FROZEN_S, WorkerProcess
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2
 from millrace.telemetry import waits
 

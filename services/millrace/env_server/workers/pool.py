@@ -11,7 +11,7 @@ Every rollout ends, whatever its environment does, and one bad task does not tak
   there is cleared, and its other rollouts go back to the shared workers. A task that kills a probe worker, alone, and
   has been in flight in two deaths, is quarantined, and its rollouts end as QUARANTINED from then on.
 * While an environment's tasks do so often, those that were not tried yet are probed from the start, and when most of
-  them do, the environment is given up: ENV_KILLS_WORKERS names tasks and exit codes (`verdicts`).
+  them do, the environment is given up: ENV_KILLS_WORKERS names tasks and exit codes (`trials`).
 * A worker that was asked to end (SIGTERM, SIGINT, SIGHUP), wherever it played, accuses nobody: the rollout is played
   again, twice at most; after that such an end counts like others.
 * While the env-server leaves, the death of a worker is no news at all: what is around it is being stopped. Workers
@@ -31,12 +31,12 @@ from typing import Any
 
 from millrace.env_server import play_meters
 from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
-from millrace.env_server.isolation.deaths import Cause, EnvLoadError, WorkerDiedError
+from millrace.env_server.isolation.deaths import DeathCause, EnvLoadError, WorkerDiedError
 from millrace.env_server.workers.loading import Loader, PoolLimits
 from millrace.env_server.workers.probes import Probes
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.env_server.workers.supervisor import WorkerProcess
-from millrace.env_server.workers.verdicts import Verdicts
+from millrace.env_server.workers.trials import TaskTrials
+from millrace.env_server.workers.worker_process import WorkerProcess
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
@@ -74,7 +74,7 @@ class EnvPool:
         """Rollouts that workers play."""
         self.runs: set[str] = set()
         """Uids of the runs that played here."""
-        self.verdicts = Verdicts()
+        self.trials = TaskTrials()
         self._limits = limits
         self._loader = Loader(env=env, limits=limits, starter=starter, is_over=lambda: self._is_over)
         self._workers: list[WorkerProcess | None] = [None] * limits.num_workers
@@ -150,7 +150,7 @@ class EnvPool:
     @property
     def quarantined_tasks(self) -> Sequence[str]:
         """Ids of the tasks that are not played any more."""
-        return tuple(self.verdicts.quarantined)
+        return tuple(self.trials.quarantined)
 
     @property
     def workers(self) -> list[WorkerProcess]:
@@ -187,10 +187,10 @@ class EnvPool:
             if self.failure is not None:
                 kind, message = self.failure.error_type, str(self.failure)
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, kind, message))
-            if reason := self.verdicts.why_not(task_id):
+            if reason := self.trials.why_not(task_id):
                 return self._failures(request, failed(RolloutStatus.QUARANTINED, "TaskQuarantined", reason))
             must_probe = num_deaths >= _MAX_SHARED_DEATHS
-            is_probed = must_probe or self.verdicts.is_suspect(task_id)
+            is_probed = must_probe or self.trials.is_suspect(task_id)
             began = time.monotonic()
             try:
                 if is_probed:
@@ -198,22 +198,22 @@ class EnvPool:
                 else:
                     rollouts = await self._play_shared(request, tokenizer_dir)
                 if rollouts is not None:
-                    self.verdicts.clear(task_id)
+                    self.trials.clear(task_id)
                     return rollouts
             except WorkerDiedError as error:
                 logger.warning("rollout lost its worker", extra={"task": task_id, "reason": str(error)})
                 if self._is_leaving:
                     raise PlayAbandonedError from error
-                if error.death.cause is Cause.ASKED and num_asked < _MAX_ASKED_ENDS:
+                if error.death.cause is DeathCause.ASKED and num_asked < _MAX_ASKED_ENDS:
                     num_asked += 1
                 elif self.failure is not None:
                     continue  # its workers are ended for that
-                elif is_probed and (num_deaths or task_id in self.verdicts.suspects):
+                elif is_probed and (num_deaths or task_id in self.trials.suspects):
                     return await self._condemn(request, task_id, error, seconds=time.monotonic() - began)
                 else:
                     num_deaths += 1
                     if not error.death.is_from_outside or num_deaths > 1:
-                        self.verdicts.suspect(task_id)
+                        self.trials.suspect(task_id)
 
     def task_id(self, request: env_service_pb2.PlayGroupRequest) -> str:
         """Id of the request's task; the pool must be READY and the index in range."""
@@ -248,8 +248,8 @@ class EnvPool:
         Raises WorkerDiedError; PlayAbandonedError while the env-server leaves.
         """
         async with self.probes.turn(task_id):
-            is_settled = not must_probe and not self.verdicts.is_suspect(task_id)
-            if is_settled or self.failure is not None or self.verdicts.why_not(task_id):
+            is_settled = not must_probe and not self.trials.is_suspect(task_id)
+            if is_settled or self.failure is not None or self.trials.why_not(task_id):
                 return None
             try:
                 async with self.probes.worker() as worker:
@@ -264,7 +264,7 @@ class EnvPool:
             except OSError as error:
                 message = f"cannot start a probe worker: {error}"
                 return self._failures(request, failed(RolloutStatus.ENV_ERROR, type(error).__name__, message))
-            self.verdicts.clear(task_id)  # before the next one of its task has its turn
+            self.trials.clear(task_id)  # before the next one of its task has its turn
             return rollouts
 
     async def _condemn(
@@ -275,14 +275,14 @@ class EnvPool:
             f"task {task_id} of environment {self.env.id} ended two worker processes, the second one alone ({error}); "
             "it is not played again until the env-server restarts: fix the environment or drop the task"
         )
-        self.verdicts.quarantine(task_id, reason, end=error.death.how)
+        self.trials.quarantine(task_id, reason, end=error.death.how)
         logger.error("task quarantined", extra={"task": task_id, "env": self.env.id, "reason": str(error)})
-        hopeless = self.verdicts.hopeless(num_probing=self.probes.num_probing)
+        hopeless = self.trials.hopeless(num_probing=self.probes.num_probing)
         if hopeless and self.failure is None:
             remedy = "mend the environment, or raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
             await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}; {remedy}"))
             self.rest()
-        if error.death.cause is Cause.BLOCKED:
+        if error.death.cause is DeathCause.BLOCKED:
             outcome = failed(RolloutStatus.TIMEOUT, "WorkerBlocked", str(error))
         else:
             outcome = failed(RolloutStatus.WORKER_DIED, "WorkerDied", str(error))

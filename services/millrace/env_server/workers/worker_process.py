@@ -10,11 +10,11 @@ from typing import Self
 
 from millrace.env_server.engine_access import engine_token_for_workers
 from millrace.env_server.isolation import census
-from millrace.env_server.isolation.deaths import Cause, Death, EnvLoadError, WorkerDiedError, describe_death
+from millrace.env_server.isolation.deaths import Death, DeathCause, EnvLoadError, WorkerDiedError, describe_death
 from millrace.env_server.isolation.door import Door
 from millrace.env_server.isolation.limits import WorkerLimits
+from millrace.env_server.workers.echo import EchoProbe
 from millrace.env_server.workers.frames import encode_frame, read_frame
-from millrace.env_server.workers.pulse import Pulse
 from millrace.env_server.workers.starter import Started, WorkerStarter
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
@@ -31,9 +31,10 @@ logger = logging.getLogger(__name__)
 DEFAULT_BLOCKED_GRACE_S = 12.0
 _CLOSE_S = 6.0
 # A worker answers an empty command with an empty report at once, unless its event loop stands still, and a byte on its
-# pulse unless its whole process does. Who is silent for longer is a visible wait. A blocked loop is overdue after that,
-# but only a rollout's deadline ends it, because environments may block it for a while; a process that does not run at
-# all is killed. Imports hold the interpreter for seconds at a time on a busy machine, so loading has a longer bound.
+# echo socket unless its whole process does. A worker that is silent for longer is a visible wait. A blocked loop is
+# overdue after that, but only a rollout's deadline ends it, because environments may block it for a while; a process
+# that does not run at all is killed. Imports hold the interpreter for seconds on a busy machine, so loading has a
+# longer bound.
 _PING_S = 1.0
 _SILENT_S = 3.0
 _SILENT_OVERDUE_S = 8.0
@@ -43,7 +44,7 @@ _FROZEN_LOADING_S = 60.0
 
 @dataclass(eq=False, kw_only=True)
 class WorkerProcess:
-    """A running worker. Made by `spawn`; `loaded` and `exited` tell where it is."""
+    """A running worker, made by `spawn`; `loaded` and `wait_ended` say where it is."""
 
     started: Started
     limits: WorkerLimits
@@ -52,7 +53,7 @@ class WorkerProcess:
     name: str
     blocked_grace_s: float
     frozen_s: float
-    pulse: Pulse
+    echo: EchoProbe
     door: Door | None = None
     """Its way out at level `container`."""
     memory_bytes: int = field(default=0, init=False)
@@ -64,7 +65,7 @@ class WorkerProcess:
     _plays: dict[int, asyncio.Future[list[rollout_pb2.Rollout]]] = field(default_factory=dict, init=False)
     _next_play_id: int = field(default=1, init=False)
     _is_closing: bool = field(default=False, init=False)
-    _killed: tuple[Cause, str] | None = field(default=None, init=False)
+    _killed: tuple[DeathCause, str] | None = field(default=None, init=False)
     _heard: float = field(default=0.0, init=False)
     _listener: asyncio.Task[None] = field(init=False)
     _watch: asyncio.Task[None] = field(init=False)
@@ -79,7 +80,7 @@ class WorkerProcess:
         blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S,
         frozen_s: float = DEFAULT_FROZEN_S,
     ) -> Self:
-        """Start a worker and tell it what to load. In a session of its own, so that its children die with it."""
+        """Start a worker, which begins to load. In a session of its own, so that its children die with it."""
         is_container = starter.confinement.is_container
         pairs = [socket.socketpair(), socket.socketpair()]
         if is_container:
@@ -93,7 +94,7 @@ class WorkerProcess:
         finally:
             for _, end in pairs:
                 end.close()
-        ours, our_pulse, *control = (end for end, _ in pairs)
+        ours, our_echo, *control = (end for end, _ in pairs)
         reader, writer = await asyncio.open_connection(sock=ours)
         worker = cls(
             started=started,
@@ -103,7 +104,7 @@ class WorkerProcess:
             name=name,
             blocked_grace_s=blocked_grace_s,
             frozen_s=frozen_s,
-            pulse=Pulse(our_pulse, stood_still_s=_PING_S + _SILENT_S),
+            echo=EchoProbe(our_echo, stood_still_s=_PING_S + _SILENT_S),
             door=Door(control[0], started.hosts) if is_container else None,
         )
         worker.loaded = asyncio.get_running_loop().create_future()
@@ -144,7 +145,7 @@ class WorkerProcess:
         if self._ended.is_set():
             # Nothing of this play has begun, so it is as little its fault as if somebody had asked the worker to end.
             how = "it had ended already"
-            raise WorkerDiedError(f"worker {self.name} died: {how}", Death(cause=Cause.ASKED, how=how))
+            raise WorkerDiedError(f"worker {self.name} died: {how}", Death(cause=DeathCause.ASKED, how=how))
         play_id, self._next_play_id = self._next_play_id, self._next_play_id + 1
         answer: asyncio.Future[list[rollout_pb2.Rollout]] = asyncio.get_running_loop().create_future()
         self._plays[play_id] = answer
@@ -174,7 +175,7 @@ class WorkerProcess:
             await self._ended.wait()  # SIGKILL: the kernel ends it
         return await answer
 
-    def kill(self, reason: str, cause: Cause = Cause.BLOCKED) -> None:
+    def kill(self, reason: str, cause: DeathCause = DeathCause.BLOCKED) -> None:
         """SIGKILL its process group; its plays end with WorkerDiedError."""
         if not self._ended.is_set():
             logger.warning("env worker killed", extra={"worker": self.name, "reason": reason})
@@ -213,10 +214,10 @@ class WorkerProcess:
                 if self.loaded.done():
                     self.writer.write(encode_frame(env_worker_pb2.WorkerCommand()))
                 self._weigh()
-                self._judge(wait, frozen_s=self.pulse.ask(), silent_s=now - self._heard)
+                self._judge(wait, frozen_s=self.echo.ask(), silent_s=now - self._heard)
         finally:
             wait.over()
-            self.pulse.close()
+            self.echo.close()
 
     def _weigh(self) -> None:
         """Look at what its processes use, and kill it if that is more than it may."""
@@ -224,7 +225,7 @@ class WorkerProcess:
         self.memory_bytes = usage.rss_bytes
         self.peak_bytes = max(self.peak_bytes, usage.rss_bytes, census.peak_bytes(self.process.pid))
         if problem := self.limits.exceeded_by(usage):
-            self.kill(problem, Cause.LIMIT)
+            self.kill(problem, DeathCause.LIMIT)
 
     def _judge(self, wait: waits.LastingWait, *, frozen_s: float, silent_s: float) -> None:
         """Say what is wrong with the worker, and kill it if its process does not run."""
@@ -232,7 +233,7 @@ class WorkerProcess:
         who = f"env worker {self.name} (pid {self.process.pid}), which has not answered for"
         waiting = f"{len(self._plays)} rollouts wait"
         if frozen_s > limit_s:
-            self.kill(f"frozen: its process gave no sign of life for {frozen_s:.0f} s", Cause.FROZEN)
+            self.kill(f"frozen: its process gave no sign of life for {frozen_s:.0f} s", DeathCause.FROZEN)
         elif frozen_s >= _SILENT_S:
             reason = f"{who} {frozen_s:.0f} s: its process is frozen, and is killed after {limit_s:g} s; {waiting}"
             wait.on(

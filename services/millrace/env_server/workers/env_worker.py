@@ -1,4 +1,4 @@
-"""An environment worker: `python -m millrace.env_server.workers.worker --fd N --fd M …`, also as a fork of `template`.
+"""An environment worker: `python -m millrace.env_server.workers.env_worker --fd N …`, or a fork of `template`.
 
 Hosts one environment: loads it in the main thread, then plays rollouts in one event loop. It speaks frames over the
 socket that it inherits and ends when the socket closes. Its own deadline ends a rollout that waits or overruns; what
@@ -22,8 +22,8 @@ from millrace.decoding import decode_object
 from millrace.env_server.adapters.adapter import EnvAdapter, describe_load_error, load_adapter
 from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
 from millrace.env_server.isolation.confinement import Confinement
+from millrace.env_server.workers.echo import start_answering
 from millrace.env_server.workers.frames import HEAD_BYTES, decode_frame, encode_frame, frame_length, read_frame
-from millrace.env_server.workers.pulse import start_answering
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
@@ -56,14 +56,14 @@ def main() -> None:
 def run(files: Sequence[int], directory: str, confinement: Confinement) -> None:
     """Confine this process, then load, report, play.
 
-    `files` are sockets: for commands, for the pulse (every byte is answered), and at level `container` for its `Door`.
+    `files` are sockets: for commands, for echoes (every byte is answered), and at level `container` for its `Door`.
     """
-    channel_fd, pulse_fd, *rest = files
-    confinement.enter(directory, files=[channel_fd, pulse_fd], control=rest[0] if rest else None)
-    for inherited in (channel_fd, pulse_fd):
+    channel_fd, echo_fd, *rest = files
+    confinement.enter(directory, files=[channel_fd, echo_fd], control=rest[0] if rest else None)
+    for inherited in (channel_fd, echo_fd):
         os.set_inheritable(inherited, False)  # what the environment starts does not get them
     channel = socket.socket(fileno=channel_fd)
-    start_answering(socket.socket(fileno=pulse_fd))
+    start_answering(socket.socket(fileno=echo_fd))
     # What environments print belongs to the log, not to a pipe that nobody reads.
     os.dup2(2, 1)
     setup("env-worker")
