@@ -7,9 +7,11 @@ import signal
 import pytest
 from patience import patient
 
+from millrace.env_server.requests import EnvSpec, PlayRequest, Sampling
 from millrace.env_server.workers.worker_process import WorkerProcess
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream
 from millrace.telemetry import waits
@@ -19,18 +21,18 @@ NAMED_WITHIN_S = 30.0
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
-def request(base_url: str, ordinal: int = 0) -> env_service_pb2.PlayGroupRequest:
-    return env_service_pb2.PlayGroupRequest(
+def request(base_url: str, ordinal: int = 0) -> PlayRequest:
+    return PlayRequest(
         run_uid="r-frozen",
-        purpose=rollout_pb2.PURPOSE_TRAIN,
+        purpose=Purpose.TRAIN,
         ordinal=ordinal,
         members=[0],
         group_size=1,
-        env=env_service_pb2.EnvSpec(name="reverse", id="reverse-text"),
+        env=EnvSpec(name="reverse", id="reverse-text"),
         task_index=0,
         base_url=base_url,
         model="policy",
-        sampling=env_service_pb2.Sampling(temperature=1.0, max_tokens=8),
+        sampling=Sampling(temperature=1.0, max_tokens=8),
         rollout_timeout_seconds=60,
     )
 
@@ -48,7 +50,7 @@ async def until_there(text: str) -> waits.Wait:
 
 
 async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine, starter) -> None:
-    env = env_service_pb2.EnvSpec(name="r", id="reverse-text", args_json='{"num_train": 4, "num_eval": 2}')
+    env = EnvSpec(name="r", id="reverse-text", args_json='{"num_train": 4, "num_eval": 2}')
     worker = await WorkerProcess.spawn(env, starter, name="reverse-text#7")
     try:
         await worker.loaded
@@ -64,7 +66,7 @@ async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine, st
         os.kill(worker.process.pid, signal.SIGCONT)
         async with asyncio.timeout(120):
             rollouts = [rollout for play in await asyncio.gather(*playing) for rollout in play]
-            assert [rollout.status for rollout in rollouts] == [rollout_pb2.ROLLOUT_STATUS_OK] * 2
+            assert [rollout.status for rollout in rollouts] == [RolloutStatus.OK] * 2
             while about("env worker"):
                 await asyncio.sleep(0.1)
     finally:

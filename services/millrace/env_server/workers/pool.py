@@ -32,14 +32,13 @@ from typing import Any
 from millrace.env_server import play_meters
 from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
 from millrace.env_server.isolation.deaths import DeathCause, EnvLoadError, WorkerDiedError
+from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.env_server.workers.loading import Loader, PoolLimits
 from millrace.env_server.workers.probes import Probes
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.env_server.workers.trials import TaskTrials
 from millrace.env_server.workers.worker_process import WorkerProcess
-from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
-from millrace.rollouts.types import RolloutStatus
-from millrace.rollouts.wire import rollout_to_proto
+from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class PlayAbandonedError(Exception):
 class EnvPool:
     """The shared workers and the probe workers of one environment."""
 
-    def __init__(self, env: env_service_pb2.EnvSpec, limits: PoolLimits, starter: WorkerStarter) -> None:
+    def __init__(self, env: EnvSpec, limits: PoolLimits, starter: WorkerStarter) -> None:
         self.env = env
         self.failure: EnvLoadError | None = None
         self.failed_at = 0.0
@@ -96,7 +95,7 @@ class EnvPool:
             self._supervisors.append(asyncio.create_task(self._supervise(slot), name=name))
 
     @property
-    def info(self) -> env_worker_pb2.EnvLoaded | None:
+    def info(self) -> LoadedEnv | None:
         """What it consists of, once it is loaded."""
         return self._loader.info
 
@@ -163,7 +162,7 @@ class EnvPool:
         """How many `workers` there are."""
         return len(self.workers)
 
-    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> list[Rollout]:
         """Play the request's members together; one rollout per member, whatever happens.
 
         Raises PlayAbandonedError while the env-server leaves, and only then.
@@ -177,7 +176,7 @@ class EnvPool:
             self._num_plays -= 1
             self._used_at = time.monotonic()
 
-    async def _play(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
+    async def _play(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout]:
         """Play it until it ends."""
         task_id = self.task_id(request)
         num_deaths = num_asked = 0
@@ -215,21 +214,18 @@ class EnvPool:
                     if not error.death.is_from_outside or num_deaths > 1:
                         self.trials.suspect(task_id)
 
-    def task_id(self, request: env_service_pb2.PlayGroupRequest) -> str:
+    def task_id(self, request: PlayRequest) -> str:
         """Id of the request's task; the pool must be READY and the index in range."""
         if self.info is None:
             raise RuntimeError("the environment is not loaded")
-        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
-        return (self.info.train_task_ids if use_train else self.info.eval_task_ids)[request.task_index]
+        return self.info.task_id(request)
 
     @property
     def _is_forsaken(self) -> bool:
         """The env-server leaves, and there is no worker left that could play: none is started any more."""
         return self._is_leaving and (self.failure is not None or not any(self._workers))
 
-    async def _play_shared(
-        self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str
-    ) -> list[rollout_pb2.Rollout] | None:
+    async def _play_shared(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout] | None:
         """Play in a shared worker; None if there will be none. Raises WorkerDiedError."""
         worker = await self._free_worker()
         if worker is None:
@@ -241,8 +237,8 @@ class EnvPool:
             await self._notify()
 
     async def _play_probed(
-        self, request: env_service_pb2.PlayGroupRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
-    ) -> list[rollout_pb2.Rollout] | None:
+        self, request: PlayRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
+    ) -> list[Rollout] | None:
         """Play alone in a probe worker; None if its standing, or the environment's, changed meanwhile.
 
         Raises WorkerDiedError; PlayAbandonedError while the env-server leaves.
@@ -268,9 +264,9 @@ class EnvPool:
             return rollouts
 
     async def _condemn(
-        self, request: env_service_pb2.PlayGroupRequest, task_id: str, error: WorkerDiedError, *, seconds: float
-    ) -> list[rollout_pb2.Rollout]:
-        play_meters.worker_died(self.env.name or self.env.id)
+        self, request: PlayRequest, task_id: str, error: WorkerDiedError, *, seconds: float
+    ) -> list[Rollout]:
+        play_meters.worker_died(self.env.label)
         reason = (
             f"task {task_id} of environment {self.env.id} ended two worker processes, the second one alone ({error}); "
             "it is not played again until the env-server restarts: fix the environment or drop the task"
@@ -288,21 +284,18 @@ class EnvPool:
             outcome = failed(RolloutStatus.WORKER_DIED, "WorkerDied", str(error))
         return self._failures(request, outcome, seconds=seconds)
 
-    def _failures(
-        self, request: env_service_pb2.PlayGroupRequest, outcome: Outcome, *, seconds: float = 0.0
-    ) -> list[rollout_pb2.Rollout]:
+    def _failures(self, request: PlayRequest, outcome: Outcome, *, seconds: float = 0.0) -> list[Rollout]:
         """The same failure for every member."""
         task_id = self.task_id(request)
-        rollouts = (
+        return [
             make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
             for member in request.members
-        )
-        return [rollout_to_proto(rollout) for rollout in rollouts]
+        ]
 
     @contextmanager
-    def _playing(self, request: env_service_pb2.PlayGroupRequest) -> Iterator[None]:
+    def _playing(self, request: PlayRequest) -> Iterator[None]:
         """All that is played with one engine is one wait, for that engine."""
-        reason = f"{waits.COUNT} rollouts of {request.env.name or self.env.id} with the engine at {request.base_url}"
+        reason = f"{waits.COUNT} rollouts of {request.env.label} with the engine at {request.base_url}"
         deadline_s = request.rollout_timeout_seconds + self._limits.blocked_grace_s
         self.num_playing += len(request.members)
         try:
@@ -353,7 +346,7 @@ class EnvPool:
             await self._notify()
             if self._is_leaving:
                 break
-            play_meters.worker_died(self.env.name or self.env.id)
+            play_meters.worker_died(self.env.label)
             pause_s = _FIRST_RESTART_S if time.monotonic() - began > _STABLE_S else min(pause_s * 2, _MAX_RESTART_S)
             with waits.waiting(f"another start of a worker of {self.env.id} ({self.num_deaths} died)"):
                 await asyncio.sleep(pause_s)

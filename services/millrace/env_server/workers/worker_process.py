@@ -13,14 +13,18 @@ from millrace.env_server.isolation import census
 from millrace.env_server.isolation.deaths import Death, DeathCause, EnvLoadError, WorkerDiedError, describe_death
 from millrace.env_server.isolation.door import Door
 from millrace.env_server.isolation.limits import WorkerLimits
+from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
+from millrace.env_server.wire import env_to_wire, loaded_from_wire, play_to_wire
 from millrace.env_server.workers.echo import EchoProbe
 from millrace.env_server.workers.frames import encode_frame, read_frame
 from millrace.env_server.workers.starter import Started, WorkerStarter
 from millrace.errors import CorruptObjectError
-from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.internal.v1 import env_worker_pb2
 from millrace.processes.forked import ForkedProcess
 from millrace.processes.sessions import Process
 from millrace.processes.table import kill_session
+from millrace.rollouts.types import Rollout
+from millrace.rollouts.wire import rollout_from_proto
 from millrace.telemetry import faults, waits
 from millrace.telemetry.faults import Point
 
@@ -60,9 +64,9 @@ class WorkerProcess:
     """Memory of it and its children when it was looked at last."""
     peak_bytes: int = field(default=0, init=False)
     """Most memory that was seen of it."""
-    loaded: asyncio.Future[env_worker_pb2.EnvLoaded] = field(init=False)
+    loaded: asyncio.Future[LoadedEnv] = field(init=False)
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _plays: dict[int, asyncio.Future[list[rollout_pb2.Rollout]]] = field(default_factory=dict, init=False)
+    _plays: dict[int, asyncio.Future[list[Rollout]]] = field(default_factory=dict, init=False)
     _next_play_id: int = field(default=1, init=False)
     _is_closing: bool = field(default=False, init=False)
     _killed: tuple[DeathCause, str] | None = field(default=None, init=False)
@@ -73,7 +77,7 @@ class WorkerProcess:
     @classmethod
     async def spawn(
         cls,
-        env: env_service_pb2.EnvSpec,
+        env: EnvSpec,
         starter: WorkerStarter,
         *,
         name: str,
@@ -110,7 +114,7 @@ class WorkerProcess:
         worker.loaded = asyncio.get_running_loop().create_future()
         worker._listener = asyncio.create_task(worker._listen(), name=f"listen {name}")
         worker._watch = asyncio.create_task(worker._watch_life(), name=f"watch {name}")
-        await worker._send(env_worker_pb2.WorkerCommand(load=env_worker_pb2.LoadEnv(env=env)))
+        await worker._send(env_worker_pb2.WorkerCommand(load=env_worker_pb2.LoadEnv(env=env_to_wire(env))))
         logger.info("env worker started", extra={"worker": name, "pid": worker.process.pid, "env": env.id})
         return worker
 
@@ -140,21 +144,23 @@ class WorkerProcess:
         """Wait for its end, as long as it takes."""
         await self._ended.wait()
 
-    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> list[Rollout]:
         """Play the request's members; one rollout per member. Raises WorkerDiedError."""
         if self._ended.is_set():
             # Nothing of this play has begun, so it is as little its fault as if somebody had asked the worker to end.
             how = "it had ended already"
             raise WorkerDiedError(f"worker {self.name} died: {how}", Death(cause=DeathCause.ASKED, how=how))
         play_id, self._next_play_id = self._next_play_id, self._next_play_id + 1
-        answer: asyncio.Future[list[rollout_pb2.Rollout]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
         self._plays[play_id] = answer
         try:
             engine_token_for_workers().refresh()
             if self.door is not None:
                 with contextlib.suppress(ConnectionError):  # it died: the listener ends the play
                     await self.door.open(request.base_url)
-            play = env_worker_pb2.PlayMembers(play_id=play_id, request=request, tokenizer_dir=tokenizer_dir)
+            play = env_worker_pb2.PlayMembers(
+                play_id=play_id, request=play_to_wire(request), tokenizer_dir=tokenizer_dir
+            )
             await self._send(env_worker_pb2.WorkerCommand(play=play))
             faults.reach(Point.ENV_SERVER_MID_EPISODE, step=request.planned_step)
             return await self._answer(answer, request.rollout_timeout_seconds + self.blocked_grace_s)
@@ -166,9 +172,7 @@ class WorkerProcess:
         finally:
             self._plays.pop(play_id, None)
 
-    async def _answer(
-        self, answer: asyncio.Future[list[rollout_pb2.Rollout]], timeout_s: float
-    ) -> list[rollout_pb2.Rollout]:
+    async def _answer(self, answer: asyncio.Future[list[Rollout]], timeout_s: float) -> list[Rollout]:
         await asyncio.wait({answer}, timeout=timeout_s)
         if not answer.done():
             self.kill(f"blocked: no answer {self.blocked_grace_s:g} s after a rollout's deadline")
@@ -277,14 +281,14 @@ class WorkerProcess:
                 return  # the answer to a ping
             case "loaded":
                 if not self.loaded.done():
-                    self.loaded.set_result(report.loaded)
+                    self.loaded.set_result(loaded_from_wire(report.loaded))
             case "failed":
                 if not self.loaded.done():
                     self.loaded.set_exception(EnvLoadError(report.failed.error_type, report.failed.error_message))
             case "ended":
                 answer = self._plays.get(report.ended.play_id)
                 if answer is not None and not answer.done():
-                    answer.set_result(list(report.ended.rollouts))
+                    answer.set_result([rollout_from_proto(rollout) for rollout in report.ended.rollouts])
             case other:
                 logger.error("unknown report of an env worker", extra={"worker": self.name, "report": other})
 
