@@ -6,7 +6,7 @@ Bytes that do not decode raise `CorruptObjectError`, never yield wrong arrays.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from millrace.decoding import decode_message, decompress
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import rollout_pb2
 from millrace.rollouts.types import (
+    MAX_ERROR_FRAMES_CHARS,
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
     PolicySpan,
@@ -118,7 +119,7 @@ def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
     values: dict[str, Any] = {name: getattr(rollout, name) for name in _SAME}
     values["purpose"] = purpose_to_wire(rollout.purpose)
     values["status"] = f"ROLLOUT_STATUS_{rollout.status.name}"
-    values["error"] = rollout.error and rollout_pb2.RolloutError(type=rollout.error.type, message=rollout.error.message)
+    values["error"] = rollout.error and rollout_pb2.RolloutError(**asdict(rollout.error))
     values["samples"] = [_sample_to_proto(sample) for sample in rollout.samples]
     return rollout_pb2.Rollout(metrics=rollout.metrics, **values)
 
@@ -131,7 +132,9 @@ def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
     values["purpose"] = purpose_from_wire(message.purpose)
     values["status"] = _STATUS_FROM_WIRE[message.status]
     if message.HasField("error"):
-        values["error"] = RolloutError(type=message.error.type, message=message.error.message)
+        values["error"] = RolloutError(
+            **{part.name: getattr(message.error, part.name) for part in fields(RolloutError)}
+        )
     values["samples"] = tuple(_sample_from_proto(sample) for sample in message.samples)
     rollout = Rollout(metrics=dict(message.metrics), **values)
     validate_rollout(rollout)
@@ -158,6 +161,8 @@ def validate_rollout(rollout: Rollout) -> None:
         raise _corrupt("error", None, f"must be set when the status is {rollout.status}")
     if rollout.error is not None and len(rollout.error.message) > MAX_ERROR_MESSAGE_CHARS:
         raise _corrupt("error.message", len(rollout.error.message), f"has more than {MAX_ERROR_MESSAGE_CHARS} chars")
+    if rollout.error is not None and len(rollout.error.frames) > MAX_ERROR_FRAMES_CHARS:
+        raise _corrupt("error.frames", len(rollout.error.frames), f"has more than {MAX_ERROR_FRAMES_CHARS} chars")
     if len(rollout.messages_json.encode()) > MAX_MESSAGES_JSON_BYTES:
         raise _corrupt("messages_json", len(rollout.messages_json), f"is above {MAX_MESSAGES_JSON_BYTES} bytes")
     for index, sample in enumerate(rollout.samples):

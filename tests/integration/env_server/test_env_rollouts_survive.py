@@ -16,6 +16,7 @@ from millrace.env_server.spool.sink import RolloutSink
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
+from millrace.rollouts.wire import encode_rollout
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.revisions import has_ended
 from millrace.runlog.recovery.rebuild import open_or_rebuild
@@ -130,7 +131,7 @@ async def test_a_successor_appends_what_the_log_lacks_and_nothing_twice(setup: S
         while setup.sink.num_pending < 2:
             await asyncio.sleep(0.01)
     await setup.rebuild()
-    await setup.log.append_rollout(setup.rollout(1).SerializeToString(deterministic=True))  # its answer was lost
+    await setup.log.append_rollout(encode_rollout(setup.rollout(1)))  # its answer was lost
     for task in unappended:
         task.cancel()
     sink = await setup.restart()
