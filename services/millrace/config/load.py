@@ -11,7 +11,7 @@ from typing import Any, Generic
 
 from millrace.config.argv import RESERVED_FLAGS, read_command_line
 from millrace.config.check import ConfigT, build
-from millrace.config.layers import Layer, Origin, Tree
+from millrace.config.layers import Layer, Provenance, Tree
 from millrace.config.sections.rl import RLConfig
 from millrace.config.text import read_environment
 from millrace.config.tree import dotted, schema_tree
@@ -82,5 +82,5 @@ def validate_document(
         message = f"must be one JSON object, not a {type(tree).__name__}"
         raise InvalidSpecError([Violation(field=source, message=message, source=source)])
     layers = Tree(schema_tree(model))
-    layers.lay([Layer(tree=dict(tree), origin=Origin(label=source))])
+    layers.lay([Layer(tree=dict(tree), origin=Provenance(label=source))])
     return build(model, layers)
