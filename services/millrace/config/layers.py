@@ -132,9 +132,12 @@ class Tree:
 
     def source(self, path: Path) -> Path:
         """The key that a value was written at: the path itself unless it was filled."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.filled:
-                return self.source((*self.filled[path[:length]], *path[length:]))
+        seen: set[Path] = set()
+        while path not in seen:  # keys that were filled from each other end where they began
+            seen.add(path)
+            known = next((length for length in range(len(path), 0, -1) if path[:length] in self.filled), 0)
+            if known:
+                path = (*self.filled[path[:known]], *path[known:])
         return path
 
     def is_written(self, path: Path) -> bool:

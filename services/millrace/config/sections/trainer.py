@@ -100,7 +100,7 @@ class PolicyConfig(ConfigSection):
         "false: every version is a full copy, and replicas give theirs up once it serves.",
     )
     anchor_interval: int = option(
-        20, "Versions from one full copy to the next. Whoever joins late reads the newest one.", ge=1, le=256
+        20, "Versions from one full copy to the next. A replica that joins late reads the newest one.", ge=1, le=256
     )
     skip_deltas: list[int] = table(
         lambda: [4, 16],
