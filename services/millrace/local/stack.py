@@ -150,7 +150,7 @@ class LocalStack:
     async def __aenter__(self) -> Self:
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = self._lock = await hold_directory(self.directory, self._id, note=self._note)
-        sweep(self.directory / "scratch")  # of who was killed before
+        sweep(self.directory / "scratch")  # left by a stack that was killed
         self.supervisor.lock = lock.fileno()
         await self.supervisor.__aenter__()
         return self
