@@ -17,8 +17,8 @@ from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.play.play import State
 from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
 from millrace.orchestrator.runs.catalog import RunCatalog
-from millrace.orchestrator.runs.run_view import EVAL
 from millrace.orchestrator.workers import QUIET_S, WorkerRecord, WorkerRegistry
+from millrace.runlog.records.run_record import EVAL
 from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
 from millrace.v1 import run_pb2
 
@@ -120,7 +120,7 @@ def _read_runs(sheet: Sheet, catalog: RunCatalog) -> None:
 def _read_open(sheet: Sheet, catalog: RunCatalog, *, driven: Collection[str]) -> None:
     """What is said of runs that have not ended, also of those that nobody drives at the moment."""
     for view in catalog.views:
-        run, moved = view.record.name, view.batches.moved
+        run, moved = view.record.name, view.status.batches.moved
         if not view.is_terminal:
             seen(run)  # before `COUNTED` is asked, which comes later
             if moved is not None and run not in driven and view.record.kind != EVAL:

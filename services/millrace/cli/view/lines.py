@@ -2,8 +2,9 @@
 
 import datetime
 
-from millrace.cli.view.progress import Progress, StepPoint, state_name
+from millrace.cli.view.progress import Progress, StepPoint
 from millrace.cli.view.text import count, duration, size
+from millrace.runlog.events.run_status import state_name
 from millrace.v1 import event_pb2
 
 LONG_WAIT_S = 10.0  # shorter waits are ordinary and no news

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from google.protobuf.json_format import MessageToDict
 
 from millrace.cli.view.lines import wait_line
-from millrace.cli.view.progress import state_name
 from millrace.cli.view.text import count, duration, table
+from millrace.runlog.events.run_status import state_name
 from millrace.v1 import checkpoint_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 

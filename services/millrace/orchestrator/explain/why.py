@@ -12,6 +12,7 @@ from millrace.orchestrator.explain.chain import REDIS, SILENT_S, STORE, Chain, C
 from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.rpc.waits_wire import to_proto
+from millrace.runlog.events.run_status import state_name
 from millrace.telemetry import waits
 from millrace.telemetry.standstill import METER, Meter
 from millrace.v1 import event_pb2, run_pb2, run_service_pb2
@@ -33,8 +34,8 @@ def explain(
 ) -> run_service_pb2.ExplainRunResponse:
     """Collect what the run's processes wait for; `note` says why the view may be old."""
     if view.is_terminal:
-        state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
-        return run_service_pb2.ExplainRunResponse(summary=f"run {view.record.name} has ended as {state}")
+        ended = f"run {view.record.name} has ended as {state_name(view.status.state)}"
+        return run_service_pb2.ExplainRunResponse(summary=ended)
     uid = view.record.uid
     found = components(uid, registry, owner=owner)
     shown = [wait for component in found for wait in _collapsed(component.waits)]

@@ -12,11 +12,10 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import redis.asyncio as redis_asyncio
 
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.runlog.attest import Attestation, SigningKey
 from millrace.runlog.audit.archives import read_archives
@@ -35,6 +34,7 @@ from millrace.runlog.audit.seals import SealCheck
 from millrace.runlog.audit.told import ToldSteps
 from millrace.runlog.names import Names
 from millrace.runlog.records.origin import Origin, parse_origin
+from millrace.runlog.records.run_record import EVAL, RunRecord
 from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
 
@@ -61,10 +61,8 @@ class Depth:
 class _Run:
     """What run.json says."""
 
-    name: str
-    run_hash: str
+    record: RunRecord
     origin: Origin
-    document: dict[str, Any]
 
 
 async def audit_run(
@@ -86,7 +84,7 @@ async def audit_run(
     report = audit_pb2.AuditReport(run_uid=uid, is_deep=depth.is_deep)
     audit = Audit(store=store, names=names, report=report, on_progress=on_progress, is_deep=depth.is_deep)
     run = await asyncio.to_thread(_read_run, audit)
-    report.run = f"runs/{run.name}"
+    report.run = f"runs/{run.record.name}"
     events, rollouts = EventCheck(audit), {}
     mirror = None if redis is None else await Mirror.open(audit, redis)
     if redis is None:
@@ -118,16 +116,16 @@ def _audit_store(
 ) -> tuple[dict[str, int], int]:
     """Everything that is checked against the store (blocking); returns the newest epochs by role, and generation."""
     try:
-        check_identity(audit, run.document)
+        check_identity(audit, run.record)
         events.add(read_archives(audit), archived=True)
         told, named, seals = events.told, NamedCheck(audit), SealCheck(audit)
         policies = PolicyCheck(audit)
         policies.scan()
-        checkpoints = check_checkpoints(audit, run_hash=run.run_hash)
+        checkpoints = check_checkpoints(audit, run_hash=run.record.run_hash)
         kept_from = checkpoints[0].step if checkpoints else run.origin.base_step
         steps = ToldSteps(audit, told)
         headers = HeaderCheck(
-            audit, run_hash=run.run_hash, origin=run.origin, kept_from=kept_from, told=steps, named=named
+            audit, run_hash=run.record.run_hash, origin=run.origin, kept_from=kept_from, told=steps, named=named
         )
         headers.run(rollouts)
         steps.finish(base_step=headers.copied_until)
@@ -140,13 +138,13 @@ def _audit_store(
         seals.compare(told, closings=headers.closings, closing_key=headers.closing_key, now=now)
         saved = {step: frozenset(hashes - {""}) for step, hashes in told.saved.items()}
         saved |= {step: saved.get(step, frozenset()) | {sha256} for step, sha256 in seals.saved.items()}
-        removed = compare_saved(audit, checkpoints, saved, kept=read_kept(run.document), base_step=run.origin.base_step)
+        removed = compare_saved(audit, checkpoints, saved, kept=read_kept(run.record), base_step=run.origin.base_step)
         root = audit.names.root
         named.pruned = {audit.names.checkpoint_manifest(step).removeprefix(root) for step in removed}
         named.repaired |= {
             audit.names.checkpoint_manifest(fact.step).removeprefix(root) for fact in checkpoints if fact.is_repaired
         }
-        if run.document.get("kind") != "EVAL":  # which publishes nothing
+        if run.record.kind != EVAL:  # which publishes nothing
             policies.compare(first=run.origin.base_step, next_step=headers.next_step, closing=headers.closing)
         policies.compare_told(told.published, named)
         named.compare()
@@ -195,7 +193,7 @@ def _tell_unseen(audit: Audit, headers: HeaderCheck) -> None:
 def _read_run(audit: Audit) -> _Run:
     """What run.json says; where it cannot be read, a violation, and as if it said nothing."""
     key = audit.names.run_json
-    unreadable = _Run(name=audit.names.uid, run_hash="", origin=Origin(), document={})
+    unreadable = _Run(record=RunRecord(name=audit.names.uid), origin=Origin())
     try:
         data = audit.store.get(key, max_bytes=MAX_JSON_BYTES)
     except CorruptObjectError as error:
@@ -211,12 +209,9 @@ def _read_run(audit: Audit) -> _Run:
             remedy="`millrace run list` shows the runs",
         ) from error
     try:
-        document = decode_object(data, what=audit.uri(key), reason="RUN_JSON_CORRUPT")
-        name, run_hash = document.get("name"), document.get("run_hash")
-        if not isinstance(name, str) or not isinstance(run_hash, str):
-            raise CorruptObjectError(f"{audit.uri(key)} names no run", reason="RUN_JSON_CORRUPT")
-        unreadable = _Run(name=name, run_hash=run_hash, origin=Origin(), document=document)
-        return _Run(name=name, run_hash=run_hash, origin=parse_origin(data, where=audit.uri(key)), document=document)
+        record = RunRecord.parse(data, where=audit.uri(key), needs=["name", "run_hash"])
+        unreadable = _Run(record=record, origin=Origin())
+        return _Run(record=record, origin=parse_origin(data, where=audit.uri(key)))
     except CorruptObjectError as error:
         audit.findings.violation("RUN_JSON_CORRUPT", error.message)
         return unreadable
