@@ -14,7 +14,7 @@ from millrace.config.schema import OrchestratorConfig
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.explain.why import KIND_NAMES
 from millrace.orchestrator.manager import RunManager
-from millrace.orchestrator.play.play import State
+from millrace.orchestrator.play.play import PlayState
 from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.orchestrator.workers import QUIET_S, WorkerRecord, WorkerRegistry
@@ -151,10 +151,10 @@ def _read_training(sheet: Sheet, parts: RunParts, settings: OrchestratorConfig) 
         sheet.put(SINCE_BATCH, since, run)
     need = settings.batch_size // settings.rollouts_per_example
     states = Count(play.state for play in book.plays.values())
-    have = states[State.WHOLE]
+    have = states[PlayState.WHOLE]
     for state, count in (
-        ("playing", states[State.PLACED]),
-        ("unplaced", states[State.UNPLACED]),
+        ("playing", states[PlayState.PLACED]),
+        ("unplaced", states[PlayState.UNPLACED]),
         ("finished", have),
     ):
         sheet.put(GROUPS, count, run, state)

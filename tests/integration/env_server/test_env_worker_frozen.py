@@ -9,7 +9,7 @@ from patience import patient
 
 from millrace.env_server.workers.supervisor import WorkerProcess
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream
 from millrace.telemetry import waits

@@ -15,7 +15,7 @@ from millrace.orchestrator.drive.policy_driver import PolicyDriver
 from millrace.orchestrator.drive.trainer_watch import Trainer, TrainerWatch
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.env_pool import EnvPool, env_spec
+from millrace.orchestrator.play.env_servers import EnvServers, env_spec
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
 from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Play, load_of
@@ -38,7 +38,7 @@ class RunParts:
     training: RLConfig | None
     """None where nothing is trained."""
     trainer: Trainer
-    envs: EnvPool
+    envs: EnvServers
     policies: Policies
     book: Book
     intake: Intake
@@ -60,7 +60,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
     """Make the parts of a run's driver; nothing of them works yet."""
     run_log, uid, epoch, events = context.log, context.record.uid, context.epoch.number, context.events
     book, router = Book(count=events.meters.rollout), Router()
-    envs = EnvPool(run_uid=uid, epoch=epoch, registry=context.registry)
+    envs = EnvServers(run_uid=uid, epoch=epoch, registry=context.registry)
     policies: Policies
     trainer: Trainer
     if isinstance(config, EvalRunConfig):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from millrace.errors import FencedError, InternalError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.batcher import (
-    Batch,
+    CutBatch,
     count_dropped,
     decode_state,
     encode_state,
@@ -19,7 +19,7 @@ from millrace.orchestrator.drive.batcher import (
     score_samples,
 )
 from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.env_pool import EnvPool
+from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.batch_wire import pack_batch
@@ -45,7 +45,9 @@ COMMIT_GRACE_S = 5.0
 class BatchWriter:
     """Turns what the book resolves into headers, and knows the chain that they form."""
 
-    def __init__(self, context: RunContext, *, book: Book, envs: EnvPool, stream: RolloutStream, seq_len: int) -> None:
+    def __init__(
+        self, context: RunContext, *, book: Book, envs: EnvServers, stream: RolloutStream, seq_len: int
+    ) -> None:
         self._context = context
         self._log = context.log
         self._book = book
@@ -89,7 +91,7 @@ class BatchWriter:
             counted_until=counted_until,
         )
 
-    async def commit(self, batch: Batch) -> None:
+    async def commit(self, batch: CutBatch) -> None:
         """Commit batch n: its ordinals are resolved with it, and those dropped since batch n-1."""
         await self._hold_lease()
         self._book.settle(batch.resolved)

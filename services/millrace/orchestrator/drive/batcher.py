@@ -17,7 +17,7 @@ from millrace.rollouts.types import Rollout, Sample, TrainSample
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class CutBatch:
     """One step's samples and everything that its header says about them."""
 
     step: int
@@ -64,9 +64,9 @@ def train_sample(rollout: Rollout, sample: Sample, credit: Credit, *, seq_len: i
 
 def cut(
     groups: Sequence[Play], algorithm: Algorithm, *, step: int, filter_zero_advantages: bool, seq_len: int
-) -> Batch:
+) -> CutBatch:
     """Make a batch of whole groups. Groups without any advantage are resolved as dropped, and not replaced."""
-    batch = Batch(step=step, samples=[], rewards=[])
+    batch = CutBatch(step=step, samples=[], rewards=[])
     for group in groups:
         samples = credit_group(group, algorithm, filter_zero_advantages=filter_zero_advantages, seq_len=seq_len)
         batch.samples += samples

@@ -34,7 +34,7 @@ from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.intake import MakePlay
-from millrace.orchestrator.play.play import Play, State
+from millrace.orchestrator.play.play import Play, PlayState
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.routing import Policies
 from millrace.telemetry.waits import LastingWait
@@ -103,7 +103,7 @@ class RolloutLoop:
         """Before a pause: let open groups finish for a while; what is whole or finished in part stays in the log."""
         try:
             async with asyncio.timeout(DRAIN_S):
-                while any(group.state is State.PLACED for group in self.book.open):
+                while any(group.state is PlayState.PLACED for group in self.book.open):
                     self.book.changed.clear()
                     count = len(self.book.open)
                     self.wait.on(f"{count} open groups before the pause", waits_on="env-server", key="drain")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from millrace.errors import MillraceError
-from millrace.orchestrator.play.play import Arrival, Play, State
+from millrace.orchestrator.play.play import Arrival, Play, PlayState
 from millrace.orchestrator.play.rollout_stream import entry_key
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.runlog import Frontier
@@ -75,7 +75,7 @@ class Book:
     @property
     def whole(self) -> list[Play]:
         """The plays that can be trained on, in the order in which they became whole."""
-        return [play for play in self.plays.values() if play.state is State.WHOLE]
+        return [play for play in self.plays.values() if play.state is PlayState.WHOLE]
 
     @property
     def pending(self) -> Sequence[Resolved]:

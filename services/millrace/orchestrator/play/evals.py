@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from millrace.errors import InvalidStateError
-from millrace.orchestrator.play.env_pool import EnvPool
+from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.eval_stats import figures
-from millrace.orchestrator.play.play import Play, State, load_of
+from millrace.orchestrator.play.play import Play, PlayState, load_of
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.settings import EvalSettings
 from millrace.orchestrator.play.tasks import TaskRef
@@ -78,7 +78,7 @@ class Evaluator:
         *,
         settings: EvalSettings | None,
         epoch: int,
-        envs: EnvPool,
+        envs: EnvServers,
         player: Player,
         evaluations: dict[str, Evaluation],
     ) -> None:
@@ -161,7 +161,7 @@ class Evaluator:
                     async with asyncio.timeout(TICK_S):
                         await current.changed.wait()
                 except TimeoutError:
-                    if not any(play.state is State.PLACED for play in plays):
+                    if not any(play.state is PlayState.PLACED for play in plays):
                         current.last_answer = time.monotonic()  # nobody plays: no replica or env-server takes it
                     if time.monotonic() - current.last_answer > stall_s:
                         logger.warning(

@@ -34,7 +34,7 @@ BLAMELESS_PAUSE_S = (0.5, 15.0)
 """First and longest pause before a member is played again that an engine lost; it doubles in between."""
 
 
-class State(StrEnum):
+class PlayState(StrEnum):
     """Where a play stands; the table above has the transitions."""
 
     UNPLACED = "unplaced"
@@ -70,7 +70,7 @@ class Play:
     """Oldest policy version that a replica may serve to get it."""
     is_scored_whole: bool = False
     """Its environment compares the members, so all must come from one attempt."""
-    state: State = State.UNPLACED
+    state: PlayState = PlayState.UNPLACED
     reason: str = ""
     """Why it was resolved without becoming whole, in the words of a resolution."""
     attempt: int = 0
@@ -97,7 +97,7 @@ class Play:
     @property
     def is_open(self) -> bool:
         """Whether members may still come."""
-        return self.state in (State.UNPLACED, State.PLACED)
+        return self.state in (PlayState.UNPLACED, PlayState.PLACED)
 
     @property
     def missing(self) -> list[int]:
@@ -107,7 +107,7 @@ class Play:
     @property
     def num_playing(self) -> int:
         """Rollouts that an env-server plays."""
-        return len(self.missing) - len(self.failures) if self.state is State.PLACED else 0
+        return len(self.missing) - len(self.failures) if self.state is PlayState.PLACED else 0
 
     @property
     def source(self) -> str:
@@ -126,8 +126,8 @@ class Play:
 
     def place(self, env_server: str, *, replica: str, timeout_s: float) -> None:
         """An env-server plays what is missing of the current attempt; after `timeout_s` it counts as lost."""
-        assert self.state is State.UNPLACED, self.state
-        self.state = State.PLACED
+        assert self.state is PlayState.UNPLACED, self.state
+        self.state = PlayState.PLACED
         self.env_server, self.replica = env_server, replica
         self.deadline = time.monotonic() + timeout_s
 
@@ -148,15 +148,15 @@ class Play:
         `keeps_home`: its replica answers and has the prefix, so that it is preferred; else it goes to any with room.
         """
         assert self.is_open, self.state
-        self.state = State.UNPLACED
+        self.state = PlayState.UNPLACED
         self.home = self.replica if keeps_home else ""
         self.env_server = self.replica = ""
         self.follow(self.attempt + 1)
 
     def resolve(self, reason: str) -> None:
         """Nothing of it is played or taken any more; `reason` is empty if it is trained."""
-        assert self.state is not State.RESOLVED
-        self.state, self.reason = State.RESOLVED, reason
+        assert self.state is not PlayState.RESOLVED
+        self.state, self.reason = PlayState.RESOLVED, reason
 
     def follow(self, attempt: int) -> None:
         """Go on to a later attempt, which may be a predecessor's; what is over stays as it is.
@@ -174,7 +174,7 @@ class Play:
 
         Without a deadline nobody would notice that the members of an earlier attempt failed.
         """
-        if self.state is not State.UNPLACED or not set(self.missing) - set(self.failures) <= set(members):
+        if self.state is not PlayState.UNPLACED or not set(self.missing) - set(self.failures) <= set(members):
             return False
         return attempt == self.attempt or not (self.is_scored_whole or math.isinf(self.settings.timeout_s))
 
@@ -194,7 +194,7 @@ class Play:
         """Draw the consequences of a rollout that was taken."""
         statuses = [failure.status for failure in self.failures.values()]
         if not self.missing:
-            self.state = State.WHOLE
+            self.state = PlayState.WHOLE
             return Arrival.FINISHED
         if hopeless := [status for status in statuses if status in self.settings.hopeless]:
             self.resolve(str(hopeless[0].value))
