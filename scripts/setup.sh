@@ -34,16 +34,22 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
   fi
 fi
 unset PYTHONDONTWRITEBYTECODE # imports of transformers and verifiers take twice as long without bytecode
-pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet)
+# Twice quiet leaves errors only: an index that has no torch makes pip warn once a package.
+pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --quiet)
+if [ -t 1 ]; then quiet=(); else quiet=(--quiet); fi # a person sees progress
 "${pip[@]}" "uv>=0.8"
+echo "  torch"
 # torch comes by pip: uv ignores pip's own configuration, which is where a CPU build is chosen.
 .venv/bin/python -c 'import torch' 2>/dev/null || "${pip[@]}" --constraint constraints.txt torch
-uv=(.venv/bin/python -m uv pip install --quiet --python .venv/bin/python --constraint constraints.txt)
+echo "  millrace and what it needs"
+uv=(.venv/bin/python -m uv pip install "${quiet[@]}" --python .venv/bin/python --constraint constraints.txt)
 "${uv[@]}" --editable '.[local]'
 "${uv[@]}" --no-deps --editable environments/reverse_text --editable environments/code_lookup
 if [ "${1:-}" = dev ]; then
+  echo "  what the tests need"
   "${uv[@]}" --group dev
 fi
+echo "  bytecode"
 # uv leaves bytecode to the first import, which then costs seconds in every service; a file for a newer Python may refuse.
 .venv/bin/python -m compileall -qq -j 0 .venv/lib/python3*/site-packages/{transformers,verifiers,datasets,openai,grpc,botocore,boto3,aiohttp,fastapi,starlette,uvicorn} || true
 echo "$wanted" > "$stamp"

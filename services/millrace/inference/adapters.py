@@ -16,7 +16,7 @@ def spec_of(entry: AdapterEntry) -> AdapterSpec:
 
 
 def require_fitting(staged: StagedPolicy, base: Mapping[str, Shape]) -> None:
-    """Raises InvalidStateError, naming tensors, unless the adapter fits weights `base` (dtype and shape by name)."""
+    """Raise InvalidStateError, naming tensors, unless the adapter fits weights `base` (dtype and shape by name)."""
     entry = staged.manifest.adapter
     problems = ["it is none"]
     if entry is not None:

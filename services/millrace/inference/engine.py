@@ -178,7 +178,7 @@ class PolicyEngine(Protocol):
         ...
 
     async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
-        """Puts in the model that `model_dir` describes (config, tokenizer), in place of the one that is held.
+        """Put in the model that `model_dir` describes (config, tokenizer), in place of the one that is held.
 
         Weights come from `staged`, or from the directory's safetensors files if that is None. A failure before the held
         model is touched raises and leaves it; a later one leaves the engine FAILED. Requests in flight end with ABORT.
@@ -186,7 +186,7 @@ class PolicyEngine(Protocol):
         ...
 
     async def check(self, staged: StagedPolicy) -> None:
-        """Raises InvalidStateError if `apply_policy` could not take this policy; changes nothing that is served.
+        """Raise InvalidStateError if `apply_policy` could not take this policy; changes nothing that is served.
 
         An engine may prepare here, while it serves, what makes `apply_policy` short.
         """
@@ -195,14 +195,14 @@ class PolicyEngine(Protocol):
     async def apply_policy(
         self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
     ) -> None:
-        """Puts new weights into the held model, between two decode steps. A failure leaves the engine FAILED.
+        """Put new weights into the held model, between two decode steps. A failure leaves the engine FAILED.
 
         Only `staged.changes` are written where the engine can and they are known.
         """
         ...
 
     async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
-        """Proves that the engine holds this policy; InternalError says what differs.
+        """Prove that the engine holds this policy; InternalError says what differs.
 
         `opens` False is a policy that shall not be served, as an adapter is still to come on it.
 
@@ -211,19 +211,19 @@ class PolicyEngine(Protocol):
         ...
 
     async def fail(self, error: str) -> None:
-        """Declares what is held unusable: state FAILED, requests in flight end with ABORT."""
+        """Declare what is held unusable: state FAILED, requests in flight end with ABORT."""
         ...
 
     async def abort_all(self) -> None:
-        """Ends every request with ABORT."""
+        """End every request with ABORT."""
         ...
 
     async def pause(self, holder: str) -> None:
-        """Stops generation between two tokens until every holder has resumed. Idempotent by holder."""
+        """Stop generation between two tokens until every holder has resumed. Idempotent by holder."""
         ...
 
     async def resume(self, holder: str) -> None:
-        """Ends this holder's pause."""
+        """End this holder's pause."""
         ...
 
     def status(self) -> EngineStatus:
@@ -231,7 +231,7 @@ class PolicyEngine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Aborts what is in flight and frees everything."""
+        """Abort what is in flight and free everything."""
         ...
 
 
@@ -239,7 +239,7 @@ class Engine(PolicyEngine, Protocol):
     """Generates with the model that it holds."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Generates one completion. Cancelling the call aborts the request.
+        """Generate one completion. Cancelling the call aborts the request.
 
         Raises UnavailableError when no model is held, InvalidStateError when the prompt does not fit the context.
         """
@@ -250,5 +250,5 @@ class Engine(PolicyEngine, Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request with ABORT; unknown ids are ignored."""
+        """End a request with ABORT; unknown ids are ignored."""
         ...

@@ -42,7 +42,7 @@ class ModelSlot:
 
 
 def write_files(files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
-    """Writes a policy's files into a fresh directory that lives as long as the returned object."""
+    """Write a policy's files into a fresh directory that lives as long as the returned object."""
     directory = tempfile.TemporaryDirectory(prefix="millrace-model-")
     for name, data in files.items():
         (Path(directory.name) / name).write_bytes(data)  # names are plain: the manifest checks it

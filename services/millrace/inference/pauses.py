@@ -37,7 +37,7 @@ class CallerPause:
         return self._ending is not None and bool(run_uid) and self._run_uid == run_uid
 
     async def pause(self, run_uid: str) -> None:
-        """Stops generation for at most `PAUSE_LIMIT_S` from now; again makes that anew. An empty run is an operator."""
+        """Stop generation for at most `PAUSE_LIMIT_S` from now; again makes that anew. An empty run is an operator."""
         # The end comes first: the engine must not be paused without one if its caller goes away meanwhile.
         self._cancel()
         self._run_uid = run_uid
@@ -45,12 +45,12 @@ class CallerPause:
         await self._whole(self._pause(self._ending))
 
     async def resume(self) -> None:
-        """Goes on with generation."""
+        """Go on with generation."""
         self._cancel()
         await self._whole(self._engine.resume(OPERATOR))
 
     async def _pause(self, ending: asyncio.Task[None]) -> None:
-        """Pauses the engine; what could not begin is shown by no wait, and needs no end."""
+        """Pause the engine; what could not begin is shown by no wait, and needs no end."""
         try:
             await self._engine.pause(OPERATOR)
         except BaseException:  # then raises
@@ -60,7 +60,7 @@ class CallerPause:
             raise
 
     async def _whole(self, call: Coroutine[None, None, None]) -> None:
-        """Waits for a call of the engine, which goes on if this one is cancelled; its own deadlines end it."""
+        """Wait for a call of the engine, which goes on if this one is cancelled; its own deadlines end it."""
         task = asyncio.create_task(call, name="operator's pause")
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)

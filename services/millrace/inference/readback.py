@@ -69,7 +69,7 @@ class Readback:
             return len(self._unread)
 
     def prepare(self, staged: StagedPolicy) -> None:
-        """Continues the proved digests by what a version changes, from the old bits in the memory; writes nothing."""
+        """Continue the proved digests by what a version changes, from the old bits in the memory; write nothing."""
         self._next = None
         if staged.changes is None or not self._proved:
             return
@@ -81,7 +81,7 @@ class Readback:
         self._next = staged, digests, _policy_digest(staged, digests)
 
     def write_changes(self, staged: StagedPolicy, write: Callable[[], None]) -> None:
-        """Has `write` put a version's changes into the memory. What is held is unknown from then on, until `prove`."""
+        """Have `write` put a version's changes into the memory. What is held is unknown from then on, until `prove`."""
         if self._next is None or self._next[0] is not staged:
             self.prepare(staged)
         if self._next is None:
@@ -93,7 +93,7 @@ class Readback:
             write()
 
     def write_unproved(self, write: Callable[[], None]) -> None:
-        """Has `write` change the memory in a way that only reading everything back can prove."""
+        """Have `write` change the memory in a way that only reading everything back can prove."""
         self._next = None
         with self._lock:
             self._num_writes += 1
@@ -119,7 +119,7 @@ class Readback:
         return found
 
     def close(self) -> None:
-        """Ends the reader, within a slice."""
+        """End the reader, within a slice."""
         self._closing.set()
 
     def _require_written(self, name: str, parts: tuple[TensorChange, ...]) -> None:
@@ -134,7 +134,7 @@ class Readback:
                 )
 
     def _read_beside(self) -> None:
-        """Has everything read back beside the serving. What waits for it already goes first: nothing starves."""
+        """Have everything read back beside the serving. What waits for it already goes first: nothing starves."""
         self._unread |= dict.fromkeys(self._proved)
         if self._reader is None and not self._closing.is_set():
             self._reader = threading.Thread(target=self._read, name="policy-readback", daemon=True)

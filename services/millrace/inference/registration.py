@@ -19,5 +19,5 @@ def inference_worker(worker_id: str) -> Worker:
 
 
 def http_address(host: str, port: int) -> Callable[[str], str]:
-    """Makes the URL of an HTTP API that listens on `host`: of that host, or of the reachable one for a wildcard."""
+    """Make the URL of an HTTP API that listens on `host`: of that host, or of the reachable one for a wildcard."""
     return lambda reachable: f"{http_scheme()}://{reachable if is_wildcard(host) else host}:{port}/v1"

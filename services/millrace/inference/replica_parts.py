@@ -67,7 +67,7 @@ class ReplicaParts:
         warm_up: Callable[[], object] | None = None,
         handle_signals: bool = True,
     ) -> None:
-        """Serves until it shall stop, then drains.
+        """Serve until it shall stop, then drain.
 
         `http_url` makes the registered URL from the host under which others reach this process. `drain` gets the grace
         period in seconds. `warm_up` runs in a thread once the server listens.
@@ -101,7 +101,7 @@ class ReplicaParts:
         )
 
     async def _update(self) -> None:
-        """Runs the updater; its end is the replica's, which would serve an old version for ever, and say nothing."""
+        """Run the updater; its end is the replica's, which would serve an old version for ever, and say nothing."""
         task = asyncio.current_task()
         assert task is not None
         try:

@@ -25,7 +25,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def UpdatePolicy(
         self, request: pb.UpdatePolicyRequest, context: grpc.aio.ServicerContext
     ) -> pb.UpdatePolicyResponse:
-        """Sets the version to serve, waits a bounded time for it, and answers what is served then."""
+        """Set the version to serve, wait a bounded time for it, and answer what is served then."""
         policy = _desired(request)
         mode = (
             InflightMode.RECOMPUTE
@@ -45,7 +45,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def PauseGeneration(
         self, request: pb.PauseGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.PauseGenerationResponse:
-        """Stops generation between two tokens, for `pauses.PAUSE_LIMIT_S` at most; asking again prolongs it."""
+        """Stop generation between two tokens, for `pauses.PAUSE_LIMIT_S` at most; asking again prolongs it."""
         self._require_run(request.run_uid)
         await self._pause.pause(request.run_uid)
         return pb.PauseGenerationResponse(status=self.status())
@@ -53,7 +53,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def ResumeGeneration(
         self, request: pb.ResumeGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeGenerationResponse:
-        """Goes on with generation."""
+        """Go on with generation."""
         if not self._pause.is_by(request.run_uid):  # its own pause a run ends also when another one is served by now
             self._require_run(request.run_uid)
         await self._pause.resume()

@@ -36,7 +36,7 @@ class InferenceSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "InferenceSettings":
-        """Reads the variables; InvalidSpecError lists everything that is malformed."""
+        """Read the variables; InvalidSpecError lists everything that is malformed."""
         numbers = {
             "max_num_seqs": "MILLRACE_MAX_NUM_SEQS",
             "max_model_len": "MILLRACE_MAX_MODEL_LEN",

@@ -162,7 +162,7 @@ class PolicyUpdater:
         return self._desired
 
     def desire(self, policy: DesiredPolicy, *, mode: InflightMode, epoch: int) -> None:
-        """Sets the version to serve. FencedError if a newer orchestrator has spoken for the run."""
+        """Set the version to serve. FencedError if a newer orchestrator has spoken for the run."""
         if self._is_leaving:
             raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="use another one")
         seen = self._epochs.get(policy.run_uid, 0)
@@ -187,7 +187,7 @@ class PolicyUpdater:
         return self._served == policy and status.identity == policy.identity
 
     async def wait(self, policy: DesiredPolicy, *, timeout_s: float) -> None:
-        """Returns when the version serves, failed, is no longer wanted, or after `timeout_s`."""
+        """Return when the version serves, failed, is no longer wanted, or after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._desired == policy and self._settled != policy and not self._is_leaving:
@@ -196,12 +196,12 @@ class PolicyUpdater:
             return
 
     def leave(self) -> None:
-        """Takes no versions any more, and lets those who wait for one go."""
+        """Take no versions any more, and release those who wait for one."""
         self._is_leaving = True
         self._notify()
 
     async def serve_fixed(self, model_dir: Path) -> None:
-        """Serves a model directory as version 0 of no run."""
+        """Serve a model directory as version 0 of no run."""
         tokenizer = await asyncio.to_thread(model_files.load_tokenizer, model_dir)
         identity = PolicyIdentity(run_uid="", lineage=0, version=0)
         await self._engine.load(model_dir, None, identity=identity)
@@ -210,7 +210,7 @@ class PolicyUpdater:
         self._set(UpdateState.SERVING)
 
     async def run(self) -> None:
-        """Works on the desired version; ends by cancellation."""
+        """Work on the desired version; end by cancellation."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -321,7 +321,7 @@ class PolicyUpdater:
             raise
 
     async def _load(self, desired: DesiredPolicy, staged: StagedPolicy) -> None:
-        """Puts in the policy with its own files. New requests are refused meanwhile, so none meets a mixture.
+        """Put in the policy with its own files. New requests are refused meanwhile, so none meets a mixture.
 
         Of an adapter the base is put in first, and proved; nothing is served before the adapter is on it.
         """
@@ -359,7 +359,7 @@ class PolicyUpdater:
         self._pause_s = time.monotonic() - began
 
     async def _prove(self, identity: PolicyIdentity, staged: StagedPolicy, *, opens: bool = True) -> None:
-        """Has the engine prove what it holds; declares it failed if that is not this policy, or unknown."""
+        """Have the engine prove what it holds; declare it failed if that is not this policy, or unknown."""
         try:
             held = await self._engine.prove(staged, opens=opens)
             if held.digest != staged.manifest.digest:

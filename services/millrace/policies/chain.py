@@ -29,7 +29,7 @@ class Link:
 
     @property
     def name(self) -> tuple[str, int | None]:
-        """Names the link for good: the version's manifest and the base."""
+        """Name the link for good: the version's manifest and the base."""
         return self.manifest.key, self.encoding.base
 
 
@@ -60,7 +60,7 @@ class Manifests:
         self.is_wary = False
 
     def read(self, key: str, sha256: bytes | None = None) -> PolicyManifest:
-        """Reads a manifest as `read_manifest` does; one whose hash is told is read anew."""
+        """Read a manifest as `read_manifest` does; one whose hash is told is read anew."""
         manifest = None if sha256 else self._held.get(key)
         if manifest is None:
             manifest = read_manifest(self._store, key, sha256, is_newest=self.is_wary)

@@ -34,7 +34,7 @@ class TensorChange:
         return held[self.positions]
 
     def apply(self, held: NDArray[np.unsignedinteger]) -> None:
-        """Sets the elements in `held`, the whole tensor's flat bits, in place; raises before it writes anything."""
+        """Set the elements in `held`, the whole tensor's flat bits, in place; raise before it writes anything."""
         self._check(held)
         if self.positions is None:
             held[self.start : self.start + self.bits.size] = self.bits

@@ -129,7 +129,7 @@ class _Mixer:
         self._set_place(place)
 
     def add(self, bits: NDArray[np.unsignedinteger], *, sign: int = 1) -> None:
-        """Adds (sign 1) or takes away (sign -1) the terms of elements at the places that were set last."""
+        """Add (sign 1) or take away (sign -1) the terms of elements at the places that were set last."""
         count = bits.size
         held, mixed = self._held[:count], self._mixed[:count]
         held[:] = bits  # widening in one go is faster than inside an operation

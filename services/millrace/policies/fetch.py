@@ -22,7 +22,7 @@ TakeBytes = Callable[[ObjectEntry, int, bytes], None]
 def read_manifest(
     store: ObjectStore, key: str, sha256: bytes | None = None, *, is_newest: bool = True
 ) -> PolicyManifest:
-    """Reads a manifest, or its newest successor: a version that was damaged is published anew under `manifest.r1.json`.
+    """Read a manifest, or its newest successor: a version that was damaged is published anew under `manifest.r1.json`.
 
     `sha256` (of the policy stream's entry) must match the bytes unless it is None or empty. A successor has another:
     the digest proves it, which who knows the announced one compares. Without `is_newest` no successor is looked for,
@@ -69,7 +69,7 @@ def read_objects(
     connections: int = NUM_CONNECTIONS,
     range_bytes: int = RANGE_BYTES,
 ) -> None:
-    """Reads objects whole, in ranges and over parallel connections, and hands the ranges on in order.
+    """Read objects whole, in ranges and over parallel connections, and hand the ranges on in order.
 
     What is read is as long as the entries say, so `require_sizes` must have looked at them. Raises CorruptObjectError
     if the sha256 of an object is not the entry's, NotFoundError if it is gone. Holds at most `2 * connections` ranges.
@@ -103,7 +103,7 @@ def read_objects(
 
 
 def require_sizes(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
-    """Raises CorruptObjectError or NotFoundError unless the objects have the sizes that memory is taken for.
+    """Raise CorruptObjectError or NotFoundError unless the objects have the sizes that memory is taken for.
 
     Those of one range are not asked for: reading them finds out, and takes no more than that.
     """

@@ -113,7 +113,7 @@ class HostCopy:
         return None if self._held is None else self._held.manifest
 
     def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
-        """Brings the copy to a version and returns it, proved. Blocking: call it in a thread.
+        """Bring the copy to a version and return it, proved. Blocking: call it in a thread.
 
         Damaged objects are gone around where another chain leads to the version. Raises CorruptObjectError or
         NotFoundError naming what is in the way; UnavailableError if the store is.
@@ -153,7 +153,7 @@ class HostCopy:
         )
 
     def forget(self) -> None:
-        """Holds nothing: the next version is read from its anchor on. Its memory or file is used again."""
+        """Hold nothing: the next version is read from its anchor on. Its memory or file is used again."""
         if self._held is not None:
             self._spare, self._held = self._held.buffer, None
 
@@ -168,7 +168,7 @@ class HostCopy:
                 logger.warning("a policy's file stays", extra={"path": str(self._path), "error": str(error)})
 
     def _bring_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
-        """Follows chains until one holds; returns what changed since the copy before, None if that is unknown."""
+        """Follow chains until one holds; return what changed since the copy before, None if that is unknown."""
         avoid: set[tuple[str, int | None]] = set()
         first: MillraceError | None = None
         is_continued = True
@@ -204,7 +204,7 @@ class HostCopy:
                 return changes if is_continued and before is not None else None
 
     def _load(self, link: Link, fetched: "_Fetched") -> None:
-        """Reads a full encoding. The old version is given up first, so that one copy's memory is enough."""
+        """Read a full encoding. The old version is given up first, so that one copy's memory is enough."""
         self.forget()
         fetched.link, fetched.is_read, manifest = link, False, link.manifest
         require_sizes(self._store, link.encoding.objects)
@@ -223,7 +223,7 @@ class HostCopy:
         self._held = _Held(manifest=manifest, buffer=buffer, digests=digests, parts={})
 
     def _advance(self, target: PolicyManifest, chain: Chain, fetched: "_Fetched") -> Changes:
-        """Applies deltas: all are read, decoded and proved before the first element is written."""
+        """Apply deltas: all are read, decoded and proved before the first element is written."""
         held = self._held
         assert held is not None
         frames: dict[str, list[tuple[Link, Piece, memoryview]]] = {}
@@ -313,7 +313,7 @@ def _rebuild(
 
 
 def _note_part(parts: Parts, part: tuple[int, int], digest: int) -> None:
-    """Takes note of a part's digest; what is known of others that share elements with it holds no more."""
+    """Take note of a part's digest; what is known of others that share elements with it holds no more."""
     if part not in parts:  # it was cut otherwise before: other ranks, or a rank that held all
         start, end = part[0], part[0] + part[1]
         for other in [other for other in parts if other[0] < end and start < other[0] + other[1]]:
@@ -322,7 +322,7 @@ def _note_part(parts: Parts, part: tuple[int, int], digest: int) -> None:
 
 
 def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetched) -> None:
-    """Reads a full encoding's objects into the buffer."""
+    """Read a full encoding's objects into the buffer."""
     pieces: dict[str, list[Piece]] = {}
     for piece in link.encoding.pieces:
         pieces.setdefault(piece.object, []).append(piece)

@@ -253,7 +253,7 @@ class PolicyManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> "PolicyManifest":
-        """Parses and checks a manifest; raises CorruptObjectError naming `source` if it is damaged or too new."""
+        """Parse and check a manifest; raise CorruptObjectError naming `source` if it is damaged or too new."""
         what, reason = f"policy manifest {source}", "POLICY_MANIFEST_INVALID"
         remedy = "the object is damaged or of another version of Millrace: the run's trainer publishes it anew when a "
         remedy += "replica reports it, or read it with the version that wrote it"
@@ -266,7 +266,7 @@ class PolicyManifest:
         return manifest
 
     def _check(self) -> None:
-        """Raises ValueError if the parts contradict each other or a file name could leave its directory."""
+        """Raise ValueError if the parts contradict each other or a file name could leave its directory."""
         for entry in self.files:
             if not entry.name or "/" in entry.name or "\\" in entry.name or entry.name.startswith("."):
                 raise ValueError(f"file name {entry.name!r} is not a plain name")
@@ -348,7 +348,7 @@ def _adapter_of(fields: Fields) -> AdapterEntry:
 
 
 def _check_encoding(encoding: Encoding, tensors: Mapping[str, TensorEntry], *, version: int) -> None:
-    """Raises ValueError unless the pieces lie in their objects and tensors, disjoint, and cover all if `full`."""
+    """Raise ValueError unless the pieces lie in their objects and tensors, disjoint, and cover all if `full`."""
     is_full = encoding.codec == CODEC_FULL
     if is_full != (encoding.base is None) or (encoding.base is not None and not encoding.base < version):
         raise ValueError(f"a {encoding.codec} encoding of version {version} has the base {encoding.base}")

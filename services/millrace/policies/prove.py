@@ -24,7 +24,7 @@ Weights = dict[str, NDArray[np.unsignedinteger]]
 def prove_policies(
     store: ObjectStore, keys: Sequence[str], on_progress: Callable[[str], None] = lambda text: None
 ) -> Iterator[str]:
-    """Decodes the policies with these manifests and yields, in words, what is wrong (blocking)."""
+    """Decode the policies with these manifests and yield, in words, what is wrong (blocking)."""
     manifests: list[PolicyManifest] = []
     for key in keys:
         try:

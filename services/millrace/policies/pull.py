@@ -23,7 +23,7 @@ def pull_tensors(store: ObjectStore, manifest: PolicyManifest) -> Mapping[str, T
 
 
 def download_hf(store: ObjectStore, manifest: PolicyManifest, directory: str | os.PathLike[str]) -> Path:
-    """Writes the version as a directory that `AutoModelForCausalLM.from_pretrained` loads; returns the directory.
+    """Write the version as a directory that `AutoModelForCausalLM.from_pretrained` loads; return the directory.
 
     An adapter becomes one that PEFT and vLLM load on top of its base.
     """
@@ -44,7 +44,7 @@ def write_hf(
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Path:
-    """Writes files and tensors as one directory: `model.safetensors`, or numbered shards with an index."""
+    """Write files and tensors as one directory: `model.safetensors`, or numbered shards with an index."""
     target = Path(directory)
     for name, data in files.items():
         _write(target / name, data)

@@ -44,7 +44,7 @@ class Stager(Protocol):
         ...
 
     def forget(self) -> None:
-        """Makes the next stage begin at an anchor."""
+        """Make the next stage begin at an anchor."""
         ...
 
     def drop(self) -> None:

@@ -60,7 +60,7 @@ class TensorBytes:
 
     @classmethod
     def from_numpy(cls, array: np.ndarray, *, dtype: str | None = None) -> "TensorBytes":
-        """Wraps an array without a copy where it is contiguous; pass `dtype="bfloat16"` with a uint16 array of bits."""
+        """Wrap an array without a copy where it is contiguous; pass `dtype="bfloat16"` with a uint16 array of bits."""
         tag = dtype or _FROM_NUMPY.get(array.dtype.newbyteorder("<"))
         if tag is None or element_bytes(tag) != array.dtype.itemsize:
             raise CorruptObjectError(
@@ -154,14 +154,14 @@ def plan_safetensors(
 
 
 def pack_safetensors(tensors: Iterable[tuple[str, TensorBytes]]) -> tuple[bytes, list[TensorPlace]]:
-    """Serialises tensors, in the given order, into one safetensors file; returns its bytes and each tensor's place."""
+    """Serialise tensors, in the given order, into one safetensors file; return its bytes and each tensor's place."""
     items = list(tensors)
     head, places, _ = plan_safetensors((name, tensor.dtype, tensor.shape) for name, tensor in items)
     return b"".join([head, *(tensor.data for _, tensor in items)]), places
 
 
 def read_places(data: bytes | memoryview, *, source: str) -> list[TensorPlace]:
-    """Reads the header of a safetensors file; raises CorruptObjectError naming `source` if it is not one."""
+    """Read the header of a safetensors file; raise CorruptObjectError naming `source` if it is not one."""
     view = memoryview(data).cast("B")
     what, reason = f"the safetensors header of {source}", "SAFETENSORS_INVALID"
     remedy = "the object is damaged; publish the policy again"

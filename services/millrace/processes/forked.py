@@ -39,7 +39,7 @@ class ForkedProcess:
         self._ended = asyncio.Event()
 
     async def wait(self) -> int:
-        """Returns when it has ended, with its exit code, or minus the number of the signal."""
+        """Return when it has ended, with its exit code, or minus the number of the signal."""
         await self._ended.wait()  # as long as the process lives
         assert self.returncode is not None
         return self.returncode

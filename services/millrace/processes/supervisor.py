@@ -229,11 +229,11 @@ class Supervisor:
             ) from error
 
     async def wait_death(self) -> ProcessDiedError:
-        """Returns when a process ends unasked, with what to tell the user. May be cancelled."""
+        """Return when a process ends unasked, with what to tell the user. May be cancelled."""
         return await asyncio.to_thread(describe_death, await self.next_death())
 
     async def next_death(self) -> Child:
-        """Returns when a process ends unasked, each death once. May be cancelled."""
+        """Return when a process ends unasked, each death once. May be cancelled."""
         return await self._died.get()
 
     async def end_rest(self, child: Child) -> None:

@@ -52,7 +52,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def _refusal(method: str, request_id: str) -> grpc.RpcMethodHandler:
-    """Ends calls of every arity without reading a message."""
+    """End calls of every arity without reading a message."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         logger.info("call refused", extra={"method": method, "peer": context.peer(), "request_id": request_id})

@@ -46,7 +46,7 @@ T = TypeVar("T")
 async def metrics_server(
     address: str | None, registry: CollectorRegistry, *, access: ServerAccess | None = None
 ) -> AsyncIterator[int]:
-    """Serves the registry while the block runs; the value is the port. Without an address nothing is served (port 0).
+    """Serve the registry while the block runs; the value is the port. Without an address nothing is served (port 0).
 
     `access` is by default that of this process's variables. InvalidSpecError if the address needs protection that is
     not set up, UnavailableError if it cannot be bound.

@@ -34,7 +34,7 @@ class ServerFiles:
     """Callers must show a certificate that one of these signed; None asks for none."""
 
     def stamp(self) -> Stamp:
-        """Differs when a file has changed."""
+        """A value that differs when a file has changed."""
         return stamp_of(self.cert, self.key, self.client_ca)
 
     def check(self) -> None:
@@ -87,7 +87,7 @@ class ClientFiles:
     """Name that servers' certificates must bear, instead of the host that is called."""
 
     def stamp(self) -> Stamp:
-        """Differs when a file has changed."""
+        """A value that differs when a file has changed."""
         return stamp_of(None if self.ca == SYSTEM_CA else self.ca, self.cert, self.key)
 
     def grpc_credentials(self) -> grpc.ChannelCredentials:

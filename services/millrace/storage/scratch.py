@@ -30,7 +30,7 @@ _FRESH_S = 60.0  # a directory is locked and has its name microseconds after it 
 
 @contextlib.contextmanager
 def scratch_errors(path: Path) -> Iterator[None]:
-    """Turns what the operating system refuses in a scratch directory into our errors: CapacityError if it is full."""
+    """Turn what the operating system refuses in a scratch directory into our errors: CapacityError if it is full."""
     try:
         with io_errors(path, "write"):
             yield
@@ -79,7 +79,7 @@ def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Pat
 
 
 def sweep(parent: Path) -> None:
-    """Removes the directories in `parent` whose owners are dead; one without a lock was not made here."""
+    """Remove the directories in `parent` whose owners are dead; one without a lock was not made here."""
     for path in [*parent.glob(f"{_PREFIX}*/{_LOCK}"), *_forsaken(parent)]:
         with contextlib.suppress(OSError):  # somebody owns it, or removes it
             lock = _open_own(path)
@@ -111,7 +111,7 @@ def _open_own(path: Path) -> IO[str]:
 
 
 def _remove(directory: Path, lock: IO[str]) -> None:
-    """Removes a directory whose lock is held; the lock last, and closed before, as network file systems need it."""
+    """Remove a directory whose lock is held; the lock last, and closed before, as network file systems need it."""
     try:
         for path in directory.iterdir():
             if path.name == _LOCK:

@@ -59,7 +59,7 @@ class JobContext:
 
 
 def run_job(context: JobContext, uid: str) -> None:
-    """Trains a run to its end. Raises StopRequested when asked to let go, and every error of the parts."""
+    """Train a run to its end. Raises StopRequested when asked to let go, and every error of the parts."""
     names = Names(context.prefix, uid)
     record = context.store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
     client = LogClient(
@@ -83,7 +83,7 @@ def run_job(context: JobContext, uid: str) -> None:
 
 
 def hold_run(context: JobContext, client: LogClient) -> None:
-    """Waits, with the whole gang, until rank 0 holds the run; StopRequested at every rank if it is asked to stop."""
+    """Wait, with the whole gang, until rank 0 holds the run; StopRequested at every rank if it is asked to stop."""
     gang = context.gang
 
     def look() -> str:

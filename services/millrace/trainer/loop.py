@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(run: Training) -> None:
-    """Trains from the run's position to its closing header.
+    """Train from the run's position to its closing header.
 
     Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to let go before that.
     """
@@ -70,7 +70,7 @@ def step(run: Training, batch: Batch) -> None:
 
 
 def forward_backward(run: Learner, batch: Batch, *, loss_of: LossFunction = token_losses) -> dict[str, float]:
-    """Accumulates the gradient of the batch's loss and returns the step's metrics, both over all ranks."""
+    """Accumulate the gradient of the batch's loss and return the step's metrics, both over all ranks."""
     counts = [0.0, 0.0]
     for micro_batch in batch.micro_batches:
         counts[0] += micro_batch.num_rl_tokens
@@ -89,7 +89,7 @@ def forward_backward(run: Learner, batch: Batch, *, loss_of: LossFunction = toke
 
 
 def close(run: Training, batch: Batch) -> None:
-    """Scores the closing header's samples with the final weights and saves the final checkpoint."""
+    """Score the closing header's samples with the final weights and save the final checkpoint."""
     # The position stays: a closing header is no step, and the checkpoint of version n names H(n - 1).
     version = run.position.version
     if batch.header.samples:
@@ -119,7 +119,7 @@ def close(run: Training, batch: Batch) -> None:
 
 
 def _warn(run: Training, batch: Batch, report: OptimizerReport) -> None:
-    """Warns of a step that changed nothing because its gradient was not finite."""
+    """Warn of a step that changed nothing because its gradient was not finite."""
     if report.was_skipped:
         run.reporter.warning(
             "GRADIENT_NOT_FINITE",

@@ -16,7 +16,7 @@ from millrace.telemetry.settings import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs and exits with the code of the error that ended it (0, 130 for Ctrl-C)."""
+    """Run and exit with the code of the error that ended it (0, 130 for Ctrl-C)."""
     arguments = _parser().parse_args(argv)
     run_service(lambda: _sft(arguments.config) if arguments.command == "sft" else _worker())
 

@@ -45,13 +45,13 @@ class Reporter:
         self._last = time.monotonic()
 
     def start(self) -> None:
-        """Begins the clock of the first step."""
+        """Begin the clock of the first step."""
         self._last = time.monotonic()
 
     def step_completed(
         self, batch: Batch, *, metrics: dict[str, float], optimizer: OptimizerReport, phases: Phases
     ) -> None:
-        """Reports a finished step."""
+        """Report a finished step."""
         now = time.monotonic()
         step_s, self._last = now - self._last, now
         if self._log_client is None:
@@ -110,16 +110,16 @@ class Reporter:
         )
 
     def checkpoint_saved(self, *, step: int, uri: str, size_bytes: int, manifest_sha256: str) -> None:
-        """Reports a durable checkpoint."""
+        """Report a durable checkpoint."""
         body = event_pb2.CheckpointSaved(step=step, uri=uri, size_bytes=size_bytes, manifest_sha256=manifest_sha256)
         self._write(event_pb2.Event(checkpoint_saved=body))
 
     def score_completed(self, body: event_pb2.ScoreCompleted) -> None:
-        """Reports how far trainer and engine agree on the final evaluation."""
+        """Report how far trainer and engine agree on the final evaluation."""
         self._write(event_pb2.Event(score_completed=body))
 
     def warning(self, reason: str, message: str) -> None:
-        """Reports something that needs a person's attention."""
+        """Report something that needs a person's attention."""
         logger.warning(message, extra={"reason": reason})
         self._write(event_pb2.Event(warning=event_pb2.Warning(reason=reason, message=message)))
 

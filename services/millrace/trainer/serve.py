@@ -34,7 +34,7 @@ _QUIET_S = 5.0
 
 
 def run(settings: Settings) -> int:
-    """Works until a signal; returns the exit code: 1 if a companion ended by itself with an unexpected error.
+    """Work until a signal; return the exit code: 1 if a companion ended by itself with an unexpected error.
 
     Raises the companion's error if it has an exit code of its own: a port in use, a refused registration.
     """
@@ -132,19 +132,19 @@ class _Companions:
         return future is not None and future.done() and bool(future.cancelled() or future.exception())
 
     def start(self, board: HealthBoard) -> None:
-        """Starts them; the end of one, which only an error causes, stops the worker and is logged at once."""
+        """Start them; the end of one, which only an error causes, stops the worker and is logged at once."""
         self._future = self._background.submit(self._run(board))
         self._future.add_done_callback(self._ended)
 
     def stop(self) -> None:
-        """Tells the orchestrator that this trainer is gone, and ends them in order."""
+        """Tell the orchestrator that this trainer is gone, and end them in order."""
         if self._future is None:
             return
         self._background.call(self._ask_to_stop(), what="stopping", timeout_s=_END_S)
         concurrent.futures.wait([self._future], self._settings.drain_s + self._settings.grace_s + _END_S)
 
     def raise_failure(self) -> None:
-        """Raises what ended them if it is one of our errors."""
+        """Raise what ended them if it is one of our errors."""
         future = self._future
         if future is not None and future.done() and not future.cancelled():
             error = future.exception()
@@ -152,7 +152,7 @@ class _Companions:
                 raise error
 
     def _ended(self, future: concurrent.futures.Future[None]) -> None:
-        """Logs how they ended, on the background thread, and lets the worker end too."""
+        """Log how they ended, on the background thread, and let the worker end too."""
         if future.cancelled():
             logger.error("a companion of the trainer was cancelled")
         elif (error := future.exception()) is not None:

@@ -34,7 +34,7 @@ class Training(Learner):
     saved_version: int | None = None
 
     def save_checkpoint(self) -> float:
-        """Saves the live state as the checkpoint of the position, behind its policy; returns the seconds it took."""
+        """Save the live state as the checkpoint of the position, behind its policy; return the seconds it took."""
         self.publisher.finish()
         state = state_tensors(self.model, self.optimizer, gang=self.gang)
         saved = self.checkpointer.save(
@@ -50,6 +50,6 @@ class Training(Learner):
         return saved.seconds
 
     def save_last_checkpoint(self) -> None:
-        """Saves the position on the way out, if the run has checkpoints and the interval has not just saved it."""
+        """Save the position on the way out, if the run has checkpoints and the interval has not just saved it."""
         if self.checkpointer.is_enabled and self.saved_version != self.position.version:
             self.save_checkpoint()

@@ -116,7 +116,7 @@ class TrainerWorker:
         )
 
     def hear(self, response: HeartbeatResponse) -> None:
-        """Takes what the orchestrator wants: one run, or none; and which runs are paused or over."""
+        """Take what the orchestrator wants: one run, or none; and which runs are paused or over."""
         self._unwanted = frozenset(response.let_go)
         assignment = response.assignments[0] if response.assignments else Assignment()
         self._assigned = assignment.run_uid
@@ -127,7 +127,7 @@ class TrainerWorker:
     # From signal handlers and from the job.
 
     def stop(self) -> None:
-        """Asks to let go of the run and to end."""
+        """Ask to let go of the run and to end."""
         self._stopping.set()
 
     def should_stop(self) -> bool:
@@ -164,7 +164,7 @@ class TrainerWorker:
     # The main thread.
 
     def run(self, run_job: RunJob, *, gang: Peers) -> None:
-        """Works until `stop`. In a gang, every rank runs it; rank 0 decides."""
+        """Work until `stop`. In a gang, every rank runs it; rank 0 decides."""
         self._gang = gang
         while True:
             match self._gang.from_leader(self._next_order).partition(" "):
@@ -192,7 +192,7 @@ class TrainerWorker:
         return "idle"
 
     def _work(self, uid: str, run_job: RunJob) -> None:
-        """Runs a job and turns its end into a status."""
+        """Run a job and turn its end into a status."""
         self._status = Status(run_uid=uid)
         self._slowest_step_s, self._last_progress = 0.0, self._clock()
         self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)
@@ -227,7 +227,7 @@ class TrainerWorker:
         self._status = Status()
 
     def _fail(self, reason: str, message: str) -> None:
-        """Reports the error with every heartbeat until the assignment ends."""
+        """Report the error with every heartbeat until the assignment ends."""
         logger.error("run given up", extra={"reason": reason, "error": message})
         meters.run_failed()
         self._status = replace(self._status, error_reason=reason, error_message=message)

@@ -59,7 +59,7 @@ class Moved:
     full_bytes: int = 0
 
     def add(self, moved_bytes: int, full_bytes: int) -> None:
-        """Takes one more version in; events of older releases do not say what a full copy has."""
+        """Take one more version in; events of older releases do not say what a full copy has."""
         self.versions += 1
         self.moved_bytes += moved_bytes
         self.full_bytes += full_bytes

@@ -133,7 +133,7 @@ def _unless_needed(*, is_needed: bool) -> Any:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Raises OSError."""
+    """Raise OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

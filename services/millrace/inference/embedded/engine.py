@@ -297,7 +297,7 @@ class EmbeddedEngine:
             raise UnavailableError("the engine is closed", reason="ENGINE_CLOSED", remedy="retry on another replica")
 
     def _post(self, command: _Command) -> None:
-        """Has the thread run a command; UnavailableError if it does not any more.
+        """Have the thread run a command; UnavailableError if it does not any more.
 
         Checked under the lock that ending takes as well, so what is posted is run or refused, never forgotten.
         """
@@ -309,7 +309,7 @@ class EmbeddedEngine:
             self._wake.notify()
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        """Runs a function in the thread, between two steps; its result or error comes back."""
+        """Run a function in the thread, between two steps; its result or error comes back."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -352,7 +352,7 @@ class EmbeddedEngine:
             self._scheduler.abort_all()
 
     def _die(self, reason: str) -> None:
-        """Ends everything that waits for the thread, and everything that will come."""
+        """End everything that waits for the thread, and everything that will come."""
         with self._wake:
             self._death = reason
             commands, self._commands = self._commands, deque()
@@ -394,7 +394,7 @@ class EmbeddedEngine:
             self._scheduler.abort(request_id)
 
     def _fail(self, error: str) -> None:
-        """Drops the model and ends its requests. Called where nothing catches any more, so it raises nothing."""
+        """Drop the model and end its requests. Called where nothing catches any more, so it raises nothing."""
         self._state, self._error = EngineState.FAILED, error
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:

@@ -26,7 +26,7 @@ class HeldWeights:
         self._readback = Readback(weights.held_bits(model), report=report)
 
     def check(self, staged: StagedPolicy) -> None:
-        """Raises InvalidStateError if the policy does not fit the model; changes nothing."""
+        """Raise InvalidStateError if the policy does not fit the model; changes nothing."""
         # Names, shapes and dtypes never change while a model is held: this may run beside a forward pass.
         if staged.manifest.adapter is not None:
             self._adapters.check(staged)
@@ -39,7 +39,7 @@ class HeldWeights:
             self._readback.prepare(staged)
 
     def apply(self, staged: StagedPolicy) -> None:
-        """Writes a checked policy; an adapter goes beside the base weights, a whole policy takes it away."""
+        """Write a checked policy; an adapter goes beside the base weights, a whole policy takes it away."""
         if staged.manifest.adapter is not None:
             self._readback.write_unproved(lambda: self._adapters.load(staged))
         elif staged.changes is None or self._adapters.is_loaded:
@@ -49,7 +49,7 @@ class HeldWeights:
             self._readback.write_changes(staged, lambda: weights.write_changes(self._model, changes))
 
     def prove(self, staged: StagedPolicy) -> HeldDigest:
-        """Reads back, and computes the probe if the manifest has one; InternalError says what differs."""
+        """Read back, and compute the probe if the manifest has one; InternalError says what differs."""
         is_adapter, probe = staged.manifest.adapter is not None, staged.manifest.probe
         found = self._adapters.read_digest() if is_adapter else self._readback.prove(staged)
         problem = None
@@ -64,7 +64,7 @@ class HeldWeights:
         return HeldDigest(digest=found, proof="readback" if probe is None else "readback+probe")
 
     def close(self) -> None:
-        """Ends what reads beside the serving."""
+        """End what reads beside the serving."""
         self._readback.close()
 
     def _write_whole(self, staged: StagedPolicy) -> None:

@@ -41,7 +41,7 @@ class RowCache(Cache):
         return sum(block.nbytes for block in (*self._keys, *self._values))
 
     def reserve(self, rows: int, length: int) -> None:
-        """Makes room for `rows` requests of `length` tokens; what is held stays."""
+        """Make room for `rows` requests of `length` tokens; what is held stays."""
         if rows <= self._rows and length <= self._length:
             return
         if rows > self._rows:
@@ -53,18 +53,18 @@ class RowCache(Cache):
                 blocks[layer] = _grown(old, self._rows, self._length)
 
     def release(self) -> None:
-        """Frees the blocks."""
+        """Free the blocks."""
         self._keys.clear()
         self._values.clear()
         self._rows = self._length = 0
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies the first `length` positions of rows `sources` over rows `targets` (disjoint from them)."""
+        """Copy the first `length` positions of rows `sources` over rows `targets` (disjoint from them)."""
         for block in (*self._keys, *self._values):
             block[targets, :, :length] = block[sources, :, :length]
 
     def clear_rows(self, rows: list[int]) -> None:
-        """Zeroes rows: a masked position contributes 0 x value, which must not be 0 x NaN."""
+        """Zero rows: a masked position contributes 0 x value, which must not be 0 x NaN."""
         for block in (*self._keys, *self._values):
             block[rows] = 0
 

@@ -18,7 +18,7 @@ _DEFAULT_POSITIONS = 2048  # where a config names no longest sequence
 
 
 def warm_up() -> None:
-    """Imports what building any model imports: half of the time from the start of a process to its first policy.
+    """Import what building any model imports: half of the time from the start of a process to its first policy.
 
     Meant for a thread while nothing is asked of the engine yet.
     """
@@ -52,7 +52,7 @@ def cache_token_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def _require_full_attention(config: Any) -> None:
-    """Raises InvalidStateError for layers whose masks or states the row cache does not know."""
+    """Raise InvalidStateError for layers whose masks or states the row cache does not know."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     window = None if layer_types else getattr(config, "sliding_window", None)
     if layer_types - {"full_attention"} or window:

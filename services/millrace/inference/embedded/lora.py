@@ -52,7 +52,7 @@ class Adapters:
         return bool(self._held)
 
     def check(self, staged: StagedPolicy) -> None:
-        """Raises InvalidStateError, naming tensors, unless the adapter fits the model; changes nothing."""
+        """Raise InvalidStateError, naming tensors, unless the adapter fits the model; changes nothing."""
         # A layer that is adapted already keeps its weight's name.
         layers = {name.removesuffix(LOW) for name in map(_own_name, staged.tensors) if name.endswith(LOW)}
         require_fitting(
@@ -67,7 +67,7 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, staged: StagedPolicy) -> None:
-        """Puts a checked adapter in the place of the one that is held."""
+        """Put a checked adapter in the place of the one that is held."""
         self.unload()
         adapter = staged.manifest.adapter
         assert adapter is not None, "only adapters come here"
@@ -86,7 +86,7 @@ class Adapters:
 
     @torch.no_grad()
     def unload(self) -> None:
-        """Leaves the base alone, bit for bit what it was."""
+        """Leave the base alone, bit for bit what it was."""
         for layer, base in self._layers.items():
             self._put(layer, base)
         for name, value in self._replaced.items():

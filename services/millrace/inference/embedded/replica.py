@@ -41,7 +41,7 @@ class Replica:
         self._api = HttpApi(self._engine, slot)
 
     async def run(self) -> None:
-        """Serves until it shall stop, then drains."""
+        """Serve until it shall stop, then drain."""
         host, port = parse_address(self._settings.require("http_listen"))
         server = await start_http(self._api, host.strip("[]"), port)
         logger.info("listening for HTTP", extra={"address": f"{host}:{server.port}"})

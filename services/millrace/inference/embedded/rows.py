@@ -57,7 +57,7 @@ class Running:
         logprobs: np.ndarray | None = None,
         stop_reason: int | str | None = None,
     ) -> None:
-        """Delivers the result; without tokens it is an empty one. Does nothing if the request has ended already."""
+        """Deliver the result; without tokens it is an empty one. Does nothing if the request has ended already."""
         if self.is_finished:
             return
         ids = np.zeros(0, np.int32) if tokens is None else tokens.astype(np.int32)
@@ -73,7 +73,7 @@ class Running:
         self.is_finished = True
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with an error. Does nothing if it has ended already."""
+        """End the request with an error. Does nothing if it has ended already."""
         if not self.is_finished:
             self.is_finished = True
             self.refuse(error)
@@ -98,7 +98,7 @@ class RowTable:
         self.has_stop_strings = np.zeros(0, np.bool_)
 
     def add(self, entries: Sequence[Running], eos_token_ids: Sequence[int]) -> slice:
-        """Appends requests; returns their rows. All or nothing: an error leaves the table as it was."""
+        """Append requests; return their rows. All or nothing: an error leaves the table as it was."""
         first, count = self.count, self.count + len(entries)
         stops = [
             tuple(
@@ -126,7 +126,7 @@ class RowTable:
         return slice(first, count)
 
     def append(self, rows: slice, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Appends one token per row; returns bool [rows]: the row ends by a stop token, its limit or a bad log-prob."""
+        """Append one token per row; return bool [rows]: the row ends by a stop token, its limit or a bad log-prob."""
         length = self.length[rows]
         index = np.arange(rows.start, rows.stop)
         self.tokens[index, length] = tokens
@@ -146,7 +146,7 @@ class RowTable:
         return self.logprobs[row, self.prompt_length[row] : self.length[row]]
 
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Drops rows and closes the holes from the end; returns (sources, targets) of the moves to repeat elsewhere."""
+        """Drop rows and close the holes from the end; return (sources, targets) of the moves to repeat elsewhere."""
         gone = set(rows)
         count = self.count - len(gone)
         targets = sorted(row for row in gone if row < count)
@@ -179,7 +179,7 @@ class RowTable:
         )
 
     def _reserve(self, rows: int, length: int, stops: int) -> None:
-        """Grows the columns, all or none of them; what is held stays, new stop ids match no token."""
+        """Grow the columns, all or none of them; what is held stays, new stop ids match no token."""
         have_rows, have_length = self.tokens.shape
         have_stops = self.stop_ids.shape[1]
         if rows <= have_rows and length <= have_length and stops <= have_stops:

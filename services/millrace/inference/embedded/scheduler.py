@@ -78,12 +78,12 @@ class Scheduler:
         return len(self._waiting)
 
     def submit(self, entry: Running) -> None:
-        """Queues a request; one whose id waits already fails."""
+        """Queue a request; one whose id waits already fails."""
         if not self._waiting.push(entry):
             entry.fail(InternalError(f"request {entry.request.request_id!r} waits already", reason="REQUEST_REPEATED"))
 
     def abort(self, request_id: str) -> None:
-        """Ends a request with what it has; unknown ids are ignored."""
+        """End a request with what it has; unknown ids are ignored."""
         if (row := self._rows.find(request_id)) is not None:
             self._retire([row], FinishReason.ABORT)
             return
@@ -91,7 +91,7 @@ class Scheduler:
             entry.finish(FinishReason.ABORT)
 
     def abort_all(self) -> None:
-        """Ends every request, without tokens. Raises nothing, whatever a failed step left in table and cache."""
+        """End every request, without tokens. Raises nothing, whatever a failed step left in table and cache."""
         entries = [*self._rows.running, *self._waiting.all()]
         self.num_finished += len(self._rows.running)
         self._rows, self._waiting = RowTable(), Turns()
@@ -128,7 +128,7 @@ class Scheduler:
                 self._forward_prompts(rows, known[rows], wants_logits=False)
 
     def _admit(self) -> list[Running]:
-        """Takes waiting requests by turns, as long as rows, cache and a pass allow; the first one always fits."""
+        """Take waiting requests by turns, as long as rows, cache and a pass allow; the first one always fits."""
         if not self._rows.count and self._cache.size_bytes > _IDLE_CACHE_BYTES:
             self._cache.release()  # one long request must not make every later row that long
         admitted: list[Running] = []
@@ -173,7 +173,7 @@ class Scheduler:
         self._retire(ended)
 
     def _add(self, admitted: list[Running]) -> slice:
-        """Gives requests their rows; one that does not fit the table ends with an error, the others go on."""
+        """Give requests their rows; one that does not fit the table ends with an error, the others go on."""
         first = self._rows.count
         for entry in admitted:
             entry.mark(self.identity, 0)
@@ -190,7 +190,7 @@ class Scheduler:
         return slice(first, self._rows.count)
 
     def _forward_prompts(self, rows: slice, lengths: np.ndarray, *, wants_logits: bool = True) -> torch.Tensor:
-        """Computes the first `lengths` tokens of contiguous rows into the cache; logits [N, V] of each last one.
+        """Compute the first `lengths` tokens of contiguous rows into the cache; logits [N, V] of each last one.
 
         Rows are padded on the right: no real token attends to what follows it, and what the padding leaves in the
         cache is masked until it is overwritten.
@@ -226,7 +226,7 @@ class Scheduler:
         self._retire(self._append(slice(0, count), logits))
 
     def _append(self, rows: slice, logits: torch.Tensor) -> list[int]:
-        """Samples one token per row; returns the rows that end with it."""
+        """Sample one token per row; return the rows that end with it."""
         table = self._rows
         tokens, logprobs = sample(
             logits,
@@ -253,7 +253,7 @@ class Scheduler:
         return next((stop for stop in stops if stop in tail), None)
 
     def _retire(self, rows: list[int], reason: FinishReason | None = None) -> None:
-        """Delivers the results of rows, and closes the holes in table and cache."""
+        """Deliver the results of rows, and close the holes in table and cache."""
         if not rows:
             return
         poisoned: list[int] = []

@@ -20,7 +20,7 @@ class Turns:
         return len(self._call_of)
 
     def push(self, entry: Running) -> bool:
-        """Queues a request, a call that has none yet as the last one; False if its id waits already."""
+        """Queue a request, a call that has none yet as the last one; False if its id waits already."""
         request = entry.request
         if request.request_id in self._call_of:
             return False
@@ -36,7 +36,7 @@ class Turns:
         return None
 
     def take(self, entry: Running) -> Running:
-        """Takes a request out; its call is the last one then."""
+        """Take a request out; its call is the last one then."""
         turn = entry.request.turn
         self.remove(entry.request.request_id)
         if turn in self._calls:
@@ -44,7 +44,7 @@ class Turns:
         return entry
 
     def remove(self, request_id: str) -> Running | None:
-        """Takes a request out without a turn; None if it does not wait."""
+        """Take a request out without a turn; None if it does not wait."""
         turn = self._call_of.pop(request_id, None)
         if turn is None:
             return None

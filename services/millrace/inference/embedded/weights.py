@@ -34,7 +34,7 @@ def float_dtype(tensors: Mapping[str, TensorBytes]) -> torch.dtype:
 
 
 def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
-    """Raises InvalidStateError, naming tensors, unless `tensors` set every weight of the model exactly once."""
+    """Raise InvalidStateError, naming tensors, unless `tensors` set every weight of the model exactly once."""
     held = model.state_dict(keep_vars=True)
     problems = [f"{name} is not a weight of the model" for name in tensors if name not in held]
     covered: dict[int, str] = {}
@@ -70,7 +70,7 @@ def copy_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> 
 
 
 def write_changes(model: torch.nn.Module, changes: Mapping[str, tuple[TensorChange, ...]]) -> None:
-    """Writes only what differs, as bits, into the model's own memory; positions are checked against its shapes."""
+    """Write only what differs, as bits, into the model's own memory; positions are checked against its shapes."""
     bits = held_bits(model)
     for name, parts in changes.items():
         for part in parts:

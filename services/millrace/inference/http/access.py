@@ -123,7 +123,7 @@ def _bounded(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
 
 
 def _status_only(send: Send) -> Send:
-    """Sends only whether the status is 200."""
+    """Send only whether the status is 200."""
 
     async def shortened(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":

@@ -117,7 +117,7 @@ class HttpApi:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _endpoint(self, model: type[B], handler: Callable[[B], Coroutine[Any, Any, Response]]) -> Handler:
-        """Reads the body for `handler`, which is cancelled when the client hangs up."""
+        """Read the body for `handler`, which is cancelled when the client hangs up."""
 
         async def endpoint(request: Request) -> Response:
             return await _while_connected(request, handler(await self._read(request, model)))
@@ -220,7 +220,7 @@ class HttpApi:
         return Response(encode(self._metrics), headers={"content-type": content_type})
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new requests, waits for the open ones at most `grace_s`, then aborts them."""
+        """Refuse new requests, wait for the open ones at most `grace_s`, then abort them."""
         self.is_draining = True
         try:
             async with asyncio.timeout(grace_s):
@@ -327,7 +327,7 @@ class HttpApi:
         return await self._encode(tokenizer, texts, room, add_special_tokens=body.add_special_tokens)
 
     async def _beside(self, work: Callable[[], T], *, size: int) -> T:
-        """Runs what takes long beside the event loop, at most `_WORKERS` at a time; what is small runs at once."""
+        """Run what takes long beside the event loop, at most `_WORKERS` at a time; what is small runs at once."""
         if size < _SMALL:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
@@ -463,7 +463,7 @@ def _id(kind: str) -> str:
 
 
 async def start_http(api: HttpApi, host: str, port: int) -> HttpServer:
-    """Serves the API until the server is stopped. UnavailableError if the address cannot be bound."""
+    """Serve the API until the server is stopped. UnavailableError if the address cannot be bound."""
     access = http_access(host, port)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     bounds = HttpBounds(

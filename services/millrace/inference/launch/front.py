@@ -88,7 +88,7 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
     async def UpdatePolicy(
         self, request: pb.UpdatePolicyRequest, context: grpc.aio.ServicerContext
     ) -> pb.UpdatePolicyResponse:
-        """Notes which policy is wanted, and answers that nothing is served yet."""
+        """Note which policy is wanted, and answer that nothing is served yet."""
         if not request.policy.manifest_key:
             wrong = Violation(field="policy.manifest_key", message="must not be empty")
             raise InvalidSpecError([wrong], reason="REQUEST_INVALID")

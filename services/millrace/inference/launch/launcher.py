@@ -95,7 +95,7 @@ class Launcher:
             await self._run_vllm({**ours, **self._environ(), **own}, self._work if is_head else self._follow)
 
     async def _run_vllm(self, environ: Mapping[str, str], job: _Job) -> None:
-        """Starts vLLM and works with it until that ends or raises, or until all shall stop."""
+        """Start vLLM and work with it until that ends or raises, or until all shall stop."""
         vllm = await VllmProcess.start(environ)
         logger.info("started vLLM", extra={"pid": vllm.pid})
         work = asyncio.create_task(job(vllm), name="life of vLLM")

@@ -83,7 +83,7 @@ class Node:
             raise InvalidSpecError(violations, reason="SETTINGS_INVALID", remedy="set it on every node of the replica")
 
     async def until_head_ends(self) -> None:
-        """Returns never; UnavailableError when the workers' meeting point, which the head holds open, is closed.
+        """Never return; UnavailableError when the workers' meeting point, which the head holds open, is closed.
 
         Workers that wait for the head's next step would not notice its end.
         """
@@ -112,7 +112,7 @@ class Node:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Has the kernel find out within a minute that the other machine is gone."""
+    """Have the kernel find out within a minute that the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
         if (option := getattr(socket, name, None)) is not None:

@@ -36,12 +36,12 @@ class BesideReader:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Goes on until all is read; call it after each version."""
+        """Go on until all is read; call it after each version."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="vLLM readback")
 
     def stop(self) -> None:
-        """Reads no more."""
+        """Read no more."""
         if self._task is not None:
             self._task.cancel()
 

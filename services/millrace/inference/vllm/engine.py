@@ -119,7 +119,7 @@ class VllmEngine:
         self._state, self._error, self._identity = EngineState.READY, "", identity
 
     async def load_directory(self, directory: str | None) -> None:
-        """Loads safetensors files that the workers can read, as PRIME-RL's HTTP calls want it; nothing proves them.
+        """Load safetensors files that the workers can read, as PRIME-RL's HTTP calls want it; nothing proves them.
 
         None is the model that vLLM was started with.
         """
@@ -306,14 +306,14 @@ class VllmEngine:
         await self.abort_all()
 
     async def _requeue_unbegun(self) -> None:
-        """Has requests without a token begin again, with the new version from their prompt on. Only while paused."""
+        """Have requests without a token begin again, with the new version from their prompt on. Only while paused."""
         await gates.abort(self._client, self._gate.requeue(gates.unbegun(self._client)))
 
     async def _abort_all(self, reason: str) -> None:
         await gates.abort(self._client, self._gate.abort_all(reason))
 
     async def _follow_pauses(self) -> None:
-        """Has vLLM pause or go on, as the holders want it; `keep` leaves requests and their KV cache alone."""
+        """Have vLLM pause or go on, as the holders want it; `keep` leaves requests and their KV cache alone."""
         async with self._lock:
             should_stop = bool(self._pauses) and not self._is_proving
             if should_stop == self._is_stopped:

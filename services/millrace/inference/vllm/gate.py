@@ -102,7 +102,7 @@ class Gate:
         return [ticket.request_id for ticket in self._tickets]
 
     def requeue(self, request_ids: Collection[str]) -> list[str]:
-        """Has those of the requests begin again which are open here; returns their ids, to be aborted."""
+        """Have those of the requests begin again which are open here; return their ids, to be aborted."""
         found = [ticket for ticket in self._tickets if ticket.request_id in request_ids and not ticket.abort_reason]
         for ticket in found:
             if ticket.has_answered:  # some of its choices have begun, others not
@@ -111,11 +111,11 @@ class Gate:
         return [ticket.request_id for ticket in found]
 
     async def drained(self) -> None:
-        """Returns when nothing is open."""
+        """Return when nothing is open."""
         await self._has_none.wait()
 
     async def enter(self, request_id: str) -> tuple[Ticket, str]:
-        """Waits until a request may begin, and begins it: its ticket and its salt. UnavailableError if none may."""
+        """Wait until a request may begin, and begin it: its ticket and its salt. UnavailableError if none may."""
         await self._admitted()
         ticket = Ticket(request_id)
         self._tickets.add(ticket)
@@ -123,7 +123,7 @@ class Gate:
         return ticket, self._salt
 
     async def enter_again(self, ticket: Ticket) -> str:
-        """Waits until a requeued request may begin again: its new salt. UnavailableError if it must not."""
+        """Wait until a requeued request may begin again: its new salt. UnavailableError if it must not."""
         await self._admitted()
         _require_not_aborted(ticket)
         ticket.is_requeued = False
@@ -140,7 +140,7 @@ class Gate:
                 self.num_waiting -= 1
 
     async def pass_out(self, ticket: Ticket) -> None:
-        """Returns when the ticket's answer may leave; UnavailableError if it must not."""
+        """Return when the ticket's answer may leave; UnavailableError if it must not."""
         await self._may_leave.wait()
         _require_not_aborted(ticket)
 
@@ -216,7 +216,7 @@ def _require_not_aborted(ticket: Ticket) -> None:
 
 
 async def abort(client: Any, request_ids: list[str]) -> None:
-    """Aborts requests in the engine; one that does not answer in time is left alone: its answer is refused."""
+    """Abort requests in the engine; one that does not answer in time is left alone: its answer is refused."""
     if request_ids:
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_DEADLINE_S):

@@ -74,11 +74,11 @@ class AdapterSlot:
         return self._client.vllm_config.lora_config is not None
 
     def set_base(self, staged: StagedPolicy) -> None:
-        """Remembers what whole policy the model holds, to check adapters against."""
+        """Remember what whole policy the model holds, to check adapters against."""
         self._base = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.tensors.items()}
 
     def check(self, staged: StagedPolicy) -> None:
-        """Raises InvalidStateError if the adapter cannot be put on the model; changes nothing."""
+        """Raise InvalidStateError if the adapter cannot be put on the model; changes nothing."""
         if not self.is_enabled:
             raise InvalidStateError(
                 "this vLLM was started without LoRA, and the policy is an adapter",
@@ -97,13 +97,13 @@ class AdapterSlot:
             )
 
     async def load(self, staged: StagedPolicy) -> None:
-        """Puts a checked adapter in the place of the one that is there. Call it while vLLM is paused."""
+        """Put a checked adapter in the place of the one that is there. Call it while vLLM is paused."""
         assert staged.manifest.adapter is not None, "only adapters come here"
         await self._put(spec_of(staged.manifest.adapter), staged.tensors)
         self._is_blank = False
 
     async def unload(self) -> None:
-        """Leaves requests with the base alone: a blank adapter takes the place of the one that is there."""
+        """Leave requests with the base alone: a blank adapter takes the place of the one that is there."""
         if not self.is_enabled or self._is_blank:
             return
         layer, (dtype, (rows, columns)) = self._one_layer()
@@ -116,7 +116,7 @@ class AdapterSlot:
         self._is_blank = True
 
     async def remove(self) -> None:
-        """Takes the adapter out of vLLM. Only when no request is in flight: one would load it again."""
+        """Take the adapter out of vLLM. Only when no request is in flight: one would load it again."""
         if self.request is not None:
             await self._client.remove_lora(_NUMBER)
             self.request, self._is_blank = None, False

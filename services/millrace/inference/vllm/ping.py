@@ -29,7 +29,7 @@ class Ping:
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def stop(self) -> None:
-        """Asks no more."""
+        """Ask no more."""
         self._task.cancel()
 
     async def _ask(self) -> None:

@@ -41,7 +41,7 @@ class Prober:
         self._running: tuple[StagedPolicy, asyncio.Task[None]] | None = None
 
     def begin(self, staged: StagedPolicy) -> asyncio.Task[None] | None:
-        """Hands the policy's probe to vLLM, if that was not done; None if it has none.
+        """Hand the policy's probe to vLLM, if that was not done; None if it has none.
 
         The task raises InternalError if the engine's log-probs are not the manifest's.
         """
@@ -54,7 +54,7 @@ class Prober:
         return self._running[1]
 
     def end(self) -> None:
-        """Has the probe computed no further."""
+        """Have the probe computed no further."""
         running, self._running = self._running, None
         if running is not None and not running[1].cancel() and not running[1].cancelled():
             running[1].exception()  # told by who awaited it, or something else has failed before
@@ -68,7 +68,7 @@ class Prober:
                 raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
 
     async def _in_turn(self, asking: Awaitable[list[float]]) -> list[float]:
-        """Waits for the probe for as long as vLLM gets on; UnavailableError says how it does not."""
+        """Wait for the probe for as long as vLLM gets on; UnavailableError says how it does not."""
         waiting = waits.waiting("the probe to get a slot", waits_on="inference", deadline_s=_LIMIT_S, quiet_s=_SHOWN_S)
         patience = _Patience(self._client, self._ping)
         try:
@@ -84,7 +84,7 @@ class Prober:
 
 
 async def settled(probing: asyncio.Task[None]) -> None:
-    """Waits for a probe and raises what it raises; UnavailableError if it was cancelled, which is not our end."""
+    """Wait for a probe and raise what it raises; UnavailableError if it was cancelled, which is not our end."""
     await asyncio.wait({probing})
     if probing.cancelled():
         raise UnavailableError(
@@ -104,7 +104,7 @@ class _Patience:
         self.why = ""
 
     async def watch(self, bound: asyncio.Timeout) -> None:
-        """Looks until what it finds ends the bounded block."""
+        """Look until what it finds ends the bounded block."""
         began = moved = time.monotonic()
         seen = self._given()
         # unregistered wait: bounds the wait for the probe, which is registered around it

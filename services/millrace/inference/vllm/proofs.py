@@ -31,7 +31,7 @@ class Readback:
 
 
 def combine(found: Iterable[list[list[Any]]], manifest: PolicyManifest) -> Readback:
-    """Sums the ranks' boxes by tensor; InternalError if one that is whole has not the manifest's digest."""
+    """Sum the ranks' boxes by tensor; InternalError if one that is whole has not the manifest's digest."""
     boxes: dict[str, dict[str, tuple[int, str]]] = {}
     for rank in found:
         for name, key, count, digest in rank:

@@ -105,7 +105,7 @@ class Ranks:
         return order
 
     async def _bring(self, order: dict[str, Any], staged: StagedPolicy) -> None:
-        """Has the other nodes pull the policy by themselves, while the old one serves."""
+        """Have the other nodes pull the policy by themselves, while the old one serves."""
         manifest = staged.manifest
         order["number"] = number = secrets.token_hex(8)
         order["policy"] = {

@@ -14,7 +14,7 @@ _UNIT_BYTES = 16 << 20  # built or looked up between two decode steps: some ten 
 async def bring(
     call: Call, ranks: Ranks, staged: StagedPolicy, *, directory: Path, times: UpdateTimes
 ) -> Readback | None:
-    """Stages a version; what the workers will hold with it, or None if that has to be read back after it is written.
+    """Stage a version; what the workers will hold with it, or None if that has to be read back after it is written.
 
     After an error of theirs the workers keep nothing of it.
     """

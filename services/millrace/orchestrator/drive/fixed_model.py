@@ -54,7 +54,7 @@ class NoTrainer:
     """A run that trains nothing takes no trainer from others."""
 
     async def run(self, *, is_closing: Callable[[], bool]) -> None:
-        """Ends by cancellation."""
+        """End by cancellation."""
         await asyncio.Event().wait()
 
     async def wait_finished(self, *, is_needed: bool, spare_s: float) -> None:

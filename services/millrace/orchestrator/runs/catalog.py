@@ -210,7 +210,7 @@ class RunCatalog:
 
 
 def _key_of(name: str) -> str:
-    """Stands for the uid of a run of which only the name is known; no uid begins with it."""
+    """Stand for the uid of a run of which only the name is known; no uid begins with it."""
     return f"?{name}"
 
 

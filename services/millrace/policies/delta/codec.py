@@ -50,7 +50,7 @@ class EncodedPiece:
 
 
 def encode_piece(base: Bits, new: Bits, *, start: int = 0, base_digest: int | None = None) -> EncodedPiece | None:
-    """Encodes the change from `base` to `new`; None if nothing changed.
+    """Encode the change from `base` to `new`; None if nothing changed.
 
     Both are flat arrays of a tensor's element bits (u1, u2, u4 or u8), of which the first has row-major index `start`.
     `base_digest` is `bits_digest(base, start=start)`; give it where it is known, it costs more than all the rest.

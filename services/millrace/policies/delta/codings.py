@@ -12,7 +12,7 @@ Bits = NDArray[np.unsignedinteger]
 
 
 def ulp_map(bits: Bits) -> Bits:
-    """Maps float bits to integers, as unsigned bits, in which neighbours in value are neighbours; its own inverse.
+    """Map float bits to integers, as unsigned bits, in which neighbours in value are neighbours; its own inverse.
 
     On the signed view it is `s if s >= 0 else -(s & max) - 1`, which is bijective: -0 maps to -1, and NaNs lie beyond
     the infinities. A step of one unit in the last place is a difference of one, modulo 2**bits.
@@ -26,7 +26,7 @@ def ulp_map(bits: Bits) -> Bits:
 
 
 def zigzag(difference: Bits) -> Bits:
-    """Maps differences, as unsigned bits, so that small ones of either sign are small: 0, -1, 1, -2 to 0, 1, 2, 3."""
+    """Map differences, as unsigned bits, so that small ones of either sign are small: 0, -1, 1, -2 to 0, 1, 2, 3."""
     width = difference.dtype.itemsize
     folded = (difference.view(f"i{width}") >> (8 * width - 1)).view(difference.dtype)
     folded ^= difference << 1

@@ -34,7 +34,7 @@ class SparseEncoder:
     _values: list[Bits] = field(default_factory=list)
 
     def add(self, positions: NDArray[np.int64], old: Bits, new: Bits) -> None:
-        """Adds the next changed elements (at least one); `positions` count from the piece's start."""
+        """Add the next changed elements (at least one); `positions` count from the piece's start."""
         self._gaps.append(encode_gaps(positions, previous=self._last, width=self.gap_width))
         step = ulp_map(new)
         step -= ulp_map(old)

@@ -113,7 +113,7 @@ class History:
         return found
 
     def advance(self, parts: Sequence[TensorPart], *, version: int, digest: str, digests: Digests) -> None:
-        """Takes note that a version is committed. `parts` are held from now on; those before are let go."""
+        """Take note that a version is committed. `parts` are held from now on; those before are let go."""
         if not self.fits(parts, version):
             self._skips = {}
         kept = {skip: base for skip, base in self._skips.items() if version < base.version + skip}

@@ -57,7 +57,7 @@ def publish_policy(
     is_delta_base: bool = True,
     successor: str = "",
 ) -> PublishedPolicy:
-    """Writes version `version` in full and commits it, or proves that the committed one has equal weights.
+    """Write version `version` in full and commit it, or prove that the committed one has equal weights.
 
     For one writer that holds every tensor. `files` are uploaded with the version, or name what `upload_files` uploaded
     once for many versions. `successor` is the key to commit a damaged version under (`commit_points.next_revision`).
@@ -139,7 +139,7 @@ def upload_prefix(prefix: str, uid: str, *, lineage: int, version: int, epoch: i
 
 
 def commit_policy(store: ObjectStore, key: str, manifest: PolicyManifest) -> PublishedPolicy:
-    """Writes the manifest, unless another writer was faster; then what it committed must have our weights."""
+    """Write the manifest, unless another writer was faster; then what it committed must have our weights."""
     data = manifest.to_bytes()
     if not store.create(key, data):
         return existing_policy(store, key, manifest.digest)  # our data objects are unreferenced and collected later
@@ -183,12 +183,12 @@ def digest_conflict(uid: str, lineage: int, version: int, *, published: str, com
 def upload_files(
     store: ObjectStore, *, prefix: str, uid: str, epoch: int, files: Mapping[str, bytes]
 ) -> tuple[FileEntry, ...]:
-    """Uploads the small files that all versions of a writer share, such as the tokenizer; pass the result on."""
+    """Upload the small files that all versions of a writer share, such as the tokenizer; pass the result on."""
     return _put_files(store, f"{prefix}/runs/{uid}/policy-files/e{epoch}-{secrets.token_hex(6)}/", files)
 
 
 def _put_files(store: ObjectStore, base: str, files: Mapping[str, bytes]) -> tuple[FileEntry, ...]:
-    """Uploads files under `base`."""
+    """Upload files under `base`."""
     entries: list[FileEntry] = []
     for name in sorted(files):
         data = files[name]

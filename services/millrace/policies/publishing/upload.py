@@ -27,7 +27,7 @@ class Frame:
 def upload_full(
     store: ObjectStore, base: str, parts: Iterable[TensorPart], *, shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> Encoding:
-    """Uploads parts as safetensors files `{base}model-00001.safetensors`, …; a tensor is never cut in two by this."""
+    """Upload parts as safetensors files `{base}model-00001.safetensors`, …; a tensor is never cut in two by this."""
     objects: list[ObjectEntry] = []
     pieces: list[Piece] = []
     held = [(part, part.bits.nbytes) for part in parts if part.count]
@@ -59,7 +59,7 @@ def upload_delta(
     against_digest: str,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Encoding:
-    """Uploads frames against version `against`, one behind the other, as `{base}delta-{against}-00001.bin`, …."""
+    """Upload frames against version `against`, one behind the other, as `{base}delta-{against}-00001.bin`, …."""
     objects: list[ObjectEntry] = []
     pieces: list[Piece] = []
     sized = [(frame, len(frame.data)) for frame in frames]
@@ -90,7 +90,7 @@ def _put(store: ObjectStore, key: str, data: bytes) -> ObjectEntry:
 
 
 def group_by_bytes(items: Iterable[tuple[T, int]], most_bytes: int) -> Iterator[list[T]]:
-    """Cuts (item, bytes), in order, into groups of at most `most_bytes`; a larger item is a group of its own."""
+    """Cut (item, bytes), in order, into groups of at most `most_bytes`; a larger item is a group of its own."""
     group: list[T] = []
     size = 0
     for item, item_bytes in items:

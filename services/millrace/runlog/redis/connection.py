@@ -142,7 +142,7 @@ async def _retry(
     deadline_s: float,
     on_failure: Callable[[], None],
 ) -> T:
-    """Tries for `deadline_s` behind the first failure; that and the recovery are one log line each."""
+    """Try for `deadline_s` behind the first failure; that and the recovery are one log line each."""
     address, delay_s, began, excused = describe(client), _FIRST_DELAY_S, 0.0, 0
     # unregistered wait: `call` around it is the registered wait
     while True:

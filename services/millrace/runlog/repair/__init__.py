@@ -213,7 +213,7 @@ def _archive_from_redis(bench: Workbench, key: str) -> bytes | None:
 
 
 def _repair_archives(bench: Workbench, pins: dict[str, tuple[str, str]]) -> None:
-    """Archives of events that no header names yet: Redis proves each of their events."""
+    """Archive of events that no header names yet: Redis proves each of their events."""
     for info in list(bench.store.list(bench.names.event_archive)):
         if info.key in pins:
             continue

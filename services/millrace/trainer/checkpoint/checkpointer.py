@@ -102,7 +102,7 @@ class CheckpointStore:
         determinism: str,
         base_digest: str = "",
     ) -> CheckpointManifest:
-        """Writes and commits a checkpoint; one that exists and follows the same batches is returned as it is.
+        """Write and commit a checkpoint; one that exists and follows the same batches is returned as it is.
 
         ConflictError if the one that exists is of another history or config. Collective in a gang.
         Every rank uploads its own files; rank 0 collects their hashes and writes the manifest when all are there.
@@ -139,7 +139,7 @@ class CheckpointStore:
         return manifest
 
     def load(self, manifest: CheckpointManifest, state: dict[str, torch.Tensor]) -> None:
-        """Fills `state` in place from a checkpoint. Collective in a gang.
+        """Fill `state` in place from a checkpoint. Collective in a gang.
 
         Everything that any rank reads is verified at all of them before the first element is written:
         CorruptObjectError, the same at every rank, leaves the state as it was.
@@ -153,7 +153,7 @@ class CheckpointStore:
                 load_shards(state, directory, index)
 
     def prune(self, config: CheckpointConfig) -> list[int]:
-        """Deletes checkpoints that the config does not keep; returns their steps. Manifests go first.
+        """Delete checkpoints that the config does not keep; return their steps. Manifests go first.
 
         Those that are known to be damaged are neither counted nor deleted.
         """
@@ -231,7 +231,7 @@ class CheckpointStore:
             ) from error
 
     def _fetch(self, manifest: CheckpointManifest, names: Collection[str], directory: Path) -> None:
-        """Downloads the files of these names, and verifies them."""
+        """Download the files of these names, and verify them."""
         for item in manifest.objects:
             if item.name not in names:
                 continue
@@ -246,7 +246,7 @@ class CheckpointStore:
             _require_hash(_file_sha256(path), item, uri=self._store.uri(item.key))
 
     def _upload(self, state: dict[str, torch.Tensor], *, step: int, base: str) -> tuple[CheckpointObject, ...]:
-        """Saves to a temporary directory and uploads this rank's files; returns all ranks' objects at rank 0."""
+        """Save to a temporary directory and upload this rank's files; return all ranks' objects at rank 0."""
         with contextlib.ExitStack() as owned:
             with agreed(self._gang):
                 # Of each rank's own, so that it holds only what this rank wrote, also where ranks share a machine.
@@ -337,7 +337,7 @@ class Checkpointer:
         return self._config is not None and self._config.interval is not None and step % self._config.interval == 0
 
     def save(self, state: dict[str, torch.Tensor], *, step: int, lineage: int, chain_hash: bytes) -> SavedCheckpoint:
-        """Saves version `step` and prunes. Collective in a gang."""
+        """Save version `step` and prune. Collective in a gang."""
         began = time.monotonic()
         manifest = self._checkpoints.save(state, step=step, lineage=lineage, chain_hash=chain_hash, **self._facts)
         if self._gang.is_leader and self._config is not None:

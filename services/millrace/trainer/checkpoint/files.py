@@ -48,7 +48,7 @@ class _Share:
 
 
 def save_shards(state: Mapping[str, torch.Tensor], directory: Path, *, gang: Gang) -> None:
-    """Writes this rank's file into `directory`, and on rank 0 the index. Collective in a gang."""
+    """Write this rank's file into `directory`, and on rank 0 the index. Collective in a gang."""
 
     def write() -> bytes:
         with scratch_errors(directory):
@@ -86,7 +86,7 @@ def needed_files(state: Mapping[str, torch.Tensor], index: ShardIndex) -> set[st
 
 
 def load_shards(state: Mapping[str, torch.Tensor], directory: Path, index: ShardIndex) -> None:
-    """Fills what this rank holds of `state` in place from a directory with the `needed_files`, which are proved."""
+    """Fill what this rank holds of `state` in place from a directory with the `needed_files`, which are proved."""
     for name, tensor in state.items():
         share, entry = _share(name, tensor), index.get(name)
         if entry is None or not share.tensor.numel():
@@ -113,7 +113,7 @@ def _share(name: str, tensor: torch.Tensor) -> _Share:
 
 
 def _write(share: _Share, file: BinaryIO, name: str) -> ShardTensor:
-    """Appends a share to this rank's file; returns what the index says of it."""
+    """Append a share to this rank's file; return what the index says of it."""
     count, pieces = share.tensor.numel(), ()
     if count:
         pieces = (ShardPiece(name, file.tell(), share.start, count),)

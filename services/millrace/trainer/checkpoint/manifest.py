@@ -65,7 +65,7 @@ class CheckpointManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> "CheckpointManifest":
-        """Parses a manifest; CorruptObjectError naming `source` if it is damaged or of another format."""
+        """Parse a manifest; CorruptObjectError naming `source` if it is damaged or of another format."""
         what, reason = f"checkpoint manifest {source}", "CHECKPOINT_MANIFEST_INVALID"
         raw = decode_object(data, what=what, reason=reason, remedy=_REMEDY, max_bytes=MAX_MANIFEST_BYTES)
         try:

@@ -59,7 +59,7 @@ def resume(
     is_strict: bool,
     base_digest: str = "",
 ) -> Resumed:
-    """Fills model and optimizer from the newest checkpoint that is whole. Collective in a gang.
+    """Fill model and optimizer from the newest checkpoint that is whole. Collective in a gang.
 
     If there is none they stay as they are.
     """
@@ -120,7 +120,7 @@ def restore(
     gang: Gang,
     base_digest: str = "",
 ) -> None:
-    """Fills model and optimizer from a checkpoint, which must be on the same base. Collective in a gang."""
+    """Fill model and optimizer from a checkpoint, which must be on the same base. Collective in a gang."""
     with agreed(gang):
         require_same_base(manifest, base_digest=base_digest)
     state = state_tensors(model, optimizer, gang=gang)

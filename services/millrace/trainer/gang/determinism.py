@@ -7,7 +7,7 @@ import torch
 
 
 def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
-    """Makes torch repeat itself bit for bit if asked to (`auto`: on a CPU); returns whether it does.
+    """Make torch repeat itself bit for bit if asked to (`auto`: on a CPU); return whether it does.
 
     The number of threads is part of it, because it decides the order of sums: OMP_NUM_THREADS, else 1.
     """
@@ -22,5 +22,5 @@ def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
 
 
 def seed_rank(seed: int, *, rank: int) -> None:
-    """Gives each rank random numbers of its own; before that, all load the same model with the same ones."""
+    """Give each rank random numbers of its own; before that, all load the same model with the same ones."""
     torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{rank}".encode()).digest()[:8]))

@@ -52,7 +52,7 @@ class Gang:
 
     @classmethod
     def join(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """Joins the gang that torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) describe; alone without them."""
+        """Join the gang that torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) describe; alone without them."""
         local_rank = int(environ.get("LOCAL_RANK", "0"))
         device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
         if device.type == "cuda":
@@ -118,11 +118,11 @@ class Gang:
         return self._reduce(values, dist.ReduceOp.MAX) if not self.is_alone else list(values)
 
     def barrier(self) -> None:
-        """Returns when every rank has arrived."""
+        """Return when every rank has arrived."""
         self.sum([0.0])
 
     def shard(self, model: nn.Module, *, compute_dtype: torch.dtype) -> nn.Module:
-        """Moves the model to this rank's device and, in a gang, shards its parameters block by block (FSDP2)."""
+        """Move the model to this rank's device and, in a gang, shard its parameters block by block (FSDP2)."""
         model.to(self.device)
         if self.is_alone:
             return model
@@ -139,7 +139,7 @@ class Gang:
         return model
 
     def leave(self) -> None:
-        """Ends the process group."""
+        """End the process group."""
         if not self.is_alone and dist.is_initialized():
             dist.destroy_process_group()
 

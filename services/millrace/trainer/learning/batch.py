@@ -82,7 +82,7 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, world_size: i
 
 
 def build_micro_batch(samples: Sequence[TrainSample], *, seq_len: int, device: torch.device) -> MicroBatch:
-    """Pads samples to a micro-batch on `device`, cutting each at `seq_len`.
+    """Pad samples to a micro-batch on `device`, cutting each at `seq_len`.
 
     No samples give one row of two padding tokens with weight 0: it keeps this rank's collectives in step with the
     others' and contributes a zero gradient.

@@ -110,7 +110,7 @@ def state_tensors(model: nn.Module, optimizer: PolicyOptimizer, *, gang: Gang) -
 
 
 def restore_random_state(state: dict[str, torch.Tensor], *, gang: Gang) -> None:
-    """Sets the generators from a state that was filled from a checkpoint; the rest of it is live already."""
+    """Set the generators from a state that was filled from a checkpoint; the rest of it is live already."""
     torch.set_rng_state(state[f"rng.cpu.{gang.rank}"])
     if gang.device.type == "cuda":
         torch.cuda.set_rng_state(state[f"rng.cuda.{gang.rank}"], gang.device)

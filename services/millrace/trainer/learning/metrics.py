@@ -46,7 +46,7 @@ class StepMetrics:
         trainer_logprobs_BT: torch.Tensor,
         entropy_BT: torch.Tensor,
     ) -> None:
-        """Adds a micro-batch; `loss` is its share of the batch's loss."""
+        """Add a micro-batch; `loss` is its share of the batch's loss."""
         sampled = micro_batch.loss_mask_BT
         members = losses.rl_members
         is_masked = losses.is_masked_low | losses.is_masked_high

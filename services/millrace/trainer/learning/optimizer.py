@@ -46,7 +46,7 @@ class PolicyOptimizer:
             }
 
     def step(self, step: int) -> OptimizerReport:
-        """Clips the gradient, applies it as optimizer step `step` (from 0) and clears it.
+        """Clip the gradient, apply it as optimizer step `step` (from 0) and clear it.
 
         A learning rate of 0 writes nothing: even AdamW's `p * 1 - 0` could turn -0.0 into 0.0. A gradient that is not
         finite writes nothing either; the report says so, and so must the caller.

@@ -27,7 +27,7 @@ class Score:
         self._max_difference = 0.0
 
     def add(self, micro_batch: MicroBatch, trainer_logprobs_BT: torch.Tensor, *, version: int) -> None:
-        """Adds a micro-batch."""
+        """Add a micro-batch."""
         is_version_B = torch.tensor(
             [versions == (version, version) for versions in micro_batch.versions_B],
             device=trainer_logprobs_BT.device,

@@ -35,11 +35,11 @@ class BackgroundLoop:
         self._thread.join(_STOP_S)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Starts a coroutine; the future gives its result. Keep it: nobody else knows of a failure."""
+        """Start a coroutine; the future gives its result. Keep it: nobody else knows of a failure."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, what: str, timeout_s: float) -> T:
-        """Runs a coroutine and waits for its result; UnavailableError naming `what` after `timeout_s`."""
+        """Run a coroutine and wait for its result; UnavailableError naming `what` after `timeout_s`."""
         future = self.submit(coroutine)
         try:
             with waits.waiting(what, deadline_s=timeout_s, quiet_s=_QUIET_S):

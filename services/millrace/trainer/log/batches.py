@@ -31,7 +31,7 @@ class PolicyMender(Protocol):
         ...
 
     def mend(self, policy: bytes) -> None:
-        """Mends it; at every rank."""
+        """Mend it; at every rank."""
         ...
 
 
@@ -51,7 +51,7 @@ class BatchLog(Protocol):
         ...
 
     def prefetch(self, step: int) -> None:
-        """Begins to read a step in the background."""
+        """Begin to read a step in the background."""
         ...
 
     def is_stop_requested(self) -> bool:

@@ -65,7 +65,7 @@ class LogClient:
         self._reading: tuple[int, concurrent.futures.Future[ReadBatch]] | None = None
 
     def begin(self) -> None:
-        """Begins to open the log in the background; the leader also takes the lease and a new epoch.
+        """Begin to open the log in the background; the leader also takes the lease and a new epoch.
 
         That may last: a dead predecessor's lease may have to run out, a lost log to be rebuilt.
         """
@@ -99,7 +99,7 @@ class LogClient:
         return self._should_stop()
 
     def prefetch(self, step: int) -> None:
-        """Begins to read a step in the background; the reading goes on until it comes."""
+        """Begin to read a step in the background; the reading goes on until it comes."""
         if self._reading is None or self._reading[0] != step:
             self._cancel_reading()
             self._reading = step, self._background.submit(self._read(step, None if self._is_alone else []))
@@ -129,7 +129,7 @@ class LogClient:
     # PolicyLog
 
     def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
-        """Appends a published version. `is_replay`: the store had it already, with equal weights.
+        """Append a published version. `is_replay`: the store had it already, with equal weights.
 
         Waits for Redis as long as it takes, unless asked to stop: then whoever continues the run announces it.
         """
@@ -142,18 +142,18 @@ class LogClient:
         appending.result()
 
     def write_event(self, event: event_pb2.Event) -> None:
-        """Appends an event, in order, without waiting for Redis unless very many are queued."""
+        """Append an event, in order, without waiting for Redis unless very many are queued."""
         if self._events is None:
             raise InternalError("only rank 0 writes events", reason="NOT_LEADER")
         self._call(self._events.write(event), "writing an event", _WRITE_TIMEOUT_S)
 
     async def write(self, event: event_pb2.Event) -> None:
-        """Appends an event; for callers on the background loop."""
+        """Append an event; for callers on the background loop."""
         if self._events is not None:
             await self._events.write(event)
 
     def flush(self) -> None:
-        """Returns when every event is in the log, or when asked to stop."""
+        """Return when every event is in the log, or when asked to stop."""
         while self._events is not None:
             try:
                 return self._call(self._events.flush(), "writing events", _WRITE_TIMEOUT_S)
@@ -165,7 +165,7 @@ class LogClient:
                 logger.warning("events not written; trying again", extra={"error": str(error)})
 
     def close(self) -> None:
-        """Ends reading, writes what is queued, gives the lease back. Logs what fails: the caller is leaving anyway."""
+        """End reading, write what is queued, give the lease back. Logs what fails: the caller is leaving anyway."""
         self._is_closed = True
         self._cancel_reading()
         for future in (self._opening, self._keeping):
@@ -179,7 +179,7 @@ class LogClient:
     # On the background loop
 
     async def _open(self) -> None:
-        """Opens the log; the leader also takes the hold, begins to renew it, and opens the event writer."""
+        """Open the log; the leader also takes the hold, begins to renew it, and opens the event writer."""
         redis = open_redis(self._redis_url)
         self._log = RunLog(redis, self._store, names=self._names, generation=0, run_hash="")
         if not self._is_leader:
@@ -190,7 +190,7 @@ class LogClient:
         self._events = EventWriter(self._log, f"trainer-{self._hold.epoch.number}")
 
     async def _read(self, step: int, chunks: Sequence[int] | None) -> ReadBatch:
-        """Reads a step with these chunks (None: all), for as long as it takes."""
+        """Read a step with these chunks (None: all), for as long as it takes."""
         run_log = self._opened
 
         async def read() -> ReadBatch:

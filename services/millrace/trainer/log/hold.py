@@ -46,7 +46,7 @@ class Hold:
 
     @classmethod
     async def take(cls, run_log: RunLog, *, owner: str, slot: str) -> Self:
-        """Waits for the log and for the lease, then takes a new epoch. Ends by cancellation if nobody wants it."""
+        """Wait for the log and for the lease, then take a new epoch. Ends by cancellation if nobody wants it."""
         wait, lease = waits.LastingWait(), None
         try:
             while True:
@@ -72,7 +72,7 @@ class Hold:
             wait.over()
 
     async def keep(self) -> None:
-        """Renews until the hold is lost to another trainer, or to a defect; `lost` says why."""
+        """Renew until the hold is lost to another trainer, or to a defect; `lost` says why."""
         wait = waits.LastingWait()
         try:
             while self.lost is None:
@@ -87,7 +87,7 @@ class Hold:
         self._present.set()  # whoever waits for the log shall hear that the hold is lost
 
     async def _keep_once(self, wait: waits.LastingWait) -> float:
-        """Renews once; returns after how many seconds to do it again. Sets `lost` where that has no sense."""
+        """Renew once; return after how many seconds to do it again. Sets `lost` where that has no sense."""
         try:
             await self._renew()
             await self._follow_log()
@@ -107,7 +107,7 @@ class Hold:
         return self._lease.ttl_s / 3
 
     async def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
-        """Appends a published version, however long Redis is away; FencedError if the hold is lost meanwhile."""
+        """Append a published version, however long Redis is away; FencedError if the hold is lost meanwhile."""
         what = f"announcing policy {entry.lineage}-{entry.version}"
 
         async def append() -> None:
@@ -120,7 +120,7 @@ class Hold:
         await self.outlasting(append)
 
     async def outlasting(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeats what fails because Redis is away or lost the log, visibly, for as long as the hold is not lost."""
+        """Repeat what fails because Redis is away or lost the log, visibly, for as long as the hold is not lost."""
 
         async def present() -> None:
             if self.lost is not None:  # `keep` has ended: nobody would set it again
@@ -137,7 +137,7 @@ class Hold:
         return await outlasting(checked, reopen=present)
 
     async def release(self) -> None:
-        """Gives the lease back, unless it is another's."""
+        """Give the lease back, unless it is another's."""
         if not isinstance(self.lost, FencedError):
             await self._lease.release()
 
@@ -150,7 +150,7 @@ class Hold:
             )
 
     async def _follow_log(self) -> None:
-        """Brings another copy of the log up to what is published; LogGoneError while there is none."""
+        """Bring another copy of the log up to what is published; LogGoneError while there is none."""
         try:
             instance = await self._log.read_instance()
         except LogGoneError:
@@ -205,7 +205,7 @@ def require_newest(newest: int, *, held: int, uid: str) -> None:
 
 
 async def outlasting(attempt: Callable[[], Awaitable[T]], *, reopen: Callable[[], Awaitable[None]]) -> T:
-    """Repeats `attempt` while Redis is away, which shows as a wait, or lost the log: then after `reopen`."""
+    """Repeat `attempt` while Redis is away, which shows as a wait, or lost the log: then after `reopen`."""
     wait = waits.LastingWait()
     try:
         while True:
@@ -222,7 +222,7 @@ async def outlasting(attempt: Callable[[], Awaitable[T]], *, reopen: Callable[[]
 
 
 async def reopened(run_log: RunLog) -> None:
-    """Returns when the log is rebuilt, for those who hold no lease; visible as a wait."""
+    """Return when the log is rebuilt, for those who hold no lease; visible as a wait."""
     wait = waits.LastingWait()
     try:
         while True:
@@ -236,7 +236,7 @@ async def reopened(run_log: RunLog) -> None:
 
 
 def _wait_for(wait: waits.LastingWait, error: MillraceError) -> None:
-    """Says what is waited for, and whom that is up to."""
+    """Say what is waited for, and who can end the wait."""
     if error.reason == "LOG_DAMAGED":
         wait.on(f"the run's log to be rebuilt: {error.message}", waits_on="orchestrator", key=error.message)
     elif isinstance(error, LogGoneError):

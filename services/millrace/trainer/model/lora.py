@@ -48,7 +48,7 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, *, seed: int) -> AdapterSpec:
-    """Freezes the model and puts adapters on its target layers, in place; returns what was adapted.
+    """Freeze the model and put adapters on its target layers, in place; return what was adapted.
 
     InvalidStateError (LORA_TARGET_UNKNOWN, LORA_SAVED_UNKNOWN, LORA_SAVED_TIED) names the patterns that fit no layer.
     """
@@ -75,7 +75,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def set_learning(model: nn.Module, is_learning: bool) -> None:
-    """Switches the adapters' dropout."""
+    """Switch the adapters' dropout."""
     for module in model.modules():
         if isinstance(module, LoraLinear):
             module.is_learning = is_learning
@@ -105,7 +105,7 @@ def published_tensors(model: nn.Module, *, version: int) -> dict[str, torch.Tens
 
 
 def round_base(model: nn.Module, config: LoraConfig, *, publish_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-    """Makes the weights that will be frozen exactly those that are published, in place.
+    """Make the weights that will be frozen exactly those that are published, in place.
 
     They never change, so the engine's rounded copy is the policy, and the trainer has to compute with that one. Where
     it computes in the published format as well, they are held in it, which halves their memory; not where layers are

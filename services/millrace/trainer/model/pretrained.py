@@ -34,7 +34,7 @@ _FILE_PATTERNS = (
 
 
 def load_code() -> None:
-    """Imports what loading a model needs, which takes a second or two, so that the first run does not wait for it."""
+    """Import what loading a model needs, which takes a second or two, so that the first run does not wait for it."""
     import transformers.modeling_utils  # noqa: F401 - the import is the purpose
     from transformers import AutoModelForCausalLM  # noqa: F401
 

@@ -108,7 +108,7 @@ class Committer:
         return self._history.holds(parts)
 
     def adopt(self, version: int, parts: list[TensorPart]) -> None:
-        """Takes the weights of a committed version as what the next one is compared with, if they are its weights."""
+        """Take the weights of a committed version as what the next one is compared with, if they are its weights."""
         _, found = self._committed(version)
         digests, entries = self._prove(parts, version)
         if found is None or whole_digest(entries) != found.digest:
@@ -117,7 +117,7 @@ class Committer:
         self._advance(VersionInput(version=version, parts=parts, probe=None), found, digests)
 
     def commit(self, version: VersionInput) -> CommittedVersion:
-        """Commits a version, or proves that the committed one has equal weights.
+        """Commit a version, or prove that the committed one has equal weights.
 
         If it has others: ConflictError naming both. Unless strict that can only be of a trainer that had the run before
         and woke up: UnavailableError then, and the next try begins a lineage behind it (`publish_plan`).
@@ -134,7 +134,7 @@ class Committer:
             ) from error
 
     def mend(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> MendedVersion | None:
-        """Publishes a committed version anew and in full, under the next successor of its manifest, if it is damaged.
+        """Publish a committed version anew and in full, under the next successor of its manifest, if it is damaged.
 
         None at ranks other than 0, and if every byte is as it was written. InvalidStateError if these weights are not
         the version's, whose `digest` was announced (it is empty if a damaged
@@ -268,7 +268,7 @@ class Committer:
     def _upload(
         self, version: VersionInput, deltas: list[Delta], *, full_bytes: int
     ) -> tuple[tuple[Encoding, ...], int]:
-        """Uploads what is worth it; returns the encodings of all ranks, and the newest anchor."""
+        """Upload what is worth it; return the encodings of all ranks, and the newest anchor."""
         sizes = self._gang.sum([float(delta.size_bytes) for delta in deltas]) if deltas else []
         worth = [
             delta

@@ -62,7 +62,7 @@ class AdapterBase:
         return self._entry
 
     def require_whole(self, *, is_thorough: bool) -> None:
-        """Publishes the base, in full, if it is damaged or, in a fork, not there yet. Collective in a gang.
+        """Publish the base, in full, if it is damaged or, in a fork, not there yet. Collective in a gang.
 
         Only if `is_thorough` are its data objects read; its manifest always is. CorruptObjectError if other weights are
         published, InvalidStateError if what is damaged cannot be made again.
@@ -106,7 +106,7 @@ class AdapterBase:
         return None, next_revision(store, first_key), damage
 
     def _publish(self, key: str, damage: str) -> PolicyManifest | None:
-        """Writes the base under a key; None at ranks other than 0."""
+        """Write the base under a key; None at ranks other than 0."""
         held = []
         for tensor in policy_tensors(self._model, dtype=self._dtype, version=0):  # collective where it is consumed
             held += [tensor] if self._gang.is_leader else []

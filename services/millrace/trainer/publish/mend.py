@@ -36,7 +36,7 @@ class Mender:
         return report[0].SerializeToString()
 
     def mend(self, policy: bytes) -> None:
-        """Begins to publish a version anew, beside the training. Collective in a gang."""
+        """Begin to publish a version anew, beside the training. Collective in a gang."""
         entry = decode_message(PolicyEntry, policy, what="a report of damage", reason="GANG_MESSAGE_INVALID")
         self._mend(entry)
 

@@ -56,11 +56,11 @@ class PolicyLog(Protocol):
         ...
 
     def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
-        """Appends to the policy stream."""
+        """Append to the policy stream."""
         ...
 
     def write_event(self, event: event_pb2.Event) -> None:
-        """Appends to the event stream."""
+        """Append to the event stream."""
         ...
 
 
@@ -135,7 +135,7 @@ class Publisher:
         return self._plan.lineage
 
     def publish(self, version: int, *, step: int | None = None) -> float:
-        """Begins to publish the model's weights as `version`, when the version before is published.
+        """Begin to publish the model's weights as `version`, when the version before is published.
 
         `step` is the step that made it, None for the version that training starts with. Returns the seconds that the
         training was held up. Raises what publishing the version before raised.
@@ -155,7 +155,7 @@ class Publisher:
         return time.monotonic() - began
 
     def mend(self, entry: policy_pb2.PolicyEntry) -> None:
-        """Begins to publish a damaged version anew; the live weights must be its. Collective in a gang.
+        """Begin to publish a damaged version anew; the live weights must be its. Collective in a gang.
 
         What an adapter is on may be what is damaged of it, and is mended first, before the training goes on.
         """
@@ -176,7 +176,7 @@ class Publisher:
             self._log_client.write_event(published_anew(name, damage=mended.damage, uri=uri))
 
     def finish(self) -> None:
-        """Returns when nothing is under way; raises what publishing raised."""
+        """Return when nothing is under way; raise what publishing raised."""
         future, self._under_way = self._under_way, None
         if future is None:
             return
@@ -214,7 +214,7 @@ class Publisher:
         threading.Thread(target=context.run, args=(run,), name=f"publish-{version}", daemon=True).start()
 
     def _release(self, parts: list[TensorPart]) -> None:
-        """Gives back the buffers that nothing is compared with any more."""
+        """Give back the buffers that nothing is compared with any more."""
         if self._committer.holds(parts):
             self._snapshots.give_back(self._previous)
             self._previous = parts

@@ -106,7 +106,7 @@ class Replayer:
         return self._batches.read(self.version)
 
     def advance(self, batch: Batch) -> dict[str, float]:
-        """Trains on the next batch as the run did, and returns the metrics of the step."""
+        """Train on the next batch as the run did, and return the metrics of the step."""
         metrics = forward_backward(self._learner, batch)
         report = self._learner.optimizer.step(batch.step)
         self.version = batch.step + 1
@@ -130,7 +130,7 @@ class Replayer:
 def replay(
     store: ObjectStore, names: Names, *, step: int, loss: str = "", on_step: OnStep = lambda done, total: None
 ) -> ReplayReport:
-    """Recomputes step `step` and compares version `step + 1` with the published one; `loss` is `my.module:fn` or empty.
+    """Recompute step `step` and compare version `step + 1` with the published one; `loss` is `my.module:fn` or empty.
 
     InvalidStateError if the step is not kept, or if its version is not published and no loss is asked for.
     """

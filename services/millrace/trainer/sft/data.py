@@ -166,7 +166,7 @@ class RowEncoder:
         raise InvalidSpecError([problem], remedy="give the rows completions")
 
     def warn_of_losses(self) -> None:
-        """Logs how many rows were cut or dropped so far, if any were."""
+        """Log how many rows were cut or dropped so far, if any were."""
         if self.num_cut or self.num_dropped:
             logger.warning(
                 "rows were cut at data.seq_len, or dropped because no completion token was left",

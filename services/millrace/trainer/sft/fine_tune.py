@@ -133,7 +133,7 @@ class _Session:
             )
 
     def resume(self) -> int:
-        """Fills the state from the newest checkpoint of this config, if there is one; returns the next step."""
+        """Fill the state from the newest checkpoint of this config, if there is one; return the next step."""
         if self._checkpoints is None:
             return 0
         found = resume(
@@ -188,7 +188,7 @@ class _Session:
         )
 
     def maybe_save(self, step: int, *, is_last: bool) -> None:
-        """Saves a checkpoint at the interval and at the end, if the config has checkpoints."""
+        """Save a checkpoint at the interval and at the end, if the config has checkpoints."""
         if self._checkpointer is not None and (is_last or self._checkpointer.is_due(step)):
             state = state_tensors(self._model, self._optimizer, gang=self._gang)
             self._checkpointer.save(state, step=step, lineage=0, chain_hash=ZERO_CHAIN_HASH)
@@ -208,7 +208,7 @@ class _Session:
 
 
 def save_model(model: nn.Module, *, source: Path, target: Path, dtype: Any, gang: Gang) -> Path:
-    """Writes the model with the small files of `source` as a Hugging Face directory, whole or not at all."""
+    """Write the model with the small files of `source` as a Hugging Face directory, whole or not at all."""
     tensors = list(policy_tensors(model, dtype=dtype))  # gathering is collective
     if gang.is_leader:
         fresh = target.with_name(f".{target.name}.new")
@@ -224,7 +224,7 @@ def save_model(model: nn.Module, *, source: Path, target: Path, dtype: Any, gang
 
 
 def replace_directory(fresh: Path, target: Path) -> None:
-    """Puts `fresh` in the place of `target`; the old one is deleted last, and stays if the new one cannot be moved."""
+    """Put `fresh` in the place of `target`; the old one is deleted last, and stays if the new one cannot be moved."""
     aside = target.with_name(f".{target.name}.old")
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)

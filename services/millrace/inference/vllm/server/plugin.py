@@ -43,11 +43,11 @@ class MillracePlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Replaces the routes that generate, and adds those of PRIME-RL."""
+        """Replace the routes that generate, and add those of PRIME-RL."""
         attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Starts the replica; an error here ends the server."""
+        """Start the replica; an error here ends the server."""
         settings = Settings.from_env(os.environ, required=["listen"])
         own = InferenceSettings.from_env(os.environ)
         setup("inference", level=settings.log_level, json_lines=settings.log_json)
@@ -114,7 +114,7 @@ async def _take_signal(state: Any, stopping: asyncio.Event) -> None:
 
 
 def _put_before(state: Any, client: Any, gated: GatedClient) -> None:
-    """Gives every serving object the gated client."""
+    """Give every serving object the gated client."""
     for item in vars(state)["_state"].values():
         if getattr(item, "engine_client", None) is client:
             item.engine_client = gated

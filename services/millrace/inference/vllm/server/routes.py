@@ -64,7 +64,7 @@ class Replica:
             )
 
     async def load_directory(self, directory: str | None) -> None:
-        """Serves weights of a directory, or the first ones again. InvalidStateError while it serves a run."""
+        """Serve weights of a directory, or the first ones again. InvalidStateError while it serves a run."""
         if (desired := self.updater.desired) is not None:
             raise InvalidStateError(
                 f"this replica serves run {desired.run_uid}, whose policies come through PolicyService and are proved",
@@ -77,7 +77,7 @@ class Replica:
             await self.engine.load_directory(directory)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new requests, waits for the open ones at most `grace_s`, then aborts them."""
+        """Refuse new requests, wait for the open ones at most `grace_s`, then abort them."""
         self.is_draining = True
         try:
             async with asyncio.timeout(grace_s):
@@ -88,7 +88,7 @@ class Replica:
 
 
 def attach(app: Any) -> None:
-    """Adds the routes; vLLM drops its own of the same path and method."""
+    """Add the routes; vLLM drops its own of the same path and method."""
     app.include_router(router)
     app.add_exception_handler(MillraceError, lambda _, error: _error(error))
 
@@ -197,13 +197,13 @@ class _Spans:
         return cls(per_call=0 if request.use_beam_search else request.n or 1)
 
     def whole(self, body: dict[str, Any], calls: Calls) -> None:
-        """Finishes an answer in one piece."""
+        """Finish an answer in one piece."""
         add_spans(body, calls)
         if self.is_raw:
             name_tokens(body)
 
     def chunk(self, body: dict[str, Any], calls: Calls) -> None:
-        """Finishes a chunk of a stream."""
+        """Finish a chunk of a stream."""
         if self.per_call:
             add_last_spans(body, calls, per_call=self.per_call)
         if self.is_raw:

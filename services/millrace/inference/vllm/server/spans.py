@@ -35,7 +35,7 @@ def add_last_spans(chunk: dict[str, Any], calls: Calls, *, per_call: int) -> Non
 
 
 def name_tokens(body: dict[str, Any]) -> None:
-    """Names the log-probs of `/inference/v1/generate` as its clients want them: `token_id:N`."""
+    """Name the log-probs of `/inference/v1/generate` as its clients want them: `token_id:N`."""
     for choice in body.get("choices") or []:
         for entry in (choice.get("logprobs") or {}).get("content") or []:
             entry["token"] = f"token_id:{entry['token_id']}"

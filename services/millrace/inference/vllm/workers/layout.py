@@ -138,7 +138,7 @@ class Layout:
 
 
 def trace(model: torch.nn.Module, places: Iterable[TensorPlace]) -> Layout:
-    """Runs the model's own loaders on the meta device; the model is as before afterwards, whatever happens."""
+    """Run the model's own loaders on the meta device; the model is as before afterwards, whatever happens."""
     # vllm is in its own environment, which the type checker does not see.
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
         get_layerwise_info,
@@ -178,7 +178,7 @@ def trace(model: torch.nn.Module, places: Iterable[TensorPlace]) -> Layout:
 
 
 def _unwrap_loader(tensor: torch.Tensor) -> None:
-    """Takes off what an earlier layerwise reload wrapped around the tensor's loader; the next one wraps it again."""
+    """Take off what an earlier layerwise reload wrapped around the tensor's loader; the next one wraps it again."""
     loader: Any = getattr(tensor, "weight_loader", None)
     while loader is not None and loader.__name__ == "online_process_loader":
         loader = loader.__wrapped__

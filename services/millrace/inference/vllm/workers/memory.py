@@ -31,7 +31,7 @@ class Write:
     bits: Bits | None = None
 
     def put(self, files: OrderFiles, parameter: torch.Tensor) -> None:
-        """Writes it, and reads it back from the memory at once; InternalError if other bits are there."""
+        """Write it, and read it back from the memory at once; InternalError if other bits are there."""
         if self.index is None or self.bits is None:
             source = source_of(files, self.region).to(parameter.device)
             box = box_of(parameter, self.region)

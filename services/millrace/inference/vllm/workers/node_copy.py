@@ -54,7 +54,7 @@ class NodeCopy:
         return cls(directory, HostCopy(open_store(settings.require("store_url")), directory=directory))
 
     def begin(self, order: Mapping[str, Any]) -> None:
-        """Begins to pull an order's policy, if this is the rank that does so."""
+        """Begin to pull an order's policy, if this is the rank that does so."""
         if not self._is_puller:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ class Packed:
     cpu_linear: Callable[..., torch.Tensor]
 
     def put_into(self, layer: torch.nn.Module) -> None:
-        """Makes the layer compute with it from the next call on."""
+        """Make the layer compute with it from the next call on."""
         layer.cpu_linear = self.cpu_linear  # pyright: ignore[reportArgumentType] - an attribute of vLLM's
 
 
@@ -33,7 +33,7 @@ def is_repackable(layer: torch.nn.Module) -> bool:
 
 
 def build_packed(layer: torch.nn.Module, weight: torch.Tensor) -> Packed:
-    """Packs a plain weight as the layer's own method does. `weight` may be dropped or reused afterwards."""
+    """Pack a plain weight as the layer's own method does. `weight` may be dropped or reused afterwards."""
     shell: Any = torch.nn.Module()
     shell.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
     if (bias := getattr(layer, "bias", None)) is not None:

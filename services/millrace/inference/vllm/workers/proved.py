@@ -70,7 +70,7 @@ class ProvedBoxes:
         return all((number, first) in self._digests for number, first, _ in self._shares(range(len(self._regions))))
 
     def read(self, names: Iterable[str]) -> list[list[Any]]:
-        """Digests the boxes of these tensors whole; rows as `rows` gives them."""
+        """Digest the boxes of these tensors whole; rows as `rows` gives them."""
         wanted = set(names)
         numbers = [number for number, region in enumerate(self._regions) if region.tensor in wanted]
         for number, first, last in self._shares(numbers):
@@ -81,7 +81,7 @@ class ProvedBoxes:
         return self._rows(numbers, self._digests)
 
     def begin_digesting(self, jobs: list[Job]) -> Foreseen:
-        """Has the digests, which have to be known (`is_known`), continued by `jobs` in the thread."""
+        """Have the digests, which have to be known (`is_known`), continued by `jobs` in the thread."""
         return Foreseen(digests=self._thread.submit(_continue, dict(self._digests), jobs))
 
     def jobs(self, files: OrderFiles, writes: Iterable[Write]) -> list[Job]:

@@ -72,7 +72,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
 
     @on_base
     def millrace_reload(self, order: dict[str, Any]) -> None:
-        """Loads every tensor through vLLM's layerwise reload, then finds out how the model lies in memory."""
+        """Load every tensor through vLLM's layerwise reload, then find out how the model lies in memory."""
         self.millrace_held = None
         files = OrderFiles(self._millrace_here(order))
         model = self._millrace_model()
@@ -80,7 +80,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         self.millrace_held = self._millrace_survey(model, files)
 
     def millrace_reload_directory(self, directory: str | None) -> None:
-        """Loads the safetensors files of a directory through vLLM's own reload; what is known of it is dropped.
+        """Load the safetensors files of a directory through vLLM's own reload; what is known of it is dropped.
 
         None is the model that vLLM was started with.
         """
@@ -119,7 +119,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
 
     @on_base
     def millrace_stage(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Takes an order; returns the bytes of each unit that `millrace_prepare` builds, and of each to be gathered.
+        """Take an order; return the bytes of each unit that `millrace_prepare` builds, and of each to be gathered.
 
         `seconds`, here and below, are those in which this thread did not compute.
         """
@@ -143,7 +143,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
 
     @on_base
     def millrace_gather(self, first: int, last: int) -> float:
-        """Looks up where pieces [first, last) are written, and what is there now; returns its seconds."""
+        """Look up where pieces [first, last) are written, and what is there now; return its seconds."""
         held, began = self._millrace_required(), time.monotonic()
         staged = held.staged
         assert staged is not None and staged.num_gathered >= min(first, len(staged.pieces))
@@ -176,7 +176,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
 
     @on_base
     def millrace_prepare(self, first: int, last: int) -> float:
-        """Builds units [first, last) of the staged version, what serves is not touched; returns its seconds."""
+        """Build units [first, last) of the staged version, what serves is not touched; return its seconds."""
         held, began = self._millrace_required(), time.monotonic()
         assert held.staged is not None
         model = self._millrace_model()
@@ -188,7 +188,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
 
     @on_base
     def millrace_activate(self, version: int) -> None:
-        """Puts the staged version into the model, and reads back what it writes; a failure leaves it undefined."""
+        """Put the staged version into the model, and read back what it writes; a failure leaves it undefined."""
         held = self._millrace_required()
         staged, held.staged = held.staged, None
         assert staged is not None and len(staged.packed) == len(staged.units)
@@ -210,7 +210,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
             held.proved.take(staged.foreseen)
 
     def millrace_discard(self) -> None:
-        """Forgets a staged version."""
+        """Forget a staged version."""
         if self.millrace_held is not None:
             self.millrace_held.staged = None
 
@@ -256,7 +256,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         self._millrace_repack_shared(model)
 
     def _millrace_repack_shared(self, model: torch.nn.Module) -> None:
-        """Packs anew the layers that share their weight with one that the reload has filled, as tied heads do.
+        """Pack anew the layers that share their weight with one that the reload has filled, as tied heads do.
 
         The reload repacks a layer when tensors arrive for it, and none arrive for a tied one.
         """
