@@ -45,6 +45,11 @@ WAITED_FOR = Family(
 FILL = Family(
     "millrace_orchestrator_batch_fill_ratio", "Finished groups, of those that a batch needs (0 to 1).", ("run",)
 )
+FAILED_SHARE = Family(
+    "millrace_orchestrator_failed_rollout_share",
+    "Failed rollouts of an environment, of those of the last orchestrator.failure_window groups (0 to 1).",
+    ("run", "env"),
+)
 PUBLISHED = Family("millrace_orchestrator_policy_version_published", "Newest policy version in the log.", ("run",))
 LAG = Family(
     "millrace_orchestrator_replica_lag_versions",
@@ -160,6 +165,9 @@ def _read_training(sheet: Sheet, parts: RunParts, settings: OrchestratorConfig) 
         sheet.put(GROUPS, count, run, state)
     sheet.put(WAITED_FOR, max(0, need - have), run)
     sheet.put(FILL, min(1.0, have / need), run)
+    for count in parts.failures.environments():
+        if count.num_recent:
+            sheet.put(FAILED_SHARE, count.num_recent_failed / count.num_recent, run, count.env)
     _read_replicas(sheet, parts)
 
 

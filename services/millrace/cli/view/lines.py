@@ -58,6 +58,8 @@ def event_line(event: event_pb2.Event, progress: Progress) -> str:
                 f"eval {done.env}  policy v{done.policy_version}  reward {done.reward_mean:.3f}"
                 f"  ({done.num_rollouts} rollouts{failed}, {done.seconds:.1f}s)"
             )
+        case "rollouts_failed":
+            return f"rollouts fail: {event.rollouts_failed.message}"
         case "policy_published":
             new = event.policy_published
             line = f"policy v{new.version} published  {size(new.size_bytes)} in {new.seconds:.2f}s"

@@ -25,7 +25,12 @@ from millrace.orchestrator.play.tasks import TaskRef
 from millrace.rollouts.types import Rollout, RolloutStatus
 
 MAX_FAILED_ATTEMPTS = 2
-"""Attempts that may end with failed members before the task is given up as `error`."""
+"""Attempts that may end with failed members before the task is given up."""
+GIVEN_UP = "error"
+"""Why a play is resolved that was given up so."""
+
+FAILED_PAUSE_S = 0.25
+"""Pause before a member is played again whose environment failed."""
 
 BLAMELESS = frozenset({RolloutStatus.ENGINE_LOST, RolloutStatus.CANCELLED})
 """Outcomes that say nothing about the task: the member is played again, within `max_blameless_attempts`."""
@@ -98,6 +103,11 @@ class Play:
     def is_open(self) -> bool:
         """Whether members may still come."""
         return self.state in (PlayState.UNPLACED, PlayState.PLACED)
+
+    @property
+    def has_come_to_nothing(self) -> bool:
+        """Whether it is over because its members failed."""
+        return self.reason == GIVEN_UP or self.reason in self.settings.hopeless
 
     @property
     def missing(self) -> list[int]:
@@ -207,9 +217,10 @@ class Play:
             self.not_before = time.monotonic() + min(first_s * 2 ** min(self.num_blameless_attempts, 10), longest_s)
             self.num_blameless_attempts += 1
         else:
+            self.not_before = time.monotonic() + FAILED_PAUSE_S
             self.num_failed_attempts = MAX_FAILED_ATTEMPTS if is_blameless else self.num_failed_attempts + 1
         if self.num_failed_attempts >= MAX_FAILED_ATTEMPTS:
-            self.resolve("error")
+            self.resolve(GIVEN_UP)
             return Arrival.HOPELESS
         self.lose(keeps_home=RolloutStatus.ENGINE_LOST not in statuses)
         return Arrival.RETRY

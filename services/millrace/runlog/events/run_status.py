@@ -80,6 +80,8 @@ class RunStatus:
     """Version by replica."""
     done_evals: set[tuple[str, int]] = field(default_factory=set)
     """Environment and step of every evaluation that is finished."""
+    environments: dict[str, run_pb2.EnvRollouts] = field(default_factory=dict)
+    """Environments of which rollouts failed, by name."""
     batches: BatchAge = field(default_factory=BatchAge)
     """On the clocks of those who wrote the events."""
     last_time: float = 0.0
@@ -115,6 +117,8 @@ class RunStatus:
         progress.num_rollouts, progress.num_tokens = self.num_rollouts, self.num_tokens
         progress.reward = self.reward
         progress.min_inference_version = self.inference_version or 0
+        del progress.environments[:]
+        progress.environments.extend(self.environments[name] for name in sorted(self.environments))
 
     def reopen(self) -> None:
         """The run that had failed goes on; its state is that of the event that comes next."""
@@ -139,6 +143,10 @@ class RunStatus:
                 self.batches.committed(self.last_time, is_last=0 < self.max_steps <= batch.step + 1)
             case "step_completed":
                 self._add_step(event.step_completed)
+            case "rollouts_failed":
+                count = run_pb2.EnvRollouts()
+                count.CopyFrom(event.rollouts_failed.environment)
+                self.environments[count.env] = count
             case "policy_published":
                 self.policy_version = max(self.policy_version, _counted(event.policy_published.version))
             case "eval_completed":
