@@ -99,7 +99,9 @@ def test_the_run_fails_when_the_share_is_reached_over_the_window() -> None:
         counted.note(rollout(2, member))
     error = counted.error()
     assert isinstance(error, RolloutsFailedError) and error.reason == "ROLLOUTS_FAILED"
-    assert error.message.startswith("12 of 12 rollouts of the last 3 groups failed, so the run cannot learn: 12 of 12")
+    assert error.message.startswith(
+        "12 of 12 rollouts of the last 3 groups failed, so the run cannot learn: environment 'math'"
+    )
     assert "ValueError: boom" in error.message
 
 

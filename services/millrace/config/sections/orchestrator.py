@@ -181,8 +181,8 @@ class OrchestratorConfig(Section):
     )
     max_failed_share: float = option(
         0.9,
-        "Share of failed rollouts, over the last `orchestrator.failure_window` groups, from which the run fails, because "
-        "it cannot learn. What the infrastructure loses is not counted.",
+        "Share of failed rollouts, over the last `orchestrator.failure_window` groups, from which the run fails: it "
+        "cannot learn. What the infrastructure loses is not counted.",
         gt=0,
         le=1,
     )

@@ -103,7 +103,8 @@ class RunDriver(ABC):
             first = _decisive(error)
             if isinstance(first, ConflictError | UnavailableError | CapacityError) or not self._is_restored:
                 raise first from error
-            logger.error("run failed", extra={"run": self._context.record.name, "error": str(first)}, exc_info=error)
+            fields = {"run": self._context.record.name, "error": str(first)}
+            logger.error("run failed", extra=fields, exc_info=None if isinstance(first, MillraceError) else error)
             await self._fail(_as_millrace(first))
         finally:
             await self._parts.envs.close()

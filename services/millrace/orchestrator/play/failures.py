@@ -72,13 +72,14 @@ class EnvCount(GroupCount):
 
     def explain(self) -> str:
         """How many of how many failed, with what error first, and what to do."""
-        by_status = ", ".join(f"{count} {status}" for status, count in self.failed.most_common())
+        return f"{self.num_failed} of {self.num_rollouts} rollouts of environment {self.env!r} failed {self.cause}"
+
+    @property
+    def cause(self) -> str:
+        """With what status they failed, with what error first, and what to do."""
         remedy = REMEDIES.get(RolloutStatus(self.failed.most_common(1)[0][0]), "") if self.failed else ""
         where = f" (at {' ← '.join(reversed(self.frames.splitlines()))})" if self.frames else ""
-        return (
-            f"{self.num_failed} of {self.num_rollouts} rollouts of environment {self.env!r} failed ({by_status}); the "
-            f"first: {self.first_error}{where}; {remedy}"
-        )
+        return f"({by_status(self.failed)}); the first: {self.first_error}{where}; {remedy}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,8 +178,8 @@ class Failures:
             return None
         causes = sorted(self.environments(), key=lambda count: -count.num_recent_failed)
         return RolloutsFailedError(
-            f"{num_failed} of {num_rollouts} rollouts of the last {len(recent)} groups failed, so the run cannot learn: "
-            f"{'. '.join(count.explain() for count in causes)}",
+            f"{num_failed} of {num_rollouts} rollouts of the last {len(recent)} groups failed, so the run cannot "
+            f"learn: {'. '.join(f'environment {count.env!r} {count.cause}' for count in causes)}",
             reason="ROLLOUTS_FAILED",
             remedy="orchestrator.max_failed_share and orchestrator.failure_window say how many may fail",
         )
@@ -191,8 +192,7 @@ class Failures:
         failed = sum((count.failed for count in counts), Counter[str]())
         everything = sum(total.num_rollouts for total in self._totals.values())
         everything += sum(group.num_rollouts for group in self._open.values())
-        by_status = ", ".join(f"{count} {status}" for status, count in failed.most_common())
-        return f"{failed.total()} of {everything} rollouts failed ({by_status})"
+        return f"{failed.total()} of {everything} rollouts failed ({by_status(failed)})"
 
     @property
     def tally(self) -> Tally:
@@ -211,6 +211,11 @@ class Failures:
         """The last groups, of those that are resolved, or of which every member came back once."""
         answered = [group for group in self._open.values() if group.num_rollouts >= self._group_size]
         return [*self._closed, *answered][-self._num_groups :]
+
+
+def by_status(failed: Counter[str]) -> str:
+    """`10 env_error, 2 timeout`."""
+    return ", ".join(f"{count} {status}" for status, count in failed.most_common())
 
 
 def encode_tally(tally: Tally) -> dict[str, Any]:
