@@ -8,6 +8,7 @@ import pytest
 from patience import patient
 
 from millrace.env_server.requests import EnvSpec, PlayRequest, Sampling
+from millrace.env_server.wire import play_from_wire
 from millrace.env_server.workers.worker_process import WorkerProcess
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
@@ -148,7 +149,7 @@ async def test_workers_that_are_asked_to_end_accuse_nobody_wherever_they_play(se
     assert not pool.trials.suspects
     assert [rollout.status for rollout in await playing] == ["ok", "ok"] and not pool.probes.workers
     # A suspect whose probe worker is asked to end while it plays, twice, is no culprit.
-    task_id = pool.task_id(server.request("faulty-v0", 1, args=args))
+    task_id = pool.task_id(play_from_wire(server.request("faulty-v0", 1, args=args)))
     pool.trials.suspect(task_id)
     playing = asyncio.create_task(server.play(server.request("faulty-v0", 1, args=args, size=1)))
     probes = []
