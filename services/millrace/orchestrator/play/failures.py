@@ -78,8 +78,7 @@ class EnvCount(GroupCount):
     def cause(self) -> str:
         """With what status they failed, with what error first, and what to do."""
         remedy = REMEDIES.get(RolloutStatus(self.failed.most_common(1)[0][0]), "") if self.failed else ""
-        where = f" (at {' ← '.join(reversed(self.frames.splitlines()))})" if self.frames else ""
-        return f"({by_status(self.failed)}); the first: {self.first_error}{where}; {remedy}"
+        return f"({by_status(self.failed)}); the first: {self.first_error}{_at(self.frames)}; {remedy}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,8 +118,7 @@ class Failures:
         total = self._total(rollout.env)
         if not total.first_error:
             error = rollout.error
-            text = f"{error.type}: {error.message}" if error else f"status {rollout.status}"
-            total.first_error = text[:MAX_ERROR_CHARS]
+            total.first_error = f"{error.type}: {error.message}"[:MAX_ERROR_CHARS] if error else f"{rollout.status}"
             total.frames = error.frames[:MAX_FRAMES_CHARS] if error else ""
 
     def close(self, ordinal: int, *, has_failed: bool) -> None:
@@ -211,6 +209,22 @@ class Failures:
         """The last groups, of those that are resolved, or of which every member came back once."""
         answered = [group for group in self._open.values() if group.num_rollouts >= self._group_size]
         return [*self._closed, *answered][-self._num_groups :]
+
+
+def describe_error(rollout: Rollout) -> str:
+    """The error of a failed rollout, with the last frames of the environment's own code."""
+    error = rollout.error
+    return f"{error.type}: {error.message}{_at(error.frames)}" if error else str(rollout.status)
+
+
+def remedy_of(rollout: Rollout) -> str:
+    """What to do about a failed rollout."""
+    return REMEDIES.get(rollout.status, "look at the env-server's log")
+
+
+def _at(frames: str) -> str:
+    """` (at innermost ← outer)`, or nothing if no frame is known."""
+    return f" (at {' ← '.join(reversed(frames.splitlines()))})" if frames else ""
 
 
 def by_status(failed: Counter[str]) -> str:
