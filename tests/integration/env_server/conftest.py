@@ -25,7 +25,7 @@ from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.env_server.workers.pool import PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.policies.publishing.publish import publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.types import Rollout

@@ -4,6 +4,7 @@ import asyncio
 
 from millrace.config.load import validate_document
 from millrace.rpc.channel import call, stream
+from millrace.runlog import RunLog
 from millrace.v1 import run_pb2, run_service_pb2
 
 CONFIG = {
@@ -86,3 +87,13 @@ def numbers(events) -> dict[str, list[int]]:
     for event in events:
         found.setdefault(event.writer, []).append(event.writer_sequence)
     return found
+
+
+async def log_of(stack, run) -> RunLog:
+    return await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
+
+
+async def restart_orchestrator(stack) -> None:
+    port = int(stack.address.rpartition(":")[2])
+    await stack.kill_orchestrator()
+    await stack.start_orchestrator(port)
