@@ -9,14 +9,14 @@ import pytest
 from fault_proxy import Effect, Fault, FaultProxy
 
 from millrace.errors import CorruptObjectError, NotFoundError
-from millrace.policies.manifest import manifest_key
-from millrace.policies.publishing.publish import PublishedPolicy, publish_policy
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, PublishedPolicy, publish_policy
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import ObjectStore
 from millrace.storage.s3 import S3Store
 
-KEY = manifest_key("p", "u", lineage=0, version=3)
+KEY = PolicyPlace(prefix="p", uid="u", lineage=0, version=3).manifest_key
 TENSORS = [(f"t{number}", TensorBytes.from_numpy(np.full(20_000, number, dtype=np.float32))) for number in range(3)]
 PUBLISH = """
 import sys
@@ -34,7 +34,11 @@ publish_policy(
 def _publish(store: ObjectStore, *, epoch: int) -> PublishedPolicy:
     files = {"config.json": b"{}"}
     return publish_policy(
-        store, prefix="p", uid="u", lineage=0, version=3, epoch=epoch, tensors=TENSORS, files=files, shard_bytes=1
+        store,
+        PolicyPlace(prefix="p", uid="u", lineage=0, version=3),
+        PolicyContents(tensors=TENSORS, files=files),
+        epoch=epoch,
+        shard_bytes=1,
     )
 
 
