@@ -107,7 +107,7 @@ class HostCopy:
         return None if self._held is None else self._held.manifest
 
     def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
-        """Bring the copy to a version and return it, proved. Blocking: call it in a thread.
+        """Update the copy to a version and return it, proved. Blocking: call it in a thread.
 
         Damaged objects are gone around where another chain leads to the version. Raises CorruptObjectError or
         NotFoundError naming what is in the way; UnavailableError if the store is.
@@ -132,7 +132,7 @@ class HostCopy:
             self.forget()
         before = self._held
         fetched = _Fetched()
-        changes = self._bring_to(manifest, fetched)
+        changes = self._update_to(manifest, fetched)
         held = self._held
         assert held is not None
         return StagedPolicy(
@@ -161,7 +161,7 @@ class HostCopy:
             except OSError as error:  # the version serves all the same
                 logger.warning("a policy's file stays", extra={"path": str(self._path), "error": str(error)})
 
-    def _bring_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
+    def _update_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
         """Follow chains until one holds; return what changed since the copy before, None if that is unknown."""
         avoid: set[tuple[str, int | None]] = set()
         first: MillraceError | None = None

@@ -199,7 +199,7 @@ class PolicyManifest:
     """What a policy version is made of.
 
     `key` is its own object key. `anchor` is the newest version of the lineage, itself included, with a full encoding.
-    `is_delta_base`: later versions may be differences from this one, so that whoever has a copy does well to keep it.
+    `is_delta_base`: later versions may be differences from this one, so that a reader does well to keep its copy.
     """
 
     format: int = FORMAT

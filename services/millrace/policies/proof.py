@@ -81,16 +81,17 @@ class HeldPart(Protocol):
 
 
 P = TypeVar("P", bound=HeldPart)
+P_read = TypeVar("P_read", bound=HeldPart, contravariant=True)
 
 
-class HeldMemory(Protocol[P]):
+class HeldMemory(Protocol[P_read]):
     """Reads the memory in which the parts lie. What is returned is a copy, in this process's own memory."""
 
-    def read(self, part: P, begin: int, end: int) -> Bits:
+    def read(self, part: P_read, begin: int, end: int) -> Bits:
         """Return the part's elements [begin, end)."""
         ...
 
-    def gather(self, part: P, index: NDArray[np.int64]) -> Bits:
+    def gather(self, part: P_read, index: NDArray[np.int64]) -> Bits:
         """Return the part's elements `index` [N]."""
         ...
 
@@ -259,8 +260,9 @@ class ContinuedDigests(Generic[P]):
 
     def old_bits(self, part: P, change: TensorChange) -> Iterable[tuple[_Share, TensorChange, Bits]]:
         """The change share by share, with the bits that the memory has there now."""
-        number = self._numbers.get(part)
-        for first, inside in () if number is None else change.shares(SHARE_ELEMENTS):
+        if (number := self._numbers.get(part)) is None:
+            return
+        for first, inside in change.shares(SHARE_ELEMENTS):
             assert inside.positions is not None
             old = self._memory.gather(part, part.places_of(inside.positions))
             yield (number, max(first, part.source_offset)), inside, old

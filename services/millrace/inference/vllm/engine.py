@@ -43,7 +43,7 @@ _RELOAD_DEADLINE_S = 1800.0
 class VllmEngine:
     """Implements `PolicyEngine`. `directory` is where files for the workers are written.
 
-    `is_fixed` is for a model that was chosen where the replica was started: a restart would bring it again, so a policy
+    `is_fixed` is for a model that was chosen where the replica was started: a restart would load it again, so a policy
     of another architecture is refused.
     """
 

@@ -1,7 +1,7 @@
 """What a publisher remembers of the versions that are committed, to publish the next one as deltas. No torch.
 
 A version is published against the one before it, and at every fourth and sixteenth version also against the one four
-and sixteen before: whoever is n versions behind reads O(log n) deltas. An anchor, the full copy, comes every
+and sixteen before: a reader that is n versions behind reads O(log n) deltas. An anchor, the full copy, comes every
 `anchor_interval` versions, at the start of a lineage, and where deltas would not be smaller.
 
 Memory on each rank, per parameter of its shard: one copy of the last committed version (2 bytes at bf16, 4 at float32)
@@ -158,7 +158,7 @@ class History:
         return found
 
     def advance(self, parts: Sequence[TensorPart], *, version: int, digest: str, digests: Digests) -> None:
-        """Take note that a version is committed. `parts` are held from now on; those before are let go."""
+        """Take note that a version is committed. `parts` are held from now on; those before are released."""
         if not self.fits(parts, version):
             self._skips = {}
         kept = {skip: base for skip, base in self._skips.items() if version < base.version + skip}

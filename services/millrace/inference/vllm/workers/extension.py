@@ -34,7 +34,7 @@ from millrace.inference.vllm.workers.memory import (
 )
 from millrace.inference.vllm.workers.node_copy import FetchingWorker
 from millrace.inference.vllm.workers.packing import Packed, build_packed, is_repackable
-from millrace.policies.proof import ContinuedDigests, NextDigests
+from millrace.policies.proof import ContinuedDigests, NextDigests, Row
 from millrace.policies.tensors import element_bytes
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
@@ -223,7 +223,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
             self.millrace_held.staged = None
 
     @on_base
-    def millrace_digests(self, names: list[str]) -> list[list[Any]]:
+    def millrace_digests(self, names: list[str]) -> list[Row]:
         """[tensor, key of the box, elements, digest as hex] of every box that holds the checkpoint's bits as they are.
 
         Only of these tensors, of which this rank may hold none. Ranks that hold the same box give the same key.
