@@ -51,7 +51,7 @@ def test_the_contracts_see_a_sideways_import(tmp_path: Path) -> None:
     broken = lint_imports(tmp_path, "--config", str(config))
     assert broken.returncode == 1
     assert "layers BROKEN" in broken.stdout
-    assert "torch only in the trainer and the embedded engine BROKEN" in broken.stdout
+    assert "torch only in the trainer and the engines BROKEN" in broken.stdout
 
 
 def test_the_command_line_starts_without_heavy_imports() -> None:

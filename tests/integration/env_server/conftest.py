@@ -16,7 +16,8 @@ import pytest_asyncio
 from aiohttp import web
 from patience import patient
 
-from millrace.env_server.service import EnvService, teacher_key_problem
+from millrace.env_server.isolation.inherited import teacher_key_problem
+from millrace.env_server.service import EnvService
 from millrace.env_server.spool.files import Spool
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.env_server.teacher.scorer import Teachers
