@@ -49,6 +49,7 @@ class PolicyContents:
     files: Mapping[str, bytes] | Sequence[FileEntry]
     probe: Probe | None = None
     adapter: AdapterEntry | None = None
+    is_delta_base: bool = True
 
 
 def publish_policy(
@@ -92,6 +93,7 @@ def publish_policy(
         digest=digest,
         probe=contents.probe,
         adapter=contents.adapter,
+        is_delta_base=contents.is_delta_base,
     )
     return commit_policy(store, key, manifest)
 
