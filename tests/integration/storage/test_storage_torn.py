@@ -21,12 +21,14 @@ TENSORS = [(f"t{number}", TensorBytes.from_numpy(np.full(20_000, number, dtype=n
 PUBLISH = """
 import sys
 import numpy as np
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import open_store
+tensors = [(f"t{n}", TensorBytes.from_numpy(np.full(20_000, n, dtype=np.float32))) for n in range(3)]
 publish_policy(
-    open_store(sys.argv[1]), prefix="p", uid="u", lineage=0, version=3, epoch=1, files={"config.json": b"{}"},
-    tensors=[(f"t{n}", TensorBytes.from_numpy(np.full(20_000, n, dtype=np.float32))) for n in range(3)], shard_bytes=1,
+    open_store(sys.argv[1]), PolicyPlace(prefix="p", uid="u", lineage=0, version=3),
+    PolicyContents(tensors=tensors, files={"config.json": b"{}"}), epoch=1, shard_bytes=1,
 )
 """
 
