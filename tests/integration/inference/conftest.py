@@ -20,7 +20,8 @@ from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import worker_service_pb2 as workers
 from millrace.internal.v1 import worker_service_pb2_grpc
 from millrace.internal.v1.policy_pb2 import PolicyEntry
-from millrace.policies.publishing.publish import PublishedPolicy, publish_policy
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, PublishedPolicy, publish_policy
 from millrace.storage.base import ObjectStore
 
 # Test directories are no packages, so the unit tests' builders are loaded by path.
@@ -88,14 +89,13 @@ def publish(model_dir: Path) -> Callable[..., PolicyEntry]:
     def run(store: ObjectStore, model: torch.nn.Module, version: int, *, uid: str = "run1", **more: Any) -> PolicyEntry:
         published: PublishedPolicy = publish_policy(
             store,
-            prefix="test",
-            uid=uid,
-            lineage=0,
-            version=version,
+            PolicyPlace(prefix="test", uid=uid, lineage=0, version=version),
+            PolicyContents(
+                tensors=tiny.tensors_of(model).items(),
+                files={path.name: path.read_bytes() for path in model_dir.iterdir()},
+                **more,
+            ),
             epoch=1,
-            tensors=tiny.tensors_of(model).items(),
-            files={path.name: path.read_bytes() for path in model_dir.iterdir()},
-            **more,
         )
         return PolicyEntry(
             lineage=0,
