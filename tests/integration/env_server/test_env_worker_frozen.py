@@ -5,7 +5,6 @@ import os
 import signal
 
 import pytest
-from patience import patient
 
 from millrace.env_server.workers.supervisor import WorkerProcess
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
@@ -13,6 +12,7 @@ from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream
 from millrace.telemetry import waits
+from millrace_testing.patience import patient
 
 NAMED_WITHIN_S = 30.0
 

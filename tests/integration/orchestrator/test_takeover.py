@@ -4,9 +4,6 @@ import asyncio
 import json
 import logging
 
-from orchestrator_fakes import FakeEnvServer, make_rollout
-from orchestrator_runs import bodies, create, get, has_state, resolutions, states, until, watch
-
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.orchestrator import manager
 from millrace.orchestrator.play import env_pool, play
@@ -15,6 +12,8 @@ from millrace.rollouts.wire import decode_archive, encode_rollout
 from millrace.runlog import Lease, RunLog, load_headers
 from millrace.runlog.names import Names
 from millrace.v1 import run_pb2
+from millrace_testing.orchestrator.fakes import FakeEnvServer, make_rollout
+from millrace_testing.orchestrator.runs import bodies, create, get, has_state, resolutions, states, until, watch
 
 
 async def log_of(stack, run) -> RunLog:
