@@ -142,9 +142,8 @@ def test_what_cannot_notice_is_ended_by_the_next_stack_before_it_starts(up, tmp_
     second.ready()
     said = second.output.read_text()
     assert f"waiting for what the killed stack (pid {first.process.pid}) has left behind: pid " in said
-    assert (
-        f"ending what the killed stack (pid {first.process.pid}) has left behind: pid {frozen} (fake_trainer)" in said
-    )
+    trainer = f"pid {frozen} (millrace_testing.local.fake_trainer)"
+    assert f"ending what the killed stack (pid {first.process.pid}) has left behind: {trainer}" in said
     assert len(leftovers(tmp_path)) == 8
 
 
