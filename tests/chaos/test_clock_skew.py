@@ -25,7 +25,7 @@ SKEW = {
     "millrace.orchestrator.main": HOUR,
     "millrace.trainer.main": -HOUR,
     "millrace.env_server.main": 24 * HOUR,
-    "millrace.env_server.workers.worker": 24 * HOUR,
+    "millrace.env_server.workers.env_worker": 24 * HOUR,
     "millrace.env_server.workers.template": 24 * HOUR,  # workers are copies of it
     "millrace.inference.main": -24 * HOUR,
 }

@@ -9,8 +9,9 @@ import grpc.aio
 
 from millrace.env_server.isolation import landlock
 from millrace.env_server.isolation.confinement import Confinement
+from millrace.env_server.isolation.inherited import teacher_key_problem
 from millrace.env_server.meters import registry_of
-from millrace.env_server.service import EnvService, teacher_key_problem
+from millrace.env_server.service import EnvService
 from millrace.env_server.settings import EnvServerSettings
 from millrace.env_server.spool.files import Spool
 from millrace.env_server.spool.sink import RolloutSink

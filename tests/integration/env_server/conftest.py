@@ -15,7 +15,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from millrace.env_server.service import EnvService, teacher_key_problem
+from millrace.env_server.isolation.inherited import teacher_key_problem
+from millrace.env_server.service import EnvService
 from millrace.env_server.spool.files import Spool
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.env_server.teacher.scorer import Teachers

@@ -13,20 +13,33 @@ import pytest
 
 from millrace.env_server.spool.files import Spool
 from millrace.errors import CapacityError, InvalidStateError
-from millrace.internal.v1 import rollout_pb2
+from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
+from millrace.rollouts.wire import encode_rollout
 from millrace.telemetry import waits
 
 LIMIT = 1 << 20
 
 
-def make_rollout(ordinal: int, *, uid: str = "run1", size: int = 100, purpose: int = rollout_pb2.PURPOSE_TRAIN):
-    return rollout_pb2.Rollout(
-        run_uid=uid, ordinal=ordinal, purpose=purpose, messages_json="x" * size, planned_step=ordinal // 4
+def make_rollout(ordinal: int, *, uid: str = "run1", size: int = 100, purpose: Purpose = Purpose.TRAIN) -> Rollout:
+    return Rollout(
+        run_uid=uid,
+        purpose=purpose,
+        ordinal=ordinal,
+        member=0,
+        attempt=0,
+        group_size=1,
+        env="e",
+        task_index=0,
+        task_id="t" * size,
+        status=RolloutStatus.ENV_ERROR,
+        error=RolloutError(type="E", message="failed"),
+        temperature=4.0,
+        planned_step=ordinal // 4,
     )
 
 
-def encoded(rollout: rollout_pb2.Rollout) -> bytes:
-    return rollout.SerializeToString(deterministic=True)
+def encoded(rollout: Rollout) -> bytes:
+    return encode_rollout(rollout)
 
 
 @contextlib.contextmanager
@@ -42,7 +55,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 async def test_a_successor_finds_exactly_the_bytes(tmp_path: Path) -> None:
     first = Spool(tmp_path, limit_bytes=LIMIT)
-    rollouts = [make_rollout(3), make_rollout(12_345_678_901_234), make_rollout(0, purpose=rollout_pb2.PURPOSE_EVAL)]
+    rollouts = [make_rollout(3), make_rollout(12_345_678_901_234), make_rollout(0, purpose=Purpose.EVAL)]
     for rollout in rollouts:
         await first.keep(rollout)
     await first.keep(make_rollout(1, uid="run2"))

@@ -10,21 +10,17 @@ from typing import Protocol
 
 from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.outcome import Outcome
-from millrace.env_server.adapters.tasks import TaskTable
 from millrace.env_server.isolation.limits import MEMORY_VARIABLE
+from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.errors import NotFoundError
-from millrace.internal.v1 import env_service_pb2
 
 
 class EnvAdapter(Protocol):
     """A loaded environment."""
 
-    api: str
-    requires_group: bool
-    train: TaskTable
-    eval: TaskTable
+    loaded: LoadedEnv
 
-    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play one task for every member of the request. Deadlines are the caller's."""
         ...
 
@@ -60,7 +56,7 @@ def find_module(env_id: str) -> ModuleType:
     )
 
 
-def load_adapter(env: env_service_pb2.EnvSpec) -> EnvAdapter:
+def load_adapter(env: EnvSpec) -> EnvAdapter:
     """Load an environment of either generation. Must run in the main thread: v0 installs signal handlers."""
     args = parse_args(env)
     module = find_module(env.id)

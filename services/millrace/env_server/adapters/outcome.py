@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.env_server.requests import PlayRequest
 from millrace.rollouts.types import (
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
-    Purpose,
     Rollout,
     RolloutError,
     RolloutStatus,
@@ -86,7 +85,7 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def make_rollout(
-    request: env_service_pb2.PlayGroupRequest,
+    request: PlayRequest,
     *,
     member: int,
     task_id: str,
@@ -102,7 +101,7 @@ def make_rollout(
         error = RolloutError(type=outcome.error_type, message=message[:MAX_ERROR_MESSAGE_CHARS])
     return Rollout(
         run_uid=request.run_uid,
-        purpose=Purpose.EVAL if request.purpose == rollout_pb2.PURPOSE_EVAL else Purpose.TRAIN,
+        purpose=request.purpose,
         ordinal=request.ordinal,
         member=member,
         attempt=request.attempt,

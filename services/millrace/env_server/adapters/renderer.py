@@ -104,7 +104,7 @@ def _is_refused(error: APIConnectionError) -> bool:
 
 
 def _describe(error: APIConnectionError, base_url: object) -> str:
-    """`Connection error.` alone says neither who nor why."""
+    """The error with its cause and address, as `Connection error.` alone names neither."""
     cause = error.__cause__
     why = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
     return f"{base_url}: {why}"

@@ -36,7 +36,7 @@ from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.env_server.requests import LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import RolloutStatus
 
 logger = logging.getLogger(__name__)
@@ -52,18 +52,17 @@ _STATE_COLUMNS = ["trajectory", "timed_out"]
 class V0Adapter:
     """A loaded v0 environment."""
 
-    api = "v0"
-
     def __init__(self, env: vf.Environment, *, renderer: str) -> None:
         self._env = env
         self._renderer = renderer
         self._session: aiohttp.ClientSession | None = None
         self._clients: dict[tuple[str, bool, str, str], Client] = {}
-        self.requires_group = bool(env.requires_group_rollouts)
         num_watched = watch_rubric(env.rubric)
         logger.info("reward functions watched", extra={"count": num_watched})
         self.train = _table(env, is_eval=False)
         self.eval = _table(env, is_eval=True)
+        self.requires_group = bool(env.requires_group_rollouts)
+        self.loaded = LoadedEnv(api="v0", requires_group=self.requires_group, train=self.train, eval=self.eval)
 
     @classmethod
     def load(cls, env_id: str, module: ModuleType, args: Mapping[str, Any]) -> Self:
@@ -86,13 +85,11 @@ class V0Adapter:
         if self._session is not None:
             await self._session.close()
 
-    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play the request's members: together if rewards compare them, else there is one."""
-        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
-        row: Any = (self.train if use_train else self.eval).row(request.task_index)
+        row: Any = (self.train if request.has_train_task else self.eval).row(request.task_index)
         client = self._client(request, tokenizer_dir)
         args = sampling_args(request.sampling)
-        is_training = request.purpose == rollout_pb2.PURPOSE_TRAIN
         with recorded_reward_errors() as reward_errors:
             if self.requires_group:
                 rows: list[Any] = [dict(row) for _ in request.members]
@@ -109,10 +106,10 @@ class V0Adapter:
         if request.is_external:
             outcomes = [_external_outcome(output, reward_errors, client) for output in outputs]
         else:
-            outcomes = [_outcome(output, reward_errors, requires_spans=is_training) for output in outputs]
+            outcomes = [_outcome(output, reward_errors, requires_spans=request.is_training) for output in outputs]
         return fail_together(outcomes) if self.requires_group else outcomes
 
-    def _client(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> Client:
+    def _client(self, request: PlayRequest, tokenizer_dir: str) -> Client:
         renderer = "" if request.is_external else self._choose_renderer(tokenizer_dir)
         key = (request.base_url, request.is_external, request.api_key_var, tokenizer_dir if renderer else "")
         if key not in self._clients:
@@ -143,7 +140,7 @@ class V0Adapter:
         return "" if chosen == DEFAULT else chosen
 
 
-def sampling_args(sampling: env_service_pb2.Sampling) -> dict[str, Any]:
+def sampling_args(sampling: Sampling) -> dict[str, Any]:
     """The request's sampling as v0 sampling args."""
     args: dict[str, Any] = {"temperature": sampling.temperature}
     if sampling.max_tokens:

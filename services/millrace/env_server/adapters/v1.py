@@ -26,7 +26,7 @@ from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.env_server.requests import LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import RolloutStatus
 
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
@@ -46,16 +46,14 @@ def exports_taskset(module: ModuleType) -> bool:
 class V1Adapter:
     """A loaded v1 environment."""
 
-    api = "v1"
-    # v1 has no group rewards: every trace is scored alone.
-    requires_group = False
-
     def __init__(self, env: Any, *, eval_taskset: Any | None, renderer: str, num_tasks: int) -> None:
         self._env = env
         self._renderer = renderer
         self._stack = contextlib.AsyncExitStack()
         self.train = _table(env.taskset, num_tasks)
         self.eval = no_tasks() if eval_taskset is None else _table(eval_taskset, num_tasks)
+        # v1 has no group rewards: every trace is scored alone.
+        self.loaded = LoadedEnv(api="v1", requires_group=False, train=self.train, eval=self.eval)
 
     @classmethod
     def load(cls, env_id: str, args: Mapping[str, Any]) -> Self:
@@ -81,25 +79,23 @@ class V1Adapter:
         """Stop them."""
         await self._stack.aclose()
 
-    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play one episode per member."""
         if not tokenizer_dir and not request.is_external:
             raise ValueError("v1 environments tokenize on the client side: the request needs a tokenizer_manifest_key")
-        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
-        task = (self.train if use_train else self.eval).row(request.task_index)
+        task = (self.train if request.has_train_task else self.eval).row(request.task_index)
         context = vf.ModelContext(
             model=request.model,
             client=self._client_config(request, tokenizer_dir),
             sampling=_sampling(request.sampling),
         )
-        requires_spans = request.purpose == rollout_pb2.PURPOSE_TRAIN
         outcomes: list[Outcome] = []
         for _ in request.members:
             episode = await self._env.run_episode(task, context)
-            outcomes.append(_outcome(episode, requires_spans=requires_spans, has_tokens=not request.is_external))
+            outcomes.append(_outcome(episode, requires_spans=request.is_training, has_tokens=not request.is_external))
         return outcomes
 
-    def _client_config(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> Any:
+    def _client_config(self, request: PlayRequest, tokenizer_dir: str) -> Any:
         """The train client, which gives exact tokens; for an endpoint that is not ours the relaying one."""
         if request.is_external:
             return vf.EvalClientConfig(base_url=request.base_url, api_key_var=request.api_key_var or _API_KEY_VARIABLE)
@@ -123,7 +119,7 @@ def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, An
     return vf.resolve_env_config(base)
 
 
-def _sampling(sampling: env_service_pb2.Sampling) -> Any:
+def _sampling(sampling: Sampling) -> Any:
     args: dict[str, Any] = {"temperature": sampling.temperature}
     if sampling.max_tokens:
         args["max_tokens"] = sampling.max_tokens

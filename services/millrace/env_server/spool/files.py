@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from millrace.errors import CapacityError, InvalidStateError
-from millrace.internal.v1 import rollout_pb2
+from millrace.rollouts.types import Purpose, Rollout
+from millrace.rollouts.wire import encode_rollout
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -123,12 +124,12 @@ class Spool:
                 remedy="wait until the runs resolve them, or raise MILLRACE_SPOOL_BYTES",
             )
 
-    async def keep(self, rollout: rollout_pb2.Rollout) -> Kept:
+    async def keep(self, rollout: Rollout) -> Kept:
         """Write a finished rollout; where the disk refuses it stays in memory, and writing it is tried again."""
-        data = rollout.SerializeToString(deterministic=True)
+        data = encode_rollout(rollout)
         kept = Kept(
             run_uid=rollout.run_uid,
-            is_eval=rollout.purpose == rollout_pb2.PURPOSE_EVAL,
+            is_eval=rollout.purpose is Purpose.EVAL,
             ordinal=rollout.ordinal,
             h=hashlib.sha256(data).hexdigest(),
             size_bytes=len(data),

@@ -15,7 +15,7 @@ from millrace.env_server.play_meters import APPEND_SECONDS
 from millrace.env_server.spool.appender import MAX_DELAY_S, RunAppender
 from millrace.env_server.spool.files import Spool
 from millrace.errors import MillraceError, UnavailableError
-from millrace.internal.v1 import rollout_pb2
+from millrace.rollouts.types import Rollout
 from millrace.runlog.redis.log import RunLog
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RolloutSink:
         """Rollouts that wait for their append."""
         return sum(appender.num_pending for appender in self._appenders.values())
 
-    async def append(self, rollout: rollout_pb2.Rollout) -> bool:
+    async def append(self, rollout: Rollout) -> bool:
         """Keep, then append, as long as it takes; False if it was given up because nobody needs it any more."""
         if not rollout.eval_id and rollout.ordinal < self._resolved_below.get(rollout.run_uid, 0):
             return False

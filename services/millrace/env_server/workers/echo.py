@@ -22,10 +22,10 @@ def start_answering(channel: socket.socket) -> None:
             while data := channel.recv(_CHUNK_BYTES):
                 channel.sendall(data)
 
-    threading.Thread(target=answer, name="pulse", daemon=True).start()
+    threading.Thread(target=answer, name="echo", daemon=True).start()
 
 
-class Pulse:
+class EchoProbe:
     """The env-server's side; `ask` regularly."""
 
     def __init__(self, channel: socket.socket, *, stood_still_s: float) -> None:

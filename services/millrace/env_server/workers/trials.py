@@ -22,7 +22,7 @@ _MAX_CLEARED = 50_000
 _MAX_NAMED = 8
 
 
-class Verdicts:
+class TaskTrials:
     """Of one environment."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Verdicts:
         """Why the environment is given up, or "".
 
         `num_probing` tasks are played alone at the moment. They count as good ones: a good rollout takes its time, and
-        whoever ends its worker at once would else be over-represented.
+        tasks that end their worker at once would else be over-represented.
         """
         bad, tried = sum(self._trials), len(self._trials)
         if bad < HOPELESS or 2 * bad <= tried + num_probing:

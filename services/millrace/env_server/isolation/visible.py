@@ -26,7 +26,7 @@ _NAMED = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "SSL_CERT_FILE", "SSL_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class VisibleFiles:
     """Absolute paths; what does not exist when a worker starts is left out."""
 
     shown: tuple[str, ...] = ()
@@ -49,18 +49,18 @@ class View:
         return type(self)(shown=tuple(dict.fromkeys([*self.shown, *added])), hidden=hidden)
 
 
-def view_of(environ: Mapping[str, str], visible: Sequence[str]) -> View:
+def visible_to_workers(environ: Mapping[str, str], visible: Sequence[str]) -> VisibleFiles:
     """What workers of this env-server see; `visible` are paths that the operator adds.
 
     Where environments are found is where this process finds modules, but for its working directory, which may be
-    anything: whoever wants that shown names it in PYTHONPATH.
+    anything: an operator who wants it shown names it in PYTHONPATH.
     """
     search = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     modules = [path for path in sys.path if path and path != os.getcwd()]
     named = [path for name in _NAMED for path in environ.get(name, "").split(os.pathsep)]
     shown = [*_SYSTEM, *(f"/etc/{name}" for name in _ETC), sys.prefix, sys.base_prefix, *modules, *search]
     shown = [path for path in [*shown, *named, *visible] if os.path.isabs(path)]
-    return View(shown=tuple(dict.fromkeys(shown)), hidden=tuple(_hidden(environ, shown)))
+    return VisibleFiles(shown=tuple(dict.fromkeys(shown)), hidden=tuple(_hidden(environ, shown)))
 
 
 def _hidden(environ: Mapping[str, str], shown: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""An environment worker: `python -m millrace.env_server.workers.worker --fd N --fd M …`, also as a fork of `template`.
+"""An environment worker: `python -m millrace.env_server.workers.env_worker --fd N …`, or a fork of `template`.
 
 Hosts one environment: loads it in the main thread, then plays rollouts in one event loop. It speaks frames over the
 socket that it inherits and ends when the socket closes. Its own deadline ends a rollout that waits or overruns; what
@@ -22,10 +22,12 @@ from millrace.decoding import decode_object
 from millrace.env_server.adapters.adapter import EnvAdapter, describe_load_error, load_adapter
 from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
 from millrace.env_server.isolation.confinement import Confinement
+from millrace.env_server.requests import PlayRequest
+from millrace.env_server.wire import env_from_wire, loaded_to_wire, play_from_wire
+from millrace.env_server.workers.echo import start_answering
 from millrace.env_server.workers.frames import HEAD_BYTES, decode_frame, encode_frame, frame_length, read_frame
-from millrace.env_server.workers.pulse import start_answering
 from millrace.errors import CorruptObjectError
-from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.internal.v1 import env_worker_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
 from millrace.telemetry.logging import setup
@@ -56,14 +58,14 @@ def main() -> None:
 def run(files: Sequence[int], directory: str, confinement: Confinement) -> None:
     """Confine this process, then load, report, play.
 
-    `files` are sockets: for commands, for the pulse (every byte is answered), and at level `container` for its `Door`.
+    `files` are sockets: for commands, for echoes (every byte is answered), and at level `container` for its `Door`.
     """
-    channel_fd, pulse_fd, *rest = files
-    confinement.enter(directory, files=[channel_fd, pulse_fd], control=rest[0] if rest else None)
-    for inherited in (channel_fd, pulse_fd):
+    channel_fd, echo_fd, *rest = files
+    confinement.enter(directory, files=[channel_fd, echo_fd], control=rest[0] if rest else None)
+    for inherited in (channel_fd, echo_fd):
         os.set_inheritable(inherited, False)  # what the environment starts does not get them
     channel = socket.socket(fileno=channel_fd)
-    start_answering(socket.socket(fileno=pulse_fd))
+    start_answering(socket.socket(fileno=echo_fd))
     # What environments print belongs to the log, not to a pipe that nobody reads.
     os.dup2(2, 1)
     setup("env-worker")
@@ -73,7 +75,7 @@ def run(files: Sequence[int], directory: str, confinement: Confinement) -> None:
         return
     try:
         with without_gc():
-            adapter = load_adapter(command.load.env)
+            adapter = load_adapter(env_from_wire(command.load.env))
     # The environment is foreign code: whatever it raises, exit included, is the reason why it could not be loaded.
     except BaseException as error:  # environment code: whatever it raises is the answer
         kind, message = describe_load_error(error)
@@ -120,7 +122,7 @@ class _Worker:
         self._channel.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=self._channel)
         await self._adapter.start()
-        await self._send(env_worker_pb2.WorkerReport(loaded=_loaded(self._adapter)))
+        await self._send(env_worker_pb2.WorkerReport(loaded=loaded_to_wire(self._adapter.loaded)))
         while (command := await read_frame(reader, env_worker_pb2.WorkerCommand)) is not None:
             match command.WhichOneof("command"):
                 case "play":
@@ -152,17 +154,17 @@ class _Worker:
         await self._writer.drain()
 
     async def _play(self, play: env_worker_pb2.PlayMembers) -> None:
-        request = play.request
+        request = play_from_wire(play.request)
         began = time.monotonic()
         outcomes = await self._outcomes(request, play.tokenizer_dir)
         seconds = time.monotonic() - began
-        task_id = _task_id(self._adapter, request)
+        task_id = self._adapter.loaded.task_id(request)
         ended = env_worker_pb2.PlayEnded(play_id=play.play_id)
         for member, outcome in zip(request.members, outcomes, strict=True):
             ended.rollouts.append(_to_proto(request, member, task_id, outcome, seconds))
         await self._send(env_worker_pb2.WorkerReport(ended=ended))
 
-    async def _outcomes(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> list[Outcome]:
+    async def _outcomes(self, request: PlayRequest, tokenizer_dir: str) -> list[Outcome]:
         """One outcome per member, whatever happens, by the deadline plus the grace."""
         playing = asyncio.ensure_future(self._adapter.play(request, tokenizer_dir=tokenizer_dir))
         count = len(request.members)
@@ -191,14 +193,7 @@ class _Worker:
         return [failed(RolloutStatus.ENV_ERROR, kind, message)] * count
 
 
-def _task_id(adapter: EnvAdapter, request: env_service_pb2.PlayGroupRequest) -> str:
-    use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
-    return (adapter.train if use_train else adapter.eval).ids[request.task_index]
-
-
-def _to_proto(
-    request: env_service_pb2.PlayGroupRequest, member: int, task_id: str, outcome: Outcome, seconds: float
-) -> rollout_pb2.Rollout:
+def _to_proto(request: PlayRequest, member: int, task_id: str, outcome: Outcome, seconds: float) -> rollout_pb2.Rollout:
     rollout = make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
     try:
         return rollout_to_proto(rollout)
@@ -206,17 +201,6 @@ def _to_proto(
         # The columns do not fit together: what the engine returned is not what it sampled.
         refused = failed(RolloutStatus.MISSING_TOKENS, "InvalidTokens", str(error), of=outcome)
         return rollout_to_proto(make_rollout(request, member=member, task_id=task_id, outcome=refused, seconds=seconds))
-
-
-def _loaded(adapter: EnvAdapter) -> env_worker_pb2.EnvLoaded:
-    return env_worker_pb2.EnvLoaded(
-        api=adapter.api,
-        train=env_service_pb2.TaskSet(num_tasks=len(adapter.train), digest=adapter.train.digest),
-        eval=env_service_pb2.TaskSet(num_tasks=len(adapter.eval), digest=adapter.eval.digest),
-        requires_group=adapter.requires_group,
-        train_task_ids=adapter.train.ids,
-        eval_task_ids=adapter.eval.ids,
-    )
 
 
 if __name__ == "__main__":

@@ -10,17 +10,21 @@ from typing import Self
 
 from millrace.env_server.engine_access import engine_token_for_workers
 from millrace.env_server.isolation import census
-from millrace.env_server.isolation.deaths import Cause, Death, EnvLoadError, WorkerDiedError, describe_death
+from millrace.env_server.isolation.deaths import Death, DeathCause, EnvLoadError, WorkerDiedError, describe_death
 from millrace.env_server.isolation.door import Door
 from millrace.env_server.isolation.limits import WorkerLimits
+from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
+from millrace.env_server.wire import env_to_wire, loaded_from_wire, play_to_wire
+from millrace.env_server.workers.echo import EchoProbe
 from millrace.env_server.workers.frames import encode_frame, read_frame
-from millrace.env_server.workers.pulse import Pulse
 from millrace.env_server.workers.starter import Started, WorkerStarter
 from millrace.errors import CorruptObjectError
-from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.internal.v1 import env_worker_pb2
 from millrace.processes.forked import ForkedProcess
 from millrace.processes.sessions import Process
 from millrace.processes.table import kill_session
+from millrace.rollouts.types import Rollout
+from millrace.rollouts.wire import rollout_from_proto
 from millrace.telemetry import faults, waits
 from millrace.telemetry.faults import Point
 
@@ -31,9 +35,10 @@ logger = logging.getLogger(__name__)
 DEFAULT_BLOCKED_GRACE_S = 12.0
 _CLOSE_S = 6.0
 # A worker answers an empty command with an empty report at once, unless its event loop stands still, and a byte on its
-# pulse unless its whole process does. Who is silent for longer is a visible wait. A blocked loop is overdue after that,
-# but only a rollout's deadline ends it, because environments may block it for a while; a process that does not run at
-# all is killed. Imports hold the interpreter for seconds at a time on a busy machine, so loading has a longer bound.
+# echo socket unless its whole process does. A worker that is silent for longer is a visible wait. A blocked loop is
+# overdue after that, but only a rollout's deadline ends it, because environments may block it for a while; a process
+# that does not run at all is killed. Imports hold the interpreter for seconds on a busy machine, so loading has a
+# longer bound.
 _PING_S = 1.0
 _SILENT_S = 3.0
 _SILENT_OVERDUE_S = 8.0
@@ -43,7 +48,7 @@ _FROZEN_LOADING_S = 60.0
 
 @dataclass(eq=False, kw_only=True)
 class WorkerProcess:
-    """A running worker. Made by `spawn`; `loaded` and `exited` tell where it is."""
+    """A running worker, made by `spawn`; `loaded` and `wait_ended` say where it is."""
 
     started: Started
     limits: WorkerLimits
@@ -52,19 +57,19 @@ class WorkerProcess:
     name: str
     blocked_grace_s: float
     frozen_s: float
-    pulse: Pulse
+    echo: EchoProbe
     door: Door | None = None
     """Its way out at level `container`."""
     memory_bytes: int = field(default=0, init=False)
     """Memory of it and its children when it was looked at last."""
     peak_bytes: int = field(default=0, init=False)
     """Most memory that was seen of it."""
-    loaded: asyncio.Future[env_worker_pb2.EnvLoaded] = field(init=False)
+    loaded: asyncio.Future[LoadedEnv] = field(init=False)
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _plays: dict[int, asyncio.Future[list[rollout_pb2.Rollout]]] = field(default_factory=dict, init=False)
+    _plays: dict[int, asyncio.Future[list[Rollout]]] = field(default_factory=dict, init=False)
     _next_play_id: int = field(default=1, init=False)
     _is_closing: bool = field(default=False, init=False)
-    _killed: tuple[Cause, str] | None = field(default=None, init=False)
+    _killed: tuple[DeathCause, str] | None = field(default=None, init=False)
     _heard: float = field(default=0.0, init=False)
     _listener: asyncio.Task[None] = field(init=False)
     _watch: asyncio.Task[None] = field(init=False)
@@ -72,14 +77,14 @@ class WorkerProcess:
     @classmethod
     async def spawn(
         cls,
-        env: env_service_pb2.EnvSpec,
+        env: EnvSpec,
         starter: WorkerStarter,
         *,
         name: str,
         blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S,
         frozen_s: float = DEFAULT_FROZEN_S,
     ) -> Self:
-        """Start a worker and tell it what to load. In a session of its own, so that its children die with it."""
+        """Start a worker, which begins to load. In a session of its own, so that its children die with it."""
         is_container = starter.confinement.is_container
         pairs = [socket.socketpair(), socket.socketpair()]
         if is_container:
@@ -93,7 +98,7 @@ class WorkerProcess:
         finally:
             for _, end in pairs:
                 end.close()
-        ours, our_pulse, *control = (end for end, _ in pairs)
+        ours, our_echo, *control = (end for end, _ in pairs)
         reader, writer = await asyncio.open_connection(sock=ours)
         worker = cls(
             started=started,
@@ -103,13 +108,13 @@ class WorkerProcess:
             name=name,
             blocked_grace_s=blocked_grace_s,
             frozen_s=frozen_s,
-            pulse=Pulse(our_pulse, stood_still_s=_PING_S + _SILENT_S),
+            echo=EchoProbe(our_echo, stood_still_s=_PING_S + _SILENT_S),
             door=Door(control[0], started.hosts) if is_container else None,
         )
         worker.loaded = asyncio.get_running_loop().create_future()
         worker._listener = asyncio.create_task(worker._listen(), name=f"listen {name}")
         worker._watch = asyncio.create_task(worker._watch_life(), name=f"watch {name}")
-        await worker._send(env_worker_pb2.WorkerCommand(load=env_worker_pb2.LoadEnv(env=env)))
+        await worker._send(env_worker_pb2.WorkerCommand(load=env_worker_pb2.LoadEnv(env=env_to_wire(env))))
         logger.info("env worker started", extra={"worker": name, "pid": worker.process.pid, "env": env.id})
         return worker
 
@@ -139,21 +144,23 @@ class WorkerProcess:
         """Wait for its end, as long as it takes."""
         await self._ended.wait()
 
-    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> list[Rollout]:
         """Play the request's members; one rollout per member. Raises WorkerDiedError."""
         if self._ended.is_set():
             # Nothing of this play has begun, so it is as little its fault as if somebody had asked the worker to end.
             how = "it had ended already"
-            raise WorkerDiedError(f"worker {self.name} died: {how}", Death(cause=Cause.ASKED, how=how))
+            raise WorkerDiedError(f"worker {self.name} died: {how}", Death(cause=DeathCause.ASKED, how=how))
         play_id, self._next_play_id = self._next_play_id, self._next_play_id + 1
-        answer: asyncio.Future[list[rollout_pb2.Rollout]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
         self._plays[play_id] = answer
         try:
             engine_token_for_workers().refresh()
             if self.door is not None:
                 with contextlib.suppress(ConnectionError):  # it died: the listener ends the play
                     await self.door.open(request.base_url)
-            play = env_worker_pb2.PlayMembers(play_id=play_id, request=request, tokenizer_dir=tokenizer_dir)
+            play = env_worker_pb2.PlayMembers(
+                play_id=play_id, request=play_to_wire(request), tokenizer_dir=tokenizer_dir
+            )
             await self._send(env_worker_pb2.WorkerCommand(play=play))
             faults.reach(Point.ENV_SERVER_MID_EPISODE, step=request.planned_step)
             return await self._answer(answer, request.rollout_timeout_seconds + self.blocked_grace_s)
@@ -165,16 +172,14 @@ class WorkerProcess:
         finally:
             self._plays.pop(play_id, None)
 
-    async def _answer(
-        self, answer: asyncio.Future[list[rollout_pb2.Rollout]], timeout_s: float
-    ) -> list[rollout_pb2.Rollout]:
+    async def _answer(self, answer: asyncio.Future[list[Rollout]], timeout_s: float) -> list[Rollout]:
         await asyncio.wait({answer}, timeout=timeout_s)
         if not answer.done():
             self.kill(f"blocked: no answer {self.blocked_grace_s:g} s after a rollout's deadline")
             await self._ended.wait()  # SIGKILL: the kernel ends it
         return await answer
 
-    def kill(self, reason: str, cause: Cause = Cause.BLOCKED) -> None:
+    def kill(self, reason: str, cause: DeathCause = DeathCause.BLOCKED) -> None:
         """SIGKILL its process group; its plays end with WorkerDiedError."""
         if not self._ended.is_set():
             logger.warning("env worker killed", extra={"worker": self.name, "reason": reason})
@@ -213,10 +218,10 @@ class WorkerProcess:
                 if self.loaded.done():
                     self.writer.write(encode_frame(env_worker_pb2.WorkerCommand()))
                 self._weigh()
-                self._judge(wait, frozen_s=self.pulse.ask(), silent_s=now - self._heard)
+                self._judge(wait, frozen_s=self.echo.ask(), silent_s=now - self._heard)
         finally:
             wait.over()
-            self.pulse.close()
+            self.echo.close()
 
     def _weigh(self) -> None:
         """Look at what its processes use, and kill it if that is more than it may."""
@@ -224,7 +229,7 @@ class WorkerProcess:
         self.memory_bytes = usage.rss_bytes
         self.peak_bytes = max(self.peak_bytes, usage.rss_bytes, census.peak_bytes(self.process.pid))
         if problem := self.limits.exceeded_by(usage):
-            self.kill(problem, Cause.LIMIT)
+            self.kill(problem, DeathCause.LIMIT)
 
     def _judge(self, wait: waits.LastingWait, *, frozen_s: float, silent_s: float) -> None:
         """Say what is wrong with the worker, and kill it if its process does not run."""
@@ -232,7 +237,7 @@ class WorkerProcess:
         who = f"env worker {self.name} (pid {self.process.pid}), which has not answered for"
         waiting = f"{len(self._plays)} rollouts wait"
         if frozen_s > limit_s:
-            self.kill(f"frozen: its process gave no sign of life for {frozen_s:.0f} s", Cause.FROZEN)
+            self.kill(f"frozen: its process gave no sign of life for {frozen_s:.0f} s", DeathCause.FROZEN)
         elif frozen_s >= _SILENT_S:
             reason = f"{who} {frozen_s:.0f} s: its process is frozen, and is killed after {limit_s:g} s; {waiting}"
             wait.on(
@@ -276,14 +281,14 @@ class WorkerProcess:
                 return  # the answer to a ping
             case "loaded":
                 if not self.loaded.done():
-                    self.loaded.set_result(report.loaded)
+                    self.loaded.set_result(loaded_from_wire(report.loaded))
             case "failed":
                 if not self.loaded.done():
                     self.loaded.set_exception(EnvLoadError(report.failed.error_type, report.failed.error_message))
             case "ended":
                 answer = self._plays.get(report.ended.play_id)
                 if answer is not None and not answer.done():
-                    answer.set_result(list(report.ended.rollouts))
+                    answer.set_result([rollout_from_proto(rollout) for rollout in report.ended.rollouts])
             case other:
                 logger.error("unknown report of an env worker", extra={"worker": self.name, "report": other})
 
