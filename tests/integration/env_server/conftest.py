@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from patience import patient
 
 from millrace.env_server.isolation.inherited import teacher_key_problem
 from millrace.env_server.service import EnvService
@@ -38,6 +37,7 @@ from millrace.runlog.records.revisions import has_ended
 from millrace.runlog.redis.connection import open_redis
 from millrace.runlog.redis.log import RunLog
 from millrace.storage.local import LocalStore
+from millrace_testing.patience import patient
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"
 IM_START, IM_END = 256, 257
