@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import patient
+
+from millrace_testing.patience import patient
 
 FAULTY = Path(__file__).resolve().parents[1] / "fixtures" / "environments" / "faulty_v0"
 WITHIN_S = 60.0

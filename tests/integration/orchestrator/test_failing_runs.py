@@ -5,13 +5,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from orchestrator_runs import bodies, create, get, log_of, restart_orchestrator, until, watch
 
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog import load_headers
 from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import bodies, create, get, log_of, restart_orchestrator, until, watch
 
 WITHIN_S = 60.0
 FRAMES = "my_env/reward.py:12 in score"
