@@ -13,6 +13,7 @@ from millrace.cli.commands.run_fork import fork
 from millrace.cli.commands.run_pause import pause, resume
 from millrace.cli.commands.run_repair import repair
 from millrace.cli.commands.run_replay import replay
+from millrace.cli.commands.run_samples import samples
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
@@ -51,6 +52,7 @@ run.add_command(attest)
 run.add_command(repair)
 run.add_command(pause)
 run.add_command(resume)
+run.add_command(samples)
 
 
 @run.command(cls=RawCommand, epilog=OPTIONS_HELP + "\n  --follow        Follow the run to its end; Ctrl-C detaches.")
