@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from patience import patient
 
+pytestmark = pytest.mark.timeout(280)
+
 FAULTY = Path(__file__).resolve().parents[1] / "fixtures" / "environments" / "faulty_v0"
 WITHIN_S = 60.0
 SMALL = ("--orchestrator.batch-size", "64", "--orchestrator.rollouts-per-example", "8")
