@@ -100,6 +100,7 @@ class Failures:
         self._totals: dict[str, EnvCount] = {}
         self._told: dict[str, int] = {}
         self._num_in_a_row = 0
+        self._has_failed = False  # ever: most runs need no look at the last groups at every turn
         self.not_before = 0.0
         """Monotonic time before which no new group shall start."""
 
@@ -115,6 +116,7 @@ class Failures:
         if is_ok:
             return
         group.failed[str(rollout.status)] += 1
+        self._has_failed = True
         total = self._total(rollout.env)
         if not total.first_error:
             error = rollout.error
@@ -157,6 +159,8 @@ class Failures:
 
         `is_final`: also those of which the last report is out of date.
         """
+        if not self._has_failed:
+            return
         failing = {group.env for group in self._recent() if group.num_failed}
         for count in self.environments():
             told = self._told.get(count.env, 0)
@@ -167,7 +171,7 @@ class Failures:
 
     def error(self) -> RolloutsFailedError | None:
         """Why the run cannot learn; None while it can, or nobody can tell yet."""
-        recent = self._recent()
+        recent = self._recent() if self._has_failed else []
         if len(recent) < self._num_groups:
             return None
         num_rollouts = sum(group.num_rollouts for group in recent)
@@ -200,6 +204,7 @@ class Failures:
     def restore(self, tally: Tally, *, is_reopened: bool) -> None:
         """Continue behind a header. A run that was reopened gets a new window: the cause may be removed."""
         self._totals = dict(tally.environments)
+        self._has_failed = any(count.num_failed for count in self._totals.values())
         self._closed = deque([] if is_reopened else tally.groups, maxlen=self._num_groups)
 
     def _total(self, env: str) -> EnvCount:
