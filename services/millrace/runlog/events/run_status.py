@@ -1,4 +1,4 @@
-"""What the events of a run's log say of it: the one fold over them, of the server and of whoever watches a run.
+"""What the events of a run's log say of it: the one fold over them, of the server and of its clients.
 
 Nothing here is stored: every process computes the same status from the same events.
 """

@@ -2,19 +2,23 @@
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.v1 import run_pb2
+
+if TYPE_CHECKING:
+    from millrace.config.schema import EvalRunConfig, RLConfig
 
 RL, EVAL, UNKNOWN = "RL", "EVAL", "UNSPECIFIED"
 """Kinds of runs, as `run.json` names them; the last one where it cannot be read."""
 REMEDY = "restore the object from a replica of the bucket"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """The immutable part of a run. A field that the document does not have is empty."""
 
@@ -63,7 +67,7 @@ class RunRecord:
 
     def encode(self) -> bytes:
         """Canonical JSON; `parent` only where there is one."""
-        document = {name: getattr(self, name) for name in self.__slots__}
+        document = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.parent is None:
             del document["parent"]
         return json.dumps(document, sort_keys=True, indent=1).encode()
@@ -72,6 +76,22 @@ class RunRecord:
     def config_json(self) -> str:
         """The resolved config as canonical JSON."""
         return json.dumps(self.config, sort_keys=True)
+
+    @cached_property
+    def settings(self) -> "RLConfig | EvalRunConfig":
+        """The config, typed; ValueError if it is of another release."""
+        from millrace.config.load import from_resolved  # a client that only lists runs needs no schema
+        from millrace.config.schema import EvalRunConfig, RLConfig
+
+        return from_resolved(self.config, EvalRunConfig if self.kind == EVAL else RLConfig)
+
+    @property
+    def training(self) -> "RLConfig":
+        """The config of a run that trains; ValueError for another one."""
+        settings = self.settings
+        if self.kind == EVAL:
+            raise ValueError(f"run {self.name} trains nothing")
+        return cast("RLConfig", settings)
 
     def describe(self) -> run_pb2.Run:
         """The run as the public API shows it before its first event."""
@@ -96,5 +116,5 @@ class RunRecord:
         return run
 
 
-_TYPES: dict[str, type] = dict.fromkeys(RunRecord.__slots__, str)
+_TYPES: dict[str, type] = dict.fromkeys((each.name for each in fields(RunRecord)), str)
 _TYPES |= {"config": dict, "labels": dict, "parent": dict}
