@@ -255,7 +255,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         except Exception as error:  # a rollout's edge: it ends with a typed error
             kind = error.reason if isinstance(error, MillraceError) else type(error).__name__
             logger.exception("rollout could not be played", extra={"ordinal": part.ordinal, "run": part.run_uid})
-            outcome = failed(RolloutStatus.ENV_ERROR, kind, str(error))
+            outcome = failed(RolloutStatus.ENV_ERROR, kind, str(error), is_infrastructure=True)
             task_id = pool.task_id(part)
             return [
                 make_rollout(part, member=member, task_id=task_id, outcome=outcome, seconds=0.0)

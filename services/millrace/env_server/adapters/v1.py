@@ -19,8 +19,14 @@ from verifiers.v1.configs.agent import AgentConfig
 
 from millrace.env_server.adapters import harness_v1
 from millrace.env_server.adapters.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
+from millrace.env_server.adapters.failures import frames_of
 from millrace.env_server.adapters.outcome import Outcome, checked, failed
-from millrace.env_server.adapters.renderer import MISSING_TOKENS_MARK, install_span_capture, renderer_config
+from millrace.env_server.adapters.renderer import (
+    MISSING_TOKENS_MARK,
+    UNREADABLE_MARK,
+    install_span_capture,
+    renderer_config,
+)
 from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.span_log import SPANS
@@ -176,7 +182,7 @@ def _played(trace: Any) -> Outcome:
 def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
     """The typed failure of an episode, or None. The order is: deadline, context length, lost engine, error, reward."""
     errors = [*(error for each in episode.traces for error in each.errors), *episode.errors]
-    error = errors[-1] if errors else None
+    error = errors[0] if errors else None
     stop = played.stop_condition
     # 0.4 marks a timed-out trace and still calls the episode ok; 0.3 records an error that says so.
     is_timeout = any(getattr(thing, "is_timeout", False) for thing in (episode, *episode.traces))
@@ -191,7 +197,12 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
     if lost := next((each for each in errors if ENGINE_LOST_MARK in each.message), None):
         return failed(RolloutStatus.ENGINE_LOST, "EngineLostError", lost.message, of=played)
     if error is not None:
-        return failed(_error_status(error), error.type, error.message, of=played)
+        frames = frames_of(error.traceback or "")
+        is_fault = error.type == "ProviderError" and (error.status_code or 0) >= 500
+        is_fault = is_fault and not any(mark in error.message for mark in (MISSING_TOKENS_MARK, UNREADABLE_MARK))
+        return failed(
+            _error_status(error), error.type, error.message, of=played, frames=frames, is_infrastructure=is_fault
+        )
     if not episode.ok or trace is None or not trace.ok:
         message = "the episode did not complete and recorded no error"
         return failed(RolloutStatus.ENV_ERROR, "EpisodeNotOk", message, of=played)
