@@ -1,6 +1,7 @@
 """Mistakes of a first day at the real command: each run ends as FAILED within a minute and names the cause."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ NO_FIRST_EVAL = "--orchestrator.eval.skip-first-step"
 
 @pytest.fixture(scope="module")
 def server(warm) -> Iterator[dict[str, str]]:
-    with warm.up(env={"PYTHONPATH": str(FAULTY)}) as address:
+    path = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH")]))
+    with warm.up(env={"PYTHONPATH": path}) as address:
         yield {"MILLRACE_SERVER": address}
     assert warm.processes() == [], "failed runs leave nothing behind"
 

@@ -83,7 +83,7 @@ class RunRecord:
         from millrace.config.load import from_resolved  # a client that only lists runs needs no schema
         from millrace.config.schema import EvalRunConfig, RLConfig
 
-        return from_resolved(self.config, EvalRunConfig if self.kind == EVAL else RLConfig)
+        return from_resolved(self.config or {}, EvalRunConfig if self.kind == EVAL else RLConfig)
 
     @property
     def training(self) -> "RLConfig":
