@@ -10,7 +10,7 @@ from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.sft import SFTConfig
 from millrace.config.suggest import MOVED
-from millrace.config.tree import Kind, Node, dotted, schema_tree, type_text
+from millrace.config.tree import Kind, SchemaKey, dotted, schema_tree, type_text
 
 _INTRODUCTION = """# Configuration
 
@@ -100,12 +100,12 @@ def _shared_rows() -> str:
     return rows
 
 
-def _alias_rows(root: Node) -> str:
+def _alias_rows(root: SchemaKey) -> str:
     rows = [f"| `{dotted(node.path)}` | `{alias}` |\n" for node in root.walk() for alias in node.aliases]
     return "".join(rows)
 
 
-def _config(title: str, model: type[BaseModel], root: Node) -> str:
+def _config(title: str, model: type[BaseModel], root: SchemaKey) -> str:
     """All sections of one command."""
     sections = [root, *(node for node in root.walk() if node.kind in (Kind.SECTION, Kind.SECTION_LIST))]
     text = f"\n## {title}\n"
@@ -114,7 +114,7 @@ def _config(title: str, model: type[BaseModel], root: Node) -> str:
     return text
 
 
-def _section(section: Node, model: type[BaseModel]) -> str:
+def _section(section: SchemaKey, model: type[BaseModel]) -> str:
     """One section: its heading, what it is for, and a row for each key that is no section itself."""
     heading = f"`{_header(section)}`" if section.path else "top"
     about = " ".join((_class_doc(section) if section.path else (model.__doc__ or "")).split()).replace("``", "`")
@@ -127,14 +127,14 @@ def _section(section: Node, model: type[BaseModel]) -> str:
     return text
 
 
-def _class_doc(section: Node) -> str:
+def _class_doc(section: SchemaKey) -> str:
     """The docstring of a section's class, or of the class in its list."""
     annotation = section.annotation
     inner = annotation.__args__[0] if section.kind is Kind.SECTION_LIST else annotation
     return (inner.__doc__ or "").strip()
 
 
-def _presence(section: Node) -> str:
+def _presence(section: SchemaKey) -> str:
     if not section.path:
         return ""
     if section.is_required and section.kind is Kind.SECTION_LIST:
@@ -144,11 +144,11 @@ def _presence(section: Node) -> str:
     return " Off unless it is written." if section.is_optional else ""
 
 
-def _header(node: Node) -> str:
+def _header(node: SchemaKey) -> str:
     return f"[[{dotted(node.path)}]]" if node.kind is Kind.SECTION_LIST else f"[{dotted(node.path)}]"
 
 
-def _default(node: Node) -> str:
+def _default(node: SchemaKey) -> str:
     if node.facts.default_text:
         return node.facts.default_text
     if node.is_required:

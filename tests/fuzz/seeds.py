@@ -135,11 +135,11 @@ def _deltas() -> Iterator[bytes]:
 
 
 def _archive_of_events(event: bytes) -> bytes:
-    from millrace.runlog.events.archive import _encode
+    from millrace.runlog.events.archive import encode_archive
     from millrace.runlog.redis.entry import Entry
 
     digest = hashlib.sha256(event).hexdigest()
-    return _encode([Entry(id=f"1-{n}", v=2, h=digest, d=event, tp="") for n in (1, 2)])
+    return encode_archive([Entry(id=f"1-{n}", v=2, h=digest, d=event, tp="") for n in (1, 2)])
 
 
 INDEX_SIZES = {"0.bin": 48}

@@ -127,7 +127,7 @@ def _event() -> tuple[Any, Any]:
 def _event_archive() -> tuple[Any, Any]:
     from millrace.runlog.events import archive as event_archive
 
-    return (lambda data: list(event_archive._decode(data, "x"))), event_archive._encode
+    return (lambda data: list(event_archive.decode_archive(data, "x"))), event_archive.encode_archive
 
 
 def _entry() -> tuple[Any, Any]:

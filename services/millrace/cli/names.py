@@ -1,15 +1,18 @@
 """Names of runs as people type them: `runs/x`, `x`, a unique beginning, a uid, or `-` for the most recent run."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from millrace.cli.errors import CliError
-from millrace.client import RunsClient
 from millrace.errors import NotFoundError
-from millrace.v1 import run_pb2
+
+if TYPE_CHECKING:
+    from millrace.client import RunsClient
+    from millrace.v1 import run_pb2
 
 
-async def resolve(runs: RunsClient, text: str) -> run_pb2.Run:
+async def resolve(runs: "RunsClient", text: str) -> "run_pb2.Run":
     """The run that is meant; NotFoundError with a did-you-mean, CliError if several begin like this."""
     if text == "-":
         newest = await runs.list(limit=1)
@@ -28,22 +31,27 @@ async def resolve(runs: RunsClient, text: str) -> run_pb2.Run:
     return choose(short, known)
 
 
-def choose(text: str, known: Sequence[run_pb2.Run]) -> run_pb2.Run:
+def choose(text: str, known: "Sequence[run_pb2.Run]") -> "run_pb2.Run":
     """The run whose uid this is, or the only one whose name begins like this."""
-    by_name = {run.name.removeprefix("runs/"): run for run in known}
-    for run in known:
-        if run.uid == text:
-            return run
-    found = [name for name in by_name if name.startswith(text)]
+    by_uid = {run.uid: run for run in known}
+    uids = {run.name.removeprefix("runs/"): run.uid for run in known}
+    missing = f"there is no run {text!r}"
+    return by_uid[choose_uid(text, uids, missing=missing, otherwise="see what there is with `millrace run list`")]
+
+
+def choose_uid(text: str, uids: Mapping[str, str], *, missing: str, otherwise: str) -> str:
+    """The uid that is meant among uids by name; errors say `missing`, and `otherwise` where no name is similar."""
+    if text in uids:
+        return uids[text]
+    if text in uids.values():
+        return text
+    found = sorted(name for name in uids if name.startswith(text))
     if len(found) == 1:
-        return by_name[found[0]]
+        return uids[found[0]]
     if found:
         raise CliError(
-            f"{text!r} begins the names of {len(found)} runs: {', '.join(sorted(found)[:8])}", hint="type more of it"
+            f"{text!r} begins the names of {len(found)} runs: {', '.join(found[:8])}", hint="type more of it"
         )
-    close = difflib.get_close_matches(text, by_name, n=3)
-    raise NotFoundError(
-        f"there is no run {text!r}",
-        reason="RUN_NOT_FOUND",
-        remedy=f"did you mean {' or '.join(close)}?" if close else "see what there is with `millrace run list`",
-    )
+    close = difflib.get_close_matches(text, uids, n=3)
+    remedy = f"did you mean {' or '.join(close)}?" if close else otherwise
+    raise NotFoundError(missing, reason="RUN_NOT_FOUND", remedy=remedy)

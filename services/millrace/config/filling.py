@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from millrace.config.layers import ABSENT, Tree, as_tree
 from millrace.config.suggest import shown
-from millrace.config.tree import Kind, Node, Path, dotted, schema_tree
+from millrace.config.tree import Kind, Path, SchemaKey, dotted, schema_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def shared_keys(model: type[BaseModel]) -> tuple[SharedKey, ...]:
 
 
 @cache
-def _followers(model: type[BaseModel]) -> tuple[Node, ...]:
+def _followers(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
     return tuple(node for node in schema_tree(model).walk() if node.facts.follows)
 
 
@@ -150,7 +150,7 @@ def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Con
     return [Conflict(shared=shared, values=values)]
 
 
-def _follow(tree: Tree, node: Node) -> None:
+def _follow(tree: Tree, node: SchemaKey) -> None:
     """Fill a key that is left out from the one that it follows, unless it is in a table that is off."""
     source: Path = node.other(node.facts.follows or "")
     value, own = tree.get(source), tree.get(node.path)

@@ -3,7 +3,9 @@
 The later source wins: defaults < `MILLRACE_CONFIG__a__b` < `@ a.toml @ b.toml` (left to right) < flags.
 """
 
+import json
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -11,7 +13,8 @@ from typing import Any, Generic
 
 from millrace.config.argv import RESERVED_FLAGS, read_command_line
 from millrace.config.check import ConfigT, build
-from millrace.config.layers import Layer, Origin, Tree
+from millrace.config.layers import Layer, Provenance, Tree
+from millrace.config.section import Document
 from millrace.config.sections.rl import RLConfig
 from millrace.config.text import read_environment
 from millrace.config.tree import dotted, schema_tree
@@ -20,6 +23,10 @@ from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
 MAX_DOCUMENT_BYTES = 1 << 20
 """Largest config that a service takes as one document; a resolved one has about 10 kB beside environments' args."""
+
+MOST_CHECKED = 64
+"""Most checked configs that a process keeps: those of the runs that it drives, and of requests on their way."""
+_checked: OrderedDict[str, Document] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,5 +89,26 @@ def validate_document(
         message = f"must be one JSON object, not a {type(tree).__name__}"
         raise InvalidSpecError([Violation(field=source, message=message, source=source)])
     layers = Tree(schema_tree(model))
-    layers.lay([Layer(tree=dict(tree), origin=Origin(label=source))])
-    return build(model, layers)
+    layers.lay([Layer(tree=dict(tree), origin=Provenance(label=source))])
+    config = build(model, layers)
+    _keep(config)
+    return config
+
+
+def from_resolved(document: Mapping[str, Any], model: type[ConfigT]) -> ConfigT:
+    """The config that a run's record holds; ValueError if it is of another release.
+
+    A document is checked once per process: what `validate_document` took, or this has read, is not read again.
+    """
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    config = _checked.get(text)
+    if not isinstance(config, model):
+        config = model.model_validate_json(text)
+        _keep(config)
+    return config
+
+
+def _keep(config: Document) -> None:
+    _checked[config.resolved_json()] = config
+    while len(_checked) > MOST_CHECKED:
+        _checked.popitem(last=False)

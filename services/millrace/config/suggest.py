@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from millrace.config.tree import Node, Path, dotted
+from millrace.config.tree import Path, SchemaKey, dotted
 
 _CUTOFF = 0.6
 _CUTOFF_ELSEWHERE = 0.8
@@ -39,7 +39,7 @@ def close(word: str, words: Iterable[str], *, most: int = 3) -> list[str]:
     return difflib.get_close_matches(word, list(words), n=most, cutoff=_CUTOFF)
 
 
-def unknown_key_message(key: str, node: Node, path: Path, *, schema: Node) -> tuple[str, set[Path]]:
+def unknown_key_message(key: str, node: SchemaKey, path: Path, *, schema: SchemaKey) -> tuple[str, set[Path]]:
     """What to say about a key that a section does not have, and which keys it may have been meant to be."""
     if moved := MOVED.get(dotted((*path, key))):
         return f"unknown key: {moved}", set()
@@ -55,7 +55,7 @@ def unknown_key_message(key: str, node: Node, path: Path, *, schema: Node) -> tu
     return f"unknown key; the keys here are {', '.join(sorted(node.children)[:_MOST_KEYS])}", meant
 
 
-def _elsewhere(key: str, schema: Node) -> list[str]:
+def _elsewhere(key: str, schema: SchemaKey) -> list[str]:
     """Full paths of other sections that end in the key, or nearly so."""
     everywhere = {dotted(other.path): other for other in schema.walk()}
     exact = [name for name, other in everywhere.items() if key == other.name or key in other.aliases]

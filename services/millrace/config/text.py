@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_origin
 
-from millrace.config.layers import Layer, Origin, Strength, put
-from millrace.config.tree import Kind, Node, Path, dotted
+from millrace.config.layers import Layer, Provenance, Strength, put
+from millrace.config.tree import Kind, Path, SchemaKey, dotted
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, Violation
 
@@ -32,9 +32,9 @@ class NotJsonError(ValueError):
 class Key:
     """The key that was meant by parts in upper case or with dashes; free tables keep theirs as they are."""
 
-    def __init__(self, parts: list[str], schema: Node) -> None:
+    def __init__(self, parts: list[str], schema: SchemaKey) -> None:
         self.path: tuple[str, ...] = ()
-        self.node: Node | None = schema
+        self.node: SchemaKey | None = schema
         """None where there is no such key."""
         self.is_free = False
         """Whether it lies in a free table, whose node it has."""
@@ -80,7 +80,7 @@ def is_none(text: str) -> bool:
     return text.lower() in _NONE
 
 
-def read_environment(env: Mapping[str, str], schema: Node) -> tuple[Layer, list[Violation]]:
+def read_environment(env: Mapping[str, str], schema: SchemaKey) -> tuple[Layer, list[Violation]]:
     """The values of all `MILLRACE_CONFIG__*` variables, and what is wrong with them. Keys may be in upper case."""
     tree: dict[str, Any] = {}
     places: dict[Path, str] = {}
@@ -105,7 +105,7 @@ def read_environment(env: Mapping[str, str], schema: Node) -> tuple[Layer, list[
         else:
             places[key.path] = variable
     return Layer(
-        tree=tree, origin=Origin(label="environment", places=places, strength=Strength.ENVIRONMENT)
+        tree=tree, origin=Provenance(label="environment", places=places, strength=Strength.ENVIRONMENT)
     ), violations
 
 

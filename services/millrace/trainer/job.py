@@ -13,7 +13,7 @@ from millrace.policies.adapter import ADAPTER_CONFIG
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.publish import upload_files
 from millrace.runlog import Names
-from millrace.runlog.records.origin import Origin, parse_origin
+from millrace.runlog.records.origin import RunOrigin, parse_origin
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
@@ -188,7 +188,7 @@ def begin(context: JobContext, names: Names, record: bytes, found: Resumed, repo
     return position, lineage
 
 
-def require_whole_history(names: Names, origin: Origin, found: Resumed) -> None:
+def require_whole_history(names: Names, origin: RunOrigin, found: Resumed) -> None:
     """CorruptObjectError if the run is a fork: its start is the checkpoint that was copied for it."""
     if origin.base_step:
         damage = f": {describe(found)}" if found.damaged else ""

@@ -300,7 +300,7 @@ def restate(run) -> None:
     names, store = run.names, run.store
     for info in list(store.list(names.event_archive)):
         entries = []
-        for entry in event_archive.decode_archived(store.get(info.key), where=info.key):
+        for entry in event_archive.decode_archive(store.get(info.key), info.key):
             event = event_pb2.Event.FromString(entry.d)
             match event.WhichOneof("body"):
                 case "batch_committed" | "step_completed" as kind:
@@ -321,7 +321,7 @@ def restate(run) -> None:
                 event.batch_committed.num_trained = trained
             data = event.SerializeToString(deterministic=True)
             entries.append(dataclasses.replace(entry, d=data, h=sha256(data)))
-        store.put(info.key, event_archive._encode(entries))
+        store.put(info.key, event_archive.encode_archive(entries))
     reseal(run)
 
 

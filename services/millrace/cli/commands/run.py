@@ -197,7 +197,7 @@ def logs(name: str, follow: bool, component: str | None, server: str | None) -> 
 
 @run.command()
 @_NAME
-@click.option("--reason", default="", help="Why, for whoever looks at the run later.")
+@click.option("--reason", default="", help="Why; shown with the run later.")
 @_server
 def cancel(name: str, reason: str, server: str | None) -> None:
     """Ask a run to end; it ends as CANCELLED at its next step boundary."""

@@ -1,7 +1,6 @@
 """Which object store a command reads without a server, and which run there is meant."""
 
 import contextlib
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.errors import CliError
-from millrace.errors import InvalidSpecError, NotFoundError
+from millrace.cli.names import choose_uid
+from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings
 
 if TYPE_CHECKING:
@@ -86,23 +86,8 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
         raise index.damaged[wanted]
     if wanted == "-" and uids:
         return max(uids.values())  # uids sort by creation
-    if wanted in uids:
-        return uids[wanted]
-    if wanted in uids.values():
-        return wanted
-    found = sorted(name for name in uids if name.startswith(wanted))
-    if len(found) == 1:
-        return uids[found[0]]
-    if found:
-        raise CliError(
-            f"{text!r} begins the names of {len(found)} runs: {', '.join(found[:8])}", hint="type more of it"
-        )
-    close = difflib.get_close_matches(wanted, uids, n=3)
-    raise NotFoundError(
-        f"{store.describe()} holds no run {text!r} of the deployment {prefix!r}",
-        reason="RUN_NOT_FOUND",
-        remedy=f"did you mean {' or '.join(close)}?" if close else "check --store and --prefix",
-    )
+    missing = f"{store.describe()} holds no run {text!r} of the deployment {prefix!r}"
+    return choose_uid(wanted, uids, missing=missing, otherwise="check --store and --prefix")
 
 
 def _exists(store: "ObjectStore", prefix: str, uid: str) -> bool:

@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from millrace.cli.errors import EXIT_FAILED, CliError
 from millrace.cli.view.progress import Progress, state_name
-from millrace.cli.view.view import View
+from millrace.cli.view.view import ProgressView
 from millrace.client import Client
 from millrace.errors import MillraceError, UnavailableError
 from millrace.v1 import event_pb2, run_pb2
@@ -54,7 +54,7 @@ class MetricsFile:
 async def follow(
     client: Client,
     progress: Progress,
-    view: View,
+    view: ProgressView,
     *,
     metrics: MetricsFile | None = None,
 ) -> None:
@@ -72,7 +72,7 @@ async def follow(
 
 
 @contextlib.asynccontextmanager
-async def telling_queued(client: Client, progress: Progress, view: View) -> AsyncIterator[None]:
+async def telling_queued(client: Client, progress: Progress, view: ProgressView) -> AsyncIterator[None]:
     """While the block runs and the run is queued, say why: at once, and again when the reason changes."""
     teller = asyncio.create_task(_tell_queued(client, progress, view), name="reason of a queued run")
     try:
@@ -82,7 +82,7 @@ async def telling_queued(client: Client, progress: Progress, view: View) -> Asyn
         await asyncio.gather(teller, return_exceptions=True)
 
 
-async def _tell_queued(client: Client, progress: Progress, view: View) -> None:
+async def _tell_queued(client: Client, progress: Progress, view: ProgressView) -> None:
     said = ""
     while True:
         reason = await _why_queued(client, progress) if progress.state == run_pb2.RUN_STATE_QUEUED else ""
@@ -117,7 +117,7 @@ def require_success(progress: Progress, *, where: str = "") -> None:
 
 
 @contextlib.asynccontextmanager
-async def ticking(view: View) -> AsyncIterator[None]:
+async def ticking(view: ProgressView) -> AsyncIterator[None]:
     """Draw the view four times a second while the block runs, and once at its end."""
     ticker = asyncio.create_task(_tick(view), name="refresh of the view")
     try:
@@ -128,7 +128,7 @@ async def ticking(view: View) -> AsyncIterator[None]:
         view.refresh()
 
 
-async def _tick(view: View) -> None:
+async def _tick(view: ProgressView) -> None:
     while True:
         await asyncio.sleep(REFRESH_S)
         view.refresh()

@@ -13,7 +13,7 @@ from millrace.cli.connection import environ as with_options
 from millrace.cli.session.config_file import missing_file, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name
-from millrace.config.layers import Layer, Origin, Strength
+from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
 from millrace.errors import InvalidSpecError
@@ -95,7 +95,7 @@ def _engine_of(environ: Mapping[str, str]) -> Layer | None:
     engine = environ.get("MILLRACE_ENGINE")
     if not engine:
         return None
-    origin = Origin(label="MILLRACE_ENGINE", strength=Strength.ENVIRONMENT)
+    origin = Provenance(label="MILLRACE_ENGINE", strength=Strength.ENVIRONMENT)
     return Layer(tree={"inference": {"engine": engine}}, origin=origin)
 
 

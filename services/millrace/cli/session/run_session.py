@@ -13,7 +13,7 @@ from millrace.cli.session.follow import MetricsFile, follow, require_success, te
 from millrace.cli.session.prepare import Prepared, choose_run_id
 from millrace.cli.session.results import collect, phases_of, summary, write_summary
 from millrace.cli.view.progress import Progress
-from millrace.cli.view.view import View, make_view
+from millrace.cli.view.view import ProgressView, make_view
 from millrace.client import Client
 from millrace.errors import UnavailableError
 from millrace.telemetry import waits
@@ -84,7 +84,7 @@ async def submit(client: Client, prepared: Prepared, *, run_id: str, request_id:
     )
 
 
-async def submit_for_sure(client: Client, prepared: Prepared, view: View, *, run_id: str) -> run_pb2.Run:
+async def submit_for_sure(client: Client, prepared: Prepared, view: ProgressView, *, run_id: str) -> run_pb2.Run:
     """Create the run on a stack of our own, which starts a dead orchestrator again; UnavailableError after 60 s."""
     request_id = str(uuid.uuid4())
     ends = time.monotonic() + SUBMIT_DEADLINE_S
@@ -99,7 +99,9 @@ async def submit_for_sure(client: Client, prepared: Prepared, view: View, *, run
                 await asyncio.sleep(SUBMIT_PAUSE_S)
 
 
-async def follow_or_detach(client: Client, progress: Progress, view: View, *, directory: Path | None = None) -> None:
+async def follow_or_detach(
+    client: Client, progress: Progress, view: ProgressView, *, directory: Path | None = None
+) -> None:
     """Follow to the end; a Ctrl-C says how to come back, and how to end the run."""
     metrics = MetricsFile(directory / "metrics.jsonl") if directory else None
     try:
@@ -122,7 +124,7 @@ def submitted_line(run: run_pb2.Run) -> str:
 
 
 async def _submit_and_follow(
-    client: Client, prepared: Prepared, progress: Progress, view: View, directory: Path, run_id: str
+    client: Client, prepared: Prepared, progress: Progress, view: ProgressView, directory: Path, run_id: str
 ) -> None:
     run = await submit_for_sure(client, prepared, view, run_id=run_id)
     _adopt(progress, run)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from millrace.config.section import Section, option, required
+from millrace.config.section import ConfigSection, option, required
 from millrace.config.sections.client import VARIABLE_PATTERN, WITHHELD_KEY_PREFIX, ClientConfig
 from millrace.config.tree import Facts, OnlyFor
 
@@ -23,7 +23,7 @@ class TeacherConfig(ClientConfig):
     )
 
 
-class AlgoConfig(Section):
+class AlgoConfig(ConfigSection):
     """How rollouts become advantages."""
 
     type: Literal["grpo", "opd"] = option(

@@ -1,14 +1,14 @@
 """The config of `millrace eval`: environments played with one fixed model, and no training."""
 
-from millrace.config.rules import Finding, finding
-from millrace.config.section import Document, FreeTable, Section, option, required, table
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import ConfigSection, Document, FreeTable, option, required, table
 from millrace.config.sections.client import ClientConfig
 from millrace.config.sections.orchestrator import EvalEnvConfig, env_names
 from millrace.config.sections.shared import LogConfig, RunConfig
 from millrace.config.tree import Facts
 
 
-class FixedModelConfig(Section):
+class FixedModelConfig(ConfigSection):
     """The model that is evaluated."""
 
     name: str = required(
@@ -17,7 +17,7 @@ class FixedModelConfig(Section):
     )
 
 
-class FixedSamplingConfig(Section):
+class FixedSamplingConfig(ConfigSection):
     """How the model is sampled."""
 
     temperature: float = option(1.0, "0 takes the likeliest token.", ge=0)
@@ -49,9 +49,9 @@ class EvalRunConfig(Document):
     run: RunConfig = table(RunConfig, "What the run is called.")
     log: LogConfig = table(LogConfig, "Logs.")
 
-    def broken_rules(self) -> list[Finding]:
+    def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
-        findings = [] if self.client is None else self.client.broken_rules("client")
+        rules = [] if self.client is None else self.client.broken_rules("client")
         if self.num_examples == 0 or self.num_examples < -1:
-            findings.append(finding("must be -1 for all tasks, or at least 1", "num_examples"))
-        return [*super().broken_rules(), *findings, *env_names(self.env, ("env",))]
+            rules.append(broken("must be -1 for all tasks, or at least 1", "num_examples"))
+        return [*super().broken_rules(), *rules, *env_names(self.env, ("env",))]

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from millrace.config.section import Document, FreeTable, Section, option, table
+from millrace.config.section import ConfigSection, Document, FreeTable, option, table
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL, LogConfig
 from millrace.config.tree import Facts, Limit, OnlyFor
 
@@ -14,7 +14,7 @@ _VLLM = OnlyFor(
 _VLLM_ONLY = Facts(only_for=_VLLM)
 
 
-class InferenceModelConfig(Section):
+class InferenceModelConfig(ConfigSection):
     """The engine's copy of the model."""
 
     name: str = option(
@@ -57,14 +57,14 @@ class InferenceModelConfig(Section):
     )
 
 
-class ParallelConfig(Section):
+class ParallelConfig(ConfigSection):
     """vLLM: the devices of one replica."""
 
     tp: int = option(1, "Tensor parallel ranks.", facts=_VLLM_ONLY, ge=1)
     dp: int = option(1, "Data parallel ranks.", facts=_VLLM_ONLY, ge=1)
 
 
-class ServerConfig(Section):
+class ServerConfig(ConfigSection):
     """Where the engine listens for HTTP."""
 
     host: str = option("127.0.0.1", "Address to listen on.", min_length=1)
@@ -73,7 +73,7 @@ class ServerConfig(Section):
     )
 
 
-class InferenceConfig(Section):
+class InferenceConfig(ConfigSection):
     """The engine of the stack that `millrace rl` starts for the run, and the replica of `millrace inference`.
 
     A stack that runs already (`--server`, `millrace up`) keeps its own settings: MILLRACE_ENGINE, MILLRACE_VLLM_FLAGS,

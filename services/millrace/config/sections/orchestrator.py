@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import model_validator
 
-from millrace.config.rules import Finding, finding
-from millrace.config.section import IDENTIFIER_PATTERN, FreeTable, Section, option, required, table
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import IDENTIFIER_PATTERN, ConfigSection, FreeTable, option, required, table
 from millrace.config.sections.algo import AlgoConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
@@ -25,7 +25,7 @@ def _as_in_training(name: str, **facts: Any) -> Facts:
     return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
 
 
-class SamplingConfig(Section):
+class SamplingConfig(ConfigSection):
     """How the policy is sampled in training rollouts."""
 
     temperature: float = option(1.0, "The trainer divides its logits by the same value.", gt=0)
@@ -45,7 +45,7 @@ class SamplingConfig(Section):
     extra_body: FreeTable = table(dict, "More fields of the request to the engine, passed on as they are.")
 
 
-class EvalSamplingConfig(Section):
+class EvalSamplingConfig(ConfigSection):
     """How the policy is sampled in evaluations. What is left out is taken from `orchestrator.sampling`."""
 
     temperature: float = option(1.0, "0 takes the likeliest token.", facts=_as_in_training("temperature"), ge=0)
@@ -67,7 +67,7 @@ class EvalSamplingConfig(Section):
     )
 
 
-class NamedEnv(Section):
+class NamedEnv(ConfigSection):
     """What training and evaluation environments share."""
 
     id: str = required(
@@ -108,7 +108,7 @@ class EvalEnvConfig(NamedEnv):
     """
 
 
-class EvalConfig(Section):
+class EvalConfig(ConfigSection):
     """Evaluation of the policy during the run: before the first step, every `interval` steps, at the end."""
 
     env: list[EvalEnvConfig] = table(
@@ -123,7 +123,7 @@ class EvalConfig(Section):
     sampling: EvalSamplingConfig = table(EvalSamplingConfig, "How the policy is sampled.")
 
 
-class OrchestratorModelConfig(Section):
+class OrchestratorModelConfig(ConfigSection):
     """The model whose policies are sampled: the trainer publishes them, so there is nothing to choose here."""
 
     name: str = option(
@@ -131,7 +131,7 @@ class OrchestratorModelConfig(Section):
     )
 
 
-class OrchestratorConfig(Section):
+class OrchestratorConfig(ConfigSection):
     """The loop of an RL run: which rollouts are played and what becomes a batch."""
 
     model: OrchestratorModelConfig = table(OrchestratorModelConfig, "The model.")
@@ -181,16 +181,16 @@ class OrchestratorConfig(Section):
     )
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
 
-    def broken_rules(self) -> Iterator[Finding]:
+    def broken_rules(self) -> Iterator[BrokenRule]:
         """Rules over several keys of this section that do not hold."""
         size, group = self.batch_size, self.rollouts_per_example
         if size % group:
             lower, upper = size // group * group, -(-size // group) * group
             near = f"{lower} or {upper}" if lower else f"{upper}"
             message = f"must be a multiple of `{_GROUP}`, which is {group}; use {near}"
-            yield finding(message, "orchestrator.batch_size", _GROUP)
+            yield broken(message, "orchestrator.batch_size", _GROUP)
         if self.algo.type == "grpo" and group < 2:
-            yield finding(
+            yield broken(
                 "must be at least 2 for grpo: it compares rollouts of the same task, so with one every advantage is 0; "
                 "set it to 8 or 16",
                 _GROUP,
@@ -202,28 +202,28 @@ class OrchestratorConfig(Section):
         if self.eval:
             yield from self._eval_rules(self.eval)
 
-    def _teacher_rules(self) -> Iterator[Finding]:
+    def _teacher_rules(self) -> Iterator[BrokenRule]:
         """A teacher, and a policy whose log-probs mean the same as the teacher's."""
         teacher = "orchestrator.algo.teacher"
         if self.algo.teacher is None:
             message = (
                 "is required for opd: name the model and the base_url of the server that scores the policy's tokens"
             )
-            yield finding(message, teacher, _ALGO)
+            yield broken(message, teacher, _ALGO)
         else:
             yield from self.algo.teacher.broken_rules(teacher)
         if self.sampling.temperature != 1.0:
-            yield finding(
+            yield broken(
                 "must be 1.0 for opd: the teacher's log-probabilities are those of temperature 1, and the two would be "
                 "of different distributions",
                 "orchestrator.sampling.temperature",
                 _ALGO,
             )
 
-    def _eval_rules(self, evaluation: EvalConfig) -> Iterator[Finding]:
+    def _eval_rules(self, evaluation: EvalConfig) -> Iterator[BrokenRule]:
         """A task count that means something; one name is one environment, which a run loads as training says."""
         if evaluation.num_examples == 0:
-            yield finding(
+            yield broken(
                 "must be -1 for all held-out tasks, or at least 1; leave out [orchestrator.eval] for no evaluation",
                 "orchestrator.eval.num_examples",
             )
@@ -235,23 +235,23 @@ class OrchestratorConfig(Section):
             first, trained = known.get(env.name, (0, env))
             for key in ("id", "args"):
                 if getattr(env, key) != getattr(trained, key):
-                    yield Finding(
+                    yield BrokenRule(
                         paths=(("orchestrator", "eval", "env", index, key), ("orchestrator", "env", first, key)),
                         message=f"must be equal to `orchestrator.env[{first}].{key}`, because both environments are "
                         f"called `{env.name}`; leave [[orchestrator.eval.env]] out, or give this one another `name`",
                     )
 
 
-def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[Finding]:
+def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[BrokenRule]:
     """Names that metrics cannot tell apart."""
     first: dict[str, int] = {}
     for index, env in enumerate(envs):
         where, same = (*path, index, "name"), first.setdefault(env.name, index)
         if env.name in reserved:
-            yield Finding(
+            yield BrokenRule(
                 paths=(where,), message=f"must not be `{env.name}`: metrics over all environments are called so"
             )
         elif same != index:
             other = f"`{dotted((*path, same))}` is called `{env.name}` too"
             message = f"must be unique, but {other}; give one of them another `name`"
-            yield Finding(paths=(where, (*path, same, "name")), message=message)
+            yield BrokenRule(paths=(where, (*path, same, "name")), message=message)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from millrace.config.rules import Finding
+from millrace.config.rules import BrokenRule
 from millrace.config.section import Document, option, required, table
 from millrace.config.sections.inference import InferenceConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
@@ -36,7 +36,7 @@ class RLConfig(Document):
     orchestrator: OrchestratorConfig = required("The loop.")
     inference: InferenceConfig = table(InferenceConfig, "The engine.")
 
-    def broken_rules(self) -> list[Finding]:
+    def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")
         return [*self.orchestrator.broken_rules(), *schedule, *super().broken_rules()]

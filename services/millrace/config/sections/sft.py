@@ -1,13 +1,13 @@
 """The config of `millrace sft`: supervised fine-tuning on prompts and completions."""
 
-from millrace.config.rules import Finding
-from millrace.config.section import Document, Section, option, table
+from millrace.config.rules import BrokenRule
+from millrace.config.section import ConfigSection, Document, option, table
 from millrace.config.sections.shared import DEFAULT_MODEL, CheckpointConfig, LogConfig, RunConfig, WandbConfig
 from millrace.config.sections.trainer import Dtype, OptimConfig, SchedulerConfig, micro_batch_tokens
 from millrace.config.tree import Facts
 
 
-class SFTModelConfig(Section):
+class SFTModelConfig(ConfigSection):
     """The model that is trained."""
 
     name: str = option(DEFAULT_MODEL, "Directory with a Hugging Face model, or a Hub id.", min_length=1)
@@ -15,7 +15,7 @@ class SFTModelConfig(Section):
     publish_dtype: Dtype = option("auto", "Number format of the saved model. auto: as computed.")
 
 
-class SFTDataConfig(Section):
+class SFTDataConfig(ConfigSection):
     """Prompts and completions. Each row has `prompt` and `completion`, both text or both lists of chat messages."""
 
     name: str = option(
@@ -46,6 +46,6 @@ class SFTConfig(Document):
     log: LogConfig = table(LogConfig, "Logs.")
     wandb: WandbConfig | None = option(None, "Weights & Biases; off if left out.")
 
-    def broken_rules(self) -> list[Finding]:
+    def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         return [*self.scheduler.broken_rules(self.optim, self.max_steps), *super().broken_rules()]

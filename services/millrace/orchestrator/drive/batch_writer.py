@@ -27,7 +27,7 @@ from millrace.rollouts.types import Rollout, TrainSample
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog import Frontier, chain_hash, commit_batch
 from millrace.runlog.records.known import KnownObjects
-from millrace.runlog.records.origin import Origin
+from millrace.runlog.records.origin import RunOrigin
 from millrace.runlog.records.scores import name_scores
 from millrace.runlog.recovery.recover import Committed
 from millrace.v1 import run_pb2
@@ -66,7 +66,7 @@ class BatchWriter:
         """How often the run had failed and went on."""
         self._num_empty = 0
 
-    def restore(self, committed: Committed, *, origin: Origin) -> None:
+    def restore(self, committed: Committed, *, origin: RunOrigin) -> None:
         """Continue behind the last committed header, or at the log's origin.
 
         Behind a closing header that was reopened: at its step, which it did not train, with the ordinals behind those

@@ -8,7 +8,6 @@ An evaluation that the log has is not done again.
 import asyncio
 from collections.abc import Collection
 
-from millrace.config.schema import RLConfig
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.assembly import assemble, make_loop
 from millrace.orchestrator.drive.loop import RolloutLoop
@@ -30,7 +29,7 @@ class TrainRunDriver(RunDriver):
 
     def __init__(self, context: RunContext, *, done_evals: frozenset[tuple[str, int]]) -> None:
         """`done_evals` are the environments and steps whose evaluation the log holds."""
-        config = RLConfig.model_validate(context.record.config)
+        config = context.record.training
         super().__init__(assemble(context, config))
         self._config = config
         self._done_evals = done_evals

@@ -32,7 +32,7 @@ def check_config(config: RLConfig, parent: RunRecord, plan: ForkPlan) -> None:
     The steps from the checkpoint to the fork's first one are computed again by the fork's trainer. They only give the
     parent's version back under the parent's trainer settings, so other settings need a checkpoint at that very step.
     """
-    before = RLConfig.model_validate(parent.config)
+    before = parent.training
     violations = []
     if config.trainer.model.name != before.trainer.model.name:
         violations.append(

@@ -5,11 +5,14 @@ Nothing here is stored: any orchestrator replica computes the same view from `ru
 
 import contextlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Self
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from millrace.config.load import from_resolved
+from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, MillraceError
 from millrace.v1 import event_pb2, run_pb2
@@ -21,7 +24,7 @@ RL, EVAL, UNKNOWN = "RL", "EVAL", "UNSPECIFIED"
 TERMINAL = frozenset({run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """The immutable part of a run, as `run.json` has it."""
 
@@ -39,7 +42,7 @@ class RunRecord:
 
     def encode(self) -> bytes:
         """Canonical JSON; `parent` only where there is one."""
-        document = {name: getattr(self, name) for name in self.__slots__}
+        document = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.parent is None:
             del document["parent"]
         return json.dumps(document, sort_keys=True, indent=1).encode()
@@ -69,8 +72,20 @@ class RunRecord:
         """The resolved config as canonical JSON."""
         return json.dumps(self.config, sort_keys=True)
 
+    @cached_property
+    def settings(self) -> RLConfig | EvalRunConfig:
+        """The config, typed; ValueError if it is of another release."""
+        return from_resolved(self.config, EvalRunConfig if self.kind == EVAL else RLConfig)
 
-_FIELDS: dict[str, type] = {name: str for name in RunRecord.__slots__ if name not in ("config", "labels", "parent")}
+    @property
+    def training(self) -> RLConfig:
+        """The config of a run that trains; ValueError for another one."""
+        if not isinstance(self.settings, RLConfig):
+            raise ValueError(f"run {self.name} trains nothing")
+        return self.settings
+
+
+_FIELDS: dict[str, type] = {each.name: str for each in fields(RunRecord) if each.name != "parent"}
 _FIELDS |= {"config": dict, "labels": dict}
 
 

@@ -170,7 +170,7 @@ class RunLog:
         """Which copy of the log Redis holds: `{generation}.{run id of the server}`; `LogGoneError` if not ours.
 
         It changes when the log was rebuilt, and when the server restarted, which may have lost the newest entries:
-        whoever sees a change appends again what that copy lacks. Where INFO is denied the run id is empty.
+        a writer that sees a change appends again what that copy lacks. Where INFO is denied the run id is empty.
         """
         try:
             info = await self.command("asking for the server's run id", "INFO", "server")
@@ -316,7 +316,7 @@ class RunLog:
     # Intents.
 
     async def write_intent(self, kind: str, payload: Mapping[str, Any]) -> Intent:
-        """Make a user's wish durable, before it is acknowledged."""
+        """Make a user's intent durable, before it is acknowledged."""
         return await intents.write_intent(self.store, self.names, kind, payload)
 
     async def read_intents(self, *, after: int = 0) -> list[Intent]:

@@ -20,7 +20,8 @@ from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.runlog import Names
-from millrace.runlog.records.origin import Origin, parse_origin
+from millrace.runlog.records.listing import list_policies
+from millrace.runlog.records.origin import RunOrigin, parse_origin
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
 from millrace.trainer.checkpoint.checkpointer import CheckpointStore
@@ -170,7 +171,7 @@ def replay(
 
 
 def _learner_at(
-    store: ObjectStore, names: Names, config: RLConfig, step: int, *, origin: Origin
+    store: ObjectStore, names: Names, config: RLConfig, step: int, *, origin: RunOrigin
 ) -> tuple[Learner, _Start]:
     """The learner at the newest whole checkpoint at or before a step, else with the start model.
 
@@ -233,10 +234,9 @@ def _model_directory(
 
 def _published(store: ObjectStore, names: Names, *, version: int) -> PolicyManifest | None:
     """The manifest of a version, of its newest lineage; None if it is not published."""
-    for prefix in sorted(store.list_prefixes(names.policies), reverse=True):
-        lineage, _, number = prefix.removeprefix(names.policies).rstrip("/").partition("-")
-        key = names.policy_manifest(int(lineage), version)
-        if int(number) == version and store.head(key) is not None:
+    for number, lineage in reversed(list_policies(store, names)):
+        key = names.policy_manifest(lineage, version)
+        if number == version and store.head(key) is not None:
             return read_manifest(store, key)
     return None
 

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
+from millrace.config.load import validate_document
 from millrace.config.sections.sft import SFTConfig
-from millrace.errors import InvalidSpecError, NotFoundError, Violation
+from millrace.errors import NotFoundError
 from millrace.telemetry.logging import getLogger, setup
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.sft.fine_tune import SFTStep, run_sft
@@ -23,7 +23,7 @@ logger = getLogger(__name__)
 
 
 def run(path: Path) -> int:
-    """Fine-tunes as the resolved config in `path` says; returns the exit code."""
+    """Fine-tune as the resolved config in `path` says; returns the exit code."""
     config = load_config(path)
     setup("trainer", level=config.log.level, json_lines=config.log.json_logging)
     if config.wandb is not None:
@@ -43,24 +43,13 @@ def run(path: Path) -> int:
 def load_config(path: Path) -> SFTConfig:
     """The config of a JSON file; InvalidSpecError lists everything that is wrong."""
     try:
-        return SFTConfig.model_validate_json(path.read_bytes())
+        return validate_document(path.read_bytes(), SFTConfig, source=str(path))
     except OSError as error:
         raise NotFoundError(
             f"config {path} cannot be read: {error.strerror}",
             reason="CONFIG_NOT_FOUND",
             remedy="pass the resolved config that `millrace sft --dry-run` prints",
         ) from error
-    except ValidationError as error:
-        violations = [
-            Violation(
-                field=".".join(map(str, part["loc"])),
-                value=str(part["input"])[:80],
-                message=part["msg"],
-                source=str(path),
-            )
-            for part in error.errors()
-        ]
-        raise InvalidSpecError(violations) from error
 
 
 @contextlib.contextmanager
