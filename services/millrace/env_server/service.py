@@ -86,6 +86,12 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         """An environment that rests is unknown from now on; the next OpenEnv loads it."""
         self._pools = {key: known for key, known in self._pools.items() if known is not pool}
 
+    def end_run(self, run_uid: str) -> None:
+        """Stop what is played for a run that has ended, and forget what is kept of it."""
+        for group in self.groups.of_run(run_uid):
+            self.groups.cancel(group)
+        self._sink.end_run(run_uid)
+
     async def leave(self) -> None:
         """Take nothing new; workers that end from now on are no news."""
         self.is_leaving = True

@@ -19,6 +19,9 @@ from millrace.rollouts.types import MAX_ERROR_FRAMES_CHARS
 _MAX_FRAMES = 4
 # What Python writes between the errors of a chain, the one that began it first.
 _NEXT_ERROR = re.compile(r"\n[ |]*(?:The above exception was the direct cause|During handling of the above exception)")
+_CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+# Flags of `vf-eval` that are keys of an environment's args here; others are not ours to translate.
+_FLAG = re.compile(r"--(?:env|taskset|agent|timeout)\.[A-Za-z0-9_.<>-]*[A-Za-z0-9_>]")
 _FRAME = re.compile(
     r'^[ |]*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)\n(?:[ |]{4,}(?P<code>.+))?', re.M
 )
@@ -42,13 +45,32 @@ def frames_of(error: BaseException | str) -> str:
     They are those of the first error of a chain that has any. Without any they are those of other code that is neither
     ours nor of the standard library nor of `verifiers`; "" if there are none either.
     """
-    text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
+    text = error if isinstance(error, str) else trace_text(error)
     chain = [list(_FRAME.finditer(part)) for part in _NEXT_ERROR.split(text)]
     for is_shown in (_is_own, _is_foreign):
         for part in chain:
             if shown := [_describe(frame) for frame in part if is_shown(frame["file"])]:
                 return "\n".join(shown[-_MAX_FRAMES:])[-MAX_ERROR_FRAMES_CHARS:]
     return ""
+
+
+def trace_text(error: BaseException) -> str:
+    """The traceback of an exception and of all that led to it, the one that began it first.
+
+    Python's own leaves out the context of an exception that has a cause, and libraries set causes after the fact.
+    """
+    parts = ["".join(traceback.format_exception(each, chain=False)) for each in _chain(error)]
+    return _CAUSE.join(reversed(parts))
+
+
+def our_spelling(text: str) -> str:
+    """The text with the flags of the library's own command as keys of the environment's args: `args.env.agent.…`."""
+    return _FLAG.sub(lambda flag: _key(flag[0][2:].rstrip(".").replace("-", "_")), text)
+
+
+def _key(path: str) -> str:
+    path = path.removeprefix("env.")
+    return f"args.{path.removeprefix('taskset.')}" if path.startswith("taskset.") else f"args.env.{path}"
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
@@ -62,24 +84,25 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(frame.filename)] or frames
     where = f" (at {own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
-    return type(error).__name__, f"{text}{where}; correct the environment's args (orchestrator.env.args), or its code"
+    return type(
+        error
+    ).__name__, f"{our_spelling(text)}{where}; correct the environment's args (orchestrator.env.args), or its code"
 
 
 def is_engine_fault(error: BaseException) -> bool:
     """Whether an engine's answer of 500 or above is what began it."""
-    return any(isinstance(code, int) and code >= 500 for each in _chain(error) if (code := _status(each)))
+    codes = (getattr(each, "status_code", None) for each in _chain(error))
+    return any(isinstance(code, int) and code >= 500 for code in codes)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+def _chain(error: BaseException | None, seen: set[int] | None = None) -> Iterator[BaseException]:
+    """The exception, and all that led to it."""
+    seen = set() if seen is None else seen
+    if error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__
-
-
-def _status(error: BaseException) -> object:
-    return getattr(error, "status_code", None)
+        yield from _chain(error.__cause__, seen)
+        yield from _chain(error.__context__, seen)
 
 
 def _message(error: BaseException) -> str:

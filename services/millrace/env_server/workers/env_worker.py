@@ -80,7 +80,9 @@ def run(files: Sequence[int], directory: str, confinement: Confinement) -> None:
     # The environment is foreign code: whatever it raises, exit included, is the reason why it could not be loaded.
     except BaseException as error:  # environment code: whatever it raises is the answer
         kind, message = describe_error(error)
-        logger.exception("environment could not be loaded", extra={"env": command.load.env.id})
+        fields = {"env": command.load.env.id, "error": f"{kind}: {message}", "frames": frames_of(error)}
+        logger.error("environment could not be loaded", extra=fields)
+        logger.debug("its whole traceback", exc_info=error)
         report = env_worker_pb2.EnvFailed(error_type=kind, error_message=message)
         channel.sendall(encode_frame(env_worker_pb2.WorkerReport(failed=report)))
         return

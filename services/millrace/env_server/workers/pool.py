@@ -126,7 +126,7 @@ class EnvPool:
         """End every worker; rollouts that are still played end as ENV_ERROR."""
         if self.failure is None:
             message = "the env-server ended the environment's workers"
-            await self._fail(EnvLoadError("PoolClosed", message, is_from_outside=True))
+            await self._end_as(EnvLoadError("PoolClosed", message, is_from_outside=True))
         await self.rest()
         await asyncio.gather(*self._ending)
 
@@ -357,6 +357,9 @@ class EnvPool:
 
     async def _fail(self, error: EnvLoadError) -> None:
         logger.error("environment failed", extra={"env": self.env.id, "error": f"{error.error_type}: {error}"})
+        await self._end_as(error)
+
+    async def _end_as(self, error: EnvLoadError) -> None:
         self.failure = error
         self.failed_at = time.monotonic()
         await self._notify()
