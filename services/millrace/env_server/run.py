@@ -41,8 +41,6 @@ SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_na
 # What a predecessor left is appended before this env-server registers, so that the orchestrator finds it in the log
 # instead of playing it again; an unreachable log must not keep it from registering.
 _RECOVER_S = 3.0
-# What heartbeats say of a run that has ended.
-_RESOLVED_AT_END = 2**63 - 1
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +149,7 @@ class _EnvWorker:
     def _note_assignments(self, reply: HeartbeatResponse) -> None:
         live: set[str] = set()
         for assignment in reply.assignments:
-            if assignment.resolved_below == _RESOLVED_AT_END:
+            if assignment.is_over:
                 self._service.end_run(assignment.run_uid)
             else:
                 live.add(assignment.run_uid)

@@ -42,8 +42,6 @@ MAX_WORKERS = 4096
 """Most workers that are registered at once."""
 MAX_WAITS = 512
 """Most waits that are kept of one worker's report."""
-EVERYTHING = 2**63 - 1
-"""Watermark of a run that has ended: env-servers need not keep a rollout of it."""
 
 
 @dataclass(slots=True)
@@ -236,7 +234,7 @@ class WorkerRegistry:
             )
         for run_uid in self.retired_runs() if env_server else ():
             if self._retired[run_uid].has_ended and run_uid not in self._resolved_below:
-                yield worker_service_pb2.Assignment(run_uid=run_uid, resolved_below=EVERYTHING)
+                yield worker_service_pb2.Assignment(run_uid=run_uid, is_over=True)
 
     def retired_runs(self) -> list[str]:
         """Runs that were paused or ended within the last `RETIRED_S`."""

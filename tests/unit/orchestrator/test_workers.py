@@ -2,7 +2,7 @@ import time
 
 from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator import workers
-from millrace.orchestrator.workers import EVERYTHING, WorkerRegistry
+from millrace.orchestrator.workers import WorkerRegistry
 
 
 def registry_with(*names: str, kind: int = ws.WORKER_KIND_ENV_SERVER, slot: str = "") -> WorkerRegistry:
@@ -82,8 +82,8 @@ def test_workers_let_go_of_paused_and_ended_runs_for_a_while() -> None:
     registry.retire("paused", has_ended=False)
     registry.retire("ended", has_ended=True)
     assert registry.retired_runs() == ["paused", "ended"]
-    marks = {a.run_uid: a.resolved_below for a in registry.assignments(record)}
-    assert marks == {"ended": EVERYTHING}, "rollouts of a paused run are kept"
+    marks = {a.run_uid: a.is_over for a in registry.assignments(record)}
+    assert marks == {"ended": True}, "rollouts of a paused run are kept"
     registry.claim(ws.WORKER_KIND_TRAINER, "paused")
     assert registry.retired_runs() == ["ended"], "it was resumed"
 
