@@ -65,6 +65,11 @@ class EnvCount(GroupCount):
     num_recent: int = 0
     num_recent_failed: int = 0
 
+    @property
+    def recent_share(self) -> float:
+        """Failed rollouts of those of the last groups, 0 to 1."""
+        return self.num_recent_failed / self.num_recent if self.num_recent else 0.0
+
     def add(self, group: GroupCount) -> None:
         """Add the rollouts of a group."""
         self.num_rollouts += group.num_rollouts
