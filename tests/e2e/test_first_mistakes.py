@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import patient
+
+from millrace_testing.patience import patient
 
 pytestmark = pytest.mark.timeout(280)
 

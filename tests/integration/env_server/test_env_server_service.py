@@ -6,7 +6,6 @@ import signal
 from typing import Any
 
 import pytest
-from patience import patient
 
 from millrace.env_server.workers.pool import EnvPool
 from millrace.errors import CapacityError, FencedError, InvalidSpecError, InvalidStateError, MillraceError
@@ -17,6 +16,7 @@ from millrace.rpc.channel import call
 from millrace.runlog.names import Stream
 from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import waits
+from millrace_testing.patience import patient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

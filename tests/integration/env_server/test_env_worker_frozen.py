@@ -5,7 +5,6 @@ import os
 import signal
 
 import pytest
-from patience import patient
 
 from millrace.env_server.requests import EnvSpec, PlayRequest, Sampling
 from millrace.env_server.wire import play_from_wire
@@ -16,6 +15,7 @@ from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream
 from millrace.telemetry import waits
+from millrace_testing.patience import patient
 
 NAMED_WITHIN_S = 30.0
 

@@ -4,8 +4,16 @@ import asyncio
 import json
 import logging
 
-from orchestrator_fakes import FakeEnvServer, make_rollout
-from orchestrator_runs import (
+from millrace.internal.v1 import batch_pb2, rollout_pb2
+from millrace.orchestrator import manager
+from millrace.orchestrator.play import env_servers, play
+from millrace.rollouts.types import RolloutStatus
+from millrace.rollouts.wire import decode_archive, encode_rollout
+from millrace.runlog import Lease, load_headers
+from millrace.runlog.names import Names
+from millrace.v1 import run_pb2
+from millrace_testing.orchestrator.fakes import FakeEnvServer, make_rollout
+from millrace_testing.orchestrator.runs import (
     bodies,
     create,
     get,
@@ -17,15 +25,6 @@ from orchestrator_runs import (
     until,
     watch,
 )
-
-from millrace.internal.v1 import batch_pb2, rollout_pb2
-from millrace.orchestrator import manager
-from millrace.orchestrator.play import env_servers, play
-from millrace.rollouts.types import RolloutStatus
-from millrace.rollouts.wire import decode_archive, encode_rollout
-from millrace.runlog import Lease, load_headers
-from millrace.runlog.names import Names
-from millrace.v1 import run_pb2
 
 
 async def archived(stack, run) -> list:

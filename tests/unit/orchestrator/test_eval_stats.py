@@ -3,12 +3,12 @@
 import itertools
 
 import pytest
-from orchestrator_builders import make_play, make_rollout
 
 from millrace.orchestrator.play.eval_stats import figures, pass_at_k
 from millrace.orchestrator.play.play import MAX_FAILED_ATTEMPTS, Play, PlayState
 from millrace.orchestrator.play.settings import PlaySettings
 from millrace.rollouts.types import Purpose, RolloutStatus
+from millrace_testing.orchestrator.builders import make_play, make_rollout
 
 
 def of_evaluation(*, max_blameless_attempts: int | None = None) -> PlaySettings:

@@ -2,7 +2,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from orchestrator_builders import make_play, make_rollout
 
 from millrace.config.load import validate_document
 from millrace.errors import InvalidSpecError, Violation
@@ -16,6 +15,7 @@ from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.routing import ReadyReplica, Router
 from millrace.orchestrator.play.settings import PLAY_SLACK_S, of_training, plays_of_training
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
+from millrace_testing.orchestrator.builders import make_play, make_rollout
 
 CONFIG = validate_document(
     {

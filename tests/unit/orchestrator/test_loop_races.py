@@ -1,12 +1,11 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from orchestrator_builders import book_with, make_rollout
-
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.play.play import PlayState
 from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.routing import ReadyReplica, Router
+from millrace_testing.orchestrator.builders import book_with, make_rollout
 
 RUN = RunIdentity(uid="r1", epoch=1, generation=1)
 

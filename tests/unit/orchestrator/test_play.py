@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from orchestrator_builders import PLAYS, archived, make_play, make_rollout
 
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.play.book import Book
@@ -13,6 +12,7 @@ from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Arrival, Play, PlayState
 from millrace.rollouts.types import RolloutStatus
 from millrace.runlog import Frontier
+from millrace_testing.orchestrator.builders import PLAYS, archived, make_play, make_rollout
 
 VERBS = {
     "place": lambda play: play.place("b", replica="y", timeout_s=60.0),

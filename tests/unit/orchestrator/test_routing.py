@@ -3,11 +3,10 @@
 from collections import Counter
 from dataclasses import replace
 
-from orchestrator_builders import make_play, make_rollout
-
 from millrace.orchestrator.play.play import Arrival, Play, load_of
 from millrace.orchestrator.play.routing import ReadyReplica, Router
 from millrace.rollouts.types import RolloutStatus
+from millrace_testing.orchestrator.builders import make_play, make_rollout
 
 
 def replica(name: str, *, version: int = 5, seqs: int = 64) -> ReadyReplica:

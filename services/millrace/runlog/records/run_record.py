@@ -4,14 +4,13 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self
 
+from millrace.config.load import from_resolved
+from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.v1 import run_pb2
-
-if TYPE_CHECKING:
-    from millrace.config.schema import EvalRunConfig, RLConfig
 
 RL, EVAL, UNKNOWN = "RL", "EVAL", "UNSPECIFIED"
 """Kinds of runs, as `run.json` names them; the last one where it cannot be read."""
@@ -69,7 +68,7 @@ class RunRecord:
 
     def encode(self) -> bytes:
         """Canonical JSON; `parent` only where there is one."""
-        document = {each.name: getattr(self, each.name) for each in fields(self)}
+        document = {name: getattr(self, name) for name in _TYPES}
         if self.parent is None:
             del document["parent"]
         return json.dumps(document, sort_keys=True, indent=1).encode()
@@ -80,20 +79,16 @@ class RunRecord:
         return json.dumps(self.config, sort_keys=True)
 
     @cached_property
-    def settings(self) -> "RLConfig | EvalRunConfig":
+    def settings(self) -> RLConfig | EvalRunConfig:
         """The config, typed; ValueError if it is of another release."""
-        from millrace.config.load import from_resolved  # a client that only lists runs needs no schema
-        from millrace.config.schema import EvalRunConfig, RLConfig
-
         return from_resolved(self.config or {}, EvalRunConfig if self.kind == EVAL else RLConfig)
 
     @property
-    def training(self) -> "RLConfig":
+    def training(self) -> RLConfig:
         """The config of a run that trains; ValueError for another one."""
-        settings = self.settings
-        if self.kind == EVAL:
+        if not isinstance(self.settings, RLConfig):
             raise ValueError(f"run {self.name} trains nothing")
-        return cast("RLConfig", settings)
+        return self.settings
 
     def describe(self) -> run_pb2.Run:
         """The run as the public API shows it before its first event."""
