@@ -16,6 +16,7 @@ from typing import Any
 
 from millrace.decoding import Fields
 from millrace.errors import InternalError
+from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout, RolloutStatus
 
 PAUSE_S = (0.05, 0.5)
@@ -127,6 +128,10 @@ class Failures:
             error = rollout.error
             total.first_error = f"{error.type}: {error.message}"[:MAX_ERROR_CHARS] if error else f"{rollout.status}"
             total.frames = error.frames[:MAX_FRAMES_CHARS] if error else ""
+
+    def resolve(self, play: Play) -> None:
+        """A play is over."""
+        self.close(play.ordinal, has_failed=play.has_come_to_nothing)
 
     def close(self, ordinal: int, *, has_failed: bool) -> None:
         """An ordinal is resolved; `has_failed`: as a group that came to nothing, behind which the next ones wait."""
