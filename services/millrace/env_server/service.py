@@ -86,6 +86,12 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         """An environment that rests is unknown from now on; the next OpenEnv loads it."""
         self._pools = {key: known for key, known in self._pools.items() if known is not pool}
 
+    def end_run(self, run_uid: str) -> None:
+        """Stop what is played for a run that has ended, and forget what is kept of it."""
+        for group in self.groups.of_run(run_uid):
+            self.groups.cancel(group)
+        self._sink.end_run(run_uid)
+
     async def leave(self) -> None:
         """Take nothing new; workers that end from now on are no news."""
         self.is_leaving = True
@@ -255,7 +261,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         except Exception as error:  # a rollout's edge: it ends with a typed error
             kind = error.reason if isinstance(error, MillraceError) else type(error).__name__
             logger.exception("rollout could not be played", extra={"ordinal": part.ordinal, "run": part.run_uid})
-            outcome = failed(RolloutStatus.ENV_ERROR, kind, str(error))
+            outcome = failed(RolloutStatus.ENV_ERROR, kind, str(error), is_infrastructure=True)
             task_id = pool.task_id(part)
             return [
                 make_rollout(part, member=member, task_id=task_id, outcome=outcome, seconds=0.0)

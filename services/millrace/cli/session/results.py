@@ -108,6 +108,9 @@ def summary(progress: Progress, artifacts: Artifacts, *, seconds: float, phases:
         "num_tokens": sum(point.num_tokens for point in progress.steps),
         "staleness_max": max((point.staleness_max for point in progress.steps), default=None),
         "dropped": dict(sorted(progress.dropped.items())),
+        "failed_rollouts": {
+            env: dict(sorted(each.failed.items())) for env, each in sorted(progress.environments.items())
+        },
         "evals": [
             {"env": p.env, "policy_version": p.version, "reward": p.reward, "num_rollouts": p.num_rollouts}
             for p in progress.evals

@@ -212,7 +212,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
                 is_end = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
                 if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
-                    continue  # nobody's: whoever heard of it would stop to watch
+                    continue  # nobody's: a watcher that heard of it would stop
                 last_sent, has_ended = time.monotonic(), is_end
                 yield run_service_pb2.WatchRunResponse(event=event)
             if has_ended:

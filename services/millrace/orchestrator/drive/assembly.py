@@ -70,10 +70,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         events.meters.rollout(rollout)
         failures.note(rollout)
 
-    def close(play: Play) -> None:
-        failures.close(play.ordinal, has_failed=play.has_come_to_nothing)
-
-    book = Book(count=count, on_resolved=close)
+    book = Book(count=count, on_resolved=failures.resolve)
     envs = EnvServers(run_uid=uid, epoch=epoch, registry=context.registry)
     policies: Policies
     trainer: Trainer
@@ -132,13 +129,7 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
         ],
         seed=settings.seed,
     )
-    rule = AdmissionRule(
-        groups_per_step=settings.batch_size // settings.rollouts_per_example,
-        async_level=settings.async_level,
-        max_off_policy_steps=settings.max_off_policy_steps,
-        oversampling_factor=settings.oversampling_factor,
-        max_steps=config.max_steps,
-    )
+    rule = _rule(config)
     plays = plays_of_training(settings)
 
     def make_play(ordinal: int, planned_step: int) -> Play:
@@ -166,6 +157,17 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
         settings=settings,
         timeout_s=plays.timeout_s,
         is_stopping=is_stopping,
+    )
+
+
+def _rule(config: RLConfig) -> AdmissionRule:
+    settings = config.orchestrator
+    return AdmissionRule(
+        groups_per_step=settings.batch_size // settings.rollouts_per_example,
+        async_level=settings.async_level,
+        max_off_policy_steps=settings.max_off_policy_steps,
+        oversampling_factor=settings.oversampling_factor,
+        max_steps=config.max_steps,
     )
 
 
