@@ -227,3 +227,16 @@ async def test_eval_and_train_of_one_ordinal_are_two_groups(server: Any) -> None
     request.use_train_tasks = True
     assert not (await play_group(server, request)).already_playing
     await asyncio.sleep(0.5)
+
+
+async def test_open_says_which_key_is_not_set(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known before the first rollout: the key of an endpoint, and that of a teacher."""
+    monkeypatch.setenv("THE_KEY", "x")
+    spec = server.spec("faulty-v0")
+    request = env_service_pb2.OpenEnvRequest(env=spec, api_key_var="NO_SUCH_KEY", teacher_key_var="NOR_THIS_ONE")
+    with pytest.raises(InvalidSpecError) as caught:
+        await call(server.stub.OpenEnv, request, timeout_s=patient(60))
+    assert [violation.field for violation in caught.value.violations] == ["api_key_var", "teacher_key_var"]
+    assert "start it with NO_SUCH_KEY=<the endpoint's API key>" in caught.value.violations[0].message
+    request = env_service_pb2.OpenEnvRequest(env=spec, api_key_var="THE_KEY", teacher_key_var="THE_KEY")
+    assert (await call(server.stub.OpenEnv, request, timeout_s=patient(60))).state

@@ -97,7 +97,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         evals=evals,
         writer=BatchWriter(context, book=book, envs=envs, stream=stream, seq_len=seq_len),
         damage=damage,
-        specs=_specs(config),
+        specs=env_specs(config),
     )
 
 
@@ -153,7 +153,7 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
     )
 
 
-def _specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]:
+def env_specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]:
     """Environments to train on, then those that are only evaluated."""
     if isinstance(config, EvalRunConfig):
         envs = list(config.env)
