@@ -4,8 +4,6 @@ import asyncio
 import json
 
 import pytest
-from orchestrator_runs import bodies, config_json, create, watch
-from patience import patient
 
 from millrace.errors import (
     AlreadyExistsError,
@@ -23,6 +21,8 @@ from millrace.runlog import Names
 from millrace.runlog.records.revisions import list_headers
 from millrace.runlog.seal import Seal
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import bodies, config_json, create, watch
+from millrace_testing.patience import patient
 
 
 async def test_a_run_goes_from_queued_to_succeeded(stack) -> None:

@@ -3,7 +3,7 @@
 from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.errors import UnavailableError
 from millrace.orchestrator.drive.assembly import env_specs
-from millrace.orchestrator.play.env_pool import EnvPool, KeyVariables
+from millrace.orchestrator.play.env_servers import EnvServers, KeyVariables
 from millrace.orchestrator.workers import WorkerRegistry
 
 
@@ -13,17 +13,17 @@ async def check_environments(config: RLConfig | EvalRunConfig, registry: WorkerR
     InvalidStateError names the environment that cannot be loaded and its error, InvalidSpecError the key that is not
     set, UnavailableError says that there is no env-server.
     """
-    pool = EnvPool(run_uid="", epoch=0, registry=registry)
+    servers = EnvServers(run_uid="", epoch=0, registry=registry)
     try:
-        if not pool.alive():
+        if not servers.alive():
             raise UnavailableError(
                 "the environments cannot be checked: no env-server is registered",
                 reason="NO_ENV_SERVER",
                 remedy="start one, or submit without the check",
             )
-        await pool.open_all(env_specs(config), keys=_keys(config))
+        await servers.open_all(env_specs(config), keys=_keys(config))
     finally:
-        await pool.close()
+        await servers.close()
 
 
 def _keys(config: RLConfig | EvalRunConfig) -> KeyVariables:
