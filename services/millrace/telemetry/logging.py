@@ -27,7 +27,7 @@ from millrace.telemetry.redact import redact, secrets_of
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
-_QUIET = ("asyncio", "boto3", "botocore", "urllib3", "s3transfer", "filelock", "httpx", "httpcore")
+_QUIET = ("aiohttp.access", "asyncio", "boto3", "botocore", "urllib3", "s3transfer", "filelock", "httpx", "httpcore")
 _FIELDS: ContextVar[Mapping[str, Any]] = ContextVar("millrace_log_fields", default={})  # noqa: B039 - never mutated
 _BOOLEANS = frozenset({"1", "true", "yes", "on"})
 

@@ -15,6 +15,17 @@ import pytest
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("environments_on_path")]
 
 
+CONFIG = """
+[model]
+name = "m"
+[orchestrator]
+batch_size = 4
+rollouts_per_example = 2
+[[orchestrator.env]]
+id = "faulty-v0"
+"""
+
+
 def check(*arguments: str, environ: dict[str, str] | None = None, stderr: int = subprocess.PIPE) -> Any:
     command = [sys.executable, "-m", "millrace.cli", "env", "check", *arguments]
     return subprocess.run(
@@ -102,7 +113,7 @@ def test_a_config_is_checked_with_its_environments(tmp_path: Path) -> None:
     """`millrace rl --dry-run --check-environments`, without a server: in a worker on this machine."""
     good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
     for path, args in ((good, ""), (bad, "load_raises = true")):
-        path.write_text(f'[model]\nname = "m"\n[[orchestrator.env]]\nid = "faulty-v0"\nargs = {{{args}}}\n')
+        path.write_text(CONFIG + f"args = {{{args}}}\n")
     command = [sys.executable, "-m", "millrace.cli", "rl", "--dry-run", "--check-environments", "@"]
 
     def run(path: Path) -> Any:
