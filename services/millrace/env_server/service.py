@@ -13,6 +13,7 @@ from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.outcome import failed, make_rollout
 from millrace.env_server.adapters.tasks import canonical_json
 from millrace.env_server.groups import Groups, PlayingGroup, group_key
+from millrace.env_server.isolation.inherited import api_key_problem, teacher_key_problem
 from millrace.env_server.requests import EnvSpec, PlayRequest
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.env_server.teacher.scorer import Teachers
@@ -121,7 +122,13 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def OpenEnv(
         self, request: env_service_pb2.OpenEnvRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.OpenEnvResponse:
-        """Begin to load, or say where loading is."""
+        """Begin to load, or say where loading is; InvalidSpecError if a key that it needs is not set."""
+        wrong = [
+            ("api_key_var", request.api_key_var, api_key_problem(request.api_key_var)),
+            ("teacher_key_var", request.teacher_key_var, teacher_key_problem(request.teacher_key_var)),
+        ]
+        if wrong := [each for each in wrong if each[2]]:
+            raise invalid_request(wrong, source="OpenEnvRequest")
         return _describe(self._pool(env_from_wire(request.env)))
 
     async def PlayGroup(

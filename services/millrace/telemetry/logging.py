@@ -29,7 +29,7 @@ from millrace.telemetry.redact import redact, secrets_of
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
-_QUIET = ("asyncio", "boto3", "botocore", "urllib3", "s3transfer", "filelock", "httpx", "httpcore")
+_QUIET = ("aiohttp.access", "asyncio", "boto3", "botocore", "urllib3", "s3transfer", "filelock", "httpx", "httpcore")
 _FIELDS: ContextVar[Mapping[str, Any]] = ContextVar("millrace_log_fields", default={})  # noqa: B039 - never mutated
 _WINDOW_S, _LINES_PER_WINDOW = 60.0, 20
 """A message may come so often within a minute; of more only the 32nd, the 64th, … are written."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -87,16 +86,13 @@ def _task_and_model(choices: dict[str, Any]) -> "tuple[TrialTask, TrialModel]":
 
 async def _run(spec: Any, what: "tuple[TrialTask, TrialModel] | None", signals: "Interrupts") -> dict[str, Any]:
     """Load, play, and say on standard error what goes on."""
-    from millrace.cli.view.view import is_fancy
+    from millrace.cli.session.environment_check import Steps, loaded_line
     from millrace.env_server.trial import opened
 
-    with _Steps(is_live=is_fancy(sys.stderr, plain=False)) as steps:
+    with Steps() as steps:
         async with opened(spec, lambda: steps.begin(f"loading environment {spec.id}")) as trial:
             result = _describe_env(trial)
-            steps.done(
-                f"loaded in {result['load_seconds']:.1f} s: API {result['api']}, {result['num_train']} training tasks, "
-                f"{result['num_eval']} held-out tasks"
-            )
+            steps.done(loaded_line(trial))
             if what is not None:
                 task, model = what
                 steps.begin(f"playing task {task.index} with {model.base_url or 'the stub model'}")
@@ -104,40 +100,6 @@ async def _run(spec: Any, what: "tuple[TrialTask, TrialModel] | None", signals: 
                 result |= _describe_rollout(rollout)
                 steps.done(f"played in {rollout.seconds:.1f} s")
             return result
-
-
-class _Steps:
-    """What goes on: a spinner on a terminal, plain lines elsewhere."""
-
-    def __init__(self, *, is_live: bool) -> None:
-        self._is_live = is_live
-        self._status: Any = None
-
-    def __enter__(self) -> "_Steps":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def begin(self, text: str) -> None:
-        """Something begins that takes a while."""
-        if not self._is_live:
-            click.echo(f"{text} ...", err=True)
-            return
-        from rich.console import Console
-
-        self._status = Console(stderr=True).status(text)
-        self._status.start()
-
-    def done(self, text: str) -> None:
-        """It has ended well."""
-        self._stop()
-        click.echo(text, err=True)
-
-    def _stop(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
 
 
 def _describe_env(trial: "LoadedTrial") -> dict[str, Any]:

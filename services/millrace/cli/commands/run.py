@@ -66,6 +66,11 @@ def submit(arguments: tuple[str, ...]) -> int:
     if arguments and os.path.isfile(arguments[0]):
         arguments = ("@", *arguments)
     prepared = prepare(arguments, command="millrace run submit", default_server=DEFAULT_LISTEN)
+    if prepared.is_checked:
+        from millrace.cli import interrupts
+        from millrace.cli.session.environment_check import check_environments
+
+        interrupts.run(lambda signals: check_environments(prepared, server=prepared.server or DEFAULT_LISTEN))
     if prepared.is_dry_run:
         print_config(prepared.config)
         return 0

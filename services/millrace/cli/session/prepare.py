@@ -34,6 +34,8 @@ class Prepared:
     name: str | None
     """The name that the user chose."""
     is_dry_run: bool
+    is_checked: bool
+    """Whether its environments are to be loaded first."""
     is_plain: bool
     is_follow: bool
 
@@ -84,6 +86,7 @@ def prepare(
         server_origin=origin,
         name=str(name) if name else None,
         is_dry_run=bool(flags.get("dry-run")),
+        is_checked=bool(flags.get("check-environments")),
         is_plain=bool(flags.get("plain")),
         is_follow=bool(flags.get("follow")),
     )

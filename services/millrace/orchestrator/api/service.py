@@ -22,6 +22,7 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
+from millrace.orchestrator.api.environments import check_environments
 from millrace.orchestrator.api.watch import EventFeed
 from millrace.orchestrator.explain.why import explain, unanswered
 from millrace.orchestrator.manager import RunManager
@@ -90,7 +91,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.CreateRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.CreateRunResponse:
         """Validate and queue a run."""
-        _, record = await self._validated(request)
+        config, record = await self._validated(request)
+        if request.check_environments:
+            await check_environments(config, self._registry)
         if request.validate_only:
             return run_service_pb2.CreateRunResponse(run=RunView(record).run)
         if request.request_id:

@@ -109,7 +109,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         evals=evals,
         writer=BatchWriter(context, book=book, envs=envs, stream=stream, failures=failures, seq_len=seq_len),
         damage=damage,
-        specs=_specs(config),
+        specs=env_specs(config),
     )
 
 
@@ -184,7 +184,7 @@ def _failures(config: RLConfig | EvalRunConfig) -> Failures:
     )
 
 
-def _specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]:
+def env_specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]:
     """Environments to train on, then those that are only evaluated."""
     if isinstance(config, EvalRunConfig):
         envs = list(config.env)
