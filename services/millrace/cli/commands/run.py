@@ -147,6 +147,7 @@ def watch(name: str, plain: bool, server: str | None) -> None:
 
     from millrace.cli.names import resolve
     from millrace.cli.session.follow import require_success
+    from millrace.cli.session.results import watched_summary
     from millrace.cli.session.run_session import follow_or_detach
     from millrace.cli.view.progress import Progress
     from millrace.cli.view.view import make_view
@@ -156,6 +157,8 @@ def watch(name: str, plain: bool, server: str | None) -> None:
         progress = Progress.of(found)
         with make_view(progress, plain=plain, stream=sys.stdout) as view:
             await follow_or_detach(client, progress, view)
+        if progress.steps:
+            click.echo("\n".join(["", *watched_summary(progress)]))
         require_success(progress, where=f"see its events: millrace run logs {found.name.removeprefix('runs/')}")
 
     _with_client(server, act)

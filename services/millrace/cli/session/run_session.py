@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cli.connection import open_client
 from millrace.cli.interrupts import Interrupts
-from millrace.cli.session.follow import MetricsFile, follow, require_success, telling_queued, ticking
+from millrace.cli.session.follow import MetricsFile, follow, require_success, ticking
 from millrace.cli.session.prepare import Prepared, choose_run_id
 from millrace.cli.session.results import collect, phases_of, summary, write_summary
 from millrace.cli.view.progress import Progress
@@ -105,7 +105,10 @@ async def follow_or_detach(
     """Follow to the end; a Ctrl-C says how to come back, and how to end the run."""
     metrics = MetricsFile(directory / "metrics.jsonl") if directory else None
     try:
-        async with ticking(view), telling_queued(client, progress, view):
+        queued = client.runs.telling_queued(
+            progress.name, view.note, is_queued=lambda: progress.state == run_pb2.RUN_STATE_QUEUED
+        )
+        async with ticking(view), queued:
             await follow(client, progress, view, metrics=metrics)
     except asyncio.CancelledError:
         name = progress.name.removeprefix("runs/")
