@@ -22,9 +22,11 @@ def inference(arguments: tuple[str, ...]) -> int:
     It registers with the orchestrator and serves the policy of its run; the model comes with the policy, or is the
     one that the config names. Without an orchestrator it serves that model as an OpenAI-compatible server.
     """
+    from millrace.cli.session.config_file import refuse_check
     from millrace.cli.session.replica import load_replica, start_replica
 
     loaded = load_replica(arguments)
+    refuse_check(loaded)
     if loaded.flags.get("dry-run"):
         import json
 

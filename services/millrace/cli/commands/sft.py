@@ -14,13 +14,14 @@ Options:
 @click.command(cls=RawCommand, epilog=_HELP)
 def sft(arguments: tuple[str, ...]) -> int:
     """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
-    from millrace.cli.session.config_file import require_file_or_model
+    from millrace.cli.session.config_file import refuse_check, require_file_or_model
     from millrace.cli.session.dry_run import print_config
     from millrace.cli.session.model_path import check_models
     from millrace.config.load import load
     from millrace.config.schema import SFTConfig
 
     loaded = load(SFTConfig, arguments)
+    refuse_check(loaded)
     if loaded.flags.get("dry-run"):
         print_config(loaded.config)
         return 0

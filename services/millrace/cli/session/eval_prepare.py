@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from millrace.cli.address import check_address
 from millrace.cli.errors import CliError
-from millrace.cli.session.config_file import missing_file
+from millrace.cli.session.config_file import missing_file, refuse_check
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name
 from millrace.config.load import load
@@ -43,6 +43,7 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
         if not arguments:
             raise missing_file(EXAMPLE) from error
         raise
+    refuse_check(loaded)
     config, flags = loaded.config, loaded.flags
     server, origin = settings.server, "MILLRACE_SERVER"
     if "server" in flags:

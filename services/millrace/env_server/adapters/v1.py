@@ -134,14 +134,14 @@ def _keep_whole_traces() -> None:
     """
     stock_init, stock_record = vf.TaskError.__init__, vf.Trace.record_error
 
-    def init(error: Any, *args: Any, **kwargs: Any) -> None:
-        stock_init(error, *args, **kwargs)
-        error.__context__ = sys.exc_info()[1]
+    def init(self: Any, *args: object) -> None:
+        stock_init(self, *args)
+        self.__context__ = sys.exc_info()[1]
 
-    def record_error(trace: Any, error: Exception) -> None:
-        stock_record(trace, error)
-        if trace.errors[-1].traceback:
-            trace.errors[-1].traceback = trace_text(error)
+    def record_error(self: Any, error: Exception) -> None:
+        stock_record(self, error)
+        if self.errors[-1].traceback:
+            self.errors[-1].traceback = trace_text(error)
 
     vf.TaskError.__init__, vf.Trace.record_error = init, record_error
 
