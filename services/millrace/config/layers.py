@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from millrace.config.notes import Note
 from millrace.config.suggest import shown, unknown_key_message
 from millrace.config.tree import Kind, Path, SchemaKey, dotted
 from millrace.errors import Violation
@@ -103,6 +104,7 @@ class Tree:
         self.origins: dict[Path, Provenance] = {}
         self.filled: dict[Path, Path] = {}
         self.violations: list[Violation] = []
+        self.notes: list[Note] = []
         self.suspects: set[Path] = set()
         self._num_unknown = 0
 

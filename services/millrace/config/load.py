@@ -14,6 +14,8 @@ from typing import Any, Generic
 from millrace.config.argv import RESERVED_FLAGS, read_command_line
 from millrace.config.check import ConfigT, build
 from millrace.config.layers import Layer, Provenance, Tree
+from millrace.config.notes import Note
+from millrace.config.prime_rl import translate
 from millrace.config.section import Document
 from millrace.config.sections.rl import RLConfig
 from millrace.config.text import read_environment
@@ -41,6 +43,10 @@ class Loaded(Generic[ConfigT]):
     sources: Mapping[str, str]
     flags: Mapping[str, str | bool]
     files: tuple[str, ...]
+    notes: tuple[Note, ...] = ()
+    """What became of keys that our schema does not have."""
+    layers: tuple[Layer, ...] = ()
+    """Environment, files and command line, in our schema."""
 
 
 def load(
@@ -61,16 +67,22 @@ def load(
     schema = schema_tree(model)
     environment, violations = read_environment(os.environ if env is None else env, schema)
     line = read_command_line(argv, schema, reserved=reserved, cwd=cwd)
+    layers = [translate(layer, schema) for layer in (environment, *line.files, line.values)]
     tree = Tree(schema)
-    tree.violations += [*violations, *line.violations]
-    tree.lay([*([base] if base else []), environment, *line.files, line.values])
+    tree.violations += [*violations, *line.violations, *(wrong for each in layers for wrong in each.violations)]
+    tree.lay([*([base] if base else []), *(each.layer for each in layers)])
     if any(violation.field == "@" for violation in line.violations):
         # Without one of the files nothing can be said about keys that are missing or do not fit together.
         raise InvalidSpecError(tree.violations)
     config = build(model, tree)
     sources = {dotted(path): origin.locate(path) for path, origin in tree.origins.items()}
     return Loaded(
-        config=config, sources=sources, flags=line.flags, files=tuple(file.origin.label for file in line.files)
+        config=config,
+        sources=sources,
+        flags=line.flags,
+        files=tuple(file.origin.label for file in line.files),
+        notes=(*(note for each in layers for note in each.notes), *tree.notes),
+        layers=tuple(each.layer for each in layers),
     )
 
 

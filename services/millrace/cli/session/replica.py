@@ -12,7 +12,7 @@ from millrace.cli.errors import CliError
 from millrace.cli.session.model_path import check_models
 from millrace.config.load import Loaded, load
 from millrace.config.sections.inference import InferenceConfig, ReplicaConfig
-from millrace.inference.launch_env import engine_environ, engine_python
+from millrace.inference.launch_env import engine_environ, engine_python, with_engine
 from millrace.telemetry.settings import Settings, variable_name
 
 _EXAMPLE = "millrace inference @ examples/reverse_text/infer.toml"
@@ -28,7 +28,7 @@ def load_replica(arguments: Sequence[str], environ: Mapping[str, str] = os.envir
 
 def start_replica(loaded: Loaded[ReplicaConfig], environ: Mapping[str, str] = os.environ) -> NoReturn:
     """Become the replica's process."""
-    config = loaded.config.inference
+    config = with_engine(loaded.config.inference, environ)
     settings = Settings.from_env(environ)
     model = config.model.name if "inference.model.name" in loaded.sources else None
     if model is None and settings.orchestrator is None:

@@ -90,6 +90,14 @@ class TrainerModelConfig(ConfigSection):
     lora: LoraConfig | None = option(None, "Train adapters only; all weights if left out.")
 
 
+class TokenizerConfig(ConfigSection):
+    """The tokenizer that is published with the policy, and that engines and environments use."""
+
+    name: str | None = option(
+        None, "Directory or Hub id of a model that has it; that of the trained model if left out.", min_length=1
+    )
+
+
 class PolicyConfig(ConfigSection):
     """How versions of the policy are stored for the replicas that serve them. LoRA adapters are always whole."""
 
@@ -235,6 +243,7 @@ class TrainerConfig(ConfigSection):
     """The trainer of an RL run."""
 
     model: TrainerModelConfig = table(TrainerModelConfig, "The model.")
+    tokenizer: TokenizerConfig = table(TokenizerConfig, "The tokenizer.")
     optim: OptimConfig = table(OptimConfig, "The optimizer.")
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     loss: LossConfig = table(LossConfig, "The loss.")
