@@ -149,7 +149,7 @@ def _summarise(tree: Tree, shared: SharedKey) -> None:
 def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Conflict]:
     """The conflict of the values that are left, if they differ; all but the first are taken out."""
     first = next(iter(written), None)
-    clashes = [path for path in written if first and written[path] != written[first]]
+    clashes = [path for path in written if first and path != first and written[path] != written[first]]
     if not first or not clashes:
         return []
     values = tuple((path, written[path], tree.locate(path)) for path in (first, *clashes))

@@ -229,7 +229,7 @@ class Tree:
         """Report a key that is not in the schema."""
         self._num_unknown += 1
         if self._num_unknown <= MAX_UNKNOWN_KEYS:
-            message, meant = unknown_key_message(key, node, path, schema=self.schema)
+            message, meant = unknown_key_message(key, value, node, path, schema=self.schema)
             self._wrong((*path, key), value, message, origin, is_table=isinstance(value, dict))
             self.suspects |= meant
 

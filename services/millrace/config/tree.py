@@ -48,7 +48,7 @@ class OnlyFor:
     """A key that means something only where another key has one of some values; `says` may use `{value}`."""
 
     key: str
-    values: tuple[str, ...]
+    values: tuple[str | bool, ...]
     says: str = "has no meaning for {value}; leave it out, or use {values}"
 
 

@@ -72,14 +72,18 @@ def test_env_names(violations, envs, field, says):
     [
         ('[{"id": "a", "args": {"x": 1}}]', []),
         ('[{"id": "a", "args": {"x": 2}, "name": "other"}]', []),
-        ('[{"id": "a", "args": {"x": 2}}]', ["orchestrator.eval.env[0].args"]),
+        ('[{"id": "a", "args": {"x": 2}}]', []),
+        ('[{"id": "a", "args": {"x": 2}, "name": "a"}]', ["orchestrator.eval.env[0].args"]),
         ('[{"id": "c"}, {"id": "b", "name": "a", "args": {"x": 1}}]', ["orchestrator.eval.env[1].id"]),
     ],
 )
 def test_an_eval_env_with_the_name_of_a_training_env_is_that_env(violations, load_rl, envs, fields):
     argv = ["--orchestrator.env", '[{"id": "a", "args": {"x": 1}}]', "--orchestrator.eval.env", envs]
     if not fields:
-        assert load_rl(*argv).config.orchestrator.eval is not None
+        evaluation = load_rl(*argv).config.orchestrator.eval
+        assert evaluation is not None
+        others = [env.name for env in evaluation.env if env.args == {"x": 2}]
+        assert others in ([], ["other"], ["a-eval"]), "the same id with other args is another environment"
         return
     found = violations(*argv)
     assert [violation.field for violation in found] == fields

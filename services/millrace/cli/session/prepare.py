@@ -13,6 +13,7 @@ from millrace.cli.connection import environ as with_options
 from millrace.cli.session.config_file import missing_file, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name
+from millrace.cli.session.notes import refuse_blocked, say_notes
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
@@ -61,7 +62,9 @@ def prepare(
             error.remedy = f"name a config file: {example}"
         raise
     flags = loaded.flags
+    say_notes(loaded.notes)
     if not flags.get("dry-run"):
+        refuse_blocked(loaded.notes)
         require_file_or_model(loaded, example=example)
     server, origin = settings.server or default_server, "MILLRACE_SERVER" if settings.server else "the default"
     if "server" in flags:

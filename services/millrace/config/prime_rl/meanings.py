@@ -53,8 +53,9 @@ def refused(text: str, *neutral: Any) -> Meaning:
 
 
 def converted(act: Act, *, is_native: bool = False) -> Meaning:
-    """A value that is read by a function."""
-    return Meaning(effect=Effect.MEANS, act=act, is_native=is_native)
+    """A value that is read by a function, whose docstring says what it means here."""
+    text = " ".join((act.__doc__ or "").partition("\n\n")[0].split())
+    return Meaning(effect=Effect.MEANS, text=text, act=act, is_native=is_native)
 
 
 def only(text: str, *known: Any) -> Meaning:
@@ -67,4 +68,4 @@ def only(text: str, *known: Any) -> Meaning:
         else:
             translation.note(path, Effect.BLOCKS, text.format(value=value))
 
-    return converted(act, is_native=True)
+    return Meaning(effect=Effect.MEANS, text=text.format(value="…"), act=act, is_native=True)

@@ -143,7 +143,7 @@ SHARED: dict[str, Meaning] = {
 SPLIT_2025: dict[str, Meaning] = {
     "orchestrator.environment": converted(conversions.environment),
     "orchestrator.eval.environment_ids": converted(conversions.evaluated_ids),
-    "orchestrator.eval.num_examples": Meaning(effect=Effect.MEANS, act=conversions.per_environment, is_native=True),
+    "orchestrator.eval.num_examples": converted(conversions.per_environment, is_native=True),
     "orchestrator.eval.rollouts_per_example": Meaning(
         effect=Effect.MEANS, act=conversions.per_environment, is_native=True
     ),
@@ -239,6 +239,8 @@ HEAD: dict[str, Meaning] = {
         "thinking_retention truncate_history_thinking reasoning_parser tool_parser preserve_all_thinking "
         "preserve_thinking_between_tool_calls",
     ),
+    "orchestrator.client": refused(ENGINES),
+    "orchestrator.token_batch_size": refused("batches are counted in rollouts: use `orchestrator.batch_size`"),
     "orchestrator.use_renderer": nothing("environments choose: `renderer` in their `args`"),
     "orchestrator.model.client": refused(ENGINES),
     **same(

@@ -47,7 +47,8 @@ class Translation:
         """Translate every key of a table that stands at `path`."""
         node = self.schema.find(path)
         for written, value in table.items():
-            key = written if node is None or node.child(written) else written.replace("-", "_")
+            is_free = node is not None and node.kind is Kind.FREE_TABLE
+            key = written if is_free or (node and node.child(written)) else written.replace("-", "_")
             if key != written and (*path, written) in self.layer.origin.places:
                 self.layer.origin.places[(*path, key)] = self.layer.origin.places[(*path, written)]
             self._key((*path, key), value)

@@ -38,4 +38,6 @@ class AlgoConfig(ConfigSection):
         "The teacher of opd, required there; off for the others.",
         facts=Facts(only_for=OnlyFor(".type", ("opd",))),
     )
-    kl_coef: float = option(1.0, "opd only: multiplies every advantage.", gt=0)
+    kl_coef: float = option(
+        1.0, "opd only: multiplies every advantage.", facts=Facts(only_for=OnlyFor(".type", ("opd",))), gt=0
+    )
