@@ -109,6 +109,8 @@ def read_environment(env: Mapping[str, str], schema: SchemaKey, *, section: str 
             violations.append(Violation(field=field, value=text, message=message, source=variable))
         else:
             places[key.path] = variable
+            for length in range(1, len(key.path)):
+                places.setdefault(key.path[:length], variable)
     return Layer(
         tree=tree, origin=Provenance(label="environment", places=places, strength=Strength.ENVIRONMENT)
     ), violations

@@ -13,9 +13,9 @@ def _command(name: str, about: str) -> click.Command:
         service = SERVICES[name]
         loaded = load_service(service, arguments, os.environ)
         if loaded.flags.get("dry-run"):
-            import json
+            from millrace.cli.session.dry_run import print_config
 
-            click.echo(json.dumps(json.loads(loaded.config.resolved_json()), indent=2))
+            print_config(loaded.config)
             return 0
         start_service(service, loaded, os.environ)
         return 0

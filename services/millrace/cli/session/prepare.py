@@ -20,6 +20,7 @@ from millrace.config.schema import RLConfig
 from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings, parse_address
 
+_OF_THE_STACK = ("inference", "log", "inference_gpu_ids", "trainer_gpu_ids")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -69,6 +70,8 @@ def prepare(
     server, origin = settings.server or default_server, "MILLRACE_SERVER" if settings.server else "the default"
     if "server" in flags:
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"
+    if server is not None:
+        _say_what_a_running_stack_keeps(loaded)
     is_here = server is None or parse_address(server)[0] in _LOOPBACK
     if is_here and not flags.get("dry-run"):
         names = {"model.name": loaded.config.model.name, "trainer.model.name": loaded.config.trainer.model.name}
@@ -91,6 +94,19 @@ def prepare(
         is_plain=bool(flags.get("plain")),
         is_follow=bool(flags.get("follow")),
     )
+
+
+def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig]) -> None:
+    """Name the keys that are about the stack of `millrace rl`, where the run goes to one that runs already."""
+    kept = sorted(
+        key
+        for key, source in loaded.sources.items()
+        if key.partition(".")[0] in _OF_THE_STACK and key != "inference.model.name" and source != "MILLRACE_ENGINE"
+    )
+    if kept:
+        print(
+            f"note: a stack that runs keeps its own settings; without effect there: {', '.join(kept)}", file=sys.stderr
+        )
 
 
 def _engine_of(environ: Mapping[str, str]) -> Layer | None:

@@ -1,12 +1,10 @@
 """Values of prime-rl that are written in another form here: environments, evaluations, counts of GPUs."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from millrace.config.notes import Effect
+from millrace.config.prime_rl.meanings import Target
 from millrace.config.tree import Path
-
-if TYPE_CHECKING:
-    from millrace.config.prime_rl.translation import Translation
 
 _TRAIN_ENVS: Path = ("orchestrator", "env")
 _EVAL_ENVS: Path = ("orchestrator", "eval", "env")
@@ -20,23 +18,23 @@ _SOURCE_KEYS = {
 }
 
 
-def train_sources(translation: "Translation", path: Path, value: Any) -> None:
+def train_sources(target: Target, path: Path, value: Any) -> None:
     """`[[orchestrator.train.source]]` as `[[orchestrator.env]]`."""
-    _sources(translation, path, value, to=_TRAIN_ENVS, kept=("ratio", "weight"))
+    _sources(target, path, value, to=_TRAIN_ENVS, kept=("ratio", "weight"))
 
 
-def eval_sources(translation: "Translation", path: Path, value: Any) -> None:
+def eval_sources(target: Target, path: Path, value: Any) -> None:
     """`[[orchestrator.eval.source]]` as `[[orchestrator.eval.env]]`."""
     kept = ("num_examples", "group_size", "rollouts_per_example", "interval")
-    _sources(translation, path, value, to=_EVAL_ENVS, kept=kept)
+    _sources(target, path, value, to=_EVAL_ENVS, kept=kept)
 
 
-def _sources(translation: "Translation", path: Path, value: Any, *, to: Path, kept: tuple[str, ...]) -> None:
+def _sources(target: Target, path: Path, value: Any, *, to: Path, kept: tuple[str, ...]) -> None:
     if not isinstance(value, list):
-        translation.put(path, value, source=path)
+        target.put(path, value, source=path)
         return
     items = [item if isinstance(item, dict) else {} for item in value]
-    translation.put(to, [{} for _ in items], source=path)
+    target.put(to, [{} for _ in items], source=path)
     for index, item in enumerate(items):
         here = (*path, index)
         env = dict(item["env"]) if isinstance(item.get("env"), dict) else {}
@@ -47,14 +45,14 @@ def _sources(translation: "Translation", path: Path, value: Any, *, to: Path, ke
         native["args"] = {**taskset, **({"env": roles} if roles else {})}
         for key, (effect, text) in _SOURCE_KEYS.items():
             if key in item:
-                translation.note((*here, key), effect, text)
+                target.note((*here, key), effect, text)
         if "group_size" in item and "group_size" not in kept:
             text = "one group size for all environments: set `orchestrator.group_size`"
-            translation.note((*here, "group_size"), Effect.BLOCKS, text)
+            target.note((*here, "group_size"), Effect.BLOCKS, text)
         for key, each in native.items():
-            translation.put((*to, index, key), each, source=(*here, key))
+            target.put((*to, index, key), each, source=(*here, key))
     text = "is a verifiers environment: `id`, its taskset's keys as `args`, those of its roles as `args.env`"
-    translation.note(path, Effect.MEANS, text)
+    target.note(path, Effect.MEANS, text)
 
 
 def _without_defaults(settings: Any) -> Any:
@@ -65,89 +63,97 @@ def _without_defaults(settings: Any) -> Any:
     return {key: value for key, value in settings.items() if value != defaults.get(key)}
 
 
-def environment(translation: "Translation", path: Path, value: Any) -> None:
+def environment(target: Target, path: Path, value: Any) -> None:
     """`[environment]` of 2025 as the only `[[orchestrator.env]]`."""
-    translation.note(path, Effect.MEANS, "is the first `[[orchestrator.env]]` here")
-    translation.put(_TRAIN_ENVS, [value], source=path)
+    target.note(path, Effect.MEANS, "is the first `[[orchestrator.env]]` here")
+    target.put(_TRAIN_ENVS, [value], source=path)
 
 
-def evaluated_ids(translation: "Translation", path: Path, value: Any) -> None:
+def evaluated_ids(target: Target, path: Path, value: Any) -> None:
     """`eval.environment_ids`, whose neighbours may be lists with one entry each (see `finish`)."""
-    translation.note(path, Effect.MEANS, "is `[[orchestrator.eval.env]]` here, one for each")
+    target.note(path, Effect.MEANS, "is `[[orchestrator.eval.env]]` here, one for each")
     ids = [value] if isinstance(value, str) else value
-    translation.put(_EVAL_ENVS, [{"id": each} for each in ids], source=path)
+    target.put(_EVAL_ENVS, [{"id": each} for each in ids], source=path)
 
 
-def per_environment(translation: "Translation", path: Path, value: Any) -> None:
+def per_environment(target: Target, path: Path, value: Any) -> None:
     """A count of evaluations, or a list with one for each environment."""
     if isinstance(value, list):
-        translation.deferred[str(path[-1])] = (path, value)
+        target.deferred[str(path[-1])] = (path, value)
     else:
-        translation.put(path, value, source=path)
+        target.put(path, value, source=path)
 
 
-def ratios(translation: "Translation", path: Path, value: Any) -> None:
+def ratios(target: Target, path: Path, value: Any) -> None:
     """`env_ratios` as the `weight` of each environment."""
-    translation.note(path, Effect.MEANS, "is `weight` of each `[[orchestrator.env]]` here")
-    translation.deferred["env_ratios"] = (path, value)
+    target.note(path, Effect.MEANS, "is `weight` of each `[[orchestrator.env]]` here")
+    target.deferred["env_ratios"] = (path, value)
 
 
-def micro_batch_size(translation: "Translation", path: Path, value: Any) -> None:
+def micro_batch_size(target: Target, path: Path, value: Any) -> None:
     """Samples that go through the model at once; here that is counted in tokens."""
-    translation.deferred["micro_batch_size"] = (path, value)
+    target.deferred["micro_batch_size"] = (path, value)
 
 
-def renderer(translation: "Translation", path: Path, value: Any) -> None:
+def renderer(target: Target, path: Path, value: Any) -> None:
     """The renderer of all environments, which is an argument of each here."""
-    translation.deferred["renderer"] = (path, value)
+    target.deferred["renderer"] = (path, value)
 
 
-def eval_base_model(translation: "Translation", path: Path, value: Any) -> None:
+def eval_base_model(target: Target, path: Path, value: Any) -> None:
     """`eval_base_model = false` leaves out the evaluation before the first step."""
-    translation.put(("orchestrator", "eval", "skip_first_step"), value is False, source=path)
+    target.put(("orchestrator", "eval", "skip_first_step"), value is False, source=path)
 
 
-def algorithm(translation: "Translation", path: Path, value: Any) -> None:
+def algorithm(target: Target, path: Path, value: Any) -> None:
     """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted."""
-    translation.put(path, value, source=path)
+    target.put(path, value, source=path)
     if isinstance(value, str) and value in UNBUILT_ALGORITHMS:
-        translation.note(path, Effect.BLOCKS, f"{value} is not there yet; grpo and opd are")
+        target.note(path, Effect.BLOCKS, f"{value} is not there yet; grpo and opd are")
 
 
 UNBUILT_ALGORITHMS = ("max_rl", "rae", "echo", "hierarchical_grpo", "opsd", "sft")
 """Names that the schema knows and no algorithm bears yet."""
 
 
-def gpus(translation: "Translation", path: Path, value: Any) -> None:
+def checkpointed_activations(target: Target, path: Path, value: Any) -> None:
+    """Recomputing activations is not there yet: no effect."""
+    if isinstance(value, dict):
+        target.note(path, Effect.LATER, "recomputing activations is not there yet: no effect")
+    else:
+        target.refuse(path, value, "must be a table: write `freq = 1` below `[" + ".".join(map(str, path)) + "]`")
+
+
+def gpus(target: Target, path: Path, value: Any) -> None:
     """`deployment.num_infer_gpus` and `num_train_gpus` as the ids of the GPUs, those of inference first."""
     if isinstance(value, int) and not isinstance(value, bool):
-        translation.deferred[str(path[-1])] = (path, value)
+        target.deferred[str(path[-1])] = (path, value)
 
 
-def resume(translation: "Translation", path: Path, value: Any) -> None:
+def resume(target: Target, path: Path, value: Any) -> None:
     """`[resume]` and `ckpt.resume_step`: the step to go on from, the newest where none is named."""
     step = value.get("step") if isinstance(value, dict) else value
-    if translation.schema.find(("ckpt", "resume_step")) is not None:
-        translation.note(path, Effect.MEANS, "is `ckpt.resume_step` here, -1 for the newest")
-        translation.put(("ckpt", "resume_step"), -1 if step is None else step, source=path)
+    if target.schema.find(("ckpt", "resume_step")) is not None:
+        target.note(path, Effect.MEANS, "is `ckpt.resume_step` here, -1 for the newest")
+        target.put(("ckpt", "resume_step"), -1 if step is None else step, source=path)
     elif step is None:
         text = "a run goes on from its newest checkpoint by itself; one that FAILED with `millrace run resume RUN`"
-        translation.note(path, Effect.NOTHING, text)
+        target.note(path, Effect.NOTHING, text)
     else:
         text = "begin there with `millrace run fork RUN --step N`, which makes a run of its own"
-        translation.note(path, Effect.BLOCKS, text)
+        target.note(path, Effect.BLOCKS, text)
 
 
-def finish(translation: "Translation") -> None:
+def finish(target: Target) -> None:
     """Apply what needs the whole layer."""
-    tree, deferred = translation.layer.tree, translation.deferred
+    tree, deferred = target.layer.tree, target.deferred
     training, evaluated = _list(tree, *_TRAIN_ENVS), _list(tree, *_EVAL_ENVS)
     for key in ("num_examples", "rollouts_per_example"):
         if key in deferred:
             path, values = deferred[key]
             for env, each in zip(evaluated, values, strict=False):
                 env[key] = each
-            translation.note(path, Effect.MEANS, f"is `{key}` of each `[[orchestrator.eval.env]]` here")
+            target.note(path, Effect.MEANS, f"is `{key}` of each `[[orchestrator.eval.env]]` here")
     if "env_ratios" in deferred and isinstance(deferred["env_ratios"][1], list):
         for env, each in zip(training, deferred["env_ratios"][1], strict=False):
             env.setdefault("weight", each)
@@ -159,37 +165,40 @@ def finish(translation: "Translation") -> None:
             for env in (*training, *evaluated):
                 if isinstance(env.setdefault("args", {}), dict):
                     env["args"].setdefault("renderer", name)
-        translation.note(path, Effect.MEANS, text)
+        target.note(path, Effect.MEANS, text)
     if "micro_batch_size" in deferred:
-        _micro_batch(translation, *deferred["micro_batch_size"])
-    _gpu_ids(translation)
+        _micro_batch(target, *deferred["micro_batch_size"])
+    _gpu_ids(target)
 
 
-def _micro_batch(translation: "Translation", path: Path, value: Any) -> None:
-    tree = translation.layer.tree
+def _micro_batch(target: Target, path: Path, value: Any) -> None:
+    tree = target.layer.tree
     is_sft = path[0] == "data"
     places = [("data", "seq_len")] if is_sft else [("orchestrator", "seq_len"), ("seq_len",)]
-    seq_len = next((found for place in places if isinstance(found := _at(tree, *place), int)), None)
-    if isinstance(value, int) and seq_len:
+    written = next((found for place in places if isinstance(found := _at(tree, *place), int)), None)
+    default = target.schema.find(places[0])
+    seq_len = written or (default.default if default else None)
+    is_alone = not is_sft and target.schema.child("trainer") is None  # the orchestrator's part by itself
+    if isinstance(value, int) and seq_len and not is_alone:
+        if not is_sft and written and "seq_len" not in tree:  # trainers of 2025 took what the orchestrator cut
+            target.put(("seq_len",), seq_len, source=("orchestrator", "seq_len"))
         to: Path = ("micro_batch_tokens",) if is_sft else ("trainer", "micro_batch_tokens")
-        translation.put(to, value * seq_len, source=path)
-        translation.note(
-            path, Effect.MEANS, f"counts tokens here: {value} samples of {seq_len} are `micro_batch_tokens`"
-        )
+        target.put(to, value * seq_len, source=path)
+        target.note(path, Effect.MEANS, f"counts tokens here: {value} samples of {seq_len} are `micro_batch_tokens`")
     else:
         text = "micro-batches are counted in tokens: set `trainer.micro_batch_tokens`"
-        translation.note(path, Effect.NOTHING, text)
+        target.note(path, Effect.NOTHING, text)
 
 
-def _gpu_ids(translation: "Translation") -> None:
+def _gpu_ids(target: Target) -> None:
     first = 0
     for key, to in (("num_infer_gpus", "inference_gpu_ids"), ("num_train_gpus", "trainer_gpu_ids")):
-        if key not in translation.deferred:
+        if key not in target.deferred:
             continue
-        path, count = translation.deferred[key]
-        if translation.schema.child(to) and to not in translation.layer.tree:
-            translation.put((to,), list(range(first, first + count)), source=path)
-            translation.note(path, Effect.MEANS, f"is `{to}` here")
+        path, count = target.deferred[key]
+        if target.schema.child(to) and to not in target.layer.tree:
+            target.put((to,), list(range(first, first + count)), source=path)
+            target.note(path, Effect.MEANS, f"is `{to}` here")
         first += count
 
 

@@ -2,15 +2,34 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from millrace.config.layers import Layer
 from millrace.config.notes import Effect
-from millrace.config.tree import Path
+from millrace.config.tree import Path, SchemaKey
 
-if TYPE_CHECKING:
-    from millrace.config.prime_rl.translation import Translation
 
-Act = Callable[["Translation", Path, Any], None]
+class Target(Protocol):
+    """The layer that a value is translated into."""
+
+    layer: Layer
+    schema: SchemaKey
+    deferred: dict[str, tuple[Path, Any]]
+
+    def put(self, path: Path, value: Any, *, source: Path) -> None:
+        """Set a key of ours; `source` is where the value is written."""
+        ...
+
+    def note(self, path: Path, effect: Effect, text: str) -> None:
+        """Say what became of a key."""
+        ...
+
+    def refuse(self, path: Path, value: Any, text: str) -> None:
+        """Report a key as an error."""
+        ...
+
+
+Act = Callable[[Target, Path, Any], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +80,11 @@ def converted(act: Act, *, is_native: bool = False) -> Meaning:
 def only(text: str, *known: Any) -> Meaning:
     """A key of ours with values that are not there yet: these block, and the default takes their place."""
 
-    def act(translation: "Translation", path: Path, value: Any) -> None:
+    def act(target: Target, path: Path, value: Any) -> None:
         if value in known or not isinstance(value, str):
-            if translation.schema.find(path):
-                translation.put(path, value, source=path)
+            if target.schema.find(path):
+                target.put(path, value, source=path)
         else:
-            translation.note(path, Effect.BLOCKS, text.format(value=value))
+            target.note(path, Effect.BLOCKS, text.format(value=value))
 
     return Meaning(effect=Effect.MEANS, text=text.format(value="…"), act=act, is_native=True)

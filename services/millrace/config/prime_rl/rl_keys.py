@@ -34,7 +34,8 @@ def same(meaning: Meaning, prefix: str, names: str) -> dict[str, Meaning]:
 def model_keys(prefix: str) -> dict[str, Meaning]:
     """Keys of the trained model, in RL and in SFT."""
     return {
-        **same(later(MEMORY, False), prefix, "ac ac_offloading fsdp_cpu_offload optim_cpu_offload full_offload"),
+        **same(later(MEMORY, False), prefix, "ac_offloading fsdp_cpu_offload optim_cpu_offload full_offload"),
+        f"{prefix}ac": converted(conversions.checkpointed_activations),
         **same(later(MEMORY, True, False), prefix, "reshard_after_forward load_using_meta use_liger"),
         **same(
             later(MEMORY, "disabled"),
@@ -144,9 +145,7 @@ SPLIT_2025: dict[str, Meaning] = {
     "orchestrator.environment": converted(conversions.environment),
     "orchestrator.eval.environment_ids": converted(conversions.evaluated_ids),
     "orchestrator.eval.num_examples": converted(conversions.per_environment, is_native=True),
-    "orchestrator.eval.rollouts_per_example": Meaning(
-        effect=Effect.MEANS, act=conversions.per_environment, is_native=True
-    ),
+    "orchestrator.eval.rollouts_per_example": converted(conversions.per_environment, is_native=True),
     "orchestrator.eval.max_concurrent": nothing(FLIGHT),
     "orchestrator.eval.eval_base_model": converted(conversions.eval_base_model),
     "orchestrator.micro_batch_size": converted(conversions.micro_batch_size),

@@ -74,9 +74,7 @@ class Translation:
         if meaning.act is not None:
             meaning.act(self, path, value)
         elif meaning.effect is Effect.REFUSED:
-            where = self.layer.origin.locate(path)
-            wrong = Violation(field=dotted(path), value=shown(path, value), message=meaning.text, source=where)
-            self.violations.append(wrong)
+            self.refuse(path, value, meaning.text)
         elif meaning.effect is Effect.MEANS:
             self.note(path, Effect.MEANS, meaning.text)
             self.move(path, value, tuple(meaning.to.split(".")))
@@ -96,6 +94,11 @@ class Translation:
         if path != source:
             self._copy_places(source, path)
         put(self.layer.tree, path, value)
+
+    def refuse(self, path: Path, value: Any, text: str) -> None:
+        """Report a key as an error."""
+        where = self.layer.origin.locate(path)
+        self.violations.append(Violation(field=dotted(path), value=shown(path, value), message=text, source=where))
 
     def note(self, path: Path, effect: Effect, text: str) -> None:
         """Say what became of a key."""
