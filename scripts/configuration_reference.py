@@ -94,7 +94,7 @@ def render() -> str:
     """The whole page."""
     rl, sft = schema_tree(RLConfig), schema_tree(SFTConfig)
     parts = [_INTRODUCTION, _shared_rows(), _SPLIT, _alias_rows(rl), _PRIME_RL]
-    parts += [_prime_rl_rows("`millrace rl`", RL_KEYS), _prime_rl_rows("`millrace sft`", SFT_KEYS)]
+    parts += [_prime_rl_rows("`millrace rl`", RL_KEYS, rl), _prime_rl_rows("`millrace sft`", SFT_KEYS, sft)]
     parts += [_DIFFERENCES]
     parts += [_config("RL: `millrace rl`", RLConfig, rl), _config("SFT: `millrace sft`", SFTConfig, sft)]
     parts += [_config("Evaluation: `millrace eval`", EvalRunConfig, schema_tree(EvalRunConfig))]
@@ -113,13 +113,13 @@ def _alias_rows(root: SchemaKey) -> str:
     return "".join(rows)
 
 
-def _prime_rl_rows(command: str, keys: Mapping[str, Meaning]) -> str:
+def _prime_rl_rows(command: str, keys: Mapping[str, Meaning], schema: SchemaKey) -> str:
     """What becomes of each key; those that have their effect under another name come first."""
     rows = "".join(
         f"| `{key}` | {meaning.effect.value} | {meaning.text.replace('|', chr(92) + '|')} |\n"
         for effect in Effect
         for key, meaning in keys.items()
-        if meaning.effect is effect
+        if meaning.effect is effect and (meaning.is_native or not schema.find(tuple(key.replace("[]", "").split("."))))
     )
     return f"Keys for {command}:\n\n| Key of prime-rl | Effect | Here |\n|---|---|---|\n{rows}\n"
 

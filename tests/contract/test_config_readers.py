@@ -25,7 +25,7 @@ UNREAD = {
 }
 USES = ("from millrace.config", "prepared.config", "context.record", "loaded.config", ".training")
 """How a module comes by a config."""
-BY_NAME = {"top_k", "min_p", "repetition_penalty"}
+BY_NAME: set[str] = set()
 """Read with `getattr` from a list of names."""
 
 

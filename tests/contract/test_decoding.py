@@ -26,7 +26,7 @@ PEER = "written by another process of the same service, over a pipe or file of i
 
 RUN = "a run's config as the server sent it, which has checked it"
 STACK = "`stack.json`, which the local stack of the same user wrote; what cannot be read counts as absent"
-CHECKED = "the env-server has checked it (`_check_request`) before it reached the worker"
+CHECKED = "the env-server has checked it (`check_play`) before it reached the worker"
 
 ALLOWED = {
     "cli/commands/run_fork.py:_config": OWN,

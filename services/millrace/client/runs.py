@@ -9,11 +9,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from millrace.errors import UnavailableError
 from millrace.rpc.channel import call, stream
+from millrace.runlog.events.run_status import is_terminal
 from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 from millrace.v1.run_service_pb2_grpc import RunServiceStub
 
 CREATE_TIMEOUT_S = 30.0
+CHECK_TIMEOUT_S = 330.0  # longer than the server gives an environment to load
 CALL_TIMEOUT_S = 10.0
 AUDIT_TIMEOUT_S = 3600.0  # reads everything that a run has written
 FORK_TIMEOUT_S = 1800.0  # copies a checkpoint and batches from store to store
@@ -22,16 +24,7 @@ GIVE_UP_S = 120.0
 _BACKOFF_S = (0.2, 5.0)
 _PAGE_SIZE = 200
 
-TERMINAL_STATES = frozenset(
-    {run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED},
-)
-
 OnReconnect = Callable[[UnavailableError, float], None]
-
-
-def is_terminal(state: run_pb2.RunState) -> bool:
-    """Whether a run in this state has ended for good."""
-    return state in TERMINAL_STATES
 
 
 class RunsClient:
@@ -50,10 +43,12 @@ class RunsClient:
         kind: run_pb2.RunKind = run_pb2.RUN_KIND_RL,
         request_id: str | None = None,
         validate_only: bool = False,
+        check_environments: bool = False,
         labels: Mapping[str, str] | None = None,
     ) -> run_pb2.Run:
         """Queue a run. The same `request_id` (a UUID; made up if None) with the same config returns the first answer.
 
+        With `check_environments` they are loaded first, which may take minutes: InvalidStateError names one that fails.
         Raises InvalidSpecError with every violation, AlreadyExistsError if `run_id` is taken.
         """
         request = rs.CreateRunRequest(
@@ -62,9 +57,11 @@ class RunsClient:
             config_json=config_json,
             request_id=request_id or str(uuid.uuid4()),
             validate_only=validate_only,
+            check_environments=check_environments,
             labels=dict(labels or {}),
         )
-        response = await call(self._stub.CreateRun, request, timeout_s=CREATE_TIMEOUT_S, to=self._to)
+        timeout_s = CHECK_TIMEOUT_S if check_environments else CREATE_TIMEOUT_S
+        response = await call(self._stub.CreateRun, request, timeout_s=timeout_s, to=self._to)
         return response.run
 
     async def get(self, name: str) -> run_pb2.Run:

@@ -33,7 +33,7 @@ from millrace.local.ports import free_ports, require_free
 from millrace.local.preflight import check_redis, check_store
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.processes import parent_death
-from millrace.processes.forked import ForkServer
+from millrace.processes.forked import ForkServerClient
 from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
 from millrace.rpc.access import ClientAccess
 from millrace.storage.scratch import SCRATCH_VARIABLE, sweep
@@ -352,7 +352,7 @@ class LocalStack:
         is_vllm = self.options.engine == "vllm"
         modules = [module for name, module in self._modules.items() if not (is_vllm and name == "inference")]
         if needs := preloads.needs(modules, self._environ):
-            server = ForkServer(needs, log_path=self.logs / "fork-server.log")
+            server = ForkServerClient(needs, log_path=self.logs / "fork-server.log")
             self.supervisor.start_fork_server(server, env={**self._defaults(), **self._environ})
 
     def _peers(self) -> ClientAccess:

@@ -17,6 +17,7 @@ Uint8Array: TypeAlias = NDArray[np.uint8]
 Float32Array: TypeAlias = NDArray[np.float32]
 
 MAX_ERROR_MESSAGE_CHARS = 2000  # bound of `RolloutError.message`, stated in rollout.proto
+MAX_ERROR_FRAMES_CHARS = 1000  # bound of `RolloutError.frames`, stated in rollout.proto
 MAX_MESSAGES_JSON_BYTES = 64 * 1024  # bound of `Rollout.messages_json`, stated in rollout.proto
 
 
@@ -58,6 +59,10 @@ class RolloutError:
 
     type: str
     message: str
+    frames: str = ""
+    """Last frames of the environment's own code, one per line; "" if none is known."""
+    is_infrastructure: bool = False
+    """Not the environment's doing: an engine or a worker was lost, an engine answered 5xx, a store was away."""
 
 
 def _equal_fields(left: object, right: object) -> bool:
@@ -155,6 +160,12 @@ class Rollout:
     """In the archive only: id of its entry in the rollout stream."""
     is_duplicate: bool = False
     """In the archive only: its member was there already, so it was discarded."""
+
+    @property
+    def is_environment_failure(self) -> bool:
+        """Whether it failed, and not because of what it ran on: engines, workers, stores, restarts."""
+        is_blameless = self.status in (RolloutStatus.OK, RolloutStatus.CANCELLED, RolloutStatus.ENGINE_LOST)
+        return not is_blameless and not (self.error is not None and self.error.is_infrastructure)
 
     @property
     def num_tokens(self) -> int:

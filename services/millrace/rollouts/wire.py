@@ -6,6 +6,8 @@ Bytes that do not decode raise `CorruptObjectError`, never yield wrong arrays.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -14,6 +16,7 @@ from millrace.decoding import decode_message, decompress
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import rollout_pb2
 from millrace.rollouts.types import (
+    MAX_ERROR_FRAMES_CHARS,
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
     PolicySpan,
@@ -33,6 +36,10 @@ _STATUS_FROM_WIRE = {
     rollout_pb2.RolloutStatus.Value(f"ROLLOUT_STATUS_{status.name}"): status for status in RolloutStatus
 }
 
+# Fields that are the same on either side.
+_SAME = tuple(
+    part.name for part in fields(Rollout) if part.name not in {"purpose", "status", "error", "samples", "metrics"}
+)
 MAX_ROLLOUT_BYTES = 256 << 20
 """Largest rollout that is read: 16 million tokens with their columns, and its messages."""
 MAX_ARCHIVE_BYTES = 1 << 30
@@ -109,72 +116,27 @@ def _max_archive_bytes(packed: bytes) -> int:
 def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
     """The protobuf form of a valid rollout; `CorruptObjectError` names the field that is not."""
     validate_rollout(rollout)
-    error = rollout.error and rollout_pb2.RolloutError(type=rollout.error.type, message=rollout.error.message)
-    return rollout_pb2.Rollout(
-        run_uid=rollout.run_uid,
-        purpose=purpose_to_wire(rollout.purpose),
-        ordinal=rollout.ordinal,
-        member=rollout.member,
-        attempt=rollout.attempt,
-        group_size=rollout.group_size,
-        env=rollout.env,
-        task_index=rollout.task_index,
-        task_id=rollout.task_id,
-        status=f"ROLLOUT_STATUS_{rollout.status.name}",
-        error=error,
-        samples=[_sample_to_proto(sample) for sample in rollout.samples],
-        reward=rollout.reward,
-        metrics=rollout.metrics,
-        stop_condition=rollout.stop_condition,
-        is_truncated=rollout.is_truncated,
-        num_turns=rollout.num_turns,
-        seconds=rollout.seconds,
-        model_seconds=rollout.model_seconds,
-        temperature=rollout.temperature,
-        env_server=rollout.env_server,
-        planned_step=rollout.planned_step,
-        eval_id=rollout.eval_id,
-        messages_json=rollout.messages_json,
-        dispatched_after=rollout.dispatched_after,
-        entry_id=rollout.entry_id,
-        is_duplicate=rollout.is_duplicate,
-    )
+    values: dict[str, Any] = {name: getattr(rollout, name) for name in _SAME}
+    values["purpose"] = purpose_to_wire(rollout.purpose)
+    values["status"] = f"ROLLOUT_STATUS_{rollout.status.name}"
+    values["error"] = rollout.error and rollout_pb2.RolloutError(**asdict(rollout.error))
+    values["samples"] = [_sample_to_proto(sample) for sample in rollout.samples]
+    return rollout_pb2.Rollout(metrics=rollout.metrics, **values)
 
 
 def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
     """The rollout of a protobuf message, validated."""
     if message.status not in _STATUS_FROM_WIRE:
         raise _corrupt("status", message.status, "is not a known RolloutStatus")
-    error = RolloutError(type=message.error.type, message=message.error.message) if message.HasField("error") else None
-    rollout = Rollout(
-        run_uid=message.run_uid,
-        purpose=purpose_from_wire(message.purpose),
-        ordinal=message.ordinal,
-        member=message.member,
-        attempt=message.attempt,
-        group_size=message.group_size,
-        env=message.env,
-        task_index=message.task_index,
-        task_id=message.task_id,
-        status=_STATUS_FROM_WIRE[message.status],
-        error=error,
-        samples=tuple(_sample_from_proto(sample) for sample in message.samples),
-        reward=message.reward,
-        metrics=dict(message.metrics),
-        stop_condition=message.stop_condition,
-        is_truncated=message.is_truncated,
-        num_turns=message.num_turns,
-        seconds=message.seconds,
-        model_seconds=message.model_seconds,
-        temperature=message.temperature,
-        env_server=message.env_server,
-        planned_step=message.planned_step,
-        eval_id=message.eval_id,
-        messages_json=message.messages_json,
-        dispatched_after=message.dispatched_after,
-        entry_id=message.entry_id,
-        is_duplicate=message.is_duplicate,
-    )
+    values: dict[str, Any] = {name: getattr(message, name) for name in _SAME}
+    values["purpose"] = purpose_from_wire(message.purpose)
+    values["status"] = _STATUS_FROM_WIRE[message.status]
+    if message.HasField("error"):
+        values["error"] = RolloutError(
+            **{part.name: getattr(message.error, part.name) for part in fields(RolloutError)}
+        )
+    values["samples"] = tuple(_sample_from_proto(sample) for sample in message.samples)
+    rollout = Rollout(metrics=dict(message.metrics), **values)
     validate_rollout(rollout)
     return rollout
 
@@ -199,6 +161,8 @@ def validate_rollout(rollout: Rollout) -> None:
         raise _corrupt("error", None, f"must be set when the status is {rollout.status}")
     if rollout.error is not None and len(rollout.error.message) > MAX_ERROR_MESSAGE_CHARS:
         raise _corrupt("error.message", len(rollout.error.message), f"has more than {MAX_ERROR_MESSAGE_CHARS} chars")
+    if rollout.error is not None and len(rollout.error.frames) > MAX_ERROR_FRAMES_CHARS:
+        raise _corrupt("error.frames", len(rollout.error.frames), f"has more than {MAX_ERROR_FRAMES_CHARS} chars")
     if len(rollout.messages_json.encode()) > MAX_MESSAGES_JSON_BYTES:
         raise _corrupt("messages_json", len(rollout.messages_json), f"is above {MAX_MESSAGES_JSON_BYTES} bytes")
     for index, sample in enumerate(rollout.samples):

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_runs import FakeRuns, serving
-from recorded_run import state
 
 from millrace.cli.log_files import process_logs
 from millrace.cli.main import main
@@ -16,6 +14,8 @@ from millrace.cli.session import follow
 from millrace.errors import NotFoundError
 from millrace.v1 import run_pb2
 from millrace.v1 import run_service_pb2 as rs
+from millrace_testing.runlog.fake_runs import FakeRuns, serving
+from millrace_testing.runlog.recorded_run import state
 
 
 @pytest.fixture

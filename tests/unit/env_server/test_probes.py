@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from millrace.env_server.workers.probes import Probes
-from millrace.env_server.workers.supervisor import WorkerProcess
+from millrace.env_server.workers.worker_process import WorkerProcess
 
 
 class Worker:

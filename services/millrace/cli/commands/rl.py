@@ -19,6 +19,11 @@ def rl(arguments: tuple[str, ...]) -> int:
 
     prepared = prepare(arguments)
     warn_of_wandb(prepared.config)
+    if prepared.is_checked:
+        from millrace.cli import interrupts
+        from millrace.cli.session.environment_check import check_environments
+
+        interrupts.run(lambda signals: check_environments(prepared, server=prepared.server))
     if prepared.is_dry_run:
         print_config(prepared.config)
         return 0

@@ -13,6 +13,7 @@ from millrace.cli.commands.run_fork import fork
 from millrace.cli.commands.run_pause import pause, resume
 from millrace.cli.commands.run_repair import repair
 from millrace.cli.commands.run_replay import replay
+from millrace.cli.commands.run_samples import samples
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
@@ -51,6 +52,7 @@ run.add_command(attest)
 run.add_command(repair)
 run.add_command(pause)
 run.add_command(resume)
+run.add_command(samples)
 
 
 @run.command(cls=RawCommand, epilog=OPTIONS_HELP + "\n  --follow        Follow the run to its end; Ctrl-C detaches.")
@@ -64,6 +66,11 @@ def submit(arguments: tuple[str, ...]) -> int:
     if arguments and os.path.isfile(arguments[0]):
         arguments = ("@", *arguments)
     prepared = prepare(arguments, command="millrace run submit", default_server=DEFAULT_LISTEN)
+    if prepared.is_checked:
+        from millrace.cli import interrupts
+        from millrace.cli.session.environment_check import check_environments
+
+        interrupts.run(lambda signals: check_environments(prepared, server=prepared.server or DEFAULT_LISTEN))
     if prepared.is_dry_run:
         print_config(prepared.config)
         return 0
@@ -202,7 +209,7 @@ def logs(name: str, follow: bool, component: str | None, server: str | None) -> 
 def cancel(name: str, reason: str, server: str | None) -> None:
     """Ask a run to end; it ends as CANCELLED at its next step boundary."""
     from millrace.cli.names import resolve
-    from millrace.cli.view.progress import state_name
+    from millrace.runlog.events.run_status import state_name
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)

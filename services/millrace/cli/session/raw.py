@@ -24,6 +24,8 @@ Options:
   --server ADDR   Submit to this orchestrator (also: MILLRACE_SERVER) instead of starting a local stack.
   --name NAME     Name of the run; made up if left out.
   --dry-run       Print the resolved config and do nothing.
+  --check-environments
+                  Load the environments first, on the orchestrator's env-servers or here; also with --dry-run.
   --plain         One line per step also on a terminal.
   --debug         Show tracebacks.
   --token-file, --tls-ca, --insecure

@@ -3,7 +3,7 @@
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import ConfigSection, Document, FreeTable, option, required, table
 from millrace.config.sections.client import ClientConfig
-from millrace.config.sections.orchestrator import MIN_P, PENALTY, TOP_K, EvalEnvConfig, env_names
+from millrace.config.sections.orchestrator import EvalEnvConfig, env_names
 from millrace.config.sections.shared import LogConfig, RunConfig
 from millrace.config.tree import Facts
 
@@ -28,9 +28,6 @@ class FixedSamplingConfig(ConfigSection):
         ge=1,
     )
     top_p: float = option(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
-    top_k: int | None = option(None, TOP_K, ge=-1)
-    min_p: float | None = option(None, MIN_P, ge=0, le=1)
-    repetition_penalty: float | None = option(None, PENALTY, gt=0)
     extra_body: FreeTable = table(dict, "More fields of the request to the endpoint, passed on as they are.")
 
 

@@ -21,9 +21,6 @@ _ROLLOUTS = Facts(aliases=("group_size",))
 _ROOM = Limit(
     "below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`", is_clamped=True
 )
-TOP_K = "Sample from this many likeliest tokens; from all with 0 or -1, and if left out."
-MIN_P = "Sample from tokens with at least this part of the likeliest one's probability."
-PENALTY = "Divides the logits of tokens that were there before; 1 changes nothing."
 
 
 def _as_in_training(name: str, **facts: Any) -> Facts:
@@ -48,9 +45,6 @@ class SamplingConfig(ConfigSection):
         gt=0,
         le=1,
     )
-    top_k: int | None = option(None, TOP_K, ge=-1)
-    min_p: float | None = option(None, MIN_P, ge=0, le=1)
-    repetition_penalty: float | None = option(None, PENALTY, gt=0)
     extra_body: FreeTable = table(dict, "More fields of the request to the engine, passed on as they are.")
 
 
@@ -71,9 +65,6 @@ class EvalSamplingConfig(ConfigSection):
         gt=0,
         le=1,
     )
-    top_k: int | None = option(None, TOP_K, facts=_as_in_training("top_k"), ge=-1)
-    min_p: float | None = option(None, MIN_P, facts=_as_in_training("min_p"), ge=0, le=1)
-    repetition_penalty: float | None = option(None, PENALTY, facts=_as_in_training("repetition_penalty"), gt=0)
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
     )
@@ -209,6 +200,16 @@ class OrchestratorConfig(ConfigSection):
     seed: int = option(0, "Seed of the task order.", facts=Facts(shared="seed"), ge=0)
     filter_zero_advantages: bool = option(
         True, "Leave out samples whose advantages are all zero; the batch gets smaller, it is not refilled."
+    )
+    max_failed_share: float = option(
+        0.9,
+        "Share of failed rollouts, over the last `orchestrator.failure_window` groups, from which the run fails: it "
+        "cannot learn. What the infrastructure loses is not counted.",
+        gt=0,
+        le=1,
+    )
+    failure_window: int | None = option(
+        None, "Groups over which failed rollouts are counted; the larger of two steps' worth and 64 if left out.", ge=1
     )
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from millrace.env_server.isolation.deaths import EnvLoadError
-from millrace.env_server.workers.supervisor import WorkerProcess
+from millrace.env_server.workers.worker_process import WorkerProcess
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -124,9 +124,9 @@ class Probes:
     async def _make_spare(self) -> None:
         try:
             self._idle.append(await self._start())
-            self._retire_later()  # whoever it was started for may be gone
+            self._retire_later()  # the rollout that it was started for may be gone
         except (EnvLoadError, OSError) as error:
-            # Whoever probes next starts one, and fails with this error if it comes again.
+            # The next probe starts one, and fails with this error if it comes again.
             logger.warning("no spare probe worker", extra={"env": self._env_id, "error": str(error)})
 
     def _retire_later(self) -> None:

@@ -66,12 +66,16 @@ class Sample(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ...) -> None: ...
 
 class RolloutError(_message.Message):
-    __slots__ = ("type", "message")
+    __slots__ = ("type", "message", "frames", "is_infrastructure")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    IS_INFRASTRUCTURE_FIELD_NUMBER: _ClassVar[int]
     type: str
     message: str
-    def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    frames: str
+    is_infrastructure: bool
+    def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., frames: _Optional[str] = ..., is_infrastructure: bool = ...) -> None: ...
 
 class Rollout(_message.Message):
     __slots__ = ("run_uid", "purpose", "ordinal", "member", "attempt", "group_size", "env", "task_index", "task_id", "status", "error", "samples", "reward", "metrics", "stop_condition", "is_truncated", "num_turns", "seconds", "model_seconds", "temperature", "env_server", "planned_step", "eval_id", "messages_json", "dispatched_after", "entry_id", "is_duplicate")

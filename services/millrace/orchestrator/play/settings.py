@@ -131,8 +131,7 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
 
 
 def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig) -> env_service_pb2.Sampling:
-    named = {name: getattr(config, name) for name in ("top_k", "min_p", "repetition_penalty")}
-    extra = {**config.extra_body, **{name: value for name, value in named.items() if value is not None}}
+    extra = config.extra_body
     return env_service_pb2.Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens or 0,

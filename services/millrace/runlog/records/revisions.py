@@ -36,7 +36,7 @@ class Reopening:
     closing_sha256: str
     """Of the stored bytes of the closing header, hex."""
     epoch: int
-    """Orchestrator epoch that was taken for it: whoever drove the run before is fenced out. 0: copied by a fork."""
+    """Orchestrator epoch that was taken for it: the driver before is fenced out. 0: copied by a fork."""
     owner: str
     time: str
 
@@ -75,6 +75,16 @@ def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, da
             remedy="restore the object from a replica of the bucket",
             metadata={"uid": names.uid, "step": str(step)},
         ) from error
+
+
+def chain_broken(names: Names, step: int, message: str) -> CorruptObjectError:
+    """The error of a header that is missing, or does not come next."""
+    return CorruptObjectError(
+        message,
+        reason="CHAIN_BROKEN",
+        remedy="restore the header objects of the run from a replica of the bucket",
+        metadata={"uid": names.uid, "step": str(step)},
+    )
 
 
 def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None:

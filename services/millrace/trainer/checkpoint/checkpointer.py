@@ -10,7 +10,6 @@ A checkpoint that turned out to be damaged is written again when training comes 
 import contextlib
 import hashlib
 import json
-import re
 import secrets
 import time
 from collections.abc import Collection, Iterator
@@ -25,6 +24,7 @@ from millrace.config.sections.shared import CheckpointConfig
 from millrace.decoding import Fields
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
 from millrace.runlog.names import Names
+from millrace.runlog.records.listing import list_checkpoints
 from millrace.storage.base import ObjectStore
 from millrace.storage.commit_points import find_newest, newest_revision, next_revision
 from millrace.storage.scratch import owned_directory
@@ -45,7 +45,6 @@ from millrace.trainer.gang.distributed import Gang
 
 logger = logging.getLogger(__name__)
 
-_STEP = re.compile(r"(\d{8,18})/")
 _MAX_INDEX_BYTES = 64 << 20
 _REMEDY = "the run resumes from the checkpoint before; `millrace run audit` says what else is damaged"
 
@@ -61,10 +60,7 @@ class CheckpointStore:
 
     def steps(self) -> Iterator[int]:
         """Steps with a committed checkpoint, ascending. Prefixes without a manifest are uploads never committed."""
-        for prefix in self._store.list_prefixes(self._names.checkpoints):
-            match = _STEP.fullmatch(prefix.removeprefix(self._names.checkpoints))
-            if match and find_newest(self._store, self._key(int(match[1]))) is not None:
-                yield int(match[1])
+        return list_checkpoints(self._store, self._names)
 
     def read(self, step: int) -> CheckpointManifest:
         """The manifest of a step; CorruptObjectError if it is damaged, missing or another's."""

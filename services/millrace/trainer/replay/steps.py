@@ -13,14 +13,16 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.config.sections.rl import RLConfig
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.runlog import Names
-from millrace.runlog.records.origin import Origin, parse_origin
+from millrace.runlog.records.listing import list_policies
+from millrace.runlog.records.origin import RunOrigin, parse_origin
+from millrace.runlog.records.run_record import RunRecord
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
 from millrace.trainer.checkpoint.checkpointer import CheckpointStore
@@ -72,28 +74,33 @@ class Replayer:
         InvalidStateError (STEP_NOT_KEPT) naming the range that can be recomputed, if `step` is not in it.
         """
         try:
-            record = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
+            run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
         except NotFoundError as error:
             raise _no_run(store, names.uid) from error
-        config = parse_config(record, uid=names.uid)
-        origin = parse_origin(record, where=store.uri(names.run_json))
+        config = parse_config(run_json, uid=names.uid)
+        origin = parse_origin(run_json, where=store.uri(names.run_json))
         log = StoreLog(store, names, base_step=origin.base_step)
         kept = log.kept()
         if not kept.first <= step <= kept.last:
             raise log.not_kept(step)
-        document = decode_object(record, what=store.uri(names.run_json), reason="RUN_JSON_CORRUPT")
+        record = RunRecord.parse(run_json, where=store.uri(names.run_json), needs=["run_hash"])
         learner, start = _learner_at(store, names, config, step, origin=origin)
         batches = Batches(
             log,
             gang=learner.gang,
             run_uid=names.uid,
-            run_hash=document["run_hash"],
+            run_hash=record.run_hash,
             previous_chain_hash=start.chain_hash,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             seq_len=config.trainer.model.seq_len,
         )
-        name = str(document.get("name") or names.uid)
-        yield cls(learner, batches, run_name=name, start=start, notes=(*start.notes, *_notes(start.checkpoint)))
+        yield cls(
+            learner,
+            batches,
+            run_name=record.name or names.uid,
+            start=start,
+            notes=(*start.notes, *_notes(start.checkpoint)),
+        )
 
     def read(self) -> Batch:
         """The batch of the next step; InvalidStateError if it is not kept."""
@@ -170,7 +177,7 @@ def replay(
 
 
 def _learner_at(
-    store: ObjectStore, names: Names, config: RLConfig, step: int, *, origin: Origin
+    store: ObjectStore, names: Names, config: RLConfig, step: int, *, origin: RunOrigin
 ) -> tuple[Learner, _Start]:
     """The learner at the newest whole checkpoint at or before a step, else with the start model.
 
@@ -233,10 +240,9 @@ def _model_directory(
 
 def _published(store: ObjectStore, names: Names, *, version: int) -> PolicyManifest | None:
     """The manifest of a version, of its newest lineage; None if it is not published."""
-    for prefix in sorted(store.list_prefixes(names.policies), reverse=True):
-        lineage, _, number = prefix.removeprefix(names.policies).rstrip("/").partition("-")
-        key = names.policy_manifest(int(lineage), version)
-        if int(number) == version and store.head(key) is not None:
+    for number, lineage in reversed(list_policies(store, names)):
+        key = names.policy_manifest(lineage, version)
+        if number == version and store.head(key) is not None:
             return read_manifest(store, key)
     return None
 
