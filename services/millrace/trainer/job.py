@@ -26,7 +26,7 @@ from millrace.trainer.log.batches import POLL_S, Batches
 from millrace.trainer.log.client import LogClient
 from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.loop import train
-from millrace.trainer.model.pretrained import policy_files, resolve_model_directory
+from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer
 from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import DamageReport, Mender, published_anew
 from millrace.trainer.publish.plan import PublishPlan, newest_published, plan_publishing
@@ -212,6 +212,8 @@ def make_publisher(
 ) -> Publisher:
     """The publisher; rank 0 uploads once the files that all versions share."""
     shared = policy_files(directory, dtype=learner.publish_dtype)
+    if (tokenizer := learner.config.tokenizer.name) is not None:
+        shared = with_tokenizer(shared, resolve_model_directory(tokenizer))
     if learner.adapter is not None:
         shared[ADAPTER_CONFIG] = learner.adapter.to_config()  # with the base, too: engines see at once what will come
 

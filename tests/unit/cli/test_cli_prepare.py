@@ -169,7 +169,9 @@ def test_vllm_of_the_stack_gets_its_flags_by_the_keys_of_the_config(rl, tmp_path
     over = prepare(["@", str(rl), "--inference.engine", "embedded"], environ={"MILLRACE_ENGINE": "vllm"})
     assert over.config.inference.engine == "embedded", "a flag is stronger than the environment"
     with pytest.raises(InvalidSpecError, match=r"inference.vllm: means nothing to the embedded engine"):
-        prepare(["@", str(rl), "--inference.vllm.seed", "1"], environ={})
+        prepare(["@", str(rl), "--inference.engine", "embedded", "--inference.vllm.seed", "1"], environ={})
+    auto = prepare(["@", str(rl), "--inference.vllm.seed", "1"], environ={})
+    assert stack_options(auto, tmp_path).engine == "vllm", "one of its keys is set"
 
 
 @pytest.mark.parametrize("command", [["rl"], ["run", "submit"], ["run", "submit", "--follow"]])

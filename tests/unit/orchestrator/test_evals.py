@@ -160,7 +160,9 @@ class Evaluated:
     """One evaluation, the player that places its tasks, and the intake that brings it rollouts."""
 
     def __init__(self, envs: HastyEnvs, num_examples: int = 1) -> None:
-        settings = replace(of_training(CONFIG), num_examples=num_examples)
+        settings = of_training(CONFIG)
+        assert settings is not None
+        settings = replace(settings, envs=tuple(replace(env, num_examples=num_examples) for env in settings.envs))
         evaluations: dict[str, Evaluation] = {}
         self.player = player_of(envs)
         evaluator = Evaluator(settings=settings, epoch=1, envs=envs, player=self.player, evaluations=evaluations)

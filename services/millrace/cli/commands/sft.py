@@ -17,14 +17,17 @@ def sft(arguments: tuple[str, ...]) -> int:
     from millrace.cli.session.config_file import refuse_check, require_file_or_model
     from millrace.cli.session.dry_run import print_config
     from millrace.cli.session.model_path import check_models
+    from millrace.cli.session.notes import refuse_blocked, say_notes
     from millrace.config.load import load
     from millrace.config.schema import SFTConfig
 
     loaded = load(SFTConfig, arguments)
     refuse_check(loaded)
+    say_notes(loaded.notes)
     if loaded.flags.get("dry-run"):
         print_config(loaded.config)
         return 0
+    refuse_blocked(loaded.notes)
     require_file_or_model(loaded, example="millrace sft @ examples/reverse_text/sft.toml")
     names = {"model.name": loaded.config.model.name}
     check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=False)

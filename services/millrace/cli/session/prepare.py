@@ -12,12 +12,14 @@ from millrace.cli.connection import environ as with_options
 from millrace.cli.session.config_file import missing_file, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name, free_name
+from millrace.cli.session.notes import refuse_blocked, say_notes
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
 from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings, parse_address
 
+_OF_THE_STACK = ("inference", "log", "inference_gpu_ids", "trainer_gpu_ids")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -62,11 +64,15 @@ def prepare(
             error.remedy = f"name a config file: {example}"
         raise
     flags = loaded.flags
+    say_notes(loaded.notes)
     if not flags.get("dry-run"):
+        refuse_blocked(loaded.notes)
         require_file_or_model(loaded, example=example)
     server, origin = settings.server or default_server, "MILLRACE_SERVER" if settings.server else "the default"
     if "server" in flags:
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"
+    if server is not None:
+        _say_what_a_running_stack_keeps(loaded)
     is_here = server is None or parse_address(server)[0] in _LOOPBACK
     if is_here and not flags.get("dry-run"):
         names = {"model.name": loaded.config.model.name, "trainer.model.name": loaded.config.trainer.model.name}
@@ -90,6 +96,19 @@ def prepare(
         is_plain=bool(flags.get("plain")),
         is_follow=bool(flags.get("follow")),
     )
+
+
+def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig]) -> None:
+    """Name the keys that are about the stack of `millrace rl`, where the run goes to one that runs already."""
+    kept = sorted(
+        key
+        for key, source in loaded.sources.items()
+        if key.partition(".")[0] in _OF_THE_STACK and key != "inference.model.name" and source != "MILLRACE_ENGINE"
+    )
+    if kept:
+        print(
+            f"note: a stack that runs keeps its own settings; without effect there: {', '.join(kept)}", file=sys.stderr
+        )
 
 
 def _engine_of(environ: Mapping[str, str]) -> Layer | None:

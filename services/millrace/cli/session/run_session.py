@@ -1,6 +1,7 @@
 """A run from its submission to its summary: on a local stack that lives as long as the run, or on a server."""
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -168,17 +169,20 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 
 def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
     """The stack of a run: its place from the environment, its engine and its logs from the config."""
-    from millrace.inference.launch_env import engine_environ
+    from millrace.inference.launch_env import engine_environ, with_engine
     from millrace.local.stack import StackOptions
 
     config = prepared.config
+    inference = with_engine(config.inference, os.environ)
+    visible = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
     return StackOptions.with_settings(
         prepared.settings,
         directory=directory,
         http_host=config.inference.server.host,
         http_port=config.inference.server.port,
-        engine=config.inference.engine,
-        engine_environ=engine_environ(config.inference, max_model_len=config.orchestrator.seq_len),
+        engine=inference.engine,
+        gpus={name: tuple(ids) for name, ids in visible.items() if ids is not None},
+        engine_environ=engine_environ(inference, max_model_len=config.orchestrator.seq_len),
         log_level=config.log.level,
         log_json=config.log.json_logging,
         is_durable=False,  # the run ends with the stack, and its log is in the store
