@@ -6,9 +6,8 @@ property. A template that rewrites history (one that strips the thinking from ea
 generation markers say which tokens are the assistant's, and without markers the row cannot be used.
 """
 
-import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,25 +58,39 @@ class ConversationEncoder:
 
     def _encode(self, conversation: Conversation, flags: list[bool]) -> tuple[list[int], list[bool]]:
         whole = self._render(conversation)
-        ends: list[tuple[int, bool]] = []  # where a run of messages ends that are all trained on, or all not
-        for index, is_trained in enumerate(flags):
-            if index + 1 == len(flags):
-                ends.append((len(whole), is_trained))
-            elif is_trained != flags[index + 1]:
-                text = self._beginning(conversation, index, is_trained=is_trained)
-                if text is None or not whole.startswith(text):
-                    return self._marked(conversation, why=self._what_changed(conversation, index, whole))
-                ends.append((len(text), is_trained))
+        ends: list[tuple[int, bool]] = []  # where stretches of the text end, and whether they are trained on
+        for index, opens_turn in self._cuts(conversation, flags):
+            text = self._beginning(conversation, index, opens_turn=opens_turn)
+            if text is None or not whole.startswith(text):
+                return self._marked(conversation, why=self._what_changed(conversation, index, whole))
+            ends.append((len(text), flags[index] and not opens_turn))
+        ends.append((len(whole), flags[-1]))
         token_ids, bounds = self._tokenize(whole, [end for end, _ in ends])
         trained = [False] * len(token_ids)
+        is_open = False
         for start, end, is_trained in zip([0, *bounds], bounds, (flag for _, flag in ends), strict=False):
             if is_trained:
-                trained[start:end] = [True] * (end - start)
-        is_open = self._stop_at_eos(token_ids, trained, conversation.messages[-1])
-        if is_open and flags[-1]:
+                stop = self._stop(token_ids, start, end)
+                is_open = stop is None
+                stop = end if stop is None else stop
+                trained[start:stop] = [True] * (stop - start)
+        if is_open and flags[-1] and conversation.messages[-1]["role"] == "assistant":
             token_ids.append(self._tokenizer.eos_token_id)
             trained.append(True)
         return token_ids, trained
+
+    def _cuts(self, conversation: Conversation, flags: list[bool]) -> Iterator[tuple[int, bool]]:
+        """The messages behind which to cut: where what is trained on changes, and on both sides of each assistant's.
+
+        With True the cut is behind the header of the assistant's turn that follows, which is not trained on.
+        """
+        roles = [message["role"] for message in conversation.messages]
+        for index in range(len(roles) - 1):
+            opens_turn = roles[index + 1] == "assistant"
+            if flags[index] if opens_turn else (flags[index] != flags[index + 1] or roles[index] == "assistant"):
+                yield index, False
+            if opens_turn:
+                yield index, True
 
     def _is_trained(self, index: int, message: Message) -> bool:
         role = _ROLES.get(str(message.get("role")))
@@ -95,12 +108,8 @@ class ConversationEncoder:
             **conversation.template_arguments,
         )
 
-    def _beginning(self, conversation: Conversation, index: int, *, is_trained: bool) -> str | None:
-        """The text up to message `index`, with the header of the turn behind it if that turn is the assistant's.
-
-        None if the template does not render a conversation that ends there.
-        """
-        opens_turn = not is_trained and conversation.messages[index + 1]["role"] == "assistant"
+    def _beginning(self, conversation: Conversation, index: int, *, opens_turn: bool) -> str | None:
+        """The text up to message `index`; None if the template renders no conversation that ends there."""
         try:
             return self._render(conversation, index + 1, opens_turn=opens_turn)
         except TemplateError:
@@ -125,24 +134,15 @@ class ConversationEncoder:
             bounds.append(at)
         return token_ids, bounds
 
-    def _stop_at_eos(self, token_ids: list[int], trained: list[bool], last: Message) -> bool:
-        """Take what stands behind a turn's stop token out of the loss: the policy never samples it.
+    def _stop(self, token_ids: Sequence[int], start: int, end: int) -> int | None:
+        """Behind the last stop token of a stretch; None if it has none, `end` if the tokenizer has none.
 
-        Templates end a turn with a line break there. Return whether the last message is the assistant's and has none.
+        What templates write behind it, a line break, is not trained on: the policy never samples that.
         """
         eos = self._tokenizer.eos_token_id
         if eos is None:
-            return False
-        is_open = False
-        for is_trained, run in itertools.groupby(range(len(token_ids)), key=lambda at: trained[at]):
-            span = list(run)
-            if not is_trained:
-                continue
-            stop = next((at for at in reversed(span) if token_ids[at] == eos), None)
-            is_open = stop is None
-            if stop is not None:
-                trained[stop + 1 : span[-1] + 1] = [False] * (span[-1] - stop)
-        return is_open and last["role"] == "assistant"
+            return end
+        return next((at + 1 for at in range(end - 1, start - 1, -1) if token_ids[at] == eos), None)
 
     def _marked(self, conversation: Conversation, *, why: str) -> tuple[list[int], list[bool]]:
         """Token ids with the mask of the template's generation markers; BadRowError (`why`) if it has none."""
@@ -179,7 +179,7 @@ class ConversationEncoder:
                 f"the chat template renders message {at} ({messages[at]['role']}) as {before!r}, "
                 f"but as {after!r} once message {cause} ({messages[cause]['role']}) follows"
             )
-        opened = self._beginning(conversation, index, is_trained=False)
+        opened = self._beginning(conversation, index, opens_turn=True)
         if opened is None:
             return f"the chat template renders no conversation that ends with message {index}"
         before, after = _difference(opened, whole)
@@ -195,10 +195,7 @@ class ConversationEncoder:
         """
         messages = conversation.messages
         is_within = index + 1 < len(messages) and messages[index]["role"] == messages[index + 1]["role"] == "tool"
-        try:
-            return None if is_within else self._render(conversation, index + 1)
-        except TemplateError:
-            return None
+        return None if is_within else self._beginning(conversation, index, opens_turn=False)
 
     def _keeps(self, conversation: Conversation, index: int, text: str) -> bool:
         """Whether the messages up to `index` still begin with a text."""
