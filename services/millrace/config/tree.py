@@ -211,5 +211,5 @@ def type_text(node: SchemaKey) -> str:
     if get_origin(node.annotation) is Literal:
         return " or ".join(f'"{choice}"' for choice in get_args(node.annotation))
     if get_origin(node.annotation) is list:
-        return "list of strings" if get_args(node.annotation) == (str,) else "list of integers"
+        return {str: "list of strings", int: "list of integers", float: "list of numbers"}[get_args(node.annotation)[0]]
     return {str: "string", int: "integer", float: "number", bool: "true or false"}[node.annotation]
