@@ -24,6 +24,7 @@ RESERVED_FLAGS: Mapping[str, bool] = {
     "server": True,
     "name": True,
     "follow": False,
+    "resume": False,
     "plain": False,
     "debug": False,
     "help": False,

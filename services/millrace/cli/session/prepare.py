@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from millrace.cli.address import check_address
 from millrace.cli.connection import environ as with_options
@@ -40,6 +41,10 @@ class Prepared:
     """Whether its environments are to be loaded first."""
     is_plain: bool
     is_follow: bool
+    resume_step: int | None = None
+    """The step of the run of that name to go on from, -1 for the newest; None for a new run."""
+    must_exist: bool = False
+    """Whether to refuse to begin anew where there is no such run."""
 
 
 def prepare(
@@ -85,8 +90,12 @@ def prepare(
     name = flags.get("name") or loaded.config.run.name
     if name:
         check_new_name(str(name), option="--name" if flags.get("name") else "run.name")
+    config, resume_step = without_resume_step(loaded.config)
+    must_exist = bool(flags.get("resume")) or (resume_step or 0) > 0
     return Prepared(
-        config=loaded.config,
+        config=config,
+        resume_step=-1 if flags.get("resume") and resume_step is None else resume_step,
+        must_exist=must_exist,
         settings=settings,
         server=server,
         server_origin=origin,
@@ -127,10 +136,24 @@ def warn_of_wandb(config: RLConfig) -> None:
         print(f"warning: {text}; the numbers are in the run's events and metrics.jsonl", file=sys.stderr)
 
 
+def without_resume_step(config: RLConfig) -> tuple[RLConfig, int | None]:
+    """The config of the run itself, and the step that the command shall go on from."""
+    found = next((part.resume_step for part in (config.ckpt, config.trainer.ckpt) if part is not None), None)
+    if found is None:
+        return config, None
+
+    def dropped(section: Any) -> Any:
+        return section.model_copy(
+            update={"ckpt": section.ckpt and section.ckpt.model_copy(update={"resume_step": None})}
+        )
+
+    return dropped(config).model_copy(update={"trainer": dropped(config.trainer)}), found
+
+
 def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
-    """The run's id for a local stack: the chosen name, or environment and a random tail; one without results yet."""
+    """The run's id for a local stack: the chosen name, or environment and a random tail without a directory yet."""
     if name is not None:
-        return free_name(name, root=root)
+        return name
     return free_name(config.orchestrator.env[0].id, secrets.token_hex(2), root=root)
 
 
