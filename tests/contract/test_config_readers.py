@@ -25,13 +25,11 @@ UNREAD = {
 }
 USES = ("from millrace.config", "prepared.config", "context.record", "loaded.config", ".training")
 """How a module comes by a config."""
-BY_NAME: set[str] = set()
-"""Read with `getattr` from a list of names."""
 
 
 def _read_names() -> set[str]:
     """Attributes that modules read which import the schema, or are handed a part of it."""
-    names = set(BY_NAME)
+    names: set[str] = set()
     for path in SERVICES.rglob("*.py"):
         if path.name.endswith(("_pb2.py", "_pb2_grpc.py")) or "generated" in path.parts:
             continue

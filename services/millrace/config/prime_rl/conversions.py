@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from millrace.config.layers import MAX_SECTIONS
 from millrace.config.notes import Effect
 from millrace.config.prime_rl.meanings import Target
 from millrace.config.tree import Path
 
+MAX_GPUS = 1024
+"""Most GPUs of one machine."""
 _TRAIN_ENVS: Path = ("orchestrator", "env")
 _EVAL_ENVS: Path = ("orchestrator", "eval", "env")
 _HARNESS, _RUNTIME = {"id": "null"}, {"type": "subprocess"}
@@ -30,8 +33,8 @@ def eval_sources(target: Target, path: Path, value: Any) -> None:
 
 
 def _sources(target: Target, path: Path, value: Any, *, to: Path, kept: tuple[str, ...]) -> None:
-    if not isinstance(value, list):
-        target.put(path, value, source=path)
+    if not isinstance(value, list) or len(value) > MAX_SECTIONS:
+        target.put(to, value, source=path)  # which is an error there
         return
     items = [item if isinstance(item, dict) else {} for item in value]
     target.put(to, [{} for _ in items], source=path)
@@ -126,8 +129,10 @@ def checkpointed_activations(target: Target, path: Path, value: Any) -> None:
 
 def gpus(target: Target, path: Path, value: Any) -> None:
     """`deployment.num_infer_gpus` and `num_train_gpus` as the ids of the GPUs, those of inference first."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int and 0 <= value <= MAX_GPUS:
         target.deferred[str(path[-1])] = (path, value)
+    else:
+        target.refuse(path, value, f"must be an integer from 0 to {MAX_GPUS}")
 
 
 def resume(target: Target, path: Path, value: Any) -> None:

@@ -91,8 +91,10 @@ class Translation:
 
     def put(self, path: Path, value: Any, *, source: Path) -> None:
         """Set a key of ours; `source` is where the value is written."""
-        if path != source:
+        if path != source and isinstance(value, dict):
             self._copy_places(source, path)
+        elif path != source:
+            self.layer.origin.places.setdefault(path, self.layer.origin.locate(source))
         put(self.layer.tree, path, value)
 
     def refuse(self, path: Path, value: Any, text: str) -> None:
