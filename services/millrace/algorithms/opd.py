@@ -16,10 +16,10 @@ from millrace.rollouts.types import Rollout
 class Opd:
     """A_t = c * (log p_teacher(x_t | x_<t) - log p_policy(x_t | x_<t)) for every sampled token x_t; no baseline.
 
-    What is recorded has the log-prob that the token was sampled with. The trainer, which weights A_t with its importance
-    ratio p_trainer / p_behaviour, puts its own log-prob in its place (`Credit.reference_kl`): the expectation of what
-    it then does is exactly minus the gradient of the per-token reverse KL(policy || teacher), as in PRIME-RL, however
-    stale the tokens are. Only the next token is looked at (discount 0). Rewards do not count, groups may be of one.
+    What is recorded has the log-prob that the token was sampled with. The trainer, which weights A_t with its
+    importance ratio p_trainer / p_behaviour, puts its own log-prob in its place (`Credit.reference_kl`): its step is
+    then in expectation minus the gradient of the per-token reverse KL(policy || teacher), as in PRIME-RL, however stale
+    the tokens are. Only the next token is looked at (discount 0). Rewards do not count, groups may be of one.
     """
 
     def __init__(self, *, kl_coef: float = 1.0) -> None:

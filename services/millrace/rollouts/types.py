@@ -129,10 +129,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """Which tokens may be sampled: of the tokens with at least `min_p` of the likeliest one's probability the `top_k`
-    likeliest, and of these the smallest set with probability `top_p`. Log-probs are those of what is left, renormalised.
+    """Which tokens may be sampled. Log-probs are those of what is left, renormalised.
 
-    `top_p` 1, `top_k` 0 and `min_p` 0 are off.
+    Of the tokens with at least `min_p` of the likeliest one's probability the `top_k` likeliest, and of these the
+    smallest set with probability `top_p`. `top_p` 1, `top_k` 0 and `min_p` 0 are off.
     """
 
     top_p: float = 1.0

@@ -40,11 +40,8 @@ _STATUS_FROM_WIRE = {
 }
 
 # Fields that are the same on either side.
-_SAME = tuple(
-    part.name
-    for part in fields(Rollout)
-    if part.name not in {"purpose", "status", "error", "samples", "metrics", "truncation"}
-)
+_OTHER = {"purpose", "status", "error", "samples", "metrics", "truncation"}
+_SAME = tuple(part.name for part in fields(Rollout) if part.name not in _OTHER)
 MAX_ROLLOUT_BYTES = 256 << 20
 """Largest rollout that is read: 16 million tokens with their columns, and its messages."""
 MAX_ARCHIVE_BYTES = 1 << 30

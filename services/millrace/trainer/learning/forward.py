@@ -39,9 +39,7 @@ def token_logprobs(
     logits_BKV = logits[:, -keep:-1].float()
     labels_BK = micro_batch.token_ids_BT[:, first:]
     if micro_batch.truncation_B is not None:
-        with (
-            torch.no_grad()
-        ):  # which tokens are left is a fact; the gradient is that of their renormalised distribution
+        with torch.no_grad():  # which tokens are left is a fact; the gradient is that of what is renormalised
             scaled_BKV = logits_BKV / micro_batch.temperature_B[:, None, None]
             kept_BKV = micro_batch.truncation_B.kept(torch.log_softmax(scaled_BKV, dim=-1))
             kept_BKV |= ~micro_batch.loss_mask_BT[:, first:, None]  # what the policy did not sample was not cut

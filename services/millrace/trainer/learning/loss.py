@@ -67,8 +67,8 @@ def outside_support(trainer_logprobs: torch.Tensor) -> torch.Tensor:
 class TokenLosses:
     """Weighted loss per token of both components (0 outside their members), and what the metrics need.
 
-    `rl_members` and `ce_members` select each component's tokens. `mismatch_kl` is k3 of the log-ratio. `is_masked_low` and
-    `is_masked_high` say which rl tokens the trust region dropped, and on which side.
+    `rl_members` and `ce_members` select each component's tokens. `mismatch_kl` is k3 of the log-ratio. `is_masked_low`
+    and `is_masked_high` say which rl tokens the trust region dropped, and on which side.
     """
 
     rl: torch.Tensor

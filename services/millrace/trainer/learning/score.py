@@ -14,8 +14,8 @@ from millrace.trainer.learning.loss import k3, outside_support
 class ScoreResult:
     """Over sampled tokens: mean of k3 = exp(d) - d - 1 with d = trainer - inference log-prob, and the largest |d|.
 
-    `num_outside_tokens` were sampled, but the truncation (top-p, …) leaves them out under the trainer's policy: those at
-    its border, where the two sides round differently.
+    `num_outside_tokens` were sampled, but the truncation (top-p, …) leaves them out under the trainer's policy: those
+    at its border, where the two sides round differently.
     """
 
     num_tokens: int
