@@ -40,12 +40,18 @@ class SamplingConfig(ConfigSection):
     )
     top_p: float = option(
         1.0,
-        "Sample from the smallest set of tokens with this much probability. Below 1 the recorded log-probabilities "
-        "stay those of the full distribution.",
+        "Sample from the smallest set of tokens with this much probability. Log-probabilities, the engine's and the "
+        "trainer's, are those of what is left, renormalised.",
         gt=0,
         le=1,
     )
-    extra_body: FreeTable = table(dict, "More fields of the request to the engine, passed on as they are.")
+    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1 is all.", ge=-1, lt=2**31)
+    min_p: float = option(
+        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
+    )
+    extra_body: FreeTable = table(
+        dict, "More fields of the request to the engine, passed on as they are; none that changes what is sampled."
+    )
 
 
 class EvalSamplingConfig(ConfigSection):
@@ -64,6 +70,23 @@ class EvalSamplingConfig(ConfigSection):
         facts=_as_in_training("top_p"),
         gt=0,
         le=1,
+    )
+    top_k: int = option(
+        0,
+        "Sample from this many of the likeliest tokens; 0 or -1 is all.",
+        facts=_as_in_training("top_k"),
+        ge=-1,
+        lt=2**31,
+    )
+    min_p: float = option(
+        0.0,
+        "Sample from tokens with at least this share of the likeliest one's probability.",
+        facts=_as_in_training("min_p"),
+        ge=0,
+        le=1,
+    )
+    repetition_penalty: float = option(
+        1.0, "Divides the logits of tokens that are there already; not on the embedded engine.", gt=0, le=100
     )
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
@@ -248,8 +271,10 @@ class OrchestratorConfig(ConfigSection):
             )
         if self.algo.type == "opd":
             yield from self._teacher_rules()
+        yield from extra_body_rules(self.sampling, "orchestrator.sampling", is_training=True)
         yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
         if self.eval:
+            yield from extra_body_rules(self.eval.sampling, "orchestrator.eval.sampling")
             yield from self._eval_rules(self.eval)
 
     def _teacher_rules(self) -> Iterator[BrokenRule]:
@@ -262,6 +287,14 @@ class OrchestratorConfig(ConfigSection):
             yield broken(message, teacher, _ALGO)
         else:
             yield from self.algo.teacher.broken_rules(teacher)
+        if self.sampling.top_p < 1 or self.sampling.top_k > 0 or self.sampling.min_p > 0:
+            yield broken(
+                "must be off for opd: the teacher's log-probabilities are those of its full distribution",
+                "orchestrator.sampling.top_p",
+                "orchestrator.sampling.top_k",
+                "orchestrator.sampling.min_p",
+                _ALGO,
+            )
         if self.sampling.temperature != 1.0:
             yield broken(
                 "must be 1.0 for opd: the teacher's log-probabilities are those of temperature 1, and the two would be "
@@ -294,6 +327,38 @@ class OrchestratorConfig(ConfigSection):
                         message=f"must be equal to `orchestrator.env[{first}].{key}`, because both environments are "
                         f"called `{env.name}`; leave [[orchestrator.eval.env]] out, or give this one another `name`",
                     )
+
+
+# Fields of a request that have a key of their own, that Millrace sets, or that change what is sampled.
+_OWN_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "repetition_penalty")
+_TAKEN_OVER = ("top_k", "min_p")
+_ONE_EACH = ("n", "best_of", "use_beam_search", "stream", "logprobs", "top_logprobs", "return_token_ids")
+_CHANGE_SAMPLING = (
+    *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("logits_processors", "response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
+def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) -> Iterator[BrokenRule]:
+    """What `extra_body` of a sampling section may not say: what other keys say, and what the trainer must know."""
+    for name, value in sampling.extra_body.items():
+        path = f"{where}.extra_body.{name}"
+        key = "max_tokens" if name == "max_completion_tokens" else name
+        if name in _ONE_EACH:
+            yield broken("is set by Millrace: a request has one answer, whole, with its tokens and log-probs", path)
+        elif is_training and name == "seed":
+            yield broken("would give all rollouts of a group the same tokens; leave it out", path)
+        elif is_training and (name in _CHANGE_SAMPLING or name == "repetition_penalty"):
+            yield broken("changes what is sampled in a way that the trainer does not compute; leave it out", path)
+        elif name in _OWN_KEYS:
+            yield broken(f"has a key of its own: write `{where}.{key}`", path)
+        elif name in _TAKEN_OVER:
+            known = getattr(sampling, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -1 <= value <= (1 << 31):
+                yield broken(f"must be a number: write `{where}.{name}`", path)
+            elif known > 0 and known != value:
+                yield broken(f"differs from `{where}.{name}`; leave this one out", path)
 
 
 def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[BrokenRule]:

@@ -131,10 +131,14 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
 
 
 def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig) -> env_service_pb2.Sampling:
-    extra = config.extra_body
+    extra = dict(config.extra_body)
+    top_k, min_p = extra.pop("top_k", 0), extra.pop("min_p", 0.0)  # where other servers' users write them
     return env_service_pb2.Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens or 0,
         top_p=config.top_p,
+        top_k=max(config.top_k, int(top_k), 0),
+        min_p=config.min_p or min_p,
+        repetition_penalty=0.0 if isinstance(config, SamplingConfig) else config.repetition_penalty,
         extra_body_json=json.dumps(extra, sort_keys=True) if extra else "",
     )
