@@ -36,7 +36,7 @@ ALLOWED = {
     "cli/offline/fork_check.py:_require_kept": RUN,
     "cli/log_files.py:process_logs": STACK,
     "cli/view/progress.py:of": RUN,
-    "cli/session/replica.py:_has_section": USERS,
+    "cli/session/part.py:read_raw": USERS,
     "config/files.py:_parse_toml": USERS + ", read with a bound; every error of the parser is caught",
     "env_server/adapters/client_v0.py:get_native_response": ANSWER,
     "env_server/adapters/renderer.py:choose_renderer": "a tokenizer config, in a worker, which ends with what it loads",

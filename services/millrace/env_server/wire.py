@@ -97,9 +97,9 @@ def _values(source: Any, kind: Any) -> dict[str, Any]:
     return {part.name: getattr(source, part.name) for part in fields(kind)}
 
 
-def invalid_request(wrong: Sequence[tuple[str, object, str]]) -> InvalidSpecError:
+def invalid_request(wrong: Sequence[tuple[str, object, str]], *, source: str = "PlayGroupRequest") -> InvalidSpecError:
     """The error of a request in which these fields are wrong: (name, value, problem) of each."""
-    violations = [Violation(field=f, value=str(v), message=m, source="PlayGroupRequest") for f, v, m in wrong]
+    violations = [Violation(field=f, value=str(v), message=m, source=source) for f, v, m in wrong]
     return InvalidSpecError(violations, reason="REQUEST_INVALID")
 
 

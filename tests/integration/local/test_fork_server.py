@@ -16,9 +16,9 @@ from millrace.processes import table
 from millrace.processes.forked import ForkedProcess, ForkServerClient
 from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
 
-GOOD, BAD = "forked_service", "broken_service"
+GOOD, BAD = "millrace_testing.local.forked_service", "millrace_testing.local.broken_service"
 WITHIN_S = 30.0
-PATH = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+PATH = os.pathsep.join(sys.path)
 
 
 @pytest.fixture

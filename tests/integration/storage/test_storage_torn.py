@@ -6,7 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-from fault_proxy import Effect, Fault, FaultProxy
 
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import PolicyPlace
@@ -15,6 +14,7 @@ from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import ObjectStore
 from millrace.storage.s3 import S3Store
+from millrace_testing.chaos.fault_proxy import Effect, Fault, FaultProxy
 
 KEY = PolicyPlace(prefix="p", uid="u", lineage=0, version=3).manifest_key
 TENSORS = [(f"t{number}", TensorBytes.from_numpy(np.full(20_000, number, dtype=np.float32))) for number in range(3)]

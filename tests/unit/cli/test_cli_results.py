@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_run import progress_of, recorded
 
 from millrace.cli.session.follow import MetricsFile
 from millrace.cli.session.results import (
@@ -22,6 +21,7 @@ from millrace.policies.manifest import PolicyPlace, Probe
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import open_store
+from millrace_testing.runlog.recorded_run import progress_of, recorded
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

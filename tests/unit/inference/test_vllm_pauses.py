@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm_fakes as fakes
 
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference import pauses
@@ -20,6 +19,7 @@ from millrace.inference.vllm.ranks import Ranks
 from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
 from millrace.telemetry import waits
+from millrace_testing.inference import vllm_fakes as fakes
 
 client, gate, engine = fakes.client, fakes.gate, fakes.engine
 FIRST, SECOND, policy, update = fakes.FIRST, fakes.SECOND, fakes.policy, fakes.update

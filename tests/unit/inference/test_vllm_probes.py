@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm_fakes as fakes
 
 from millrace.errors import InternalError, UnavailableError
 from millrace.inference.engine import EngineState
@@ -14,6 +13,7 @@ from millrace.inference.replica_parts import ReplicaParts
 from millrace.inference.vllm import prober
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings
+from millrace_testing.inference import vllm_fakes as fakes
 
 client, gate, engine = fakes.client, fakes.gate, fakes.engine
 policy, update = fakes.policy, fakes.update

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import mutated_bytes, mutated_json
 
 from millrace.errors import CorruptObjectError
 from millrace.policies.adapter import AdapterSpec, parse_adapter_config
@@ -18,6 +17,7 @@ from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.pull import pull_files
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 from millrace.storage.local import LocalStore
+from millrace_testing.mutations import mutated_bytes, mutated_json
 
 _TENSORS = [
     ("a.weight", TensorBytes.from_numpy(np.arange(12, dtype=np.float32).reshape(3, 4))),

@@ -14,10 +14,13 @@ from millrace.config.tree import Facts, Limit, Path, dotted
 
 _UNNAMED = "unnamed"
 _ALL = "all"
+_AS_FOR_ALL = "as for all environments"
 _GROUP = "orchestrator.rollouts_per_example"
 _ALGO = "orchestrator.algo.type"
 _ROLLOUTS = Facts(aliases=("group_size",))
-_ROOM = Limit("below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`")
+_ROOM = Limit(
+    "below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`", is_clamped=True
+)
 
 
 def _as_in_training(name: str, **facts: Any) -> Facts:
@@ -130,13 +133,32 @@ class EvalEnvConfig(NamedEnv):
     One with the name of a training environment is that environment: `id` and `args` have to be the same.
     """
 
+    num_examples: int | None = option(
+        None, "Tasks of this environment: -1 for all held-out tasks.", facts=Facts(default_text=_AS_FOR_ALL), ge=-1
+    )
+    rollouts_per_example: int | None = option(
+        None,
+        "Rollouts per task of this environment.",
+        facts=Facts(aliases=("group_size",), default_text=_AS_FOR_ALL),
+        ge=1,
+    )
+
+
+class PeriodicEvalEnvConfig(EvalEnvConfig):
+    """One environment that is evaluated during training."""
+
+    interval: int | None = option(
+        None, "Steps between evaluations on this environment.", facts=Facts(default_text=_AS_FOR_ALL), ge=1
+    )
+
 
 class EvalConfig(ConfigSection):
     """Evaluation of the policy during the run: before the first step, every `interval` steps, at the end."""
 
-    env: list[EvalEnvConfig] = table(
+    env: list[PeriodicEvalEnvConfig] = table(
         list,
-        "Environments to evaluate on.",
+        "Environments to evaluate on. One without a name, with the id of a training environment and other `args`, is "
+        "called `ID-eval`.",
         facts=Facts(follows="orchestrator.env", default_text="the training environments"),
     )
     num_examples: int = option(-1, "Tasks per environment: -1 for all held-out tasks.", ge=-1)
@@ -202,7 +224,35 @@ class OrchestratorConfig(ConfigSection):
     filter_zero_advantages: bool = option(
         True, "Leave out samples whose advantages are all zero; the batch gets smaller, it is not refilled."
     )
+    max_failed_share: float = option(
+        0.9,
+        "Share of failed rollouts, over the last `orchestrator.failure_window` groups, from which the run fails: it "
+        "cannot learn. What the infrastructure loses is not counted.",
+        gt=0,
+        le=1,
+    )
+    failure_window: int | None = option(
+        None, "Groups over which failed rollouts are counted; the larger of two steps' worth and 64 if left out.", ge=1
+    )
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_evaluated(cls, data: Any) -> Any:
+        """Name an evaluated environment apart from the training environment whose id it has with other args."""
+        evaluation = data.get("eval") if isinstance(data, dict) else None
+        envs = evaluation.get("env") if isinstance(evaluation, dict) else None
+        trained = data.get("env") if isinstance(data, dict) else None
+        if not isinstance(evaluation, dict) or not isinstance(envs, list) or not isinstance(trained, list):
+            return data
+        args = {env.get("name", env.get("id")): env.get("args", {}) for env in trained if isinstance(env, dict)}
+
+        def named(env: Any) -> Any:
+            is_bare = isinstance(env, dict) and env.get("name") is None and isinstance(env.get("id"), str)
+            is_other = is_bare and env["id"] in args and args[env["id"]] != env.get("args", {})
+            return {**env, "name": f"{env['id']}-eval"} if is_other else env
+
+        return {**data, "eval": {**evaluation, "env": [named(env) for env in envs]}}
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Rules over several keys of this section that do not hold."""
@@ -260,6 +310,10 @@ class OrchestratorConfig(ConfigSection):
                 "must be -1 for all held-out tasks, or at least 1; leave out [orchestrator.eval] for no evaluation",
                 "orchestrator.eval.num_examples",
             )
+        for index, env in enumerate(evaluation.env):
+            if env.num_examples == 0:
+                message = "must be -1 for all held-out tasks, or at least 1; leave the environment out otherwise"
+                yield BrokenRule(paths=(("orchestrator", "eval", "env", index, "num_examples"),), message=message)
         names = [env.name for env in self.env]
         if [env.name for env in evaluation.env] != names:
             yield from env_names(evaluation.env, ("orchestrator", "eval", "env"), reserved=(_ALL,))

@@ -38,10 +38,14 @@ class TaskSet(_message.Message):
     def __init__(self, num_tasks: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class OpenEnvRequest(_message.Message):
-    __slots__ = ("env",)
+    __slots__ = ("env", "api_key_var", "teacher_key_var")
     ENV_FIELD_NUMBER: _ClassVar[int]
+    API_KEY_VAR_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_KEY_VAR_FIELD_NUMBER: _ClassVar[int]
     env: EnvSpec
-    def __init__(self, env: _Optional[_Union[EnvSpec, _Mapping]] = ...) -> None: ...
+    api_key_var: str
+    teacher_key_var: str
+    def __init__(self, env: _Optional[_Union[EnvSpec, _Mapping]] = ..., api_key_var: _Optional[str] = ..., teacher_key_var: _Optional[str] = ...) -> None: ...
 
 class OpenEnvResponse(_message.Message):
     __slots__ = ("state", "train", "eval", "api", "requires_group", "error_type", "error_message")

@@ -47,13 +47,22 @@ class PlaySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedEnv:
+    """How much of one environment is played, and how often."""
+
+    name: str
+    num_examples: int
+    """Tasks; -1 is all."""
+    rollouts_per_example: int
+    interval: int = 1
+    """Steps between evaluations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
     """The evaluation of one run."""
 
-    envs: tuple[str, ...]
-    num_examples: int
-    """Tasks per environment; -1 is all."""
-    rollouts_per_example: int
+    envs: tuple[EvaluatedEnv, ...]
     plays: PlaySettings
     pass_threshold: float = 1.0
     is_whole_run: bool = False
@@ -79,9 +88,15 @@ def of_training(config: OrchestratorConfig) -> EvalSettings | None:
     if settings is None:
         return None
     return EvalSettings(
-        envs=tuple(env.name for env in settings.env),
-        num_examples=settings.num_examples,
-        rollouts_per_example=settings.rollouts_per_example,
+        envs=tuple(
+            EvaluatedEnv(
+                name=env.name,
+                num_examples=env.num_examples or settings.num_examples,
+                rollouts_per_example=env.rollouts_per_example or settings.rollouts_per_example,
+                interval=env.interval or settings.interval,
+            )
+            for env in settings.env
+        ),
         plays=PlaySettings(
             purpose=Purpose.EVAL,
             rollout_timeout_s=config.rollout_timeout_s,
@@ -93,9 +108,14 @@ def of_training(config: OrchestratorConfig) -> EvalSettings | None:
 def of_run(config: EvalRunConfig) -> EvalSettings:
     """The evaluation that an evaluation run is."""
     return EvalSettings(
-        envs=tuple(env.name for env in config.env),
-        num_examples=config.num_examples,
-        rollouts_per_example=config.rollouts_per_example,
+        envs=tuple(
+            EvaluatedEnv(
+                name=env.name,
+                num_examples=env.num_examples or config.num_examples,
+                rollouts_per_example=env.rollouts_per_example or config.rollouts_per_example,
+            )
+            for env in config.env
+        ),
         plays=PlaySettings(
             purpose=Purpose.EVAL,
             rollout_timeout_s=config.rollout_timeout_s,
