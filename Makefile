@@ -51,7 +51,7 @@ torture: setup-dev ## Kills, freezes, full stores, flipped bits, clock jumps at 
 	  $(PY) -m pytest tests/chaos/test_torture.py tests/chaos/test_clock_skew.py -m "slow or not slow" -s
 
 fuzz: setup-dev ## Damage the inputs of every decoder and of the HTTP and gRPC APIs for FUZZ_SECONDS (60).
-	PYTHONPATH=services $(PY) tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+	$(PY) -m millrace_testing.fuzz.run --seconds $(FUZZ_SECONDS)
 
 lint: setup-dev ## ruff, import rules, types, protos.
 	.venv/bin/ruff check .

@@ -18,7 +18,7 @@ if [ -z "$python" ]; then
 fi
 
 stamp=.venv/.millrace-setup
-wanted=$(cat pyproject.toml constraints.txt environments/*/pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)-${1:-demo}
+wanted=$(cat pyproject.toml constraints.txt environments/*/pyproject.toml tests/support/pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)-${1:-demo}
 have=$(cat "$stamp" 2>/dev/null || true)
 if [ "$have" = "$wanted" ] || [ "$have" = "${wanted%-demo}-dev" ]; then
   exit 0
@@ -48,6 +48,7 @@ uv=(.venv/bin/python -m uv pip install "${quiet[@]}" --python .venv/bin/python -
 if [ "${1:-}" = dev ]; then
   echo "  what the tests need"
   "${uv[@]}" --group dev
+  "${uv[@]}" --no-deps --editable tests/support
 fi
 echo "  bytecode"
 # uv leaves bytecode to the first import, which then costs seconds in every service; a file for a newer Python may refuse.

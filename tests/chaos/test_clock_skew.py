@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos_run import RECOVERS_WITHIN_S, Event
-from chaos_stack import SERVICES, ChaosStack
-from clocks import Clocks, library
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from patience import patient
 
 from millrace.local import preloads
+from millrace_testing.chaos.clocks import Clocks, library
+from millrace_testing.chaos.run import RECOVERS_WITHIN_S, Event
+from millrace_testing.chaos.stack import SERVICES, ChaosStack
+from millrace_testing.patience import patient
 
 pytestmark = pytest.mark.long
 

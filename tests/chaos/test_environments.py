@@ -13,10 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from chaos_run import ChaosRun
-from chaos_stack import ChaosStack
-from patience import patient
-from workplaces import Workplace
 
 from millrace.env_server.isolation.check import why_no_container
 from millrace.env_server.isolation.confinement import Confinement, Isolation
@@ -24,6 +20,10 @@ from millrace.env_server.isolation.namespaces import is_administrator
 from millrace.env_server.isolation.visible import visible_to_workers
 from millrace.local.ports import free_ports
 from millrace.v1 import run_pb2
+from millrace_testing.chaos.run import ChaosRun
+from millrace_testing.chaos.stack import ChaosStack
+from millrace_testing.patience import patient
+from millrace_testing.workplaces import Workplace
 
 ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
 NOBODY = "nobody"

@@ -15,12 +15,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
-from workplaces import Workplace
 
 from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.runlog.audit import audit_run
 from millrace.storage import open_store
+from millrace_testing.workplaces import Workplace
 
 pytestmark = pytest.mark.timeout(280)
 

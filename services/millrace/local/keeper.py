@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from millrace.errors import first_error
 from millrace.local import liveness
-from millrace.local.liveness import Answer, Probe, Pulse, Verdict
-from millrace.local.restarts import SETTLED_AFTER_S, Cause, Lives
+from millrace.local.liveness import Answer, AnswerHistory, LivenessAction, Probe
+from millrace.local.restarts import SETTLED_AFTER_S, ExitKind, Lives
 from millrace.processes.supervisor import Child, Supervisor, describe_death
 from millrace.processes.table import is_stopped
 from millrace.telemetry import waits
@@ -79,19 +79,19 @@ class Keeper:
     async def _revive(self, child: Child) -> None:
         """Start a dead process again and wait until it serves; ProcessDiedError for one in a crash loop."""
         name, lives = child.spec.name, self._lives[child.spec.name]
-        cause = Cause.of(await child.exited)
-        verdict = lives.end(time.monotonic(), cause)
-        given_up = verdict.short_lives if self._is_restarting else None
+        exit_kind = ExitKind.of(await child.exited)
+        decision = lives.end(time.monotonic(), exit_kind)
+        given_up = decision.short_lives if self._is_restarting else None
         error = await asyncio.to_thread(describe_death, child, given_up_after=given_up)
         await self._supervisor.end_rest(child)
-        if verdict.is_hopeless or not self._is_restarting:
+        if decision.is_hopeless or not self._is_restarting:
             self._note(f"{name} died: {error.how}; it is not started again")
             raise error
-        await asyncio.sleep(verdict.delay_s)
+        await asyncio.sleep(decision.delay_s)
         lives.begin()
         again = await self._supervisor.start(child.spec)
         self._on_change()
-        ended = "ended" if cause is Cause.ORDERLY else "died"
+        ended = "ended" if exit_kind is ExitKind.ORDERLY else "died"
         self._note(f"{name} {ended}: {error.how}; started again (restart {lives.restarts})")
         await self._until_ready(name, again)
 
@@ -123,7 +123,7 @@ class Keeper:
 
     async def _check_life(self, child: Child) -> None:
         """Ask until this life ends."""
-        name, pulse = child.spec.name, Pulse(time.monotonic())
+        name, history = child.spec.name, AnswerHistory(time.monotonic())
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while self._is_serving(child):
             answer = await self._probes[name]()
@@ -131,11 +131,11 @@ class Keeper:
             if answer is not Answer.SILENT:
                 self._heard_at[name] = now
             is_certain = answer is Answer.SICK or is_stopped(child.pid) or self._others_answer(name, now)
-            verdict = pulse.hear(answer, now, is_certain=is_certain)
-            said = f"{name} {_what(answer)} for {pulse.silent_s(now):.0f} s{_why(child)}"
-            if verdict is Verdict.NAME:
+            action = history.hear(answer, now, is_certain=is_certain)
+            said = f"{name} {_what(answer)} for {history.silent_s(now):.0f} s{_why(child)}"
+            if action is LivenessAction.NAME:
                 self._note(said)
-            elif verdict is Verdict.KILL and child.is_alive:
+            elif action is LivenessAction.KILL and child.is_alive:
                 self._note(f"{said}: killing it")
                 await self._supervisor.end_rest(child)
                 return

@@ -33,7 +33,7 @@ from millrace.local.ports import free_ports, require_free
 from millrace.local.preflight import check_redis, check_store
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.processes import parent_death
-from millrace.processes.forked import ForkServer
+from millrace.processes.forked import ForkServerClient
 from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
 from millrace.rpc.access import ClientAccess
 from millrace.storage.scratch import SCRATCH_VARIABLE, sweep
@@ -76,6 +76,8 @@ class StackOptions:
     """embedded or vllm; the process of the latter runs in the interpreter that has vLLM."""
     engine_environ: Mapping[str, str] = field(default_factory=dict)
     """What only the engine's process reads, such as its limits; the environment says the rest."""
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The GPUs that a service sees, by its name; without an entry all."""
     redis_url: str | None = None
     redis_url_file: str | None = None
     """The file that `redis_url` was read from, if it was: then the services get its path, and not the URL."""
@@ -150,7 +152,7 @@ class LocalStack:
     async def __aenter__(self) -> Self:
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = self._lock = await hold_directory(self.directory, self._id, note=self._note)
-        sweep(self.directory / "scratch")  # of who was killed before
+        sweep(self.directory / "scratch")  # left by a stack that was killed
         self.supervisor.lock = lock.fileno()
         await self.supervisor.__aenter__()
         return self
@@ -350,7 +352,7 @@ class LocalStack:
         is_vllm = self.options.engine == "vllm"
         modules = [module for name, module in self._modules.items() if not (is_vllm and name == "inference")]
         if needs := preloads.needs(modules, self._environ):
-            server = ForkServer(needs, log_path=self.logs / "fork-server.log")
+            server = ForkServerClient(needs, log_path=self.logs / "fork-server.log")
             self.supervisor.start_fork_server(server, env={**self._defaults(), **self._environ})
 
     def _peers(self) -> ClientAccess:
@@ -359,6 +361,11 @@ class LocalStack:
 
     def _own(self, name: str) -> dict[str, str]:
         """The variables that only this service reads."""
+        ids = self.options.gpus.get(name)
+        visible = {} if ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
+        return {**visible, **self._settings_of(name)}
+
+    def _settings_of(self, name: str) -> dict[str, str]:
         match name:
             case "inference":
                 return {**self.options.engine_environ, "MILLRACE_ENGINE": self.options.engine}

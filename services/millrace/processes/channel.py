@@ -86,7 +86,7 @@ class Channel:
                 return
             except (OSError, CorruptObjectError) as error:
                 why = str(error)
-            if self._end.fileno() >= 0:  # else it was closed by whoever heard the last message
+            if self._end.fileno() >= 0:  # else the receiver of the last message closed it
                 self.close()
                 on_end(why)
 

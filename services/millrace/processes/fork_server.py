@@ -43,7 +43,7 @@ class ForkServer:
     def __init__(self, channel: Channel, needs: Sequence[tuple[str, Sequence[str]]]) -> None:
         """`needs`: for each main module, in this order, the modules to be imported before it is forked."""
         self._channel = channel
-        self._kept = _open_files() - {channel.fileno()}  # of whoever started this server, for its children, too
+        self._kept = _open_files() - {channel.fileno()}  # inherited by this server, and by its children
         self._order = [(module, need) for module, needed in needs for need in needed]
         self._loading = {module: list(needed) for module, needed in needs}
         self._problems: dict[str, str] = {}
@@ -92,7 +92,7 @@ class ForkServer:
         with contextlib.suppress(ConnectionResetError):
             received = self._channel.receive()
         if received is None:
-            os._exit(0)  # whoever asks is gone; nothing here is worth an orderly end
+            os._exit(0)  # the client is gone; nothing here is worth an orderly end
         message, files = received
         if message["module"] in self._loading:
             self._asked.append(received)
@@ -207,7 +207,7 @@ def _close(numbers: Iterable[int]) -> None:
 
 
 def main() -> NoReturn:
-    """Started by `forked.ForkServer`."""
+    """Started by `forked.ForkServerClient`."""
     words = (word.partition("=") for word in sys.argv[3:])
     serve(Channel.inherited(int(sys.argv[1])), [(module, needs.split(",")) for module, _, needs in words])
 

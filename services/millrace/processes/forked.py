@@ -6,6 +6,7 @@ Nothing depends on it: while it is away, refuses or does not answer, a process i
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -15,9 +16,8 @@ from pathlib import Path
 
 from millrace.processes.channel import Channel, Message
 from millrace.processes.fork_server import ROOM, ROOM_BYTES
-from millrace.telemetry.logging import getLogger
 
-logger = getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _KILL_WAIT_S = 5.0
 _SHOWN_ROOM = "-" * 256
@@ -75,7 +75,7 @@ class ForkedProcess:
         loop.add_reader(descriptor, ended)
 
 
-class ForkServer:
+class ForkServerClient:
     """One server process at a time: `start` again when it has ended."""
 
     def __init__(

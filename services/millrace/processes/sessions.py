@@ -15,7 +15,7 @@ from typing import IO, Protocol
 
 
 class Process(Protocol):
-    """A started process, whoever its parent is: a program (`asyncio.subprocess.Process`) or a `ForkedProcess`."""
+    """A started process, of any parent: a program (`asyncio.subprocess.Process`) or a `ForkedProcess`."""
 
     @property
     def pid(self) -> int:

@@ -25,7 +25,7 @@ from typing import IO, Self
 
 from millrace.errors import InternalError, NotFoundError
 from millrace.processes import lifeline, sessions, table
-from millrace.processes.forked import ForkedProcess, ForkServer, ForkServerError
+from millrace.processes.forked import ForkedProcess, ForkServerClient, ForkServerError
 from millrace.processes.reaper_process import WatchedReaper
 from millrace.telemetry import waits
 
@@ -118,7 +118,7 @@ class Supervisor:
         self.stack_id = stack_id or uuid.uuid4().hex
         self.lock: int | None = None
         """An open file that everything that is started keeps open, too: its lock is held until all of it is gone."""
-        self.fork_server: ForkServer | None = None
+        self.fork_server: ForkServerClient | None = None
         """What starts processes that say their `module`, where it can."""
         self._fork_environ: Mapping[str, str] = {}
         self.hurry = asyncio.Event()
@@ -170,12 +170,12 @@ class Supervisor:
         self._reaper.tell(f"add {child.pid} {child.start_ticks}")
         return child
 
-    def start_fork_server(self, server: ForkServer, *, env: Mapping[str, str]) -> None:
+    def start_fork_server(self, server: ForkServerClient, *, env: Mapping[str, str]) -> None:
         """From now on it starts the processes that say their `module`, where it can; `env` is its own environment."""
         self.fork_server, self._fork_environ = server, {**env, table.STACK_MARK: self.stack_id}
         self._start_fork_server(server)
 
-    def _start_fork_server(self, server: ForkServer) -> None:
+    def _start_fork_server(self, server: ForkServerClient) -> None:
         """Start it unless it runs. What its children keep open has the same number there as here."""
         server.start(self._fork_environ, pass_fds=tuple(self._inherited().values()))
 

@@ -144,7 +144,7 @@ class Table:
     def of(self, leader: int) -> list[int]:
         """The living processes of a session and their descendants, which may have left it.
 
-        Whoever left the session and whose parent ended is not found.
+        A process that left the session and whose parent ended is not found.
         """
         found: set[int] = set()
         left = [*self._sessions.get(leader, ()), *([leader] if leader in self.seen else ())]

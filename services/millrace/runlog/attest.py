@@ -1,6 +1,6 @@
 """Attestations: a signed chain hash, so that a history that was rewritten as a whole is found, too.
 
-Whoever may write everything can make a new history whose hashes all fit. They cannot sign it: an attestation binds the
+An attacker with write access can make a new history whose hashes all fit, but cannot sign it: an attestation binds the
 chain hash (and of an ended run the seal) to a key that is not in the store. It is stored create-only under
 `attestations/`, and can be kept elsewhere, which is what makes its removal visible.
 
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError, InvalidSpecError, UnavailableError, Violation
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 from millrace.runlog.names import Names
+from millrace.runlog.records.numbered import create_next
 from millrace.storage import ObjectStore
 
 FORMAT = 1
 MIN_KEY_BYTES = 32
 MAX_KEY_BYTES = 64 << 10
 _DOMAIN = b"millrace attestation 1\0"
-_MAX_ATTEMPTS = 100
 HMAC = "hmac-sha256"
 ED25519 = "ed25519"
 
@@ -133,16 +133,17 @@ def write_attestation(store: ObjectStore, names: Names, attestation: Attestation
     """Sign and store one under the next free number (blocking); returns it signed."""
     signed = replace(attestation, algorithm=key.algorithm, key_id=key.key_id)
     signed = replace(signed, signature=key.sign(signed.message()))
-    number = sum(1 for _ in store.list(names.attestations)) + 1
-    for _ in range(_MAX_ATTEMPTS):
-        if store.create(names.attestation(number), signed.encode()):
-            return signed
-        number += 1
-    raise UnavailableError(
-        f"lost {_MAX_ATTEMPTS} races for an attestation of run {names.uid}",
+    last = sum(1 for _ in store.list(names.attestations))
+    create_next(
+        store,
+        names,
+        signed.encode(),
+        key_of=names.attestation,
+        last=last,
+        what="an attestation",
         reason="ATTESTATION_CONTENDED",
-        remedy="find out who keeps attesting this run",
     )
+    return signed
 
 
 def unsigned(names: Names, *, run: str, step: int, chain: bytes, seal_sha256: str) -> Attestation:

@@ -13,7 +13,6 @@ same request, and two that run at once write the same bytes.
 
 import hashlib
 import logging
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -26,8 +25,10 @@ from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import Frontier, chain_hash
-from millrace.runlog.records.origin import Origin, load_origin, parse_origin
-from millrace.runlog.records.revisions import list_headers, load_reopenings, load_step, read_header
+from millrace.runlog.records.listing import list_checkpoints
+from millrace.runlog.records.origin import RunOrigin, load_origin, parse_origin
+from millrace.runlog.records.revisions import chain_broken, list_headers, load_reopenings, load_step, read_header
+from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
 from millrace.storage.base import check_key
 from millrace.storage.commit_points import newest_revision, require_checksum, with_checksum
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _PARALLEL_COPIES = 4
 _MAX_OBJECTS = 1 << 16
-_STEP = re.compile(r"(\d{8,})/?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +114,13 @@ def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> Non
     objects are not what their hashes say.
     """
     where = store.uri(Names(prefix, uid).run_json)
-    document = decode_object(run_json, what=where, reason="RUN_JSON_CORRUPT")
-    if document.get("parent") is None:
+    record = RunRecord.parse(run_json, where=where, needs=["run_hash"])
+    if record.parent is None:
         return
     try:
-        parent = Fields(document["parent"], what="parent")
+        parent = Fields(record.parent, what="parent")
         source, name = Names(prefix, parent.text("uid")), parent.text("name")
         base_step, step = parent.integer("base_step"), parent.integer("step")
-        run_hash = Fields(document).text("run_hash")
     except (ValueError, InvalidSpecError) as error:  # the second: a uid that is none
         raise CorruptObjectError(
             f"{where} names no parent to copy: {error}",
@@ -129,7 +128,7 @@ def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> Non
             remedy="restore the object from a replica of the bucket, or fork again with a new request_id",
         ) from error
     origin = parse_origin(run_json, where=where)
-    copy = _Copy(store=store, source=source, target=Names(prefix, uid), run_hash=run_hash, origin=origin)
+    copy = _Copy(store=store, source=source, target=Names(prefix, uid), run_hash=record.run_hash, origin=origin)
     try:
         copy.run(base_step=base_step, step=step)
     except NotFoundError as error:
@@ -149,7 +148,7 @@ class _Copy:
     source: Names
     target: Names
     run_hash: str
-    origin: Origin
+    origin: RunOrigin
     _todo: list[Callable[[], None]] = field(default_factory=list)
     _num_reopened: int = 0
 
@@ -173,12 +172,8 @@ class _Copy:
         """A header of the parent; `CorruptObjectError` unless it continues `chain`."""
         header = decode_header(data)
         if header.previous_chain_hash != chain or (header.step, header.revision) != (step, revision):
-            key = self.source.batch_header(step, revision)
-            raise CorruptObjectError(
-                f"{self.store.uri(key)} does not continue the chain of step {step - 1}",
-                reason="CHAIN_BROKEN",
-                remedy="restore the header objects of the parent from a replica of the bucket",
-            )
+            where = self.store.uri(self.source.batch_header(step, revision))
+            raise chain_broken(self.source, step, f"{where} does not continue the chain of step {step - 1}")
         return header
 
     def _verify_follower(self, step: int, chain: bytes) -> None:
@@ -263,29 +258,22 @@ class _Copy:
             )
 
 
-def _count_steps(store: ObjectStore, names: Names, origin: Origin) -> int:
+def _count_steps(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
     """The number of the step behind the last committed training step."""
     steps = [origin.base_step - 1, *(step for step, revision in list_headers(store, names) if not revision)]
     for before, after in pairwise(steps):
         if after != before + 1:
-            raise CorruptObjectError(
-                f"header {store.uri(names.batch_header(before + 1))} is missing, but step {after} is committed",
-                reason="CHAIN_BROKEN",
-                remedy="restore the header objects of the run from a replica of the bucket",
-            )
+            where = store.uri(names.batch_header(before + 1))
+            raise chain_broken(names, before + 1, f"header {where} is missing, but step {after} is committed")
     if steps[-1] < origin.base_step:
         return origin.base_step
     last = decode_header(_last_header(store, names, steps[-1]))
     return steps[-1] if last.kind == batch_pb2.BATCH_KIND_CLOSE else steps[-1] + 1
 
 
-def _kept_checkpoints(store: ObjectStore, names: Names, origin: Origin, num_steps: int) -> list[int]:
+def _kept_checkpoints(store: ObjectStore, names: Names, origin: RunOrigin, num_steps: int) -> list[int]:
     """Steps that a copy can begin at, ascending: committed checkpoints, and 0 while the batches since are kept."""
-    kept = set()
-    for prefix in store.list_prefixes(names.checkpoints):
-        match = _STEP.fullmatch(prefix.removeprefix(names.checkpoints))
-        if match is not None and store.head(names.checkpoint_manifest(int(match[1]))) is not None:
-            kept.add(int(match[1]))
+    kept = set(list_checkpoints(store, names))
     if origin.base_step == 0 and (num_steps == 0 or _has_batch(store, names, 0)):
         kept.add(0)  # the start model
     return sorted(step for step in kept if step <= num_steps)
@@ -296,7 +284,7 @@ def _has_batch(store: ObjectStore, names: Names, step: int) -> bool:
     return all(store.head(chunk.key) is not None for chunk in header.chunks)
 
 
-def _state_before(store: ObjectStore, names: Names, origin: Origin, step: int) -> tuple[bytes, Frontier]:
+def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int) -> tuple[bytes, Frontier]:
     """H(step - 1) and the ordinals that are resolved before `step`."""
     if step == origin.base_step:
         return origin.chain_hash, origin.frontier

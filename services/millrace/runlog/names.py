@@ -165,7 +165,7 @@ class Names:
         return f"{self.root}intents/"
 
     def intent(self, sequence: int) -> str:
-        """Create-only: one acknowledged wish (pause, resume, cancel, config update)."""
+        """Create-only: one acknowledged intent (pause, resume, cancel, config update)."""
         return f"{self.intents}{sequence:08d}.json"
 
     @property

@@ -107,7 +107,7 @@ def write_seal(
 
 
 async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
-    """Archive and seal what whoever ended the run could not; False if it is sealed."""
+    """Archive and seal a run whose end left that undone; False if it is sealed."""
     if await asyncio.to_thread(log.store.head, await asyncio.to_thread(seal_key, log.store, log.names)) is not None:
         return False
     await EventArchive(log).archive()

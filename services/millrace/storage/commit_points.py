@@ -2,7 +2,7 @@
 
 A commit point such as `…/manifest.json` is written once and never overwritten. Where it, or what it names, is damaged
 and its writer can make it again, the writer creates `…/manifest.r1.json`, then `…/manifest.r2.json`, and so on; the
-damaged object stays for whoever wants to know. Everybody who reads a commit point by its first name asks
+damaged object stays for inspection. Everybody who reads a commit point by its first name asks
 `newest_revision` for the name that counts.
 """
 

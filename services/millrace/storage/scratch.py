@@ -1,8 +1,8 @@
 """Directories for large files that live as long as their process: policies as files, checkpoints on their way.
 
 A process that is killed cannot remove its own. Therefore an owner holds a lock on a file in it for as long as it
-lives, and whoever makes a directory removes those beside it whose lock is free. The lock goes last, so that a removal
-which is cut short is taken up by the next. No process inherits it.
+lives, and each process that makes a directory removes the others there whose lock is free. The lock goes last, so that
+the next process takes up a removal that is cut short. No process inherits it.
 """
 
 import contextlib

@@ -49,7 +49,7 @@ class Point(StrEnum):
     TRAINER_AFTER_STEP = "trainer.after_step"
     """Behind the optimizer step, before anything is published (`step`)."""
     TRAINER_BEFORE_UPLOAD = "trainer.before_upload"
-    """Beside the training, a policy is encoded; nothing of it is uploaded (`version`)."""
+    """A policy is encoded while training goes on; nothing of it is uploaded (`version`)."""
     TRAINER_BEFORE_MANIFEST = "trainer.before_manifest"
     """The policy's objects are uploaded, its manifest does not exist (`version`)."""
     TRAINER_AFTER_MANIFEST = "trainer.after_manifest"

@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-from patience import patient
 
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.isolation.limits import WorkerLimits
@@ -20,6 +19,7 @@ from millrace.env_server.warm import WarmKeeper, WarmLimits
 from millrace.env_server.workers.pool import KILLS_WORKERS, EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
+from millrace_testing.patience import patient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 

@@ -13,18 +13,18 @@ import pytest
 from millrace.local import preloads
 from millrace.processes import supervisor as supervisor_module
 from millrace.processes import table
-from millrace.processes.forked import ForkedProcess, ForkServer
+from millrace.processes.forked import ForkedProcess, ForkServerClient
 from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
 
-GOOD, BAD = "forked_service", "broken_service"
+GOOD, BAD = "millrace_testing.local.forked_service", "millrace_testing.local.broken_service"
 WITHIN_S = 30.0
-PATH = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+PATH = os.pathsep.join(sys.path)
 
 
 @pytest.fixture
 async def supervisor(tmp_path: Path) -> AsyncIterator[Supervisor]:
     env = {**os.environ, "PYTHONPATH": PATH, "OF_SERVER": "1"}
-    server = ForkServer({GOOD: [GOOD, "json"], BAD: [BAD]}, log_path=tmp_path / "fork-server.log")
+    server = ForkServerClient({GOOD: [GOOD, "json"], BAD: [BAD]}, log_path=tmp_path / "fork-server.log")
     async with Supervisor() as supervisor:
         supervisor.start_fork_server(server, env=env)
         yield supervisor
@@ -125,7 +125,7 @@ async def test_without_the_server_all_goes_on(
 async def test_a_stop_ends_children_and_server(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": PATH}
     async with Supervisor() as supervisor:
-        supervisor.start_fork_server(ForkServer({GOOD: [GOOD]}, log_path=tmp_path / "server.log"), env=env)
+        supervisor.start_fork_server(ForkServerClient({GOOD: [GOOD]}, log_path=tmp_path / "server.log"), env=env)
         child = await supervisor.start(spec_of(tmp_path, "sleep"))
         await said(child)
         assert supervisor.fork_server is not None

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,15 +15,14 @@ from millrace.local import liveness
 from millrace.local.stack import LocalStack, StackOptions
 from millrace.processes import table
 
-HERE = Path(__file__).parent
-MODULES = {name: f"fake_{name.replace('-', '_')}" for name in ("orchestrator", "env-server", "inference", "trainer")}
+SERVICES = ("orchestrator", "env-server", "inference", "trainer")
+MODULES = {name: f"millrace_testing.local.fake_{name.replace('-', '_')}" for name in SERVICES}
 
 
 @contextlib.asynccontextmanager
 async def stack_in(directory: Path, **options) -> AsyncIterator[tuple[LocalStack, list[str]]]:
     notes: list[str] = []
-    paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": paths}
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
     async with LocalStack(
         StackOptions(directory=directory, **options), note=notes.append, environ=environ, modules=MODULES
     ) as stack:

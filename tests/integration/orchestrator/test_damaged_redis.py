@@ -5,8 +5,6 @@ import hashlib
 from collections.abc import Awaitable, Callable
 
 import pytest
-from orchestrator_runs import bodies, create, get, resolutions, states, until, watch
-from test_log_loss import headers_of, require_clean
 
 from millrace.client.runs import RunsClient
 from millrace.errors import MillraceError
@@ -18,6 +16,17 @@ from millrace.runlog import Names, Stream
 from millrace.runlog.recovery import rebuild
 from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.v1 import event_pb2, run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import (
+    bodies,
+    create,
+    get,
+    headers_of,
+    require_clean,
+    resolutions,
+    states,
+    until,
+    watch,
+)
 
 JUNK = b"\xff\xff\xff"
 LAST_ID = "18446744073709551615-18446744073709551615"

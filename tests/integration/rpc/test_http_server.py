@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from certificates import Authority
-from patience import patient
 
 from millrace.errors import UnavailableError
 from millrace.rpc.http_server import MAX_HEADER_BYTES, HttpBounds, HttpServer
 from millrace.rpc.tls import ServerFiles
+from millrace_testing.certificates import Authority
+from millrace_testing.patience import patient
 
 REQUEST_S = 1.0
 ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

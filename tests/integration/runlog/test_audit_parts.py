@@ -9,20 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded_log import (
-    ENDED_AT,
-    NUM_EVENTS,
-    NUM_REPORTS,
-    STEPS,
-    audit,
-    flip,
-    publish,
-    publish_anew,
-    rearchive,
-    record,
-    rewrite,
-    violations,
-)
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog import EventWriter, RunLog, Stream
@@ -36,6 +22,20 @@ from millrace.runlog.recovery.restore import load_restored
 from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.trainer.log.store_log import StoreLog
 from millrace.v1 import event_pb2, run_pb2
+from millrace_testing.runlog.recorded_log import (
+    ENDED_AT,
+    NUM_EVENTS,
+    NUM_REPORTS,
+    STEPS,
+    audit,
+    flip,
+    publish,
+    publish_anew,
+    rearchive,
+    record,
+    rewrite,
+    violations,
+)
 
 
 @pytest.fixture

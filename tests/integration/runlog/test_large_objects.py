@@ -5,7 +5,6 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from recorded_log import audit, record
 
 from millrace.errors import CorruptObjectError
 from millrace.orchestrator.runs.catalog import RunCatalog
@@ -18,6 +17,7 @@ from millrace.runlog.records.epochs import epoch_owner
 from millrace.runlog.records.origin import load_origin
 from millrace.runlog.records.revisions import load_reopenings, load_step, read_chunk
 from millrace.runlog.repair import repair_run
+from millrace_testing.runlog.recorded_log import audit, record
 
 LARGE_BYTES = 200 << 20
 """More than any small object has; sparse, so that it costs no disk."""

@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from recorded_log import STEPS, audit, flip, publish_anew, record
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog import Entry, Stream, chain_hash
@@ -16,9 +15,10 @@ from millrace.runlog.events import archive as event_archive
 from millrace.runlog.events.archive import EventArchive, decode_archive, encode_archive
 from millrace.runlog.names import Deployment
 from millrace.runlog.redis.entry import FORMAT_MAJOR
-from millrace.runlog.repair import State, repair_run
+from millrace.runlog.repair import RepairState, repair_run
 from millrace.storage.local import LocalStore
 from millrace.v1 import event_pb2
+from millrace_testing.runlog.recorded_log import STEPS, audit, flip, publish_anew, record
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ async def test_what_is_damaged_is_restored_and_kept(run, backup, kind: str, how:
     wrong = run.store.get(key) if how == "damaged" else None
     source = {"backup": backup} if kind in FROM_BACKUP else {"with_redis": kind in FROM_REDIS}
     (said,) = await repair(run, **source)
-    assert (said.key, said.state) == (key, State.RESTORABLE) and said.detail.startswith("proved by ")
+    assert (said.key, said.state) == (key, RepairState.RESTORABLE) and said.detail.startswith("proved by ")
     assert (run.store.get(key) if wrong is not None else run.store.head(key)) == wrong, "a dry run changes nothing"
     (done,) = await repair(run, **source, is_applied=True)
-    assert done.state is State.RESTORED and run.store.get(key) == right
+    assert done.state is RepairState.RESTORED and run.store.get(key) == right
     if wrong is not None:
         assert run.store.get(done.quarantine) == wrong and hashlib.sha256(wrong).hexdigest()[:16] in done.quarantine
     assert await repair(run, **source) == []
@@ -104,7 +104,7 @@ async def test_what_is_damaged_is_restored_and_kept(run, backup, kind: str, how:
 async def test_a_header_comes_from_a_backup_that_the_chain_proves(run, backup) -> None:
     for step in (0, 1, 2):
         flip(run, run.names.batch_header(step))
-    assert {each.state for each in await repair(run, backup=backup, is_applied=True)} == {State.RESTORED}
+    assert {each.state for each in await repair(run, backup=backup, is_applied=True)} == {RepairState.RESTORED}
     assert await repair(run) == []
 
 
@@ -118,7 +118,7 @@ async def test_a_backup_with_other_bytes_is_refused(run, backup) -> None:
     flip(run, key)
     wrong = run.store.get(key)
     found = await repair(run, backup=backup, is_applied=True)
-    assert {each.state for each in found} == {State.REFUSED}
+    assert {each.state for each in found} == {RepairState.REFUSED}
     assert any("does not give the chain hash" in each.detail for each in found)
     assert run.store.get(key) == wrong and run.store.head(run.names.batch_header(1)) is None
 
@@ -138,20 +138,20 @@ async def test_a_damaged_backup_is_a_source_that_is_refused(run, backup, tmp_pat
     key = key_of(run, kind)
     flip(run, key)
     (found,) = await repair(run, backup=TornStore(tmp_path / "replica"), is_applied=True)
-    assert (found.key, found.state) == (key, State.REFUSED)
+    assert (found.key, found.state) == (key, RepairState.REFUSED)
     assert f"replica: object {backup.uri(key)} is torn" in found.detail
 
 
 async def test_what_nobody_has_is_refused_and_says_where_to_look(run) -> None:
     flip(run, key_of(run, "rollouts"))
     (found,) = await repair(run)
-    assert found.state is State.REFUSED and "a backup (--from)" in found.detail
+    assert found.state is RepairState.REFUSED and "a backup (--from)" in found.detail
 
 
 async def test_a_checkpoint_behind_a_whole_one_is_not_needed(run) -> None:
     flip(run, key_of(run, "checkpoint file"))
     (found,) = await repair(run)
-    assert found.state is State.NOT_NEEDED and "computes the steps since again" in found.detail
+    assert found.state is RepairState.NOT_NEEDED and "computes the steps since again" in found.detail
 
 
 async def test_a_repair_that_was_killed_is_finished(run, backup) -> None:
@@ -163,7 +163,7 @@ async def test_a_repair_that_was_killed_is_finished(run, backup) -> None:
     run.store.create(aside, wrong)
     run.store.delete(key)  # it died between the two
     (done,) = await repair(run, backup=backup, is_applied=True)
-    assert done.state is State.RESTORED and run.store.get(key) == right and run.store.get(aside) == wrong
+    assert done.state is RepairState.RESTORED and run.store.get(key) == right and run.store.get(aside) == wrong
 
 
 async def test_the_command(run, backup) -> None:
@@ -226,7 +226,7 @@ async def test_what_only_redis_has_is_never_committed(run, redis) -> None:
     for event in (told, broken):
         await redis.xadd(events, _fields(_bytes(event)), id="1-*")
     found = await repair(run, with_redis=True, is_applied=True)
-    assert State.RESTORED not in {each.state for each in found}
+    assert RepairState.RESTORED not in {each.state for each in found}
     assert run.store.get(key) == right and run.store.head(run.names.batch_header(STEPS + 5)) is None
 
 
@@ -237,7 +237,7 @@ async def test_foreign_events_stop_no_repair(run) -> None:
     data = _bytes(event)
     entry = Entry(id="1-900", v=FORMAT_MAJOR, h=hashlib.sha256(data).hexdigest(), d=data, tp="")
     run.store.create(run.names.archived_events("1-900", "1-900"), event_archive.encode_archive([entry]))
-    assert {each.state for each in await repair(run)} <= {State.REFUSED} and info
+    assert {each.state for each in await repair(run)} <= {RepairState.REFUSED} and info
 
 
 @pytest.mark.parametrize(
@@ -277,14 +277,14 @@ async def test_an_object_of_another_run_is_left_alone(run, backup) -> None:
     run.store.put(key, json.dumps(manifest).encode())
     found = await repair(run, backup=backup, is_applied=True)
     assert run.store.get(other) == b"theirs"
-    assert {each.state for each in found if each.key == other} == {State.REFUSED}, found
+    assert {each.state for each in found if each.key == other} == {RepairState.REFUSED}, found
 
 
 async def test_a_seal_that_names_anything_stops_no_repair(run) -> None:
     seal = json.loads(run.store.get(run.names.seal(0)))
     seal["objects"] |= {"policies/../../x": "00", "": "00", "checkpoints//y/z": "00", "\u0000": "00"}
     run.store.put(run.names.seal(0), json.dumps(seal).encode())
-    assert {each.state for each in await repair(run, is_applied=True)} == {State.REFUSED}
+    assert {each.state for each in await repair(run, is_applied=True)} == {RepairState.REFUSED}
     await audit(run)
 
 
@@ -304,7 +304,7 @@ async def test_what_a_successor_stands_in_for_is_not_needed(run, kind: str, how:
     HOW[how](run, key)
     found = {each.key: each for each in await repair(run, is_applied=True)}
     if kind == "policy object" or key in found:  # a manifest that nobody names is nobody's concern
-        assert found[key].state is State.NOT_NEEDED and "manifest.r1.json" in found[key].detail
+        assert found[key].state is RepairState.NOT_NEEDED and "manifest.r1.json" in found[key].detail
     assert list((await audit(run)).violations) == []
 
 
@@ -325,7 +325,7 @@ async def test_a_successor_is_restored_from_a_backup(run, tmp_path, what: str, h
     if what == "manifest" and how == "deleted":
         assert successor not in done, "nobody knows that there was one: the first manifest counts, and what it names"
         return
-    assert done[key].state is State.RESTORED and run.store.get(key) == right, done
+    assert done[key].state is RepairState.RESTORED and run.store.get(key) == right, done
 
 
 async def test_an_archive_with_an_event_that_is_none_is_told_and_made_anew_from_redis(run) -> None:
@@ -337,6 +337,6 @@ async def test_an_archive_with_an_event_that_is_none_is_told_and_made_anew_from_
     entries = decode_archive(right, key)
     run.store.put(key, encode_archive([replace(entries[0], d=b"\xff\xff"), *entries[1:]]))
     (found,) = await repair(run)
-    assert (found.key, found.state) == (key, State.REFUSED) and "event" in found.problem
+    assert (found.key, found.state) == (key, RepairState.REFUSED) and "event" in found.problem
     (done,) = await repair(run, with_redis=True, is_applied=True)
-    assert done.state is State.RESTORED and decode_archive(run.store.get(key), key) == entries
+    assert done.state is RepairState.RESTORED and decode_archive(run.store.get(key), key) == entries

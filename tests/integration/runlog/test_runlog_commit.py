@@ -20,7 +20,7 @@ from millrace.runlog import (
     reappend_committed,
 )
 from millrace.runlog.records.frontier import genesis_hash
-from millrace.runlog.records.origin import Origin, load_origin
+from millrace.runlog.records.origin import RunOrigin, load_origin
 from millrace.runlog.recovery import recover
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.telemetry import faults
@@ -227,7 +227,7 @@ async def test_the_log_of_a_fork_begins_at_its_origin(redis, local_store, prefix
     parent = {"uid": "p", "name": "p", "step": 5, "base_step": 3, "chain_hash": chain.hex(), **ordinals}
     log = await RunLog.create(redis, local_store, prefix, new_uid(), run_json(parent=parent))
     continued, chain = chain, genesis_hash(chain, local_store.get(log.names.run_json))
-    assert load_origin(local_store, log.names) == Origin(3, chain, continued, Frontier(6, frozenset([8])))
+    assert load_origin(local_store, log.names) == RunOrigin(3, chain, continued, Frontier(6, frozenset([8])))
     assert await load_committed(log) == (None, chain)
     assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [3, 3]
     epoch = await log.acquire_epoch("orchestrator", "o")
@@ -243,7 +243,7 @@ async def test_the_log_of_a_fork_begins_at_its_origin(redis, local_store, prefix
 async def test_a_parent_without_a_base_begins_at_zero(redis, local_store, prefix, run_json):
     for parent in (None, {}, {"uid": "p", "name": "p", "step": 5}):
         log = await RunLog.create(redis, local_store, prefix, new_uid(), run_json(parent=parent))
-        assert load_origin(local_store, log.names) == Origin(chain_hash=chain_hash(bytes(32), await log.run_json()))
+        assert load_origin(local_store, log.names) == RunOrigin(chain_hash=chain_hash(bytes(32), await log.run_json()))
     with pytest.raises(CorruptObjectError, match=r"run\.json .*chain_hash"):
         await RunLog.create(redis, local_store, prefix, new_uid(), run_json(parent={"base_step": 2}))
 

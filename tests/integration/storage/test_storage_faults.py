@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from boto3.s3.transfer import TransferConfig
-from fault_proxy import Effect, Fault, FaultProxy
 from s3transfer.manager import TransferCoordinatorController
 
 from millrace.errors import CapacityError, CorruptObjectError, MillraceError, NotFoundError, UnavailableError
@@ -18,6 +17,7 @@ from millrace.storage import s3
 from millrace.storage.retry import RetryPolicy
 from millrace.storage.s3 import S3Store
 from millrace.telemetry import waits
+from millrace_testing.chaos.fault_proxy import Effect, Fault, FaultProxy
 
 DATA = bytes(range(256)) * 400
 """100 kB that is different at each half and offset."""

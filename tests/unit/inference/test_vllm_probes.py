@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm_fakes as fakes
 
 from millrace.errors import InternalError, UnavailableError
 from millrace.inference.engine import EngineState
@@ -14,6 +13,7 @@ from millrace.inference.replica_parts import ReplicaParts
 from millrace.inference.vllm import prober
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings
+from millrace_testing.inference import vllm_fakes as fakes
 
 client, gate, engine = fakes.client, fakes.gate, fakes.engine
 policy, update = fakes.policy, fakes.update
@@ -46,7 +46,7 @@ async def test_memory_that_is_not_what_was_proved_shows_before_the_pause(engine:
 async def test_a_large_delta_is_staged_in_small_calls(
     engine: Any, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client.answers["millrace_stage"] = {"units": [], "pieces": [10 << 20] * 3, "seconds": 0.5}
+    client.answers["millrace_stage"] = {"units": [], "slices": [10 << 20] * 3, "seconds": 0.5}
     client.answers["millrace_gather"] = 0.25
     staged = policy()
     await engine.check(staged)

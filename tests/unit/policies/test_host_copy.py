@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from committed_versions import NAMES, SHAPES, Trainer
 
 from millrace.errors import ConflictError, UnavailableError
 from millrace.policies.chain import Manifests
@@ -14,6 +13,7 @@ from millrace.policies.manifest import CODEC_DELTA, Encoding, PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors
 from millrace.policies.tensors import TensorBytes, read_places
 from millrace.storage.local import LocalStore
+from millrace_testing.committed_versions import NAMES, SHAPES, Trainer
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

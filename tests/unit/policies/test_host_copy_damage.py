@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from committed_versions import NAMES, Trainer
 
 from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError, UnavailableError
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.local import LocalStore
 from millrace.trainer.publish import commit
 from millrace.trainer.publish.commit import VersionInput
+from millrace_testing.committed_versions import NAMES, Trainer
 
 
 def _damage(trainer: Trainer, version: int, base: int | None) -> str:

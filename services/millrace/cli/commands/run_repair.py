@@ -39,14 +39,14 @@ def repair(
     """
     if is_applied and dry_run:
         raise click.UsageError("--apply and --dry-run contradict each other")
-    from millrace.runlog.repair import State
+    from millrace.runlog.repair import RepairState
 
     uid, repairs = _repair(name, is_applied, backup, store, redis, prefix)
     if as_json:
         click.echo(json.dumps({"run_uid": uid, "repairs": [asdict(each) for each in repairs]}, indent=2))
     else:
         click.echo("\n".join(_lines(uid, repairs)))
-    return EXIT_FAILED if any(each.state in (State.RESTORABLE, State.REFUSED) for each in repairs) else 0
+    return EXIT_FAILED if any(each.state in (RepairState.RESTORABLE, RepairState.REFUSED) for each in repairs) else 0
 
 
 def _repair(
@@ -90,7 +90,7 @@ def _repair(
 
 def _lines(uid: str, repairs: "list[Repair]") -> list[str]:
     from millrace.cli.view.text import table
-    from millrace.runlog.repair import State
+    from millrace.runlog.repair import RepairState
 
     if not repairs:
         return [f"run {uid}: nothing is damaged or missing"]
@@ -98,9 +98,9 @@ def _lines(uid: str, repairs: "list[Repair]") -> list[str]:
     lines = [table(rows, header=("OBJECT", "PROBLEM", "FROM", "STATE"))]
     lines += [f"  {_short(each.key, uid)}: {each.detail}" for each in repairs]
     lines += [f"  damaged bytes kept: {each.quarantine}" for each in repairs if each.quarantine]
-    counts = {state: sum(each.state is state for each in repairs) for state in State}
+    counts = {state: sum(each.state is state for each in repairs) for state in RepairState}
     lines.append(", ".join(f"{count} {state.value}" for state, count in counts.items() if count))
-    if counts[State.RESTORABLE]:
+    if counts[RepairState.RESTORABLE]:
         lines.append("nothing was changed: --apply restores what is restorable")
     return lines
 

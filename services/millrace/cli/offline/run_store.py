@@ -1,7 +1,6 @@
 """Which object store a command reads without a server, and which run there is meant."""
 
 import contextlib
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.errors import CliError
-from millrace.errors import InvalidSpecError, NotFoundError
+from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings
 
 if TYPE_CHECKING:
@@ -74,6 +73,7 @@ def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ)
 
 def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     """The uid of a run: by name, `runs/{name}`, a unique beginning of one, the uid, or `-` for the newest run."""
+    from millrace.runlog import run_name
     from millrace.runlog.index import read_names
     from millrace.runlog.names import Deployment
 
@@ -84,25 +84,10 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     wanted = text.removeprefix("runs/")
     if wanted in index.damaged:
         raise index.damaged[wanted]
-    if wanted == "-" and uids:
-        return max(uids.values())  # uids sort by creation
-    if wanted in uids:
-        return uids[wanted]
-    if wanted in uids.values():
-        return wanted
-    found = sorted(name for name in uids if name.startswith(wanted))
-    if len(found) == 1:
-        return uids[found[0]]
-    if found:
-        raise CliError(
-            f"{text!r} begins the names of {len(found)} runs: {', '.join(found[:8])}", hint="type more of it"
-        )
-    close = difflib.get_close_matches(wanted, uids, n=3)
-    raise NotFoundError(
-        f"{store.describe()} holds no run {text!r} of the deployment {prefix!r}",
-        reason="RUN_NOT_FOUND",
-        remedy=f"did you mean {' or '.join(close)}?" if close else "check --store and --prefix",
+    name = run_name.resolve(
+        text, uids, holder=f"{store.describe()} holds", remedy=f"check --store and --prefix (now {prefix!r})"
     )
+    return uids[name]
 
 
 def _exists(store: "ObjectStore", prefix: str, uid: str) -> bool:

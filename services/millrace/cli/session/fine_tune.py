@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from millrace.cli.interrupts import Interrupts
 from millrace.config.schema import SFTConfig
 from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
+from millrace.runlog import run_name
 
 TRAINER = ("-m", "millrace.trainer.main", "sft", "--config")
 _TOGETHER_S = 5.0  # between the ends of ranks that fail for the same reason
@@ -21,7 +21,7 @@ async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int
 
     With several ranks only the first one's output is shown; ProcessDiedError if another one fails by itself.
     """
-    name = config.run.name or _made_up(config)
+    name = config.run.name or run_name.make(f"sft-{Path(config.model.name).name}", secrets.token_hex(2))
     directory = Path(config.output_dir) / name
     directory.mkdir(parents=True, exist_ok=True)
     if config.run.name is None:
@@ -77,8 +77,3 @@ def _gang_environ(num_ranks: int) -> dict[str, str]:
     count = str(num_ranks)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return {**address, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-
-
-def _made_up(config: SFTConfig) -> str:
-    base = re.sub(r"[^a-z0-9]+", "-", Path(config.model.name).name.lower()).strip("-")
-    return f"sft-{base[:40].rstrip('-')}-{secrets.token_hex(2)}"

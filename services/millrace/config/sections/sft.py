@@ -5,14 +5,14 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from millrace.config.rules import Finding, finding
-from millrace.config.section import Document, Section, option, table
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import ConfigSection, Document, option, table
 from millrace.config.sections.shared import DEFAULT_MODEL, CheckpointConfig, LogConfig, RunConfig, WandbConfig
 from millrace.config.sections.trainer import Dtype, LoraConfig, OptimConfig, SchedulerConfig, micro_batch_tokens
 from millrace.config.tree import Facts
 
 
-class SFTModelConfig(Section):
+class SFTModelConfig(ConfigSection):
     """The model that is trained."""
 
     name: str = option(DEFAULT_MODEL, "Directory with a Hugging Face model, or a Hub id.", min_length=1)
@@ -25,7 +25,7 @@ class SFTModelConfig(Section):
     )
 
 
-class DataSourceConfig(Section):
+class DataSourceConfig(ConfigSection):
     """Where rows come from.
 
     A row has `messages`, or `prompt` and `completion`, both text or both lists of messages; beside them it may have
@@ -64,14 +64,14 @@ class DataSourceConfig(Section):
         """How many subsets or splits are mixed."""
         return len(self.subsets or self.splits or [""])
 
-    def broken_source_rules(self, prefix: str) -> Iterator[Finding]:
+    def broken_source_rules(self, prefix: str) -> Iterator[BrokenRule]:
         """Subsets and splits that do not pair up; `prefix` is the table of this section."""
         if self.subsets and self.splits and len(self.subsets) != len(self.splits):
             message = f"has {len(self.splits)} names, `{prefix}.subsets` has {len(self.subsets)}; give one per subset"
-            yield finding(message, f"{prefix}.splits", f"{prefix}.subsets")
+            yield broken(message, f"{prefix}.splits", f"{prefix}.subsets")
 
 
-class LossMaskConfig(Section):
+class LossMaskConfig(ConfigSection):
     """Messages of which roles are trained on."""
 
     system: bool = option(False, "Train on system messages.")
@@ -113,7 +113,7 @@ class SFTDataConfig(DataSourceConfig):
         return values
 
 
-class SFTValConfig(Section):
+class SFTValConfig(ConfigSection):
     """The mean loss on rows that are not trained on, as `val/loss`. Roles, `seq_len` and cuts are those of `data`."""
 
     interval: int = option(50, "Steps between two validations; the trained model is validated always.", ge=1)
@@ -138,7 +138,7 @@ class SFTConfig(Document):
     log: LogConfig = table(LogConfig, "Logs.")
     wandb: WandbConfig | None = option(None, "Weights & Biases; off if left out.")
 
-    def broken_rules(self) -> list[Finding]:
+    def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         return [
             *self.scheduler.broken_rules(self.optim, self.max_steps),
@@ -146,7 +146,7 @@ class SFTConfig(Document):
             *super().broken_rules(),
         ]
 
-    def _broken_data_rules(self) -> Iterator[Finding]:
+    def _broken_data_rules(self) -> Iterator[BrokenRule]:
         data = self.data
         yield from data.broken_source_rules("data")
         if self.val is not None:
@@ -155,6 +155,6 @@ class SFTConfig(Document):
             message = (
                 f"has {len(data.probabilities)} numbers for {data.num_sources} subsets or splits; give one for each"
             )
-            yield finding(message, "data.probabilities", "data.subsets", "data.splits")
+            yield broken(message, "data.probabilities", "data.subsets", "data.splits")
         if not any(data.loss_mask.model_dump().values()):
-            yield finding("trains on no role; set one of its keys to true", "data.loss_mask")
+            yield broken("trains on no role; set one of its keys to true", "data.loss_mask")

@@ -2,14 +2,14 @@
 
 from typing import Literal
 
-from millrace.config.section import RUN_NAME_PATTERN, Section, option, table
+from millrace.config.section import RUN_NAME_PATTERN, ConfigSection, option, table
 from millrace.config.tree import Facts
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 SHARED_MODEL = Facts(shared="model.name")
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The model that is trained."""
 
     name: str = option(
@@ -19,7 +19,7 @@ class ModelConfig(Section):
     )
 
 
-class RunConfig(Section):
+class RunConfig(ConfigSection):
     """What the run is called."""
 
     name: str | None = option(
@@ -30,14 +30,14 @@ class RunConfig(Section):
     )
 
 
-class LogConfig(Section):
+class LogConfig(ConfigSection):
     """Logs of the processes that `millrace rl` and `millrace sft` start. Services elsewhere read MILLRACE_LOG_*."""
 
     level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe level that is written.")
     json_logging: bool = option(False, "One JSON object per line instead of plain text.")
 
 
-class WandbConfig(Section):
+class WandbConfig(ConfigSection):
     """Weights & Biases. Accepted and checked; the export itself is not there yet, and starting a run says so."""
 
     project: str = option("millrace", "Project that the run is filed under.", min_length=1)
@@ -48,9 +48,17 @@ class WandbConfig(Section):
     offline: bool = option(False, "Write to disk only.")
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(ConfigSection):
     """When resumable checkpoints are written and which are kept. The last step always writes one."""
 
+    resume_step: int | None = option(
+        None,
+        "Step to go on from; -1 is the newest. A step below the newest one of an RL run makes a fork of it: the log of "
+        "a run is never rewritten. Belongs to the command, and is no part of the run's config.",
+        ge=-1,
+    )
     interval: int | None = option(None, "Steps between checkpoints; only the last step if left out.", ge=1)
-    keep_last: int | None = option(None, "Keep this many newest checkpoints; all if left out.", ge=1)
+    keep_last: int | None = option(
+        None, "Keep this many newest checkpoints; all if left out.", facts=Facts(aliases=("keep",)), ge=1
+    )
     keep_interval: int | None = option(None, "Also keep every checkpoint whose step is a multiple of this.", ge=1)

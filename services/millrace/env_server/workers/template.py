@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from millrace.processes import fork_server
-from millrace.processes.forked import ForkedProcess, ForkServer, ForkServerError
+from millrace.processes.forked import ForkedProcess, ForkServerClient, ForkServerError
 from millrace.processes.parent_death import die_with_parent
 from millrace.telemetry import waits
 
@@ -42,7 +42,7 @@ class WorkerTemplate:
         """`environ` gives the variables of the template, `cwd` is its working directory."""
         self._environ = environ
         self._cwd = cwd
-        self._template = ForkServer({WORKER_MODULE: _PRELOADED}, module=_TEMPLATE_MODULE)
+        self._template = ForkServerClient({WORKER_MODULE: _PRELOADED}, module=_TEMPLATE_MODULE)
         self._began: float | None = None
         self._num_short_lives = 0
         self._not_before = 0.0

@@ -2,7 +2,7 @@
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog.audit.findings import Audit
-from millrace.runlog.events.archive import decode_archived
+from millrace.runlog.events.archive import decode_archive
 from millrace.runlog.redis.entry import Entry, id_order
 
 
@@ -10,15 +10,12 @@ def read_archives(audit: Audit) -> list[Entry]:
     """Every archived event that can be read, each id once; those of a writer may come in any order."""
     found: dict[str, Entry] = {}
     prefix = audit.names.event_archive
-    for info in audit.store.list(prefix):
-        audit.progress(f"events {info.key.removeprefix(prefix)}")
-        data = audit.get(info.key, missing="EVENT_ARCHIVE_MISSING", what="event archive")
-        if data is None:
-            continue
-        where = audit.uri(info.key)
+    for key, data in audit.read_each(prefix, "event archive", missing="EVENT_ARCHIVE_MISSING"):
+        audit.progress(f"events {key.removeprefix(prefix)}")
+        where = audit.uri(key)
         with audit.reading("EVENT_ARCHIVE_CORRUPT", where):
-            entries = decode_archived(data, where=where)
-            _check_name(audit, info.key, entries)
+            entries = decode_archive(data, where)
+            _check_name(audit, key, entries)
             for entry in entries:
                 if found.setdefault(entry.id, entry).h != entry.h:
                     audit.findings.violation(

@@ -87,5 +87,4 @@ def _check(
 
 
 def _seals(audit: Audit) -> set[str]:
-    seals = (audit.get(info.key, what="seal") for info in audit.store.list(audit.names.seals))
-    return {hashlib.sha256(data).hexdigest() for data in seals if data is not None}
+    return {hashlib.sha256(data).hexdigest() for _, data in audit.read_each(audit.names.seals, "seal")}

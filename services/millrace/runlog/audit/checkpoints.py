@@ -1,13 +1,14 @@
 """Checkpoints: each proves the batches that it was trained on, its objects are there, and none is missing."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.runlog.audit.findings import Audit
+from millrace.runlog.records.listing import checkpoint_at
 from millrace.storage.commit_points import find_newest, newest_revision
 
 
@@ -27,16 +28,14 @@ def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
     """Check manifests and objects of all committed checkpoints; returns them, oldest first."""
     facts: list[CheckpointFact] = []
     torn = 0
-    prefixes = list(audit.store.list_prefixes(audit.names.checkpoints))
-    for prefix in prefixes:
-        name = prefix.removeprefix(audit.names.checkpoints).rstrip("/")
-        if not (name.isdecimal() and audit.names.checkpoint(int(name)) == prefix):
+    for prefix in list(audit.store.list_prefixes(audit.names.checkpoints)):
+        if (step := checkpoint_at(audit.names, prefix)) is None:
             audit.findings.violation("CHECKPOINT_CORRUPT", f"{audit.uri(prefix)} is no checkpoint's place")
             continue
         if audit.store.head(f"{prefix}manifest.json") is None:
             torn += 1
             continue
-        fact = _check(audit, prefix, int(name), run_hash=run_hash)
+        fact = _check(audit, prefix, step, run_hash=run_hash)
         if fact is not None:
             facts.append(fact)
     if torn:
@@ -123,10 +122,13 @@ def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> Checkpoint
         _check_identity(audit, step, manifest, run_hash=run_hash)
         if not isinstance(manifest["chain_hash"], str) or not isinstance(manifest.get("lineage", 0), int):
             raise CorruptObjectError("chain_hash or lineage is none", reason="CHECKPOINT_CORRUPT")
-        problems = [_object_problem(audit, item) for item in manifest["objects"]]
+        problems = [
+            audit.object_problem(item["key"], item["size_bytes"], item["sha256"]) for item in manifest["objects"]
+        ]
         if any(problems) and audit.store.head(key) is None:
             return None  # pruned meanwhile, its manifest first
-        _tell(audit, step, filter(None, problems))
+        for problem in filter(None, problems):
+            audit.object_violation("CHECKPOINT", f"checkpoint {step}", problem)
         fact = CheckpointFact(
             step=step,
             chain_hash=manifest["chain_hash"],
@@ -135,16 +137,6 @@ def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> Checkpoint
             is_repaired=key != first,
         )
     return fact
-
-
-def _object_problem(audit: Audit, item: Mapping[str, Any]) -> str:
-    return audit.object_problem(item["key"], item["size_bytes"], item["sha256"])
-
-
-def _tell(audit: Audit, step: int, problems: Iterable[str]) -> None:
-    for problem in problems:
-        check = "CHECKPOINT_OBJECT_CORRUPT" if " has sha256 " in problem else "CHECKPOINT_OBJECT_MISSING"
-        audit.findings.violation(check, f"checkpoint {step}: {problem}")
 
 
 def _check_identity(audit: Audit, step: int, manifest: Mapping[str, Any], *, run_hash: str) -> None:

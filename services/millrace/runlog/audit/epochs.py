@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
-from millrace.runlog.audit.findings import Audit, as_utf8
+from millrace.runlog.audit.findings import Audit, as_utf8, between
 from millrace.runlog.records.epochs import GENERATION_ROLE
 
 
@@ -74,5 +74,4 @@ def _numbers(audit: Audit, prefix: str, kind: str, *, suffix: str, fields: tuple
 def _require_all(audit: Audit, numbers: list[int], check: str, what: str) -> None:
     for before, after in pairwise([0, *sorted(numbers)]):
         if after != before + 1:
-            missing = f"{before + 1}" if after == before + 2 else f"{before + 1} to {after - 1}"
-            audit.findings.violation(check, f"{what}: {missing} does not exist, but {after} does")
+            audit.findings.violation(check, f"{what}: {between(before, after)} does not exist, but {after} does")

@@ -12,7 +12,7 @@ from itertools import pairwise
 from millrace.decoding import decode_message
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog.audit.findings import MAX_PER_CHECK, Audit, gaps
+from millrace.runlog.audit.findings import MAX_PER_CHECK, Audit, between, gaps, some
 from millrace.runlog.audit.told import Told
 from millrace.runlog.redis.entry import Entry, id_order
 from millrace.v1 import event_pb2
@@ -81,7 +81,7 @@ class EventCheck:
             if not silent:
                 continue
             word = "completed" if check == "STEP_NOT_REPORTED" else "committed"
-            message = f"no event says that the steps {_some(silent)} were {word}"
+            message = f"no event says that the steps {some(silent)} were {word}"
             if lost or self._report.num_generations > 1 or was_taken_over:
                 # What a killed process had not sent yet, or a wiped Redis held alone, cannot be said any more.
                 self._findings.note(check, message)
@@ -114,7 +114,7 @@ class EventCheck:
         for before, after in pairwise([0, *sorted(writer.seen)]):
             if after == before + 1:
                 continue
-            missing = f"{before + 1}" if after == before + 2 else f"{before + 1} to {after - 1}"
+            missing = between(before, after)
             generation_before = writer.seen[before][0] if before else 1
             if writer.seen[after][0] > generation_before:
                 lost += after - before - 1
@@ -142,8 +142,3 @@ class EventCheck:
                 self._findings.violation(
                     "COMMITTED_TWICE", f"batch {step} is reported as committed by {', '.join(sorted(names))}"
                 )
-
-
-def _some(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown

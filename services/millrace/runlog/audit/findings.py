@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
@@ -13,10 +13,10 @@ from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
 
 MAX_PER_CHECK = 100
-"""Findings of one check that are written out; the others are counted, so that a report stays readable."""
+"""AuditFindings of one check that are written out; the others are counted, so that a report stays readable."""
 
 
-class Findings:
+class AuditFindings:
     """Collects findings by check, an UPPER_SNAKE name."""
 
     def __init__(self) -> None:
@@ -59,6 +59,7 @@ class Findings:
 
 
 _PIECE_BYTES = 16 << 20
+_SHOWN = 8
 
 
 def as_utf8(text: str) -> str:
@@ -77,8 +78,19 @@ def gaps(known: Iterable[int], first: int, end: int) -> Iterator[range]:
         yield range(expected, end)
 
 
+def some(numbers: Sequence[int]) -> str:
+    """The first numbers of a list in words, and how many more there are."""
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    return f"{shown} and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else shown
+
+
+def between(before: int, after: int) -> str:
+    """The numbers between two in words."""
+    return f"{before + 1}" if after == before + 2 else f"{before + 1} to {after - 1}"
+
+
 class AuditStopped(Exception):
-    """Whoever asked for the audit is gone. Never leaves the package."""
+    """Nobody waits for the audit any more. Never leaves the package."""
 
 
 @dataclass(kw_only=True)
@@ -88,7 +100,7 @@ class Audit:
     store: ObjectStore
     names: Names
     report: audit_pb2.AuditReport
-    findings: Findings = field(default_factory=Findings)
+    findings: AuditFindings = field(default_factory=AuditFindings)
     on_progress: Callable[[str], None] = lambda text: None
     """Hears what is being looked at, in words ("step 12 of 340"); from another thread."""
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -116,6 +128,13 @@ class Audit:
             self.findings.violation("OBJECT_CORRUPT", f"{what or 'object'} {self.uri(key)}: {error.message}")
         return None
 
+    def read_each(self, prefix: str, what: str, *, missing: str = "") -> Iterator[tuple[str, bytes]]:
+        """Key and bytes of every object under a prefix; what cannot be read is a violation, as of `get`."""
+        for info in self.store.list(prefix):
+            data = self.get(info.key, missing=missing, what=what)
+            if data is not None:
+                yield info.key, data
+
     @contextlib.contextmanager
     def reading(self, check: str, what: str) -> Iterator[None]:
         """Around what takes a stored document apart: whatever does not fit is a violation, never a traceback."""
@@ -125,6 +144,11 @@ class Audit:
             self.findings.violation(check, f"{what}: {error.message}")
         except (ArithmeticError, AttributeError, InvalidSpecError, LookupError, TypeError, ValueError) as error:
             self.findings.violation(check, f"{what} is not readable: {error!r}"[:1000])
+
+    def object_violation(self, kind: str, what: str, problem: str) -> None:
+        """Report what `object_problem` says of an object."""
+        is_corrupt = " has sha256 " in problem
+        self.findings.violation(f"{kind}_OBJECT_{'CORRUPT' if is_corrupt else 'MISSING'}", f"{what}: {problem}")
 
     def object_problem(self, key: object, size_bytes: object, sha256: object) -> str:
         """What is wrong with an object that a manifest names, in words; empty if it is as it says.

@@ -9,14 +9,14 @@ from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
-from millrace.runlog.audit.findings import Audit
+from millrace.runlog.audit.findings import Audit, between
 from millrace.runlog.audit.named import NamedCheck
 from millrace.runlog.audit.ordinals import OrdinalCheck
 from millrace.runlog.audit.rollouts import Archives, RolloutFact
 from millrace.runlog.audit.samples import check_chunks, check_samples
 from millrace.runlog.audit.told import ToldSteps
 from millrace.runlog.records.frontier import chain_hash
-from millrace.runlog.records.origin import Origin
+from millrace.runlog.records.origin import RunOrigin
 from millrace.runlog.records.revisions import is_failed_closing, list_headers, parse_reopening
 
 _AHEAD = 16  # headers fetched at once
@@ -31,7 +31,7 @@ class HeaderCheck:
     """Walks the headers of a run once; afterwards it knows the chain hash of every step."""
 
     def __init__(
-        self, audit: Audit, *, run_hash: str, origin: Origin, kept_from: int, told: ToldSteps, named: NamedCheck
+        self, audit: Audit, *, run_hash: str, origin: RunOrigin, kept_from: int, told: ToldSteps, named: NamedCheck
     ) -> None:
         """`kept_from`: chunks of this step and later ones must be there. `told` and `named` hear of every header."""
         self._audit = audit
@@ -113,13 +113,10 @@ class HeaderCheck:
 
     def _read_records(self) -> None:
         """Which closing headers do not end the run."""
-        audit = self._audit
-        for info in audit.store.list(audit.names.reopenings):
-            data = audit.get(info.key, missing="REOPENING_CORRUPT", what="record of a reopening")
-            if data is None:
-                continue
+        audit, check = self._audit, "REOPENING_CORRUPT"
+        for key, data in audit.read_each(audit.names.reopenings, "record of a reopening", missing=check):
             try:
-                self._records.add(parse_reopening(data, where=audit.uri(info.key)).closing_sha256)
+                self._records.add(parse_reopening(data, where=audit.uri(key)).closing_sha256)
             except CorruptObjectError as error:
                 audit.findings.violation("REOPENING_CORRUPT", error.message)
 
@@ -140,9 +137,8 @@ class HeaderCheck:
                 )
         for before, step in pairwise([base - 1, *sorted({step for step, _ in found})]):
             if step != before + 1:
-                first, last = before + 1, step - 1
-                missing = f"header {first}" if first == last else f"headers {first} to {last}"
-                uri = audit.uri(names.batch_header(first))
+                missing = f"header{'s' if step > before + 2 else ''} {between(before, step)}"
+                uri = audit.uri(names.batch_header(before + 1))
                 audit.findings.violation(
                     "HEADER_MISSING", f"{missing} do not exist, but step {step} is committed ({uri})"
                 )

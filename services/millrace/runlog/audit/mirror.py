@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import redis.asyncio as redis_asyncio
@@ -21,7 +22,7 @@ from millrace.runlog.records.epochs import GENERATION_ROLE, latest_epoch
 from millrace.runlog.records.known import manifest_digest
 from millrace.runlog.redis import connection
 from millrace.runlog.redis.connection import as_text
-from millrace.runlog.redis.entry import LAST_ID, Entry, decode_entry
+from millrace.runlog.redis.entry import Entry, decode_entry, scan
 from millrace.storage.commit_points import newest_revision
 
 _PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each
@@ -172,18 +173,12 @@ class Mirror:
 
     async def _entries(self, stream: Stream) -> AsyncIterator[Entry]:
         """The entries of a stream whose format and hash are right; the others are violations."""
-        key, start = self._audit.names.stream(stream), "-"
-        while True:
-            words = ("XRANGE", key, start, "+", "COUNT", _PAGE[stream])
-            found = await self._ask(f"auditing {stream}", *words)
-            for id_, fields in found or ():
-                try:
-                    yield decode_entry(key, id_, fields)
-                except (CorruptObjectError, InvalidStateError) as error:
-                    self._audit.findings.violation(_entry_check(error), error.message)
-            if found is None or len(found) < _PAGE[stream] or (last := as_text(found[-1][0])) == LAST_ID:
-                return
-            start = f"({last}"
+        key, read_page = self._audit.names.stream(stream), partial(self._ask, f"auditing {stream}", "XRANGE")
+        async for id_, fields in scan(lambda start, count: read_page(key, start, "+", "COUNT", count), _PAGE[stream]):
+            try:
+                yield decode_entry(key, id_, fields)
+            except (CorruptObjectError, InvalidStateError) as error:
+                self._audit.findings.violation(_entry_check(error), error.message)
 
 
 def _entry_check(error: MillraceError) -> str:

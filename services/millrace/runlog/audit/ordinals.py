@@ -5,10 +5,9 @@ from itertools import islice
 
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog.audit.findings import Audit
+from millrace.runlog.audit.findings import Audit, some
 from millrace.runlog.records.frontier import Frontier
 
-_SHOWN = 8
 _MOST = 1000
 
 
@@ -39,7 +38,7 @@ class OrdinalCheck:
             unresolved = (ordinal for ordinal in first if ordinal not in self._frontier.resolved_above)
             self._findings.violation(
                 "OPEN_AFTER_CLOSE",
-                f"the closing header {step} leaves ordinals open: {_some(list(islice(unresolved, _MOST)))}",
+                f"the closing header {step} leaves ordinals open: {some(list(islice(unresolved, _MOST)))}",
             )
 
     def add(self, header: batch_pb2.BatchHeader) -> set[int]:
@@ -86,13 +85,13 @@ class OrdinalCheck:
             if lost:
                 self._findings.violation(
                     "ORDINAL_LOST",
-                    f"step {header.step} says that ordinals {_some(lost)} are resolved, but no header resolves them",
+                    f"step {header.step} says that ordinals {some(lost)} are resolved, but no header resolves them",
                 )
             lacking = _difference(self._frontier, claimed)
             if lacking:
                 self._findings.violation(
                     "FRONTIER_LACKS_ORDINALS",
-                    f"step {header.step} says that ordinals {_some(lacking)} are open, but they are resolved",
+                    f"step {header.step} says that ordinals {some(lacking)} are open, but they are resolved",
                 )
         self._frontier = claimed
 
@@ -103,8 +102,3 @@ def _difference(left: Frontier, right: Frontier) -> list[int]:
     above = (ordinal for ordinal in left.resolved_above if not right.is_resolved(ordinal))
     new = (ordinal for ordinal in below if ordinal not in right.resolved_above)
     return sorted({*islice(new, _MOST), *above})  # a damaged header may claim any number
-
-
-def _some(ordinals: list[int]) -> str:
-    shown = ", ".join(map(str, ordinals[:_SHOWN]))
-    return f"{shown} and {len(ordinals) - _SHOWN} more" if len(ordinals) > _SHOWN else shown

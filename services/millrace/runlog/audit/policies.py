@@ -5,7 +5,6 @@ Nothing removes a version: later ones may be deltas against it, so every object 
 
 import hashlib
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from millrace.decoding import decode_object
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.runlog.audit.named import NamedCheck
+from millrace.runlog.records.listing import policy_at
 from millrace.storage.commit_points import find_newest
 
-_NAME = re.compile(r"(\d{4,})-(\d{8,})/")
 _CORRUPT = "POLICY_CORRUPT"
 
 
@@ -55,11 +54,10 @@ class PolicyCheck:
         """Read every manifest."""
         audit, torn = self._audit, 0
         for prefix in audit.store.list_prefixes(audit.names.policies):
-            match = _NAME.fullmatch(prefix.removeprefix(audit.names.policies))
-            if match is None or audit.names.policy(int(match[1]), int(match[2])) != prefix:
+            if (place := policy_at(audit.names, prefix)) is None:
                 audit.findings.violation(_CORRUPT, f"{audit.uri(prefix)} is no version's place")
                 continue
-            lineage, version = int(match[1]), int(match[2])
+            version, lineage = place
             if (key := find_newest(audit.store, f"{prefix}manifest.json")) is None:
                 torn += 1
                 continue
@@ -199,8 +197,7 @@ class PolicyCheck:
                 problem = self._audit.object_problem(item["key"], item["size_bytes"], item["sha256"])
                 self._objects[item["key"]] = problem
             if problem:
-                check = "POLICY_OBJECT_CORRUPT" if " has sha256 " in problem else "POLICY_OBJECT_MISSING"
-                self._audit.findings.violation(check, f"{what.removeprefix('manifest of ')}: {problem}")
+                self._audit.object_violation("POLICY", what.removeprefix("manifest of "), problem)
 
     def _check_digest(self, manifest: Mapping[str, Any], what: str) -> None:
         """The digest of the whole follows from those of the tensors, as `policies.digest` makes it."""

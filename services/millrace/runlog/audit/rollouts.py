@@ -134,7 +134,7 @@ class Archives:
                 )
 
     def _check_whole(self, header: batch_pb2.BatchHeader, rollouts: Iterable[Rollout]) -> None:
-        """Of a trained group every member is there once; what is beside that was discarded as a duplicate."""
+        """Of a trained group every member is there once; what else there is was discarded as a duplicate."""
         groups: defaultdict[int, Counter[int]] = defaultdict(Counter)
         sizes: dict[int, int] = {}
         for rollout in rollouts:

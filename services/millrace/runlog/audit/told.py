@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog.audit.findings import Audit
+from millrace.runlog.audit.findings import Audit, some
 from millrace.v1 import event_pb2, run_pb2
 
 TERMINAL = {
@@ -95,7 +95,7 @@ class ToldSteps:
         told = {step for step in (*self._told.committed, *self._told.completed) if base_step <= step < _MAX_STEP}
         if lost := sorted(told - self._seen):
             self._findings.violation(
-                "HEADER_MISSING", f"events say that the steps {_some(lost)} were committed, and no header can be read"
+                "HEADER_MISSING", f"events say that the steps {some(lost)} were committed, and no header can be read"
             )
         for end, *_ in self._told.ends:
             state = run_pb2.RunState.Name(end.new_state).removeprefix("RUN_STATE_")
@@ -132,8 +132,3 @@ class ToldSteps:
                 f"the event of step {step} says {told[0]} trained, dropped {told[1]}; its header says {num_trained} "
                 f"trained, dropped {dict(dropped)}",
             )
-
-
-def _some(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown

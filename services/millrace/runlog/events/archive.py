@@ -100,7 +100,7 @@ class EventArchive:
         self._write_object(part)
 
     def _write_object(self, entries: Sequence[Entry]) -> None:
-        self._log.store.create(self._log.names.archived_events(entries[0].id, entries[-1].id), _encode(entries))
+        self._log.store.create(self._log.names.archived_events(entries[0].id, entries[-1].id), encode_archive(entries))
 
 
 def _readable(page: Iterable[Entry], on_damaged: OnDamaged | None) -> list[Entry]:
@@ -129,7 +129,7 @@ async def read_page(log: RunLog, first: str) -> list[Entry]:
 def load_archived_events(store: ObjectStore, names: Names) -> list[Entry]:
     """Every archived event, in the order of the ids, each id once (blocking)."""
     with ThreadPoolExecutor(_PARALLEL_GETS, thread_name_prefix="events") as pool:
-        parts = pool.map(lambda key: _decode(_get(store, key), store.uri(key)), _objects(store, names))
+        parts = pool.map(lambda key: decode_archive(_get(store, key), store.uri(key)), _objects(store, names))
         found: dict[str, Entry] = {}
         for entry in (entry for part in parts for entry in part):
             found.setdefault(entry.id, entry)
@@ -143,7 +143,7 @@ def load_newest_archived(store: ObjectStore, names: Names) -> Entry | None:
     if not keys:
         return None
     where = store.uri(keys[-1])
-    entries = list(_decode(_get(store, keys[-1]), where))
+    entries = decode_archive(_get(store, keys[-1]), where)
     if not entries:
         raise _corrupt(where, "it is empty")
     return entries[-1]
@@ -164,12 +164,8 @@ def _objects(store: ObjectStore, names: Names) -> list[str]:
     return ours
 
 
-def decode_archived(data: bytes, *, where: str) -> list[Entry]:
-    """The entries of one archive object; `CorruptObjectError` if it is none."""
-    return list(_decode(data, where))
-
-
-def _encode(entries: Sequence[Entry]) -> bytes:
+def encode_archive(entries: Sequence[Entry]) -> bytes:
+    """The bytes of an archive object with these entries."""
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"".join(_fields(entries)))
 
 
@@ -180,7 +176,8 @@ def _fields(entries: Iterable[Entry]) -> Iterator[bytes]:
             yield field
 
 
-def _decode(data: bytes, where: str) -> list[Entry]:
+def decode_archive(data: bytes, where: str) -> list[Entry]:
+    """The entries of an archive object; `CorruptObjectError` if it holds none."""
     rest = memoryview(
         decompress(data, what=where, reason="EVENT_ARCHIVE_CORRUPT", remedy=_REMEDY, max_bytes=_MAX_OBJECT_BYTES)
     )
@@ -217,13 +214,3 @@ def _corrupt(where: str, cause: str) -> CorruptObjectError:
     return CorruptObjectError(
         f"{where} holds no archived events: {cause}", reason="EVENT_ARCHIVE_CORRUPT", remedy=_REMEDY
     )
-
-
-def decode_archive(data: bytes, where: str) -> list[Entry]:
-    """The entries of an archive object; `CorruptObjectError` if it holds none."""
-    return _decode(data, where)
-
-
-def encode_archive(entries: Sequence[Entry]) -> bytes:
-    """The bytes of an archive object with these entries."""
-    return _encode(entries)

@@ -22,8 +22,8 @@ class EventReader:
 
     A cursor from before a rebuild stays good: what follows it in the rebuilt log includes everything that it has not
     seen, and may include, under new cursors and with equal (writer, writer_sequence), what it has. The same cursor in
-    another log instance of the *same* generation may be another event's: whoever sees the server restarted reads again
-    from the first event and leaves out what it knows.
+    another log instance of the *same* generation may be another event's: a reader that sees the server restarted reads
+    again from the first event and leaves out what it knows.
     """
 
     def __init__(self, log: RunLog) -> None:
@@ -96,7 +96,7 @@ def decode_event(entry: Entry) -> event_pb2.Event:
         )
     try:
         event.time.ToNanoseconds()
-    except ValueError as error:  # no time that has a date: whoever shows the event would fail
+    except ValueError as error:  # no time that has a date: nobody could show the event
         raise CorruptObjectError(f"event {entry.id} has no valid time: {error}", reason="EVENT_CORRUPT") from error
     event.cursor = entry.id
     return event

@@ -10,10 +10,12 @@ import json
 import logging
 import secrets
 from dataclasses import dataclass
+from functools import partial
 
 from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
+from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.runlog.names import Names
+from millrace.runlog.records.numbered import create_next
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,6 @@ GENERATION_ROLE = "log"
 """Role whose epochs number the generations of the Redis copy: 1 at creation, + 1 at every rebuild."""
 
 _MAX_BYTES = 1 << 20
-_MAX_ATTEMPTS = 100  # as many rivals would have to win in between; something else is wrong then
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +65,19 @@ def first_generation(store: ObjectStore, names: Names) -> int:
 async def create_epoch(store: ObjectStore, names: Names, role: str, owner: str) -> Epoch:
     """Create the next epoch object of a role; exactly one caller ever gets each number."""
     data = _body(owner)  # its nonce makes an ambiguous create decidable
-    number = await asyncio.to_thread(latest_epoch, store, names, role)
-    for _ in range(_MAX_ATTEMPTS):
-        number += 1
-        if await asyncio.to_thread(store.create, names.epoch(role, number), data):
-            logger.info("epoch acquired", extra={"uid": names.uid, "role": role, "epoch": number, "owner": owner})
-            return Epoch(role, number)
-    raise UnavailableError(
-        f"lost {_MAX_ATTEMPTS} races for an epoch of {role} of run {names.uid}",
+    last = await asyncio.to_thread(latest_epoch, store, names, role)
+    number = await asyncio.to_thread(
+        create_next,
+        store,
+        names,
+        data,
+        key_of=partial(names.epoch, role),
+        last=last,
+        what=f"an epoch of {role}",
         reason="EPOCH_CONTENDED",
-        remedy="find out which processes keep claiming the run",
-        metadata={"uid": names.uid, "role": role},
     )
+    logger.info("epoch acquired", extra={"uid": names.uid, "role": role, "epoch": number, "owner": owner})
+    return Epoch(role, number)
 
 
 def _body(owner: str) -> bytes:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError, UnavailableError
+from millrace.errors import CorruptObjectError
 from millrace.runlog.names import Names
+from millrace.runlog.records.numbered import create_next
 from millrace.storage import ObjectStore
 
-_MAX_ATTEMPTS = 100
 _MAX_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """One wish, in the order of `sequence`."""
+    """What a user asked for, in the order of `sequence`."""
 
     sequence: int
     kind: str
@@ -32,17 +32,11 @@ async def write_intent(store: ObjectStore, names: Names, kind: str, payload: Map
     time = datetime.datetime.now(datetime.UTC).isoformat()
     body = {"kind": kind, "payload": dict(payload), "time": time, "nonce": secrets.token_hex(8)}
     data = json.dumps(body, sort_keys=True).encode()
-    sequence = await asyncio.to_thread(_last_sequence, store, names) + 1
-    for _ in range(_MAX_ATTEMPTS):
-        if await asyncio.to_thread(store.create, names.intent(sequence), data):
-            return Intent(sequence=sequence, kind=kind, payload=dict(payload), time=time)
-        sequence += 1
-    raise UnavailableError(
-        f"lost {_MAX_ATTEMPTS} races for an intent of run {names.uid}",
-        reason="INTENT_CONTENDED",
-        remedy="find out who keeps writing intents",
-        metadata={"uid": names.uid},
+    last = await asyncio.to_thread(_last_sequence, store, names)
+    sequence = await asyncio.to_thread(
+        create_next, store, names, data, key_of=names.intent, last=last, what="an intent", reason="INTENT_CONTENDED"
     )
+    return Intent(sequence=sequence, kind=kind, payload=dict(payload), time=time)
 
 
 async def read_intents(store: ObjectStore, names: Names, *, after: int = 0) -> list[Intent]:
@@ -75,10 +69,7 @@ def _read(store: ObjectStore, names: Names, after: int) -> list[Intent]:
 
 
 def _last_sequence(store: ObjectStore, names: Names) -> int:
-    last = 0
-    for info in store.list(names.intents):
-        last = max(last, _number(names, info.key) or 0)
-    return last
+    return max((_number(names, info.key) or 0 for info in store.list(names.intents)), default=0)
 
 
 def _number(names: Names, key: str) -> int | None:

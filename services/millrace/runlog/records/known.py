@@ -1,7 +1,7 @@
 """The small objects that headers name: epochs, intents, event archives, policy manifests. The chain covers them so.
 
 A header names what exists when it is written and no header before it has named. Such an object is created once and
-never changes, so whoever holds the chain hash can tell that one of them was changed or taken away later.
+never changes, so the chain hash shows whether one of them was changed or removed later.
 """
 
 import hashlib

@@ -2,17 +2,16 @@
 
 from dataclasses import dataclass, field
 
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier, genesis_hash
+from millrace.runlog.records.run_record import REMEDY, RunRecord
 from millrace.storage import ObjectStore
-
-_REMEDY = "restore the object from a replica of the bucket"
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RunOrigin:
     """What comes before the first header of a log."""
 
     base_step: int = 0
@@ -37,21 +36,20 @@ def require_exists(store: ObjectStore, names: Names) -> None:
         )
 
 
-def load_origin(store: ObjectStore, names: Names) -> Origin:
+def load_origin(store: ObjectStore, names: Names) -> RunOrigin:
     """The origin of a run, from its `run.json` (blocking); `NotFoundError` if there is none."""
     return parse_origin(store.get(names.run_json, max_bytes=MAX_JSON_BYTES), where=store.uri(names.run_json))
 
 
-def parse_origin(run_json: bytes, *, where: str) -> Origin:
+def parse_origin(run_json: bytes, *, where: str) -> RunOrigin:
     """The origin that a `run.json` names: its `parent` has base_step, chain_hash (hex), resolved_below, resolved_above.
 
     A run without a parent, or whose parent names neither step nor chain, begins at 0. `where` is for the error.
     """
-    document = decode_object(run_json, what=where, reason="RUN_JSON_CORRUPT", remedy=_REMEDY)
+    parent = RunRecord.parse(run_json, where=where).parent or {}
     try:
-        parent = document.get("parent") or {}
         if "chain_hash" not in parent and not parent.get("base_step"):
-            return Origin(chain_hash=genesis_hash(ZERO_CHAIN_HASH, run_json))
+            return RunOrigin(chain_hash=genesis_hash(ZERO_CHAIN_HASH, run_json))
         chain = bytes.fromhex(parent["chain_hash"])
         if len(chain) != len(ZERO_CHAIN_HASH):
             raise ValueError(f"a chain hash has {len(ZERO_CHAIN_HASH)} bytes, not {len(chain)}")
@@ -59,10 +57,10 @@ def parse_origin(run_json: bytes, *, where: str) -> Origin:
         if not 0 <= base_step < 1 << 63:
             raise ValueError(f"base_step is {base_step}")
         frontier = Frontier(int(parent.get("resolved_below", 0)), frozenset(map(int, parent.get("resolved_above", ()))))
-        return Origin(base_step, genesis_hash(chain, run_json), chain, frontier)
+        return RunOrigin(base_step, genesis_hash(chain, run_json), chain, frontier)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CorruptObjectError(
             f"{where} names no usable parent: {error!r}",
             reason="RUN_JSON_CORRUPT",
-            remedy=_REMEDY,
+            remedy=REMEDY,
         ) from error

@@ -36,7 +36,7 @@ class Reopening:
     closing_sha256: str
     """Of the stored bytes of the closing header, hex."""
     epoch: int
-    """Orchestrator epoch that was taken for it: whoever drove the run before is fenced out. 0: copied by a fork."""
+    """Orchestrator epoch that was taken for it: the driver before is fenced out. 0: copied by a fork."""
     owner: str
     time: str
 
@@ -77,6 +77,16 @@ def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, da
         ) from error
 
 
+def chain_broken(names: Names, step: int, message: str) -> CorruptObjectError:
+    """The error of a header that is missing, or does not come next."""
+    return CorruptObjectError(
+        message,
+        reason="CHAIN_BROKEN",
+        remedy="restore the header objects of the run from a replica of the bucket",
+        metadata={"uid": names.uid, "step": str(step)},
+    )
+
+
 def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None:
     """What is committed of a step; None if nothing is. One request, but for a step at which a run failed."""
     revisions: list[bytes] = []
@@ -100,6 +110,11 @@ def load_reopenings(store: ObjectStore, names: Names) -> list[Reopening]:
         parse_reopening(store.get(info.key, max_bytes=_MAX_RECORD_BYTES), where=store.uri(info.key))
         for info in store.list(names.reopenings)
     ]
+
+
+def last_reopened(store: ObjectStore, names: Names) -> int:
+    """The newest step at which the run was reopened after a failure; 0 if it never was."""
+    return max((record.step for record in load_reopenings(store, names)), default=0)
 
 
 def parse_reopening(data: bytes, *, where: str) -> Reopening:

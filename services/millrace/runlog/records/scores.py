@@ -15,7 +15,7 @@ from millrace.storage.base import ObjectStore
 
 
 def store_scores(store: ObjectStore, names: Names, rollout: Rollout, scores: list[Float32Array]) -> None:
-    """Keep the scores of a rollout's samples (blocking); whoever plays the same tokens again keeps the first ones."""
+    """Keep the scores of a rollout's samples (blocking); a second play of the same tokens keeps the first ones."""
     store.create(names.scores(scored_digest(rollout.samples)), encode_scores(rollout.samples, scores))
 
 

@@ -9,7 +9,7 @@ Batches and policies are appended again by their writers (`reappend_committed`, 
 A copy is stale when Redis came back from a file that misses a rebuild (its generation is below an installed one) or
 events that the store has (new events would get the ids of these), when it holds a closing header that does not end the
 run any more (`revisions`: an entry cannot be taken back), and when it is damaged (`runlog.damage`). Which generations
-were installed is marked by create-only objects; the rebuilder, or whoever opens the log next, writes the mark. Damage
+were installed is marked by create-only objects; the rebuilder, or the next opener, writes it. Damage
 that comes again after a rebuild is rebuilt again, but ever more seldom: `LogGoneError` (LOG_UNSTABLE) says what it is
 and when the next try is.
 """

@@ -6,15 +6,24 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.names import Stream
 from millrace.runlog.records.epochs import Epoch
 from millrace.runlog.records.frontier import chain_hash
+from millrace.runlog.records.known import manifest_digest
+from millrace.runlog.records.listing import list_policies
 from millrace.runlog.records.origin import load_origin
-from millrace.runlog.records.revisions import StepHeaders, decode_stored, is_failed_closing, load_step, read_chunk
+from millrace.runlog.records.revisions import (
+    StepHeaders,
+    chain_broken,
+    decode_stored,
+    is_failed_closing,
+    load_step,
+    read_chunk,
+)
 from millrace.runlog.redis import damage
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
@@ -91,12 +100,8 @@ def _next_header(log: RunLog, step: int, revision: int, data: bytes, chain: byte
     """The header that these bytes hold; `CorruptObjectError` unless it comes next behind `chain`."""
     header = decode_stored(log.store, log.names, step, revision, data)
     if (header.step, header.revision) != (step, revision) or header.previous_chain_hash != chain:
-        raise CorruptObjectError(
-            f"{log.store.uri(log.names.batch_header(step, revision))} does not continue the chain of step {step - 1}",
-            reason="CHAIN_BROKEN",
-            remedy="restore the header objects of the run from a replica of the bucket",
-            metadata={"uid": log.uid, "step": str(step)},
-        )
+        where = log.store.uri(log.names.batch_header(step, revision))
+        raise chain_broken(log.names, step, f"{where} does not continue the chain of step {step - 1}")
     return header
 
 
@@ -150,11 +155,7 @@ def _load_chunks(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[byte
 
 
 def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
-    newest: dict[int, int] = {}
-    for prefix in log.store.list_prefixes(log.names.policies):
-        lineage, _, version = prefix.removeprefix(log.names.policies).rstrip("/").partition("-")
-        if lineage.isdecimal() and version.isdecimal() and int(version) >= first:
-            newest[int(version)] = max(int(lineage), newest.get(int(version), 0))
+    newest = {version: lineage for version, lineage in list_policies(log.store, log.names) if version >= first}
     entries = []
     for version in range(first, first + len(newest)):
         if version not in newest:
@@ -172,32 +173,18 @@ def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
                 version=version,
                 manifest_key=key,
                 manifest_sha256=hashlib.sha256(manifest).digest(),
-                digest=_digest(manifest, log.store.uri(key)),
+                digest=manifest_digest(manifest),
             )
         )
     return entries
-
-
-def _digest(manifest: bytes, where: str) -> str:
-    """The digest that a manifest names; empty if it is damaged, which only who needs that version minds."""
-    try:
-        found = decode_object(manifest, what=where, reason="POLICY_CORRUPT").get("digest")
-    except CorruptObjectError as error:
-        logger.warning("the manifest of a policy is damaged", extra={"error": error.message})
-        return ""
-    return found if isinstance(found, str) else ""
 
 
 def _require_end(log: RunLog, step: int, rest: Sequence[StepHeaders | None]) -> None:
     """Headers are written one after the other: one behind a missing one means that an object was lost."""
     behind = [step + offset for offset, data in enumerate(rest) if data is not None]
     if behind:
-        raise CorruptObjectError(
-            f"header {log.store.uri(log.names.batch_header(step))} is missing, but step {behind[0]} is committed",
-            reason="CHAIN_BROKEN",
-            remedy="restore the header objects of the run from a replica of the bucket",
-            metadata={"uid": log.uid, "step": str(step)},
-        )
+        where = log.store.uri(log.names.batch_header(step))
+        raise chain_broken(log.names, step, f"header {where} is missing, but step {behind[0]} is committed")
 
 
 async def _get_step(log: RunLog, step: int) -> StepHeaders | None:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,8 @@ from millrace.runlog.events.archive import load_archived_events, read_page
 from millrace.runlog.events.reader import MAX_SEQUENCE, readable_event
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.epochs import GENERATION_ROLE, latest_epoch
-from millrace.runlog.records.origin import Origin, parse_origin
+from millrace.runlog.records.listing import list_checkpoints, list_policies
+from millrace.runlog.records.origin import RunOrigin, parse_origin
 from millrace.runlog.redis.entry import FORMAT_MAJOR, Entry, id_order
 from millrace.runlog.redis.log import RunLog, parse_run_hash
 from millrace.storage import ObjectStore
@@ -136,27 +136,19 @@ def _roles(store: ObjectStore, names: Names) -> list[str]:
     return [role for role in found if role != GENERATION_ROLE]
 
 
-def _first_batch(store: ObjectStore, names: Names, origin: Origin) -> int:
+def _first_batch(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
     """The step from which batches are wanted in Redis: that of the oldest checkpoint that the headers reach."""
-    found = (prefix.removeprefix(names.checkpoints).rstrip("/") for prefix in store.list_prefixes(names.checkpoints))
-    for step in sorted(int(name) for name in found if name.isdecimal()):
-        if step < origin.base_step:
-            continue
-        if store.head(names.checkpoint_manifest(step)) is not None:
-            is_backed = step > 0 and store.head(names.batch_header(step - 1)) is not None
-            return step if is_backed else origin.base_step
-    return origin.base_step
+    step = next((step for step in list_checkpoints(store, names) if step >= origin.base_step), 0)
+    is_backed = step > 0 and store.head(names.batch_header(step - 1)) is not None
+    return step if is_backed else origin.base_step
 
 
 def _first_policy(store: ObjectStore, names: Names, first: int) -> int:
     """The lowest version from `first` on from which every published version up to the newest is in the store."""
-    lineages: dict[int, list[int]] = {}
-    for prefix in store.list_prefixes(names.policies):
-        if match := re.fullmatch(r"(\d+)-(\d+)", prefix.removeprefix(names.policies).rstrip("/")):
-            lineages.setdefault(int(match[2]), []).append(int(match[1]))
+    found = list_policies(store, names)
     lowest = None
-    for version in sorted((version for version in lineages if version >= first), reverse=True):
-        if any(store.head(names.policy_manifest(lineage, version)) for lineage in lineages[version]):
+    for version in sorted({version for version, _ in found if version >= first}, reverse=True):
+        if any(store.head(names.policy_manifest(lineage, each)) for each, lineage in found if each == version):
             if lowest is not None and version != lowest - 1:
                 break
             lowest = version

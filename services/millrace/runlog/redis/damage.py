@@ -7,14 +7,13 @@ Redis is the fast copy. What stands there and cannot be used, or claims what the
   one atomic step. From then on nobody appends to it or reads from it, as if Redis had lost it, until an orchestrator
   has rebuilt it
 
-Whoever meets damage may call `condemn`: it costs a rebuild, never a fact. That the *store* lacks something is found by
-comparing with it, and is an error of its own.
+Every reader that meets damage may call `condemn`: it costs a rebuild, never a fact. That the *store* lacks something is
+found by comparing with it, and is an error of its own.
 """
 
 import asyncio
 import hashlib
 import logging
-import re
 from typing import Any, Protocol
 
 from millrace.decoding import MAX_JSON_BYTES, decode_message, decode_object
@@ -22,6 +21,7 @@ from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
 from millrace.internal.v1 import policy_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES
 from millrace.runlog.names import Names, Stream
+from millrace.runlog.records.listing import list_policies
 from millrace.runlog.redis import connection, script
 from millrace.runlog.redis.entry import Entry
 from millrace.storage import ObjectStore
@@ -131,7 +131,7 @@ async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry |
     """The policy version that an entry announces; None if the store does not keep it any more.
 
     `LogGoneError`, and a rebuild, where its manifest in the store is another's or was never written. One that is
-    damaged is nothing that a rebuild mends: whoever needs that version finds it, and the trainer publishes it anew.
+    damaged is nothing that a rebuild mends: its reader finds it, and the trainer publishes it anew.
     """
     try:
         policy = _decode_policy(entry.d)
@@ -178,9 +178,7 @@ def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None
             return False
         manifest = _manifest(log, policy)
         return manifest is not None and _is_of(manifest, policy)
-    names = (prefix.removeprefix(log.names.policies) for prefix in log.store.list_prefixes(log.names.policies))
-    found = (re.fullmatch(r"(\d+)-(\d+)/?", name) for name in names)
-    return any(int(match[2]) >= position for match in found if match)
+    return any(version >= position for version, _ in list_policies(log.store, log.names))
 
 
 def _headers(log: LogCopy, step: int) -> list[bytes]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -69,9 +69,10 @@ class Entry:
     d: bytes
     tp: str
     damage: str = ""
-    """What is wrong with it, in words; then `d` and `h` are empty, and whoever reads it goes on behind it."""
+    """What is wrong with it, in words; then `d` and `h` are empty, and a reader goes on behind it."""
 
 
+Page = Sequence[tuple[bytes, Mapping[bytes, bytes]]]
 LAST_ID = "18446744073709551615-18446744073709551615"
 """The highest id there is: nothing can follow it, and Redis refuses to read behind it."""
 OnDamaged: TypeAlias = Callable[[Stream, Entry], None]
@@ -148,6 +149,19 @@ def check_format(version: str, where: str) -> int:
             metadata={"format": version},
         )
     return int(major)
+
+
+async def scan(
+    read_page: Callable[[str, int], Awaitable[Page | None]], num_at_once: int
+) -> AsyncIterator[tuple[bytes, Mapping[bytes, bytes]]]:
+    """Every raw entry of a stream; `read_page` reads at most so many from an id on, and ends it with None."""
+    start = "-"
+    while page := await read_page(start, num_at_once):
+        for raw in page:
+            yield raw
+        if len(page) < num_at_once or (last := as_text(page[-1][0])) == LAST_ID:
+            return
+        start = f"({last}"
 
 
 def log_gone(what: str) -> LogGoneError:

@@ -1,15 +1,17 @@
 """One object at a time: is it what it has to be, who has the right bytes, and how they get to their place.
 
 Nothing is overwritten. A damaged object is copied to `quarantine/` under the sha256 of its bytes and read back there
-before it leaves its place; the right bytes are then created there. Whoever dies in between leaves a missing object and
-a kept copy, which the next repair finishes.
+before it leaves its place; the right bytes are then created there. A repair that dies in between leaves a missing
+object and a kept copy, and the next one finishes it.
 """
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from millrace.errors import (
@@ -21,7 +23,7 @@ from millrace.errors import (
 )
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.names import Names, Stream
-from millrace.runlog.redis.entry import LAST_ID, Entry, decode_entry
+from millrace.runlog.redis.entry import Entry, decode_entry, scan
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
 from millrace.storage.base import check_key
@@ -34,7 +36,7 @@ MISSING = "it is missing"
 _PAGE = {Stream.BATCHES: 16, Stream.EVENTS: 256}
 
 
-class State(StrEnum):
+class RepairState(StrEnum):
     """What becomes of something that is damaged or missing."""
 
     RESTORABLE = "restorable"
@@ -53,7 +55,7 @@ class Repair:
     problem: str
     source: str
     """Where the right bytes are; empty if nowhere."""
-    state: State
+    state: RepairState
     detail: str
     """What proves the bytes, or why nothing is done."""
     quarantine: str = ""
@@ -97,18 +99,11 @@ class RedisCopy:
         return found[0].d if found else None
 
     async def _entries(self, stream: Stream) -> AsyncIterator[Entry]:
-        key, start = self._log.names.stream(stream), "-"
-        while True:
-            words = ("XRANGE", key, start, "+", "COUNT", _PAGE[stream])
-            found = await self._log.command(f"reading {stream} for a repair", *words)
-            for id_, fields in found:
-                try:
-                    yield decode_entry(key, id_, fields)
-                except (CorruptObjectError, InvalidStateError):
-                    continue
-            if len(found) < _PAGE[stream] or (last := found[-1][0].decode()) == LAST_ID:
-                return
-            start = f"({last}"
+        key, what = self._log.names.stream(stream), f"reading {stream} for a repair"
+        read_page = partial(self._log.command, what, "XRANGE", key)
+        async for id_, fields in scan(lambda start, count: read_page(start, "+", "COUNT", count), _PAGE[stream]):
+            with contextlib.suppress(CorruptObjectError, InvalidStateError):
+                yield decode_entry(key, id_, fields)
 
 
 @dataclass(kw_only=True)
@@ -187,9 +182,9 @@ class Workbench:
             with owned_directory("repair") as directory:
                 path = directory / "object"
                 if not (why := _fetch(self.backup, key, path, sha256=sha256, size_bytes=size_bytes)):
-                    state, aside = State.RESTORABLE, ""
+                    state, aside = RepairState.RESTORABLE, ""
                     if self.is_applied:
-                        state, aside = State.RESTORED, self._set_aside(key)
+                        state, aside = RepairState.RESTORED, self._set_aside(key)
                         self.store.put_file(key, path)  # the key is free, and no other object has it
                     detail = f"proved by {prover}"
                     self._note(key, problem, source, state, detail, aside)
@@ -214,7 +209,7 @@ class Workbench:
         self, key: str, data: bytes, problem: str, source: str, prover: str, *, damaged: bytes | None
     ) -> bytes:
         self.good[key] = data
-        state, aside = State.RESTORABLE, ""
+        state, aside = RepairState.RESTORABLE, ""
         if self.is_applied:
             aside = self._set_aside(key) if damaged is not None or self.store.head(key) is not None else ""
             if not self.store.create(key, data) and self.store.get(key) != data:
@@ -223,7 +218,7 @@ class Workbench:
                     reason="REPAIR_CONFLICT",
                     remedy="repair the run again",
                 )
-            state = State.RESTORED
+            state = RepairState.RESTORED
         self._note(key, problem, source, state, f"proved by {prover}", aside)
         return data
 
@@ -250,13 +245,13 @@ class Workbench:
 
     def _give_up(self, key: str, problem: str, tried: Sequence[str], without: str) -> None:
         if without:
-            self._note(key, problem, "", State.NOT_NEEDED, without, "")
+            self._note(key, problem, "", RepairState.NOT_NEEDED, without, "")
             return
         where = [name for name, source in (("Redis", self.redis), ("a backup (--from)", self.backup)) if source is None]
         also = f"; not looked at: {' and '.join(where)}" if where else ""
-        self._note(key, problem, "", State.REFUSED, ("; ".join(tried) or "nobody has its bytes") + also, "")
+        self._note(key, problem, "", RepairState.REFUSED, ("; ".join(tried) or "nobody has its bytes") + also, "")
 
-    def _note(self, key: str, problem: str, source: str, state: State, detail: str, aside: str) -> None:
+    def _note(self, key: str, problem: str, source: str, state: RepairState, detail: str, aside: str) -> None:
         self.repairs.append(
             Repair(key=key, problem=problem, source=source, state=state, detail=detail, quarantine=aside)
         )

@@ -1,16 +1,15 @@
 """A run's batches from the object store alone: for replays, which work without Redis and write nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.errors import InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.names import Names
+from millrace.runlog.records.listing import list_checkpoints
 from millrace.runlog.records.revisions import list_headers, load_step, read_chunk, read_header
 from millrace.storage.base import ObjectStore
-
-_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class StoreLog:
         last = max((step for step, _ in list_headers(self._store, self._names)), default=-1)
         if last >= 0 and self._header(last).kind == batch_pb2.BATCH_KIND_CLOSE:
             last -= 1
-        first = next(self._checkpoints(), last + 1)
+        first = next(list_checkpoints(self._store, self._names), last + 1)
         if self._base_step == 0 and last >= 0 and self._has_data(0):
             first = 0
         return KeptRange(first, last)
@@ -99,9 +98,3 @@ class StoreLog:
 
     def _has_data(self, step: int) -> bool:
         return all(self._store.head(chunk.key) is not None for chunk in self._header(step).chunks)
-
-    def _checkpoints(self) -> Iterator[int]:
-        for prefix in self._store.list_prefixes(self._names.checkpoints):
-            name = prefix.removeprefix(self._names.checkpoints).rstrip("/")
-            if name.isdecimal() and self._store.head(prefix + _MANIFEST) is not None:
-                yield int(name)

@@ -21,9 +21,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PROBE_TOKENS = 16
 _WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 # What an engine needs beside the tensors; weight indexes are left out because the manifest replaces them.
-_FILE_PATTERNS = (
-    "config.json",
-    "generation_config.json",
+_MODEL_FILES = ("config.json", "generation_config.json")
+_TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -146,12 +145,22 @@ def _tensor_bytes(value: torch.Tensor, dtype: torch.dtype) -> TensorBytes:
 
 def policy_files(directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
     """The small files of the model by name; `config.json` says the dtype that the tensors are published in."""
-    files = {path.name: path.read_bytes() for pattern in _FILE_PATTERNS for path in sorted(directory.glob(pattern))}
+    files = {
+        path.name: path.read_bytes()
+        for pattern in (*_MODEL_FILES, *_TOKENIZER_FILES)
+        for path in sorted(directory.glob(pattern))
+    }
     config: dict[str, Any] = json.loads(files["config.json"])
     config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
     config["dtype"] = str(dtype).removeprefix("torch.")
     files["config.json"] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
     return files
+
+
+def with_tokenizer(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
+    """The small files of a model with the tokenizer of the one in `directory`."""
+    kept = {name: data for name, data in files.items() if name in _MODEL_FILES}
+    return kept | {path.name: path.read_bytes() for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)}
 
 
 @torch.no_grad()

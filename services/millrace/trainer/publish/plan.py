@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from millrace.runlog.names import Names
+from millrace.runlog.records.listing import list_policies
 from millrace.storage.base import ObjectStore
 
 
@@ -36,12 +37,7 @@ def plan_publishing(
 
 def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None:
     """(lineage, version) of the newest committed policy: highest version, then highest lineage."""
-    found: list[tuple[int, int]] = []
-    for prefix in store.list_prefixes(names.policies):
-        lineage, _, version = prefix.removeprefix(names.policies).rstrip("/").partition("-")
-        if lineage.isdecimal() and version.isdecimal():
-            found.append((int(version), int(lineage)))
-    for version, lineage in sorted(found, reverse=True):
+    for version, lineage in reversed(list_policies(store, names)):
         if store.head(names.policy_manifest(lineage, version)) is not None:
             return lineage, version
     return None

@@ -13,14 +13,16 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.config.sections.rl import RLConfig
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.runlog import Names
-from millrace.runlog.records.origin import Origin, parse_origin
+from millrace.runlog.records.listing import list_policies
+from millrace.runlog.records.origin import RunOrigin, parse_origin
+from millrace.runlog.records.run_record import RunRecord
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
 from millrace.trainer.checkpoint.checkpointer import CheckpointStore
@@ -32,7 +34,7 @@ from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.loss import LossFunction
 from millrace.trainer.log.batches import Batch, Batches
 from millrace.trainer.log.store_log import StoreLog
-from millrace.trainer.loop import forward_backward
+from millrace.trainer.loop import forward_backward, learn
 from millrace.trainer.model.pretrained import policy_tensors, resolve_model_directory
 from millrace.trainer.replay.loss_choice import load_loss
 from millrace.trainer.replay.report import ReplayReport, TensorDifference
@@ -72,28 +74,33 @@ class Replayer:
         InvalidStateError (STEP_NOT_KEPT) naming the range that can be recomputed, if `step` is not in it.
         """
         try:
-            record = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
+            run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
         except NotFoundError as error:
             raise _no_run(store, names.uid) from error
-        config = parse_config(record, uid=names.uid)
-        origin = parse_origin(record, where=store.uri(names.run_json))
+        config = parse_config(run_json, uid=names.uid)
+        origin = parse_origin(run_json, where=store.uri(names.run_json))
         log = StoreLog(store, names, base_step=origin.base_step)
         kept = log.kept()
         if not kept.first <= step <= kept.last:
             raise log.not_kept(step)
-        document = decode_object(record, what=store.uri(names.run_json), reason="RUN_JSON_CORRUPT")
+        record = RunRecord.parse(run_json, where=store.uri(names.run_json), needs=["run_hash"])
         learner, start = _learner_at(store, names, config, step, origin=origin)
         batches = Batches(
             log,
             gang=learner.gang,
             run_uid=names.uid,
-            run_hash=document["run_hash"],
+            run_hash=record.run_hash,
             previous_chain_hash=start.chain_hash,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             seq_len=config.trainer.model.seq_len,
         )
-        name = str(document.get("name") or names.uid)
-        yield cls(learner, batches, run_name=name, start=start, notes=(*start.notes, *_notes(start.checkpoint)))
+        yield cls(
+            learner,
+            batches,
+            run_name=record.name or names.uid,
+            start=start,
+            notes=(*start.notes, *_notes(start.checkpoint)),
+        )
 
     def read(self) -> Batch:
         """The batch of the next step; InvalidStateError if it is not kept."""
@@ -101,15 +108,15 @@ class Replayer:
 
     def advance(self, batch: Batch) -> dict[str, float]:
         """Train on the next batch as the run did, and return the metrics of the step."""
-        metrics = forward_backward(self._learner, batch)
-        report = self._learner.optimizer.step(batch.step)
+        learned = learn(self._learner, batch)
+        report = learned.report
         self.version = batch.step + 1
-        return metrics | {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm}
+        return learned.metrics | {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm}
 
     def try_loss(self, batch: Batch, loss_of: LossFunction) -> dict[str, float]:
         """The metrics that the next step would have under another loss; changes nothing."""
         random_state = torch.get_rng_state()
-        metrics = forward_backward(self._learner, batch, loss_of=loss_of)
+        metrics, _ = forward_backward(self._learner, batch, loss_of=loss_of)
         gradients = [p.grad for p in self._learner.model.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
         self._learner.model.zero_grad(set_to_none=True)
@@ -170,7 +177,7 @@ def replay(
 
 
 def _learner_at(
-    store: ObjectStore, names: Names, config: RLConfig, step: int, *, origin: Origin
+    store: ObjectStore, names: Names, config: RLConfig, step: int, *, origin: RunOrigin
 ) -> tuple[Learner, _Start]:
     """The learner at the newest whole checkpoint at or before a step, else with the start model.
 
@@ -233,10 +240,9 @@ def _model_directory(
 
 def _published(store: ObjectStore, names: Names, *, version: int) -> PolicyManifest | None:
     """The manifest of a version, of its newest lineage; None if it is not published."""
-    for prefix in sorted(store.list_prefixes(names.policies), reverse=True):
-        lineage, _, number = prefix.removeprefix(names.policies).rstrip("/").partition("-")
-        key = names.policy_manifest(int(lineage), version)
-        if int(number) == version and store.head(key) is not None:
+    for number, lineage in reversed(list_policies(store, names)):
+        key = names.policy_manifest(lineage, version)
+        if number == version and store.head(key) is not None:
             return read_manifest(store, key)
     return None
 

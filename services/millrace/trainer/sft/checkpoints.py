@@ -20,6 +20,7 @@ from millrace.runlog import ZERO_CHAIN_HASH, Names
 from millrace.storage.local import LocalStore
 from millrace.telemetry import logging
 from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
+from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import describe, resume
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import state_tensors
@@ -60,15 +61,8 @@ class SFTCheckpoints:
         self._run_hash = hashlib.sha256(json.dumps(self._training, sort_keys=True).encode()).hexdigest()
         self._store = LocalStore(directory)
         self._checkpoints = CheckpointStore(self._store, _NAMES, gang=gang)
-        self._checkpointer = Checkpointer(
-            self._checkpoints,
-            config.ckpt,
-            gang=gang,
-            run_hash=self._run_hash,
-            epoch=0,
-            determinism="best_effort",
-            base_digest=base_digest,
-        )
+        author = Author(run_hash=self._run_hash, epoch=0, determinism="best_effort", base_digest=base_digest)
+        self._checkpointer = Checkpointer(self._checkpoints, config.ckpt, gang=gang, author=author)
 
     def resume(self, *, max_steps: int | None) -> tuple[int, int]:
         """Fill the state from the newest checkpoint, if there is one; return the next step and its position.

@@ -1,0 +1,35 @@
+"""What a run has of checkpoints and policies, from the names of their places alone (blocking)."""
+
+from collections.abc import Iterator
+
+from millrace.runlog.names import Names
+from millrace.storage import ObjectStore
+from millrace.storage.commit_points import find_newest
+
+
+def list_checkpoints(store: ObjectStore, names: Names) -> Iterator[int]:
+    """Steps of the committed checkpoints, ascending; what has no manifest was never committed, or is being pruned."""
+    places = (checkpoint_at(names, prefix) for prefix in store.list_prefixes(names.checkpoints))
+    for step in sorted(step for step in places if step is not None):
+        if find_newest(store, names.checkpoint_manifest(step)) is not None:
+            yield step
+
+
+def list_policies(store: ObjectStore, names: Names) -> list[tuple[int, int]]:
+    """(version, lineage) of every policy that was begun, ascending; only those with a manifest are published."""
+    places = (policy_at(names, prefix) for prefix in store.list_prefixes(names.policies))
+    return sorted(place for place in places if place is not None)
+
+
+def checkpoint_at(names: Names, prefix: str) -> int | None:
+    """The step whose checkpoint lies under a prefix; None if that is no checkpoint's place."""
+    text = prefix.removeprefix(names.checkpoints).removesuffix("/")
+    return int(text) if text.isdecimal() and names.checkpoint(int(text)) == prefix else None
+
+
+def policy_at(names: Names, prefix: str) -> tuple[int, int] | None:
+    """(version, lineage) of the policy that lies under a prefix; None if that is no policy's place."""
+    lineage, _, version = prefix.removeprefix(names.policies).removesuffix("/").partition("-")
+    if not (lineage.isdecimal() and version.isdecimal()) or names.policy(int(lineage), int(version)) != prefix:
+        return None
+    return int(version), int(lineage)
