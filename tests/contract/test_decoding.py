@@ -29,6 +29,9 @@ STACK = "`stack.json`, which the local stack of the same user wrote; what cannot
 CHECKED = "the env-server has checked it (`check_play`) before it reached the worker"
 
 ALLOWED = {
+    "cli/commands/env_check.py:_describe_rollout": "the conversation of a rollout that this command has just decoded",
+    "cli/commands/env_check.py:_object": USERS,
+    "cli/commands/env_check.py:_pair": USERS,
     "cli/commands/run_fork.py:_config": OWN,
     "cli/commands/run_fork.py:_fork": RUN,
     "cli/session/dry_run.py:print_config": OWN,
