@@ -39,6 +39,8 @@ ALLOWED = {
     "cli/offline/fork_check.py:_require_kept": RUN,
     "cli/log_files.py:process_logs": STACK,
     "cli/view/progress.py:of": RUN,
+    "cli/session/existing.py:_differences": OWN,
+    "cli/session/existing.py:begin": RUN,
     "cli/session/part.py:read_raw": USERS,
     "config/files.py:_parse_toml": USERS + ", read with a bound; every error of the parser is caught",
     "env_server/adapters/client_v0.py:get_native_response": ANSWER,
