@@ -9,8 +9,9 @@ What it returns are the messages of `millrace.v1`; what it raises are the classe
 """
 
 from millrace.client.client import Client
-from millrace.client.runs import RunsClient, is_terminal
+from millrace.client.runs import RunsClient
 from millrace.client.sync import SyncClient
 from millrace.rpc.access import ClientAccess
+from millrace.runlog.events.run_status import is_terminal
 
 __all__ = ["Client", "ClientAccess", "RunsClient", "SyncClient", "is_terminal"]

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from millrace.errors import UnavailableError
 from millrace.rpc.channel import call, stream
+from millrace.runlog.events.run_status import is_terminal
 from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 from millrace.v1.run_service_pb2_grpc import RunServiceStub
@@ -22,16 +23,7 @@ GIVE_UP_S = 120.0
 _BACKOFF_S = (0.2, 5.0)
 _PAGE_SIZE = 200
 
-TERMINAL_STATES = frozenset(
-    {run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED},
-)
-
 OnReconnect = Callable[[UnavailableError, float], None]
-
-
-def is_terminal(state: run_pb2.RunState) -> bool:
-    """Whether a run in this state has ended for good."""
-    return state in TERMINAL_STATES
 
 
 class RunsClient:

@@ -1,4 +1,4 @@
-"""Which objects bring a copy of one version to another: the cheapest chain of full and delta encodings.
+"""Which objects lead from a copy of one version to another: the cheapest chain of full and delta encodings.
 
 Deltas lead from a version to one, four or sixteen later, and full encodings begin anew. From the version that is wanted
 the search goes down the longest deltas that do not pass what is held, so it reads O(log n) manifests; it weighs that

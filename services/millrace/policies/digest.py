@@ -20,7 +20,7 @@ from millrace.policies.tensors import TensorBytes
 
 _MASK = (1 << 64) - 1
 _BLOCK_ELEMENTS = 1 << 14  # five scratch arrays of 8 bytes per element: they stay in a core's second-level cache
-SHARE_ELEMENTS = 1 << 22  # what one thread digests at a time: some 25 ms
+_SHARE_ELEMENTS = 1 << 22  # what one thread digests at a time: some 25 ms
 _MAX_THREADS = 8
 _INDEX_KEY = 0x9E3779B97F4A7C15
 _LANE_KEYS = (np.uint64(0xD1B54A32D192ED03), np.uint64(0x8CB92BA72F3D8DD7))
@@ -51,20 +51,24 @@ def placed_digest(bits: NDArray[np.unsignedinteger], positions: NDArray[np.int64
     return mixer.digest()
 
 
-def share_digests(tensors: Mapping[str, NDArray[np.unsignedinteger]]) -> dict[tuple[str, int], int]:
-    """The digests of whole tensors, from their flat bits, in shares of `SHARE_ELEMENTS`: by name and first element.
-
-    numpy works without the interpreter's lock, so every processor that this process may use (8 at most) takes part.
-    """
-    shares = [(name, first) for name, bits in tensors.items() for first in range(0, max(1, bits.size), SHARE_ELEMENTS)]
-    threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(shares)))
+def tensor_digests(tensors: Mapping[str, NDArray[np.unsignedinteger]]) -> dict[str, int]:
+    """The digests of whole tensors, from their flat bits, by as many threads as `decode_threads` says."""
+    shares = [(name, first) for name, bits in tensors.items() for first in range(0, bits.size, _SHARE_ELEMENTS)]
 
     def digest(share: tuple[str, int]) -> int:
         name, first = share
-        return bits_digest(tensors[name][first : first + SHARE_ELEMENTS], start=first)
+        return bits_digest(tensors[name][first : first + _SHARE_ELEMENTS], start=first)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="policy-digest") as pool:
-        return dict(zip(shares, pool.map(digest, shares), strict=True))
+    found = dict.fromkeys(tensors, 0)
+    with ThreadPoolExecutor(decode_threads(), thread_name_prefix="policy-digest") as pool:
+        for (name, _), part in zip(shares, pool.map(digest, shares), strict=True):
+            found[name] = add_digests((found[name], part))
+    return found
+
+
+def decode_threads() -> int:
+    """Threads that decode and digest: numpy and zstd work without the interpreter's lock."""
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 def change_digest(digest: int, change: TensorChange, old: NDArray[np.unsignedinteger]) -> int:

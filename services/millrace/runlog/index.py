@@ -21,9 +21,10 @@ from typing import Any
 
 import redis.asyncio as redis_asyncio
 
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import AlreadyExistsError, CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.runlog.names import Deployment, Names, check_run_name
+from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis import connection
 from millrace.runlog.redis.connection import as_text
 from millrace.runlog.redis.log import RunLog
@@ -166,10 +167,7 @@ def _is_ours(field: str, value: str) -> bool:
 
 
 def _name_in(run_json: bytes, where: str) -> str:
-    name = decode_object(run_json, what=where, reason="RUN_JSON_CORRUPT").get("name")
-    if not isinstance(name, str):
-        raise CorruptObjectError(f"{where} has no name", reason="RUN_JSON_CORRUPT")
-    return check_run_name(name)
+    return check_run_name(RunRecord.parse(run_json, where=where, needs=["name"]).name)
 
 
 async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, name: str, uid: str) -> None:

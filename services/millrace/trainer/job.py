@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config.sections.rl import RLConfig
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.policies.adapter import ADAPTER_CONFIG
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.publish import upload_files
 from millrace.runlog import Names
 from millrace.runlog.records.origin import RunOrigin, parse_origin
+from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
@@ -256,9 +257,9 @@ def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
     """The resolved config in a run's record; CorruptObjectError if it does not have one."""
     what, reason = f"run.json of run {uid}", "RUN_CONFIG_INVALID"
     remedy = "run trainer and orchestrator of the same release"
-    raw = decode_object(run_json, what=what, reason=reason, remedy=remedy)
+    record = RunRecord.parse(run_json, where=what)
     try:
-        return RLConfig.model_validate_json(json.dumps(raw.get("config")))
+        return RLConfig.model_validate_json(record.config_json)
     except ValueError as error:
         raise CorruptObjectError(
             f"{what} has no config that this version reads: {error}", reason=reason, remedy=remedy

@@ -24,8 +24,9 @@ from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.env_server.workers.pool import PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
-from millrace.policies.publishing.publish import publish_policy
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_rollout
@@ -330,13 +331,12 @@ def tokenizer_manifest_key(server: "Server", tokenizer: Any, tmp_path_factory: p
     (directory / "config.json").write_text('{"model_type": "qwen3"}')
     published = publish_policy(
         server.store,
-        prefix="test",
-        uid=server.log.uid,
-        lineage=0,
-        version=0,
+        PolicyPlace(prefix="test", uid=server.log.uid, lineage=0, version=0),
+        PolicyContents(
+            tensors=[("w", TensorBytes.from_numpy(np.zeros(2, np.float32)))],
+            files={path.name: path.read_bytes() for path in directory.iterdir()},
+        ),
         epoch=1,
-        tensors=[("w", TensorBytes.from_numpy(np.zeros(2, np.float32)))],
-        files={path.name: path.read_bytes() for path in directory.iterdir()},
     )
     server.engine.generated_ids = [*tokenizer.encode("oh"), tokenizer.eos_token_id]
     server.tokenizer_manifest_key = published.manifest_key

@@ -26,7 +26,7 @@ from millrace.internal.v1 import (
     worker_service_pb2_grpc,
 )
 from millrace.local.redis import EmbeddedRedis
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rpc.channel import call, open_channel
 from millrace.runlog.names import Stream
 from millrace.runlog.recovery.rebuild import open_or_rebuild

@@ -10,7 +10,7 @@ import pytest
 from millrace.env_server.workers.pool import EnvPool
 from millrace.errors import CapacityError, FencedError, InvalidSpecError, InvalidStateError, MillraceError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream

@@ -24,7 +24,7 @@ from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.local.ports import free_ports
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.records.scores import load_scores

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus
 from millrace.rpc.channel import call
 from millrace_testing.patience import patient

@@ -10,7 +10,7 @@ from millrace.env_server.requests import EnvSpec, PlayRequest, Sampling
 from millrace.env_server.wire import play_from_wire
 from millrace.env_server.workers.worker_process import WorkerProcess
 from millrace.internal.v1 import env_service_pb2
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream

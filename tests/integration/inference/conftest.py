@@ -14,7 +14,8 @@ from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.internal.v1.policy_pb2 import PolicyEntry
-from millrace.policies.publishing.publish import PublishedPolicy, publish_policy
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, PublishedPolicy, publish_policy
 from millrace.storage.base import ObjectStore
 from millrace_testing.inference import tiny
 from millrace_testing.inference.registry import Orchestrator, orchestrator
@@ -42,14 +43,13 @@ def publish(model_dir: Path) -> Callable[..., PolicyEntry]:
     def run(store: ObjectStore, model: torch.nn.Module, version: int, *, uid: str = "run1", **more: Any) -> PolicyEntry:
         published: PublishedPolicy = publish_policy(
             store,
-            prefix="test",
-            uid=uid,
-            lineage=0,
-            version=version,
+            PolicyPlace(prefix="test", uid=uid, lineage=0, version=version),
+            PolicyContents(
+                tensors=tiny.tensors_of(model).items(),
+                files={path.name: path.read_bytes() for path in model_dir.iterdir()},
+                **more,
+            ),
             epoch=1,
-            tensors=tiny.tensors_of(model).items(),
-            files={path.name: path.read_bytes() for path in model_dir.iterdir()},
-            **more,
         )
         return PolicyEntry(
             lineage=0,

@@ -14,7 +14,7 @@ from verifiers.legacy.errors import OverlongPromptError
 
 from millrace.errors import UnavailableError
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.embedded.replica import Replica
+from millrace.inference.embedded.replica import EmbeddedReplica
 from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.service import SERVICE_NAME
@@ -277,7 +277,7 @@ async def test_numbers_that_overflow_are_bad_requests_and_the_engine_goes_on(ser
 
 async def test_health_fails_when_the_engines_thread_is_dead(monkeypatch):
     environ = {"MILLRACE_LISTEN": "127.0.0.1:0", "MILLRACE_HTTP_LISTEN": "127.0.0.1:0"}
-    replica = Replica(Settings.from_env(environ, required=["listen", "http_listen"]), InferenceSettings())
+    replica = EmbeddedReplica(Settings.from_env(environ, required=["listen", "http_listen"]), InferenceSettings())
     watching = asyncio.create_task(replica._parts._watch_health())
 
     def die() -> None:

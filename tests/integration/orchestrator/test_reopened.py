@@ -7,9 +7,9 @@ import pytest
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.runs.catalog import RunCatalog
-from millrace.orchestrator.runs.run_view import BatchClock
 from millrace.rpc.channel import call
 from millrace.runlog import Names, Stream, load_headers
+from millrace.runlog.events.run_status import BatchAge
 from millrace.runlog.records.intents import read_intents
 from millrace.runlog.records.revisions import has_ended, load_reopenings, load_step
 from millrace.runlog.redis.batch_reader import read_batch
@@ -221,7 +221,7 @@ async def test_another_replica_that_saw_the_end_learns_of_the_reopening(stack) -
     assert not (await catalogs[0].find(run.name)).is_terminal
     for _ in range(4):
         views = {view.record.uid: view for view in await catalogs[1].refresh()}
-    assert not views[run.uid].is_terminal and isinstance(views[run.uid].batches, BatchClock)
+    assert not views[run.uid].is_terminal and isinstance(views[run.uid].batches, BatchAge)
     trainer.hold.set()
     assert states(await watch(stack, run))[-1] == "SUCCEEDED"
 

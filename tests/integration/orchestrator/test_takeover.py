@@ -6,24 +6,25 @@ import logging
 
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.orchestrator import manager
-from millrace.orchestrator.play import env_pool, play
+from millrace.orchestrator.play import env_servers, play
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import decode_archive, encode_rollout
-from millrace.runlog import Lease, RunLog, load_headers
+from millrace.runlog import Lease, load_headers
 from millrace.runlog.names import Names
 from millrace.v1 import run_pb2
 from millrace_testing.orchestrator.fakes import FakeEnvServer, make_rollout
-from millrace_testing.orchestrator.runs import bodies, create, get, has_state, resolutions, states, until, watch
-
-
-async def log_of(stack, run) -> RunLog:
-    return await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
-
-
-async def restart_orchestrator(stack) -> None:
-    port = int(stack.address.rpartition(":")[2])
-    await stack.kill_orchestrator()
-    await stack.start_orchestrator(port)
+from millrace_testing.orchestrator.runs import (
+    bodies,
+    create,
+    get,
+    has_state,
+    log_of,
+    resolutions,
+    restart_orchestrator,
+    states,
+    until,
+    watch,
+)
 
 
 async def archived(stack, run) -> list:
@@ -242,7 +243,7 @@ async def test_an_env_server_that_does_not_answer_holds_up_groups_for_the_others
         return await play(self, request, context)
 
     monkeypatch.setattr(FakeEnvServer, "PlayGroup", hang_on_one)
-    monkeypatch.setattr(env_pool, "PLAY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(env_servers, "PLAY_TIMEOUT_S", 0.2)
     await stack.env_server(worker_id="env-server-a")
     other, _, _ = await stack.env_server(worker_id="env-server-b"), await stack.inference(), await stack.trainer()
     run = await create(stack)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from millrace.internal.v1 import batch_pb2
-from millrace.policies.prove import prove_policies
+from millrace.policies.verify import prove_policies
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import RunLog, chain_hash, open_redis
 from millrace.runlog.attest import Attestation, SigningKey, load_key, unsigned, write_attestation

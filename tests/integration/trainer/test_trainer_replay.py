@@ -15,10 +15,11 @@ from millrace.cli.main import main
 from millrace.cli.offline import audit_here
 from millrace.config.sections.rl import RLConfig
 from millrace.internal.v1 import batch_pb2
-from millrace.policies.prove import prove_policies
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.pull import pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
+from millrace.policies.verify import prove_policies
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import chain_hash
 from millrace.runlog.audit import Depth, audit_run
@@ -75,13 +76,9 @@ def test_a_version_that_was_published_with_other_weights_is_told_tensor_by_tenso
     trained.store.delete(key)
     publish_policy(
         trained.store,
-        prefix=trained.prefix,
-        uid=trained.uid,
-        lineage=0,
-        version=4,
+        PolicyPlace(prefix=trained.prefix, uid=trained.uid, lineage=0, version=4),
+        PolicyContents(tensors=changed.items(), files=manifest.files),
         epoch=9,
-        tensors=changed.items(),
-        files=manifest.files,
     )
     assert _replay(trained, 3) == 1
     lines = capsys.readouterr().out.splitlines()

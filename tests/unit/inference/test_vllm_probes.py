@@ -46,7 +46,7 @@ async def test_memory_that_is_not_what_was_proved_shows_before_the_pause(engine:
 async def test_a_large_delta_is_staged_in_small_calls(
     engine: Any, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client.answers["millrace_stage"] = {"units": [], "pieces": [10 << 20] * 3, "seconds": 0.5}
+    client.answers["millrace_stage"] = {"units": [], "slices": [10 << 20] * 3, "seconds": 0.5}
     client.answers["millrace_gather"] = 0.25
     staged = policy()
     await engine.check(staged)

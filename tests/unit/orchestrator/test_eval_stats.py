@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from millrace.orchestrator.play.eval_stats import figures, pass_at_k
-from millrace.orchestrator.play.play import MAX_FAILED_ATTEMPTS, Play, State
+from millrace.orchestrator.play.play import MAX_FAILED_ATTEMPTS, Play, PlayState
 from millrace.orchestrator.play.settings import PlaySettings
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace_testing.orchestrator.builders import make_play, make_rollout
@@ -40,7 +40,7 @@ def test_a_task_that_an_endpoint_keeps_losing_ends() -> None:
     for attempt in range(4):
         assert lost.is_open and lost.attempt == attempt
         lost.add(make_rollout(0, 0, attempt=attempt, group_size=1, status=RolloutStatus.ENGINE_LOST))
-    assert lost.state is State.RESOLVED and lost.num_failed_attempts == MAX_FAILED_ATTEMPTS
+    assert lost.state is PlayState.RESOLVED and lost.num_failed_attempts == MAX_FAILED_ATTEMPTS
     assert list(lost.failures) == [0]
     ours = make_play(group_size=1, settings=of_evaluation())
     for attempt in range(20):

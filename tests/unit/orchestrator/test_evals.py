@@ -7,12 +7,12 @@ from millrace.config.load import validate_document
 from millrace.errors import InvalidSpecError, Violation
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.env_pool import OpenedEnv
+from millrace.orchestrator.play.env_servers import OpenedEnv
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
 from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Play
 from millrace.orchestrator.play.player import Player, RunIdentity
-from millrace.orchestrator.play.routing import Replica, Router
+from millrace.orchestrator.play.routing import ReadyReplica, Router
 from millrace.orchestrator.play.settings import PLAY_SLACK_S, of_training, plays_of_training
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace_testing.orchestrator.builders import make_play, make_rollout
@@ -46,8 +46,8 @@ class OneReplica:
     def suspect(self, worker_id: str) -> None:
         self.suspected.append(worker_id)
 
-    def ready(self) -> list[Replica]:
-        return [Replica(worker_id="inference-0", http_url="http://x/v1", model="policy", version=0)]
+    def ready(self) -> list[ReadyReplica]:
+        return [ReadyReplica(worker_id="inference-0", http_url="http://x/v1", model="policy", version=0)]
 
 
 class ReadStream:

@@ -8,8 +8,9 @@ from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator.explain import watchdog as watchdog_module
 from millrace.orchestrator.explain.watchdog import Watchdog
 from millrace.orchestrator.explain.why import explain, stood_still
-from millrace.orchestrator.runs.run_view import RunRecord, RunView
+from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerRegistry
+from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis.connection import OUTAGES, Outage
 from millrace.telemetry import waits
 from millrace.telemetry.standstill import METER, Meter
@@ -267,7 +268,7 @@ def view(state: run_pb2.RunState) -> RunView:
         labels={},
     )
     made = RunView(record)
-    made.run.state = state
+    made.status.state = state
     return made
 
 

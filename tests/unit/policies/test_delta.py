@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError
 from millrace.policies.change import TensorChange
 from millrace.policies.delta import codec as delta_module
-from millrace.policies.delta import dense as delta_dense
+from millrace.policies.delta import kinds
 from millrace.policies.delta.codec import EncodedPiece, decode_piece, encode_piece
 from millrace.policies.delta.codings import Bits, decode_gaps, encode_gaps, ulp_map, unzigzag, zigzag
 from millrace.policies.digest import bits_digest
@@ -28,7 +28,7 @@ def blocks(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param is not None:
             patch.setattr(delta_module, "_BLOCK_ELEMENTS", request.param)
             patch.setattr(delta_module, "_BATCH_CHANGES", 5)
-            patch.setattr(delta_dense, "_BLOCK_ELEMENTS", request.param)
+            patch.setattr(kinds, "_BLOCK_ELEMENTS", request.param)
         yield
 
 

@@ -202,7 +202,7 @@ def logs(name: str, follow: bool, component: str | None, server: str | None) -> 
 def cancel(name: str, reason: str, server: str | None) -> None:
     """Ask a run to end; it ends as CANCELLED at its next step boundary."""
     from millrace.cli.names import resolve
-    from millrace.cli.view.progress import state_name
+    from millrace.runlog.events.run_status import state_name
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)

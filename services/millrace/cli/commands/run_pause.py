@@ -62,7 +62,7 @@ def resume(name: str, server: str | None) -> None:
 
 
 def _state(run: "run_pb2.Run") -> str:
-    from millrace.cli.view.progress import state_name
+    from millrace.runlog.events.run_status import state_name
 
     return state_name(run.state)
 

@@ -68,7 +68,7 @@ def _depth(request: AuditRequest) -> "Depth":
 
     prove = None
     if request.is_deep:
-        from millrace.policies.prove import prove_policies
+        from millrace.policies.verify import prove_policies
 
         prove = prove_policies
     kept = tuple(Attestation.decode(path.read_bytes(), where=str(path)) for path in request.attestations)

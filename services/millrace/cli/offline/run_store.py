@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.errors import CliError
-from millrace.cli.names import choose_uid
 from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings
 
@@ -74,6 +73,7 @@ def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ)
 
 def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     """The uid of a run: by name, `runs/{name}`, a unique beginning of one, the uid, or `-` for the newest run."""
+    from millrace.runlog import run_name
     from millrace.runlog.index import read_names
     from millrace.runlog.names import Deployment
 
@@ -84,10 +84,10 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     wanted = text.removeprefix("runs/")
     if wanted in index.damaged:
         raise index.damaged[wanted]
-    if wanted == "-" and uids:
-        return max(uids.values())  # uids sort by creation
-    missing = f"{store.describe()} holds no run {text!r} of the deployment {prefix!r}"
-    return choose_uid(wanted, uids, missing=missing, otherwise="check --store and --prefix")
+    name = run_name.resolve(
+        text, uids, holder=f"{store.describe()} holds", remedy=f"check --store and --prefix (now {prefix!r})"
+    )
+    return uids[name]
 
 
 def _exists(store: "ObjectStore", prefix: str, uid: str) -> bool:

@@ -1,11 +1,9 @@
 """From a command line to a checked evaluation, before anything starts."""
 
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from millrace.cli.address import check_address
 from millrace.cli.errors import CliError
@@ -15,6 +13,7 @@ from millrace.cli.session.new_name import check_new_name
 from millrace.config.load import load
 from millrace.config.schema import EvalRunConfig
 from millrace.errors import InvalidSpecError
+from millrace.runlog import run_name
 from millrace.telemetry.settings import Settings
 
 EXAMPLE = "millrace eval @ eval.toml"
@@ -58,7 +57,7 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
         settings=settings,
         server=server,
         server_origin=origin,
-        name=name or _made_up(config),
+        name=name or run_name.make(f"eval-{config.env[0].name}", secrets.token_hex(2)),
         is_dry_run=bool(flags.get("dry-run")),
         is_plain=bool(flags.get("plain")),
     )
@@ -87,17 +86,3 @@ def _check_place(
             f"client.api_key_var names {variable}, and that environment variable is not set",
             hint=f"export {variable}=<the endpoint's API key>, or leave client.api_key_var out if it needs none",
         )
-
-
-def _made_up(config: EvalRunConfig) -> str:
-    env = re.sub(r"[^a-z0-9]+", "-", config.env[0].name.lower()).strip("-")
-    return f"eval-{env[:45].rstrip('-')}-{secrets.token_hex(2)}"
-
-
-def free_directory(root: Path, name: str) -> str:
-    """The name, or with `-2`, `-3`, ... behind it: one that no other run's results lie under."""
-    chosen, number = name, 1
-    while (root / chosen).exists() and any((root / chosen).iterdir()):
-        number += 1
-        chosen = f"{name[:58]}-{number}"
-    return chosen

@@ -12,9 +12,10 @@ from typing import Any
 
 from millrace.cli.connection import open_client
 from millrace.cli.interrupts import Interrupts
-from millrace.cli.session.eval_prepare import PreparedEval, free_directory
+from millrace.cli.session.eval_prepare import PreparedEval
 from millrace.cli.session.eval_results import results
 from millrace.cli.session.follow import follow, require_success
+from millrace.cli.session.new_name import free_name
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import PlainView, is_fancy
 from millrace.client import Client
@@ -48,7 +49,7 @@ async def evaluate_here(prepared: PreparedEval, interrupts: Interrupts) -> tuple
     """Start a stack, without a trainer, evaluate, stop it; returns the results and where they were written."""
     begun, config = time.monotonic(), prepared.config
     root = Path(config.output_dir)
-    run_id = free_directory(root, prepared.name)
+    run_id = free_name(prepared.name, root=root)
     directory = root / run_id
     progress = Progress(name=f"runs/{run_id}")
     view = EvalView(progress)

@@ -1,7 +1,6 @@
 """Runs the trainer's SFT as a supervised child process."""
 
 import os
-import re
 import secrets
 import sys
 from pathlib import Path
@@ -9,13 +8,14 @@ from pathlib import Path
 from millrace.cli.interrupts import Interrupts
 from millrace.config.schema import SFTConfig
 from millrace.processes.supervisor import ProcessSpec, Supervisor
+from millrace.runlog import run_name
 
 TRAINER = ("-m", "millrace.trainer.main", "sft", "--config")
 
 
 async def fine_tune(config: SFTConfig, interrupts: Interrupts) -> int:
     """Run it to its end with its output on ours; returns its exit code. Ctrl-C stops it with all that it started."""
-    name = config.run.name or _made_up(config)
+    name = config.run.name or run_name.make(f"sft-{Path(config.model.name).name}", secrets.token_hex(2))
     directory = Path(config.output_dir) / name
     directory.mkdir(parents=True, exist_ok=True)
     if config.run.name is None:
@@ -34,8 +34,3 @@ async def fine_tune(config: SFTConfig, interrupts: Interrupts) -> int:
         )
         code = await child.exited
     return code if code >= 0 else 128 - code
-
-
-def _made_up(config: SFTConfig) -> str:
-    base = re.sub(r"[^a-z0-9]+", "-", Path(config.model.name).name.lower()).strip("-")
-    return f"sft-{base[:40].rstrip('-')}-{secrets.token_hex(2)}"

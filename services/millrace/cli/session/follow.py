@@ -9,10 +9,11 @@ from pathlib import Path
 from google.protobuf.json_format import MessageToDict
 
 from millrace.cli.errors import EXIT_FAILED, CliError
-from millrace.cli.view.progress import Progress, state_name
+from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import ProgressView
 from millrace.client import Client
 from millrace.errors import MillraceError, UnavailableError
+from millrace.runlog.events.run_status import state_name
 from millrace.v1 import event_pb2, run_pb2
 
 REFRESH_S = 0.25

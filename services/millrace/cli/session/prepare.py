@@ -1,7 +1,6 @@
 """From a command line to a checked config: the part that `rl` and `run submit` share, before anything starts."""
 
 import os
-import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from millrace.cli.address import check_address
 from millrace.cli.connection import environ as with_options
 from millrace.cli.session.config_file import missing_file, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
-from millrace.cli.session.new_name import check_new_name
+from millrace.cli.session.new_name import check_new_name, free_name
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
@@ -107,19 +106,10 @@ def warn_of_wandb(config: RLConfig) -> None:
 
 
 def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
-    """The run's id for a local stack: the chosen name, or environment and a random tail; one that has no directory yet.
-
-    A second run of the same name gets `-2`, `-3`, ... so that no run writes over another one's results.
-    """
-    if name is None:
-        env = re.sub(r"[^a-z0-9]+", "-", config.orchestrator.env[0].id.lower()).strip("-")
-        env = env if env[:1].isalpha() else f"run-{env}"
-        name = f"{env[:50].rstrip('-')}-{secrets.token_hex(2)}"
-    chosen, number = name, 1
-    while (root / chosen).exists() and any((root / chosen).iterdir()):
-        number += 1
-        chosen = f"{name[:58]}-{number}"
-    return chosen
+    """The run's id for a local stack: the chosen name, or environment and a random tail; one without results yet."""
+    if name is not None:
+        return free_name(name, root=root)
+    return free_name(config.orchestrator.env[0].id, secrets.token_hex(2), root=root)
 
 
 def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:

@@ -8,8 +8,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from millrace.cli.view.plot import write_plot
-from millrace.cli.view.progress import Moved, Progress, state_name
+from millrace.cli.view.progress import Moved, Progress
 from millrace.cli.view.text import duration, size
+from millrace.runlog.events.run_status import state_name
 from millrace.v1 import run_pb2
 
 

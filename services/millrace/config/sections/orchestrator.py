@@ -179,6 +179,16 @@ class OrchestratorConfig(ConfigSection):
     filter_zero_advantages: bool = option(
         True, "Leave out samples whose advantages are all zero; the batch gets smaller, it is not refilled."
     )
+    max_failed_share: float = option(
+        0.9,
+        "Share of failed rollouts, over the last `orchestrator.failure_window` groups, from which the run fails: it "
+        "cannot learn. What the infrastructure loses is not counted.",
+        gt=0,
+        le=1,
+    )
+    failure_window: int | None = option(
+        None, "Groups over which failed rollouts are counted; the larger of two steps' worth and 64 if left out.", ge=1
+    )
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
 
     def broken_rules(self) -> Iterator[BrokenRule]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.config.sections.algo import AlgoConfig, TeacherConfig
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.env_server.requests import PlayRequest
 from millrace.env_server.teacher.check import ABOUT_THE_TOKENS, IS_ANOTHER, TEACHER, check_teacher, refusal
 from millrace.env_server.teacher.client import TeacherClient, TeacherLostError, TeacherRefusedError
@@ -30,6 +30,7 @@ from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, UnavailableError
 from millrace.rollouts.types import MAX_ERROR_MESSAGE_CHARS, Float32Array, Rollout, RolloutError, RolloutStatus, Sample
 from millrace.runlog.names import Names
+from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.records.scores import store_scores
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import waits
@@ -180,8 +181,8 @@ class Teachers:
             data = self._store.get(Names(self._prefix, run_uid).run_json, max_bytes=MAX_JSON_BYTES)
         except NotFoundError:  # deleted: what is played for it is nobody's any more
             return None
-        record = decode_object(data, what=f"run.json of run {run_uid}", reason="RUN_JSON_CORRUPT")
-        orchestrator = record.get("config", {}).get("orchestrator", {})
+        record = RunRecord.parse(data, where=f"run.json of run {run_uid}")
+        orchestrator = (record.config or {}).get("orchestrator", {})
         if not orchestrator.get("algo", {}).get("teacher"):
             return None
         algo = AlgoConfig.model_validate(orchestrator["algo"])

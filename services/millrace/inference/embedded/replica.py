@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.0005
 
 
-class Replica:
+class EmbeddedReplica:
     """`run` lives until SIGTERM, SIGINT or `stopping`."""
 
     def __init__(self, settings: Settings, own: InferenceSettings, *, stopping: asyncio.Event | None = None) -> None:

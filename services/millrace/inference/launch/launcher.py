@@ -44,7 +44,7 @@ from millrace.telemetry.settings import Settings, parse_address
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "millrace.inference.vllm.workers.worker.PolicyWorker"
+WORKER_EXTENSION = "millrace.inference.vllm.workers.extension.PolicyExtension"
 _Job = Callable[[VllmProcess], Coroutine[Any, Any, None]]
 
 _MAX_SOCKET_PLACE = 103 - len("/") - 36

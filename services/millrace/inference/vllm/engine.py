@@ -5,7 +5,7 @@
     apply_policy   paused: write what is new and read that back, set vLLM's weight version (its spans come from that),
                    KV cache by mode; the probe is handed in, to be computed before all that waits
     prove          generation goes on, answers are kept back until the probe is computed; then the gate opens, and the
-                   workers read everything back beside the serving. After a load they read it before the gate opens.
+                   workers verify everything in the background. After a load they read it before the gate opens.
 
 Everything runs in the event loop of vLLM's API server, over its documented `EngineClient`.
 """
@@ -21,17 +21,17 @@ from millrace.inference.engine import EngineState, EngineStatus, HeldDigest, Inf
 from millrace.inference.pauses import OPERATOR
 from millrace.inference.updater import PAUSE_HOLDER
 from millrace.inference.vllm import gate as gates
-from millrace.inference.vllm.beside import BesideReader
-from millrace.inference.vllm.gate import Gate
+from millrace.inference.vllm.gate import GenerationGate
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.lora import AdapterSlot
 from millrace.inference.vllm.model_config import config_problem, has_weights
 from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.prober import Prober, settled
-from millrace.inference.vllm.proofs import MISMATCH, Readback, read_back
 from millrace.inference.vllm.ranks import Ranks, misfits
-from millrace.inference.vllm.staging import bring
+from millrace.inference.vllm.staging import read_back, stage
 from millrace.inference.vllm.times import UpdateTimes
+from millrace.inference.vllm.verification import BackgroundVerifier
+from millrace.policies.proof import MISMATCH, Readback
 from millrace.policies.staged import StagedPolicy
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,11 @@ _RELOAD_DEADLINE_S = 1800.0
 class VllmEngine:
     """Implements `PolicyEngine`. `directory` is where files for the workers are written.
 
-    `is_fixed` is for a model that was chosen where the replica was started: a restart would bring it again, so a policy
+    `is_fixed` is for a model that was chosen where the replica was started: a restart would load it again, so a policy
     of another architecture is refused.
     """
 
-    def __init__(self, client: Any, gate: Gate, *, directory: Path, is_fixed: bool = False) -> None:
+    def __init__(self, client: Any, gate: GenerationGate, *, directory: Path, is_fixed: bool = False) -> None:
         self._is_fixed = is_fixed
         self._client = client
         self._gate = gate
@@ -69,8 +69,8 @@ class VllmEngine:
         self._prober = Prober(client, self._ranks, self._adapters, ping=self._ping)
         self._num_applied = 0
         self._is_busy = False
-        self._beside = BesideReader(
-            lambda: self._bounded(self._ranks.call("millrace_read_beside")),
+        self._verifier = BackgroundVerifier(
+            lambda: self._bounded(self._ranks.call("millrace_verify_next")),
             is_free=lambda: not self._pauses and not self._is_busy and not self._is_proving,
             report=self.fail,
         )
@@ -165,7 +165,7 @@ class VllmEngine:
                 remedy="publish the policy with the tensors of its config.json, in the model's dtype",
             )
         try:
-            found = await bring(self._rpc, self._ranks, staged, directory=self._directory, times=self._times)
+            found = await stage(self._rpc, self._ranks, staged, directory=self._directory, times=self._times)
         except InternalError as error:  # then raises: the new version is refused
             if error.reason == MISMATCH:  # what serves is not what was proved
                 await self.fail(f"the engine's memory is damaged: {error}")
@@ -229,7 +229,7 @@ class VllmEngine:
         if opens:
             self._gate.open(self._salt(self._identity))
             self._times.report(self._identity.version)
-        self._beside.begin()
+        self._verifier.begin()
         proof = "+".join(name for name, is_given in (("readback", found.is_whole), ("probe", probing)) if is_given)
         return HeldDigest(digest=staged.manifest.digest, proof=proof)
 
@@ -301,7 +301,7 @@ class VllmEngine:
     async def close(self) -> None:
         """See `PolicyEngine.close`; vLLM ends itself."""
         self._ping.stop()
-        self._beside.stop()
+        self._verifier.stop()
         self._gate.refuse("this replica is shutting down")
         await self.abort_all()
 

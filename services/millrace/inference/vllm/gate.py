@@ -52,7 +52,7 @@ class Ticket:
     has_answered: bool = False
 
 
-class Gate:
+class GenerationGate:
     """Shut with a reason at first. All methods belong to the event loop."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Gate:
 class GatedClient:
     """vLLM's engine client with a gate before `generate`; everything else is the client's."""
 
-    def __init__(self, client: Any, gate: Gate) -> None:
+    def __init__(self, client: Any, gate: GenerationGate) -> None:
         self._client = client
         self._gate = gate
 

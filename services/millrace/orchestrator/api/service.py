@@ -29,12 +29,14 @@ from millrace.orchestrator.runs import forks
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.orchestrator.runs.intent_calls import IntentCalls
 from millrace.orchestrator.runs.new_run import make_record, validate
-from millrace.orchestrator.runs.run_view import EVAL, TERMINAL, RunRecord, RunView
+from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.audit import audit_run
+from millrace.runlog.events.run_status import is_terminal
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request
 from millrace.runlog.names import Names, check_request_id, new_uid
+from millrace.runlog.records.run_record import EVAL, RunRecord
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import newest_revision, require_checksum
 from millrace.telemetry import waits
@@ -208,7 +210,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             view = self._catalog.known(uid) or view  # a rebuilt log makes a new one
             has_ended = view.is_terminal  # then what is there is all
             for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
-                is_end = event.HasField("state_changed") and event.state_changed.new_state in TERMINAL
+                is_end = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
                 if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
                     continue  # nobody's: whoever heard of it would stop to watch
                 last_sent, has_ended = time.monotonic(), is_end

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from millrace.errors import InvalidStateError
-from millrace.orchestrator.play.env_pool import EnvPool
+from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.eval_stats import figures
-from millrace.orchestrator.play.play import Play, State, load_of
+from millrace.orchestrator.play.failures import describe_error, remedy_of
+from millrace.orchestrator.play.play import Play, PlayState, load_of
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.settings import EvalSettings
 from millrace.orchestrator.play.tasks import TaskRef
@@ -78,7 +79,7 @@ class Evaluator:
         *,
         settings: EvalSettings | None,
         epoch: int,
-        envs: EnvPool,
+        envs: EnvServers,
         player: Player,
         evaluations: dict[str, Evaluation],
     ) -> None:
@@ -161,7 +162,7 @@ class Evaluator:
                     async with asyncio.timeout(TICK_S):
                         await current.changed.wait()
                 except TimeoutError:
-                    if not any(play.state is State.PLACED for play in plays):
+                    if not any(play.state is PlayState.PLACED for play in plays):
                         current.last_answer = time.monotonic()  # nobody plays: no replica or env-server takes it
                     if time.monotonic() - current.last_answer > stall_s:
                         logger.warning(
@@ -176,7 +177,7 @@ class Evaluator:
                 f"evaluation of {current.env} at step {current.step}: none of {current.num_wanted} rollouts finished; "
                 f"first failure: {_first_failure(current)}",
                 reason="EVAL_FAILED",
-                remedy="look at the env-server's log",
+                remedy=next((remedy_of(rollout) for rollout in current.failed()), "look at the env-server's log"),
             )
         return event_pb2.EvalCompleted(
             env=current.env,
@@ -192,6 +193,5 @@ class Evaluator:
 
 def _first_failure(current: Evaluation) -> str:
     for rollout in current.failed():
-        error = rollout.error
-        return f"{rollout.status}: {error.type}: {error.message}" if error else str(rollout.status)
+        return f"{rollout.status}: {describe_error(rollout)}" if rollout.error else str(rollout.status)
     return "no answer within the deadline"

@@ -23,9 +23,24 @@ from numpy.typing import NDArray
 from millrace.errors import ConflictError, InvalidStateError
 from millrace.policies.change import TensorChange
 from millrace.policies.delta.codings import Bits, corrupt
-from millrace.policies.delta.dense import decode_dense, decode_plain, encode_dense, encode_plain
-from millrace.policies.delta.frame import DENSE, KIND_NAMES, PLAIN, SPARSE, PieceHeader, Section, pack_frame, read_frame
-from millrace.policies.delta.sparse import SparseEncoder, decode_sparse
+from millrace.policies.delta.frame import (
+    DENSE,
+    KIND_NAMES,
+    PLAIN,
+    SPARSE,
+    FrameSection,
+    PieceHeader,
+    pack_frame,
+    read_frame,
+)
+from millrace.policies.delta.kinds import (
+    SparseEncoder,
+    decode_dense,
+    decode_plain,
+    decode_sparse,
+    encode_dense,
+    encode_plain,
+)
 from millrace.policies.digest import bits_digest, change_digest, digest_hex
 
 _BLOCK_ELEMENTS = 1 << 18  # compared at a time: small beside a piece, large beside the cost of a call
@@ -176,7 +191,7 @@ def _changed_positions(base: Bits, new: Bits) -> Iterator[NDArray[np.int64]]:
         yield np.concatenate(batch)
 
 
-def _encoded(header: PieceHeader, sections: list[Section]) -> EncodedPiece:
+def _encoded(header: PieceHeader, sections: list[FrameSection]) -> EncodedPiece:
     return EncodedPiece(
         data=pack_frame(header, sections),
         kind=KIND_NAMES[header.kind],

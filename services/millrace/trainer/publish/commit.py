@@ -13,22 +13,28 @@ from typing import Any
 
 from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
+from millrace.policies.digest import decode_threads
 from millrace.policies.fetch import read_manifest
-from millrace.policies.host_copy import decode_threads
-from millrace.policies.manifest import AdapterEntry, Encoding, FileEntry, PolicyManifest, Probe, TensorEntry
+from millrace.policies.manifest import (
+    AdapterEntry,
+    Encoding,
+    FileEntry,
+    PolicyManifest,
+    PolicyPlace,
+    Probe,
+    TensorEntry,
+    whole_digest,
+)
 from millrace.policies.publishing.history import Delta, Digests, History
-from millrace.policies.publishing.parts import TensorPart
+from millrace.policies.publishing.parts import TensorPart, merge_digests, merge_encodings, pack_digests, pack_encodings
 from millrace.policies.publishing.publish import (
     DIGEST_MISMATCH,
     PublishedPolicy,
     commit_policy,
     digest_conflict,
     existing_policy,
-    new_manifest,
     upload_prefix,
-    whole_digest,
 )
-from millrace.policies.publishing.shares import merge_digests, merge_encodings, pack_digests, pack_encodings
 from millrace.policies.publishing.upload import upload_delta, upload_full
 from millrace.policies.verify import damage_of
 from millrace.runlog.names import Names
@@ -251,9 +257,8 @@ class Committer:
         *,
         lineage: int,
     ) -> PolicyManifest:
-        return new_manifest(
+        return PolicyManifest(
             key=key,
-            uid=self._names.uid,
             lineage=lineage,
             version=version.version,
             anchor=anchor,
@@ -263,6 +268,8 @@ class Committer:
             probe=version.probe,
             adapter=version.adapter,
             is_delta_base=self._config.delta,
+            run_uid=self._names.uid,
+            digest=whole_digest(entries),
         )
 
     def _upload(
@@ -280,7 +287,9 @@ class Committer:
         )
         uid, prefix = self._names.uid, self._names.prefix
         base = self._gang.from_leader(
-            lambda: upload_prefix(prefix, uid, lineage=self._lineage, version=version.version, epoch=self._epoch)
+            lambda: upload_prefix(
+                PolicyPlace(prefix=prefix, uid=uid, lineage=self._lineage, version=version.version), epoch=self._epoch
+            )
         )
         if not self._gang.is_alone:
             base += f"r{self._gang.rank:05d}-"

@@ -103,7 +103,8 @@ def _batch() -> tuple[bytes, bytes]:
 def _policy() -> bytes:
     import tempfile
 
-    from millrace.policies.publishing.publish import publish_policy
+    from millrace.policies.manifest import PolicyPlace
+    from millrace.policies.publishing.publish import PolicyContents, publish_policy
     from millrace.policies.tensors import TensorBytes
     from millrace.storage.local import LocalStore
 
@@ -111,7 +112,10 @@ def _policy() -> bytes:
         store = LocalStore(Path(directory))
         tensors = [("w", TensorBytes.from_numpy(np.arange(6, dtype=np.float32)))]
         made = publish_policy(
-            store, prefix="p", uid="u", lineage=0, version=0, epoch=1, tensors=tensors, files={"config.json": b"{}"}
+            store,
+            PolicyPlace(prefix="p", uid="u", lineage=0, version=0),
+            PolicyContents(tensors=tensors, files={"config.json": b"{}"}),
+            epoch=1,
         )
         return store.get(made.manifest_key)
 

@@ -180,7 +180,8 @@ def _epoch() -> tuple[Any, Any]:
 
 
 def _record() -> tuple[Any, Any]:
-    from millrace.orchestrator.runs.run_view import RunRecord, RunView
+    from millrace.orchestrator.runs.run_view import RunView
+    from millrace.runlog.records.run_record import RunRecord
 
     def decode(data: bytes) -> Any:
         record = RunRecord.decode(data, where="x")

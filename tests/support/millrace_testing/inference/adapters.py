@@ -9,8 +9,8 @@ import torch
 from millrace.inference.embedded import weights
 from millrace.inference.updater import DesiredPolicy
 from millrace.policies.adapter import ADAPTER_CONFIG, AdapterSpec
-from millrace.policies.manifest import AdapterEntry, Probe
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import AdapterEntry, PolicyPlace, Probe
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
 
@@ -66,15 +66,14 @@ class Run:
         tokens = tuple(range(1, 17))
         published = publish_policy(
             self.store,
-            prefix="test",
-            uid="run1",
-            lineage=0,
-            version=version,
+            PolicyPlace(prefix="test", uid="run1", lineage=0, version=version),
+            PolicyContents(
+                tensors=[(name, TensorBytes.from_numpy(tensor.numpy())) for name, tensor in tensors.items()],
+                files=self.files,
+                probe=Probe(token_ids=tokens, logprobs=tuple(weights.prompt_logprobs(twin, tokens))),
+                adapter=entry,
+            ),
             epoch=1,
-            tensors=[(name, TensorBytes.from_numpy(tensor.numpy())) for name, tensor in tensors.items()],
-            files=self.files,
-            probe=Probe(token_ids=tokens, logprobs=tuple(weights.prompt_logprobs(twin, tokens))),
-            adapter=entry,
         )
         desired = DesiredPolicy(
             run_uid="run1",

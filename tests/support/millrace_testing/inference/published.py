@@ -11,11 +11,11 @@ import torch
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.delta.codec import encode_piece
 from millrace.policies.digest import digest_hex, tensor_digest
-from millrace.policies.manifest import Probe, TensorEntry, manifest_key
+from millrace.policies.manifest import PolicyManifest, PolicyPlace, Probe, TensorEntry, whole_digest
 from millrace.policies.publishing.publish import (
+    PolicyContents,
     PublishedPolicy,
     commit_policy,
-    new_manifest,
     publish_policy,
     upload_prefix,
 )
@@ -90,14 +90,11 @@ class Publisher:
         self._tensors[version] = tensors = _copies(tiny.tensors_of(held))
         published = publish_policy(
             self.store,
-            prefix="test",
-            uid=self.uid,
-            lineage=0,
-            version=version,
+            PolicyPlace(prefix="test", uid=self.uid, lineage=0, version=version),
+            PolicyContents(
+                tensors=tensors.items(), files=files(like or held, self._scratch), probe=probed or probe(held)
+            ),
             epoch=1,
-            tensors=tensors.items(),
-            files=files(like or held, self._scratch),
-            probe=probed or probe(held),
         )
         return self._noted(version, published)
 
@@ -112,8 +109,8 @@ class Publisher:
             piece = encode_piece(self._tensors[base][name].bits(), tensor.bits())
             if piece is not None:
                 frames.append(Frame(tensor=name, start=0, count=tensor.bits().size, data=piece.data))
-        key = manifest_key("test", self.uid, lineage=0, version=version)
-        data = upload_prefix("test", self.uid, lineage=0, version=version, epoch=1)
+        key = PolicyPlace(prefix="test", uid=self.uid, lineage=0, version=version).manifest_key
+        data = upload_prefix(PolicyPlace(prefix="test", uid=self.uid, lineage=0, version=version), epoch=1)
         encoding = upload_delta(self.store, data, frames, against=base, against_digest=against.digest)
         if spoil == "codec":
             encoding = dataclasses.replace(encoding, codec="mystery")
@@ -121,9 +118,8 @@ class Publisher:
             TensorEntry(name=n, shape=t.shape, dtype=t.dtype, digest=digest_hex(tensor_digest(t)))
             for n, t in tensors.items()
         )
-        manifest = new_manifest(
+        manifest = PolicyManifest(
             key=key,
-            uid=self.uid,
             lineage=0,
             version=version,
             anchor=against.anchor,
@@ -131,6 +127,8 @@ class Publisher:
             encodings=(encoding,),
             files=against.files,
             probe=probed or probe(held),
+            run_uid=self.uid,
+            digest=whole_digest(entries),
         )
         if spoil == "object":
             self.store.delete(encoding.objects[0].key)

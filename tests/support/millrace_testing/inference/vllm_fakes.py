@@ -12,7 +12,7 @@ from millrace.errors import UnavailableError
 from millrace.inference.engine import InflightMode, PolicyIdentity
 from millrace.inference.vllm import prober, ranks
 from millrace.inference.vllm.engine import VllmEngine
-from millrace.inference.vllm.gate import Gate
+from millrace.inference.vllm.gate import GenerationGate
 from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
 
@@ -33,11 +33,11 @@ class Client:
         self.blocks: dict[str, asyncio.Event] = {}
         self.reached: dict[str, asyncio.Event] = {}
         self.errored = False
-        self.num_read_beside, self.damage, self.is_proved = 0, "", True
-        self.beside_error: Exception | None = None
+        self.num_verified, self.damage, self.is_proved = 0, "", True
+        self.verify_error: Exception | None = None
         foreseen = {"is_pending": False, "rows": [["w", "0:(4,)", 4, digest_hex(0)]]}
         self.answers: dict[str, Any] = {"millrace_check": [[], []], "millrace_foreseen": foreseen}
-        self.answers["millrace_stage"] = {"units": [], "pieces": [], "seconds": 0.0}
+        self.answers["millrace_stage"] = {"units": [], "slices": [], "seconds": 0.0}
         self.output_processor = SimpleNamespace(request_states={})
         self.model_config = SimpleNamespace(dtype="torch.float32", model="nowhere", max_model_len=8, revision=None)
         scheduler = SimpleNamespace(max_num_seqs=1)
@@ -80,10 +80,10 @@ class Client:
     async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
         assert method == "millrace_call"
         number, inner, _ = args
-        if inner == "millrace_read_beside":
-            self.num_read_beside += 1
-            if self.beside_error is not None:
-                raise self.beside_error
+        if inner == "millrace_verify_next":
+            self.num_verified += 1
+            if self.verify_error is not None:
+                raise self.verify_error
             return [[number, [0, self.damage, self.is_proved], ""]]
         await self.reach(inner)
         return [[number, self.answers.get(inner, []), ""]]
@@ -115,13 +115,13 @@ def client() -> Client:
 
 
 @pytest.fixture
-def gate() -> Gate:
-    return Gate()
+def gate() -> GenerationGate:
+    return GenerationGate()
 
 
 @pytest.fixture
 async def engine(
-    client: Client, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Client, gate: GenerationGate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[VllmEngine]:
     async def logprobs(client: Client, *_: Any, **__: Any) -> list[float]:
         client.calls.append("probe handed in")

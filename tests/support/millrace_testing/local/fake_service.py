@@ -17,8 +17,8 @@ import grpc.aio
 import redis
 
 from millrace.errors import AlreadyExistsError
-from millrace.policies.manifest import Probe
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import PolicyPlace, Probe
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.processes import lifeline
 from millrace.rpc.serve import serve
@@ -59,14 +59,13 @@ class FakeRuns(RunServiceServicer):
         store = open_store(self.settings.require("store_url"))
         policy = publish_policy(
             store,
-            prefix=self.settings.prefix,
-            uid="u1",
-            lineage=0,
-            version=3,
+            PolicyPlace(prefix=self.settings.prefix, uid="u1", lineage=0, version=3),
+            PolicyContents(
+                tensors=[("w", TensorBytes(dtype="float32", shape=(2,), data=memoryview(bytes(8))))],
+                files={"config.json": b"{}"},
+                probe=Probe(token_ids=(1,), logprobs=()),
+            ),
             epoch=1,
-            tensors=[("w", TensorBytes(dtype="float32", shape=(2,), data=memoryview(bytes(8))))],
-            files={"config.json": b"{}"},
-            probe=Probe(token_ids=(1,), logprobs=()),
         )
         key = f"{self.settings.prefix}/runs/u1/checkpoints/00000003/manifest.json"
         store.create(key, b"{}")

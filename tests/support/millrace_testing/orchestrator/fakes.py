@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -78,6 +78,8 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
     delay_s: float = 0.0
     broken: dict[tuple, RolloutStatus] = field(default_factory=dict)
     """Key: (ordinal, member, attempt), with \"eval\" in front for evaluations."""
+    shape: Callable[[Rollout], Rollout] = lambda rollout: rollout
+    """What becomes of each rollout before it is appended."""
     requests: list = field(default_factory=list)
     silent: set[int] = field(default_factory=set)
     tasks: dict = field(default_factory=dict)
@@ -145,7 +147,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
             key = ("eval", *key) if request.purpose == rollout_pb2.PURPOSE_EVAL else key
             status = RolloutStatus.ENGINE_LOST if self.replica.is_down else self.broken.get(key, RolloutStatus.OK)
             rollout = make_rollout(request, member, status, version, env_server=self.worker_id)
-            await self._append(request.run_uid, encode_rollout(rollout))
+            await self._append(request.run_uid, encode_rollout(self.shape(rollout)))
 
     async def _append(self, uid: str, data: bytes) -> None:
         self.spool.append(data)

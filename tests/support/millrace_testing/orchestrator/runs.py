@@ -95,6 +95,12 @@ async def log_of(stack, run) -> RunLog:
     return await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
 
 
+async def restart_orchestrator(stack) -> None:
+    port = int(stack.address.rpartition(":")[2])
+    await stack.kill_orchestrator()
+    await stack.start_orchestrator(port)
+
+
 async def pause(stack, run, reason: str = "") -> None:
     await call(stack.runs.PauseRun, run_service_pb2.PauseRunRequest(name=run.name, reason=reason))
 

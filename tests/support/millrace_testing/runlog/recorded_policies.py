@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.internal.v1 import policy_pb2
-from millrace.policies.manifest import FileEntry, TensorEntry
+from millrace.policies.manifest import FileEntry, PolicyManifest, PolicyPlace, TensorEntry, whole_digest
 from millrace.policies.publishing.history import History
 from millrace.policies.publishing.parts import TensorPart
-from millrace.policies.publishing.publish import commit_policy, new_manifest, upload_files, upload_prefix, whole_digest
+from millrace.policies.publishing.publish import commit_policy, upload_files, upload_prefix
 from millrace.policies.publishing.upload import upload_delta, upload_full
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
@@ -37,7 +37,9 @@ class Publisher:
         if not self._files:
             files = {"config.json": b'{"vocab_size": %d}' % (9 - self.seed)}
             self._files = upload_files(store, prefix=names.prefix, uid=names.uid, epoch=1, files=files)
-        base = upload_prefix(names.prefix, names.uid, lineage=self.lineage, version=version, epoch=1)
+        base = upload_prefix(
+            PolicyPlace(prefix=names.prefix, uid=names.uid, lineage=self.lineage, version=version), epoch=1
+        )
         encodings, fits = [], self._history.fits(parts, version)
         digests = self._history.digests(parts, version)
         if not fits or version % ANCHOR_EVERY == 0:
@@ -53,9 +55,8 @@ class Publisher:
             for part in parts
         )
         key = names.policy_manifest(self.lineage, version)
-        manifest = new_manifest(
+        manifest = PolicyManifest(
             key=key,
-            uid=names.uid,
             lineage=self.lineage,
             version=version,
             anchor=self._anchor,
@@ -63,6 +64,8 @@ class Publisher:
             encodings=tuple(encodings),
             files=self._files,
             probe=None,
+            run_uid=names.uid,
+            digest=whole_digest(tensors),
         )
         published = commit_policy(store, key, manifest)
         self._history.advance(parts, version=version, digest=whole_digest(tensors), digests=digests)

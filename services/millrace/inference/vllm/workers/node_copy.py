@@ -122,7 +122,7 @@ class NodeCopy:
             return {}
 
 
-class NodeWorker:
+class FetchingWorker:
     """The parts of the worker extension that say where a rank finds what an order names."""
 
     millrace_node: NodeCopy | None = None

@@ -21,10 +21,20 @@ from millrace.inference.vllm.lora import on_base
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.ranks import AnsweringWorker
 from millrace.inference.vllm.workers.layout import Layout, Region, Slot, trace
-from millrace.inference.vllm.workers.memory import Piece, Write, box_of, pieces_of, source_of, tensor_of, writes_of
-from millrace.inference.vllm.workers.node_copy import NodeWorker
+from millrace.inference.vllm.workers.memory import (
+    ChangeSlice,
+    ModelMemory,
+    Write,
+    box_of,
+    parameter_of,
+    slices_of,
+    source_of,
+    tensor_of,
+    writes_of,
+)
+from millrace.inference.vllm.workers.node_copy import FetchingWorker
 from millrace.inference.vllm.workers.packing import Packed, build_packed, is_repackable
-from millrace.inference.vllm.workers.proved import Foreseen, Job, ProvedBoxes
+from millrace.policies.proof import ContinuedDigests, NextDigests, Row
 from millrace.policies.tensors import element_bytes
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
@@ -36,18 +46,17 @@ logger = logging.getLogger(__name__)
 class Staged:
     """A version between `stage` and `activate`. `units` are module names whose layers are built, with their bytes.
 
-    `pieces` are the changes that `gather` looks up, in order. `jobs` are those of the digests that it will have, until
-    all is gathered and they begin to be `foreseen`; both are None if they cannot be told before it is read back.
+    `slices` are the changes that `gather` looks up, in order. `digests` are those that the model will have; None if
+    they cannot be told before the model is read back.
     """
 
     files: OrderFiles
     units: list[tuple[str, int]]
     reloads: set[str]
-    pieces: list[Piece]
-    jobs: list[Job] | None
+    slices: list[ChangeSlice]
+    digests: NextDigests[Region] | None
     writes: list[Write] = field(default_factory=list)
     num_gathered: int = 0
-    foreseen: Foreseen | None = None
     packed: dict[str, Packed] = field(default_factory=dict)
 
 
@@ -55,17 +64,17 @@ class Staged:
 class Held:
     """What is known about the model: `plain` slots hold the checkpoint's bits, `packed` layers are built.
 
-    `proved` are the boxes of plain slots, as far as each is one range of memory.
+    `proved` are the digests of the boxes of plain slots, as far as each is one range of memory.
     """
 
     layout: Layout
     plain: set[Slot]
     packed: dict[str, Slot]
-    proved: ProvedBoxes
+    proved: ContinuedDigests[Region]
     staged: Staged | None = None
 
 
-class PolicyWorker(AnsweringWorker, NodeWorker):
+class PolicyExtension(AnsweringWorker, FetchingWorker):
     """Mixed into vLLM's worker class by `--worker-extension-cls`."""
 
     millrace_held: Held | None = None
@@ -135,28 +144,29 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         built = set(held.packed.values())
         reloads = {slot.module for slot in touched if slot not in held.plain and slot not in built}
         here = [name for name in files.names() if _plain_regions(held, name)]
-        pieces = [piece for name in here for piece in pieces_of(files, name)]
-        jobs = [] if held.proved.is_known else None
-        held.staged = Staged(files=files, units=units, reloads=reloads, pieces=pieces, jobs=jobs)
-        sizes = [piece.num_bytes(element_bytes(files.places[piece.tensor].dtype)) for piece in pieces]
-        return {"units": [size for _, size in units], "pieces": sizes, "seconds": time.monotonic() - began}
+        slices = [found for name in here for found in slices_of(files, name)]
+        digests = held.proved.next()
+        held.staged = Staged(files=files, units=units, reloads=reloads, slices=slices, digests=digests)
+        sizes = [found.num_bytes(element_bytes(files.places[found.tensor].dtype)) for found in slices]
+        return {"units": [size for _, size in units], "slices": sizes, "seconds": time.monotonic() - began}
 
     @on_base
     def millrace_gather(self, first: int, last: int) -> float:
-        """Look up where pieces [first, last) are written, and what is there now; return its seconds."""
+        """Look up where slices [first, last) are written, and what is there now; return its seconds."""
         held, began = self._millrace_required(), time.monotonic()
         staged = held.staged
-        assert staged is not None and staged.num_gathered >= min(first, len(staged.pieces))
+        assert staged is not None and staged.num_gathered >= min(first, len(staged.slices))
         writes = [
             write
-            for piece in staged.pieces[first:last]
-            for region in _plain_regions(held, piece.tensor)
-            for write in writes_of(staged.files, region, held.layout.specs[region.slot][2].itemsize, piece)
+            for part in staged.slices[first:last]
+            for region in _plain_regions(held, part.tensor)
+            for write in writes_of(staged.files, region, held.layout.specs[region.slot][2].itemsize, part)
         ]
         staged.writes += writes
-        if staged.jobs is not None:
-            staged.jobs += held.proved.jobs(staged.files, writes)
-        staged.num_gathered = min(last, len(staged.pieces))
+        if staged.digests is not None:
+            for write in writes:
+                write.add_to(staged.digests, staged.files)
+        staged.num_gathered = min(last, len(staged.slices))
         return time.monotonic() - began
 
     def millrace_foreseen(self) -> dict[str, Any]:
@@ -165,13 +175,11 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         `rows` is None while `is_pending`, and for good if they have to be read back after the version is written.
         """
         staged = self._millrace_required().staged
-        assert staged is not None and staged.num_gathered == len(staged.pieces)
-        if staged.jobs is not None:
-            jobs, staged.jobs = staged.jobs, None
-            staged.foreseen = self._millrace_required().proved.begin_digesting(jobs)
-        if staged.foreseen is None:
+        assert staged is not None and staged.num_gathered == len(staged.slices)
+        if staged.digests is None:
             return {"is_pending": False, "rows": None}
-        rows = self._millrace_required().proved.rows(staged.foreseen)
+        staged.digests.compute()
+        rows = staged.digests.rows()
         return {"is_pending": rows is None, "rows": rows}
 
     @on_base
@@ -192,12 +200,12 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         held = self._millrace_required()
         staged, held.staged = held.staged, None
         assert staged is not None and len(staged.packed) == len(staged.units)
-        assert staged.num_gathered == len(staged.pieces)
+        assert staged.num_gathered == len(staged.slices)
         model = self._millrace_model()
         held.proved.begin_writing()
         with torch.no_grad():
             for write in staged.writes:
-                write.put(staged.files, _parameter(model, write.region))
+                write.put(staged.files, parameter_of(model, write.region))
         rank: int = self.rank  # pyright: ignore[reportAttributeAccessIssue] - of the worker
         after: int = self.parallel_config.world_size - 1 - rank  # pyright: ignore[reportAttributeAccessIssue]
         faults.reach(Point.INFERENCE_MID_APPLY, version=version, rank=rank, ranks_after=after)
@@ -206,8 +214,8 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         for module in sorted(staged.reloads):
             names = [n for n, found in held.layout.regions.items() if any(r.slot.module == module for r in found)]
             self._millrace_load(model.get_submodule(module), staged.files, names)
-        if staged.foreseen is not None:
-            held.proved.take(staged.foreseen)
+        if staged.digests is not None:
+            held.proved.accept(staged.digests)
 
     def millrace_discard(self) -> None:
         """Forget a staged version."""
@@ -215,7 +223,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
             self.millrace_held.staged = None
 
     @on_base
-    def millrace_digests(self, names: list[str]) -> list[list[Any]]:
+    def millrace_digests(self, names: list[str]) -> list[Row]:
         """[tensor, key of the box, elements, digest as hex] of every box that holds the checkpoint's bits as they are.
 
         Only of these tensors, of which this rank may hold none. Ranks that hold the same box give the same key.
@@ -223,11 +231,11 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
         return self._millrace_required().proved.read(names)
 
     @on_base
-    def millrace_read_beside(self) -> list[Any]:
-        """[shares still to be read back, what is damaged, whether the rest is proved]: a step of the reader."""
+    def millrace_verify_next(self) -> list[Any]:
+        """Verify a share; [shares still to be verified, what is damaged, whether the rest is proved]."""
         if self.millrace_held is None:
             return [0, "", False]
-        return list(self.millrace_held.proved.read_next())
+        return list(self.millrace_held.proved.verify_next())
 
     # ---- what follows is not called from outside ----
 
@@ -297,7 +305,7 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
                 packed[name] = slot
         logger.info("layout of the model", extra={"plain": len(plain), "packed": len(packed), "slots": len(by_slot)})
         boxes = [region for slot in plain for region in by_slot[slot] if region.is_in_runs]
-        proved = ProvedBoxes(boxes, lambda region: _flat_box(self._millrace_model(), region))
+        proved = ContinuedDigests(boxes, ModelMemory(self._millrace_model))
         return Held(layout=layout, plain=plain, packed=packed, proved=proved)
 
     def _millrace_packed_slot(
@@ -346,14 +354,3 @@ class PolicyWorker(AnsweringWorker, NodeWorker):
 def _plain_regions(held: Held, name: str) -> list[Region]:
     """Where a tensor lies in the checkpoint's bits on this rank."""
     return [region for region in held.layout.regions.get(name, ()) if region.slot in held.plain]
-
-
-def _parameter(model: torch.nn.Module, region: Region) -> torch.Tensor:
-    parameter = model.get_submodule(region.slot.module)._parameters[region.slot.name]
-    assert parameter is not None
-    return parameter
-
-
-def _flat_box(model: torch.nn.Module, region: Region) -> torch.Tensor:
-    """A box that lies in one piece, flat, as bits: a view of the memory."""
-    return box_of(_parameter(model, region), region).reshape(-1)

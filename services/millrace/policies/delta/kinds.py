@@ -1,21 +1,36 @@
-"""Sparse frames: gaps between changed positions, signs of steps of one unit in the last place, absolute exceptions.
+"""The three kinds of frames, each as sections of compressed bytes.
 
-Sections, in this order: the byte planes of the gaps, the signs (one bit for each change that is no exception, the first
-in the highest bit; set: up), the gaps between the exceptions' numbers among the changes, the byte planes of the
-exceptions' new bits.
+* Sparse: the byte planes of the gaps between changed positions, the signs of steps of one unit in the last place (one
+  bit for each change that is no exception, the first in the highest bit; set: up), the gaps between the exceptions'
+  numbers among the changes, the byte planes of the exceptions' new bits. In this order.
+* Dense: every element's difference in units of the last place, by byte planes, the lowest first. Differences are
+  zigzag-folded, so that small ones of either sign leave the high planes almost empty.
+* Plain: every new value, by byte planes.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from millrace.policies.change import TensorChange
-from millrace.policies.delta.codings import Bits, corrupt, decode_gaps, encode_gaps, from_planes, to_planes, ulp_map
-from millrace.policies.delta.frame import PieceHeader, Section, compress_section
+from millrace.policies.delta.codings import (
+    Bits,
+    corrupt,
+    decode_gaps,
+    encode_gaps,
+    from_planes,
+    to_planes,
+    ulp_map,
+    unzigzag,
+    zigzag,
+)
+from millrace.policies.delta.frame import COMPRESSION_LEVEL, FrameSection, PieceHeader, compress_section
 from millrace.policies.digest import change_digest
 
 _EXCEPTION_GAP_WIDTH = 1
+_BLOCK_ELEMENTS = 1 << 17
 
 
 @dataclass(slots=True)
@@ -49,7 +64,7 @@ class SparseEncoder:
         self.num_exceptions += others.size
         self._last = int(positions[-1])
 
-    def sections(self) -> list[Section]:
+    def sections(self) -> list[FrameSection]:
         """The streams; call it once, after at least one change."""
         exceptions = np.concatenate(self._exceptions)
         planes = [
@@ -61,7 +76,9 @@ class SparseEncoder:
         return [compress_section(plane) for plane in planes]
 
 
-def decode_sparse(header: PieceHeader, sections: list[Section], current: Bits) -> tuple[NDArray[np.int64], Bits, Bits]:
+def decode_sparse(
+    header: PieceHeader, sections: list[FrameSection], current: Bits
+) -> tuple[NDArray[np.int64], Bits, Bits]:
     """The changed positions, counted from the piece's start, and the bits there, before and after."""
     if header.gap_width == 0 or len(sections) != header.gap_width + 1 + _EXCEPTION_GAP_WIDTH + header.width:
         raise corrupt(f"a sparse frame of gap width {header.gap_width} has {len(sections)} sections")
@@ -88,7 +105,7 @@ def decode_sparse(header: PieceHeader, sections: list[Section], current: Bits) -
     return positions, old, new
 
 
-def _expand_gaps(sections: list[Section], *, num_positions: int, limit: int, what: str) -> NDArray[np.int64]:
+def _expand_gaps(sections: list[FrameSection], *, num_positions: int, limit: int, what: str) -> NDArray[np.int64]:
     """Positions from the byte planes of their gaps, whose number is bounded before anything is expanded."""
     units = sections[0].raw_bytes
     most = num_positions + limit // ((1 << (8 * len(sections))) - 1)
@@ -96,3 +113,63 @@ def _expand_gaps(sections: list[Section], *, num_positions: int, limit: int, wha
         raise corrupt(f"its {what} have {units} units, more than {most}")
     planes = [section.expand(raw_bytes=units, what=what) for section in sections]
     return decode_gaps(from_planes(planes), num_positions=num_positions, limit=limit, what=what)
+
+
+def encode_dense(base: Bits, new: Bits) -> tuple[int, list[FrameSection]]:
+    """The number of changed elements, and the planes of the differences."""
+    changed = 0
+    planes = _PlaneCompressor(new)
+    for begin in range(0, new.size, _BLOCK_ELEMENTS):
+        difference = ulp_map(new[begin : begin + _BLOCK_ELEMENTS])
+        difference -= ulp_map(base[begin : begin + _BLOCK_ELEMENTS])
+        changed += int(np.count_nonzero(difference))
+        planes.add(zigzag(difference))
+    return changed, planes.sections()
+
+
+def encode_plain(new: Bits) -> list[FrameSection]:
+    """The planes of the values."""
+    planes = _PlaneCompressor(new)
+    for begin in range(0, new.size, _BLOCK_ELEMENTS):
+        planes.add(new[begin : begin + _BLOCK_ELEMENTS])
+    return planes.sections()
+
+
+def decode_dense(header: PieceHeader, sections: list[FrameSection], current: Bits) -> Bits:
+    """The new bits of all elements."""
+    new = decode_plain(header, sections)
+    for begin in range(0, new.size, _BLOCK_ELEMENTS):
+        block = new[begin : begin + _BLOCK_ELEMENTS]
+        ordered = unzigzag(block)
+        ordered += ulp_map(current[begin : begin + _BLOCK_ELEMENTS])
+        block[:] = ulp_map(ordered)
+    return new
+
+
+def decode_plain(header: PieceHeader, sections: list[FrameSection]) -> Bits:
+    """The values of all elements."""
+    if len(sections) != header.width:
+        raise corrupt(f"a frame of {header.width} planes has {len(sections)} sections")
+    return from_planes([section.expand(raw_bytes=header.count, what="planes") for section in sections])
+
+
+class _PlaneCompressor:
+    """Compresses the byte planes of a piece block by block; they never lie in memory as a whole."""
+
+    def __init__(self, like: Bits) -> None:
+        self._raw_bytes = like.size
+        width = like.dtype.itemsize
+        self._compressors = [
+            zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compressobj(size=like.size) for _ in range(width)
+        ]
+        self._stored: list[list[bytes]] = [[] for _ in range(width)]
+
+    def add(self, values: Bits) -> None:
+        for plane, compressor, stored in zip(to_planes(values), self._compressors, self._stored, strict=True):
+            stored.append(compressor.compress(plane.data))
+
+    def sections(self) -> list[FrameSection]:
+        return [
+            FrameSection(raw_bytes=self._raw_bytes, stored=b"".join([*stored, compressor.flush()]), compressed=True)
+            for compressor, stored in zip(self._compressors, self._stored, strict=True)
+        ]

@@ -4,8 +4,8 @@ import pytest
 
 from millrace.errors import InvalidStateError, UnauthenticatedError
 from millrace.internal.v1 import env_service_pb2, worker_service_pb2
-from millrace.orchestrator.play import env_pool
-from millrace.orchestrator.play.env_pool import EnvPool, env_spec
+from millrace.orchestrator.play import env_servers
+from millrace.orchestrator.play.env_servers import EnvServers, env_spec
 from millrace.orchestrator.workers import WorkerRegistry
 
 SPEC = env_spec("reverse-text", "reverse-text", {})
@@ -33,19 +33,19 @@ class Tokens:
 
 
 @pytest.fixture
-async def pool() -> EnvPool:
+async def pool() -> EnvServers:
     registry = WorkerRegistry()
     for name in ("a", "b"):
         kind = worker_service_pb2.WORKER_KIND_ENV_SERVER
         registry.register(worker_service_pb2.Worker(worker_id=name, kind=kind, address="127.0.0.1:1"))
-    made = EnvPool(run_uid="r1", epoch=1, registry=registry)
+    made = EnvServers(run_uid="r1", epoch=1, registry=registry)
     yield made
     await made.close()
 
 
-async def test_env_servers_that_have_other_tokens_are_asked_again(pool: EnvPool, monkeypatch) -> None:
+async def test_env_servers_that_have_other_tokens_are_asked_again(pool: EnvServers, monkeypatch) -> None:
     tokens = Tokens("a")
-    monkeypatch.setattr(env_pool, "call", tokens.call)
+    monkeypatch.setattr(env_servers, "call", tokens.call)
     await pool.open_all([SPEC])
     assert pool.servers_with(SPEC.name) == ["b"]
     assert {name: len(groups) for name, groups in (await pool.playing("1.x")).items()} == {"b": 1}
@@ -58,16 +58,16 @@ async def test_env_servers_that_have_other_tokens_are_asked_again(pool: EnvPool,
     assert await pool.play("b", request)
 
 
-async def test_a_run_that_no_env_server_lets_in_says_so_at_its_deadline(pool: EnvPool, monkeypatch) -> None:
-    monkeypatch.setattr(env_pool, "call", Tokens("a", "b").call)
-    monkeypatch.setattr(env_pool, "OPEN_TIMEOUT_S", 0.05)
+async def test_a_run_that_no_env_server_lets_in_says_so_at_its_deadline(pool: EnvServers, monkeypatch) -> None:
+    monkeypatch.setattr(env_servers, "call", Tokens("a", "b").call)
+    monkeypatch.setattr(env_servers, "OPEN_TIMEOUT_S", 0.05)
     with pytest.raises(InvalidStateError, match="a valid bearer token is required") as caught:
         await pool.open_all([SPEC])
     assert caught.value.reason == "ENV_LOAD_TIMEOUT"
 
 
 async def test_an_environment_that_kills_its_workers_ends_the_run_once_no_env_server_plays_it(
-    pool: EnvPool, monkeypatch
+    pool: EnvServers, monkeypatch
 ) -> None:
     given_up: set[str] = set()
 
@@ -82,7 +82,7 @@ async def test_an_environment_that_kills_its_workers_ends_the_run_once_no_env_se
             )
         return await Tokens().call(method, request, timeout_s=timeout_s, waits_on=waits_on)
 
-    monkeypatch.setattr(env_pool, "call", answer)
+    monkeypatch.setattr(env_servers, "call", answer)
     await pool.open_all([SPEC])
     await pool.refresh([SPEC])
     request = env_service_pb2.PlayGroupRequest(env=SPEC)

@@ -54,7 +54,7 @@ class OpenedEnv:
     requires_group: bool
 
 
-class EnvPool:
+class EnvServers:
     """Connections to every env-server; knows which of them has which environment ready."""
 
     def __init__(self, *, run_uid: str, epoch: int, registry: WorkerRegistry) -> None:
