@@ -1,13 +1,20 @@
 """Mistakes of a first day at the real command: each run ends as FAILED within a minute and names the cause."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from millrace.internal.v1 import batch_pb2
+from millrace.local.ports import free_ports
+from millrace.rollouts.wire import decode_archive
 from millrace_testing.patience import patient
+
+pytestmark = pytest.mark.timeout(280)
 
 FAULTY = Path(__file__).resolve().parents[1] / "fixtures" / "environments" / "faulty_v0"
 WITHIN_S = 60.0
@@ -16,9 +23,12 @@ SMALL += ("--orchestrator.eval.num-examples", "4")
 NO_FIRST_EVAL = "--orchestrator.eval.skip-first-step"
 
 
+WITH_FAULTY = {"PYTHONPATH": os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH")]))}
+
+
 @pytest.fixture(scope="module")
 def server(warm) -> Iterator[dict[str, str]]:
-    with warm.up(env={"PYTHONPATH": str(FAULTY)}) as address:
+    with warm.up(env=WITH_FAULTY) as address:
         yield {"MILLRACE_SERVER": address}
     assert warm.processes() == [], "failed runs leave nothing behind"
 
@@ -69,3 +79,30 @@ def test_a_mistake_that_the_first_evaluation_meets_is_named_too(warm, server) ->
 def test_the_next_run_starts_and_learns_as_ever(warm, server) -> None:
     summary, _ = warm.train(*SMALL, "--max-steps", "1", "--name", "after", env=server)
     assert summary["steps"] == 1
+
+
+def test_kill_9_of_the_whole_stack_neither_resets_the_window_nor_counts_a_rollout_twice(warm) -> None:
+    port, http_port = free_ports(2)
+    address = f"127.0.0.1:{port}"
+    place = ["up", "--dir", "outputs/window", "--listen", address, "--http-port", str(http_port)]
+    submit = ["rl", "@", warm.rl_toml, "--name", "killed", *SMALL, NO_FIRST_EVAL, *faulty("reward_raises")]
+    with warm.following(*place, env=WITH_FAULTY) as first:
+        warm.read_until(first, "export MILLRACE_SERVER=")
+        with warm.following(*submit, env={"MILLRACE_SERVER": address}) as client:
+            assert client.stdout is not None
+            assert any("rollouts fail: " in line for line in client.stdout)
+            first.send_signal(signal.SIGKILL)
+            first.wait(timeout=10)
+            with warm.following(*place, env=WITH_FAULTY) as second:
+                warm.read_until(second, "export MILLRACE_SERVER=")
+                output, _ = client.communicate(timeout=200)
+                second.send_signal(signal.SIGINT)
+                second.communicate(timeout=30)
+    assert client.returncode == 1 and "[ROLLOUTS_FAILED]" in output, output[-3000:]
+    (path,) = (warm.path / "outputs" / "window").glob("**/batches/00000000.pb")
+    header = batch_pb2.BatchHeader.FromString(path.read_bytes())
+    store = path.parents[3]
+    archived = decode_archive((store.parent / header.rollouts_key).read_bytes())
+    counted = sum(each["num_rollouts"] for each in json.loads(header.orchestrator_state)["failures"]["environments"])
+    assert counted == sum(each.is_environment_failure and not each.is_duplicate for each in archived) > 0
+    assert len(header.resolutions) < 64 + 40, "64 groups fill the window, and some more were being played"

@@ -20,9 +20,11 @@ COMMAND_LINE = "command line"
 
 RESERVED_FLAGS: Mapping[str, bool] = {
     "dry-run": False,
+    "check-environments": False,
     "server": True,
     "name": True,
     "follow": False,
+    "resume": False,
     "plain": False,
     "debug": False,
     "help": False,
@@ -119,6 +121,8 @@ class _Reader:
             self._file(self._arguments.pop(), key.path)
         elif value is None and (bare := self._bare(key.node)) is not None:
             self._put(name, key, bare)
+        elif value is None and key.is_free and self._peek() is None:
+            self._put(name, key, True)
         else:
             self._valued_flag(name, key, value)
 

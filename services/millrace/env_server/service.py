@@ -13,6 +13,7 @@ from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.outcome import failed, make_rollout
 from millrace.env_server.adapters.tasks import canonical_json
 from millrace.env_server.groups import Groups, PlayingGroup, group_key
+from millrace.env_server.isolation.inherited import api_key_problem, teacher_key_problem
 from millrace.env_server.requests import EnvSpec, PlayRequest
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.env_server.teacher.scorer import Teachers
@@ -86,6 +87,12 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         """An environment that rests is unknown from now on; the next OpenEnv loads it."""
         self._pools = {key: known for key, known in self._pools.items() if known is not pool}
 
+    def end_run(self, run_uid: str) -> None:
+        """Stop what is played for a run that has ended, and forget what is kept of it."""
+        for group in self.groups.of_run(run_uid):
+            self.groups.cancel(group)
+        self._sink.end_run(run_uid)
+
     async def leave(self) -> None:
         """Take nothing new; workers that end from now on are no news."""
         self.is_leaving = True
@@ -115,7 +122,13 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def OpenEnv(
         self, request: env_service_pb2.OpenEnvRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.OpenEnvResponse:
-        """Begin to load, or say where loading is."""
+        """Begin to load, or say where loading is; InvalidSpecError if a key that it needs is not set."""
+        wrong = [
+            ("api_key_var", request.api_key_var, api_key_problem(request.api_key_var)),
+            ("teacher_key_var", request.teacher_key_var, teacher_key_problem(request.teacher_key_var)),
+        ]
+        if wrong := [each for each in wrong if each[2]]:
+            raise invalid_request(wrong, source="OpenEnvRequest")
         return _describe(self._pool(env_from_wire(request.env)))
 
     async def PlayGroup(
@@ -130,7 +143,9 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         if self.groups.is_known(group_key(play)):  # perhaps asked for a second time meanwhile
             return env_service_pb2.PlayGroupResponse(already_playing=True)
         self._require_room(len(play.members))
-        self._begin(play, self._ready_pool(play))
+        pool = self._ready_pool(play)
+        self._sink.note_driven(play.run_uid)
+        self._begin(play, pool)
         return env_service_pb2.PlayGroupResponse(already_playing=False)
 
     async def ListPlaying(
@@ -255,7 +270,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         except Exception as error:  # a rollout's edge: it ends with a typed error
             kind = error.reason if isinstance(error, MillraceError) else type(error).__name__
             logger.exception("rollout could not be played", extra={"ordinal": part.ordinal, "run": part.run_uid})
-            outcome = failed(RolloutStatus.ENV_ERROR, kind, str(error))
+            outcome = failed(RolloutStatus.ENV_ERROR, kind, str(error), is_infrastructure=True)
             task_id = pool.task_id(part)
             return [
                 make_rollout(part, member=member, task_id=task_id, outcome=outcome, seconds=0.0)

@@ -24,7 +24,7 @@ from millrace.orchestrator.runs.desired_state import POLL_S, DesiredState, Desir
 from millrace.orchestrator.runs.intent_calls import ROLE
 from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.runs.sealing import Sealer
-from millrace.orchestrator.workers import LET_GO_S, WorkerRegistry
+from millrace.orchestrator.workers import RETIRED_S, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
 from millrace.runlog.records.revisions import load_reopenings
 from millrace.runlog.records.run_record import EVAL
@@ -341,7 +341,7 @@ class RunManager:
 
     def _note_ended(self, view: RunView) -> None:
         """Let workers forget a run that ended a short while ago."""
-        if time.time() - view.run.end_time.ToNanoseconds() / 1e9 < LET_GO_S:
+        if time.time() - view.run.end_time.ToNanoseconds() / 1e9 < RETIRED_S:
             self._tell_once(view, has_ended=True)
         else:
             run_meters.forget(view.record.name)
@@ -359,7 +359,7 @@ class RunManager:
     def _tell_once(self, view: RunView, *, has_ended: bool) -> None:
         if view.record.uid not in self._told and view.record.uid not in self._claims:
             self._told.add(view.record.uid)
-            self._registry.let_go(view.record.uid, has_ended=has_ended)
+            self._registry.retire(view.record.uid, has_ended=has_ended)
 
 
 def _is_gone(causes: Iterable[BaseException]) -> bool:

@@ -77,6 +77,7 @@ FAMILIES = (
     LEASE_HELD,
     STEP,
     SINCE_BATCH,
+    FAILED_SHARE,
     GROUPS,
     WAITED_FOR,
     FILL,
@@ -165,9 +166,10 @@ def _read_training(sheet: Sheet, parts: RunParts, settings: OrchestratorConfig) 
         sheet.put(GROUPS, count, run, state)
     sheet.put(WAITED_FOR, max(0, need - have), run)
     sheet.put(FILL, min(1.0, have / need), run)
-    for count in parts.failures.environments():
-        if count.num_recent:
-            sheet.put(FAILED_SHARE, count.num_recent_failed / count.num_recent, run, count.env)
+    shares = {env.name: 0.0 for env in settings.env}
+    shares |= {count.env: count.recent_share for count in parts.failures.environments()}
+    for env, share in shares.items():
+        sheet.put(FAILED_SHARE, share, run, env)
     _read_replicas(sheet, parts)
 
 

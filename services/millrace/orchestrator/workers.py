@@ -34,16 +34,14 @@ QUIET_S = 5.0
 """Silence after which a worker gets nothing new until it is heard again."""
 LEAVING_LEASE_S = 3.0
 """The same silence for a worker that said that it leaves: it has gone."""
-LET_GO_S = 600.0
+RETIRED_S = 600.0
 """How long workers are told of a run that was paused or has ended."""
-MAX_LET_GO = 64
+MAX_RETIRED = 64
 """Runs of which they are told; with more, the oldest are left out."""
 MAX_WORKERS = 4096
 """Most workers that are registered at once."""
 MAX_WAITS = 512
 """Most waits that are kept of one worker's report."""
-EVERYTHING = 2**63 - 1
-"""Watermark of a run that has ended: env-servers need not keep a rollout of it."""
 
 
 @dataclass(slots=True)
@@ -85,8 +83,8 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LetGo:
-    """A run that workers shall let go of, until when they are told, and whether it has ended."""
+class _Retired:
+    """A run that workers shall release, until when they are told, and whether it has ended."""
 
     until: float
     has_ended: bool
@@ -100,7 +98,7 @@ class WorkerRegistry:
         self._resolved_below: dict[str, int] = {}
         self._log_instances: dict[str, str] = {}
         self._damaged: dict[str, tuple[policy_pb2.PolicyEntry, int]] = {}
-        self._let_go: dict[str, _LetGo] = {}
+        self._retired: dict[str, _Retired] = {}
         self.on_lost: list[Callable[[WorkerRecord, str], None]] = []
         """Called with each worker that is gone, and the reason: `WORKER_LOST` or `WORKER_REPLACED`."""
         self._pulse = 0.0
@@ -169,7 +167,7 @@ class WorkerRegistry:
         not free. One that leaves does not count: its work goes to another. `fresh`: nor is a trainer free that says how
         the run ended for it, before the run was reopened perhaps; without an assignment it forgets that.
         """
-        self._let_go.pop(run_uid, None)
+        self._retired.pop(run_uid, None)
         mine = [record for record in self.owned(kind, run_uid) if not record.is_leaving]
         free = [record for record in self.accepting(kind) if record.run_uid == "" and record.reported in ("", run_uid)]
         free = [record for record in free if not (fresh and record.is_over(run_uid))]
@@ -197,21 +195,21 @@ class WorkerRegistry:
         self.notify()
 
     def goes_on(self, run_uid: str) -> None:
-        """Workers need not let go of the run any more: it was resumed."""
-        self._let_go.pop(run_uid, None)
+        """Workers need not release the run any more: it was resumed."""
+        self._retired.pop(run_uid, None)
 
-    def let_go(self, run_uid: str, *, has_ended: bool) -> None:
-        """Tell workers for a while to let go of a run, because it is paused or has ended."""
-        self._let_go.pop(run_uid, None)
-        self._let_go[run_uid] = _LetGo(until=time.monotonic() + LET_GO_S, has_ended=has_ended)
-        while len(self._let_go) > MAX_LET_GO:
-            del self._let_go[next(iter(self._let_go))]
+    def retire(self, run_uid: str, *, has_ended: bool) -> None:
+        """Tell workers for a while to release a run, because it is paused or has ended."""
+        self._retired.pop(run_uid, None)
+        self._retired[run_uid] = _Retired(until=time.monotonic() + RETIRED_S, has_ended=has_ended)
+        while len(self._retired) > MAX_RETIRED:
+            del self._retired[next(iter(self._retired))]
         self.notify()
 
     def set_watermark(self, run_uid: str, resolved_below: int) -> None:
         """Tell workers by heartbeat below which ordinal a run is resolved."""
         self._resolved_below[run_uid] = resolved_below
-        self._let_go.pop(run_uid, None)
+        self._retired.pop(run_uid, None)
 
     def set_log_instance(self, run_uid: str, log_instance: str) -> None:
         """Tell workers by heartbeat which copy of a run's log Redis holds."""
@@ -234,15 +232,15 @@ class WorkerRegistry:
                 damaged_policy=damaged,
                 num_damage_reports=num_reports,
             )
-        for run_uid in self.runs_to_let_go() if env_server else ():
-            if self._let_go[run_uid].has_ended and run_uid not in self._resolved_below:
-                yield worker_service_pb2.Assignment(run_uid=run_uid, resolved_below=EVERYTHING)
+        for run_uid in self.retired_runs() if env_server else ():
+            if self._retired[run_uid].has_ended and run_uid not in self._resolved_below:
+                yield worker_service_pb2.Assignment(run_uid=run_uid, is_over=True)
 
-    def runs_to_let_go(self) -> list[str]:
-        """Runs that were paused or ended within the last `LET_GO_S`."""
+    def retired_runs(self) -> list[str]:
+        """Runs that were paused or ended within the last `RETIRED_S`."""
         now = time.monotonic()
-        self._let_go = {run_uid: told for run_uid, told in self._let_go.items() if told.until > now}
-        return list(self._let_go)
+        self._retired = {run_uid: told for run_uid, told in self._retired.items() if told.until > now}
+        return list(self._retired)
 
     def waits_of(self, run_uid: str) -> list[event_pb2.Wait]:
         """What the run's workers reported to wait for, aged by the time since the report."""
@@ -336,7 +334,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         if record is None:
             return worker_service_pb2.HeartbeatResponse(register_again=True)
         return worker_service_pb2.HeartbeatResponse(
-            assignments=list(self._registry.assignments(record)), let_go=self._registry.runs_to_let_go()
+            assignments=list(self._registry.assignments(record)), let_go=self._registry.retired_runs()
         )
 
 

@@ -69,7 +69,7 @@ def resolve(
         raise InvalidSpecError([Violation(field="run", message=message)], remedy="type more of it")
     close = difflib.get_close_matches(wanted, runs, n=3)
     raise NotFoundError(
-        f"{holder} no run {wanted!r}",
+        f"run {wanted!r} does not exist" if is_exact else f"{holder} no run {wanted!r}",
         reason="RUN_NOT_FOUND",
         remedy=f"did you mean {' or '.join(close)}?" if close else remedy,
         metadata={"run": wanted},

@@ -141,6 +141,8 @@ class FakeEngine:
         match mode:
             case "500":
                 return web.json_response({"error": {"message": "boom"}}, status=500)
+            case "refused":
+                return web.json_response({"error": {"message": "top_k must be positive"}}, status=400)
             case "401":
                 return web.json_response({"error": {"message": "who are you"}}, status=401)
             case "toolong":

@@ -117,10 +117,14 @@ async def test_what_is_appended_stays_until_the_watermark_passes(setup: Setup) -
             await asyncio.sleep(0.01)
     assert sorted((kept.is_eval, kept.ordinal) for kept in setup.sink.spool.of_run(setup.uid)) == [(0, 3), (1, 0)]
     assert not await setup.sink.append(setup.rollout(2))  # a straggler of a resolved ordinal
-    setup.sink.note_run(setup.uid, 2**63 - 1, "")  # what an orchestrator says of a run that ended
+    setup.sink.end_run(setup.uid)
+    assert not setup.sink.spool.run_uids and setup.sink.num_orphans == 0, "at once"
+    assert not await setup.sink.append(setup.rollout(5)), "a straggler"
     async with asyncio.timeout(120):
-        while setup.sink.spool.run_uids or (setup.directory / setup.uid).exists():
+        while (setup.directory / setup.uid).exists():
             await asyncio.sleep(0.01)
+    setup.sink.note_run(setup.uid, 4, "")  # it had failed, and was reopened
+    assert await setup.sink.append(setup.rollout(5))
 
 
 async def test_a_successor_appends_what_the_log_lacks_and_nothing_twice(setup: Setup) -> None:
@@ -130,11 +134,12 @@ async def test_a_successor_appends_what_the_log_lacks_and_nothing_twice(setup: S
     async with asyncio.timeout(120):
         while setup.sink.num_pending < 2:
             await asyncio.sleep(0.01)
-    await setup.rebuild()
-    await setup.log.append_rollout(encode_rollout(setup.rollout(1)))  # its answer was lost
     for task in unappended:
         task.cancel()
-    sink = await setup.restart()
+    await setup.sink.close()  # before the log is there, or this process might append it a second time
+    await setup.rebuild()
+    await setup.log.append_rollout(encode_rollout(setup.rollout(1)))  # its answer was lost
+    setup.sink = sink = setup.make_sink()
     assert sink.num_orphans == 3  # they count against the capacity until they are in the log
     await sink.recover(timeout_s=60)
     assert sink.num_orphans == 0 and await setup.ordinals() == {0: 1, 1: 1, 2: 1}
@@ -214,6 +219,17 @@ async def test_a_run_that_ended_while_nobody_told_us_is_forgotten(setup: Setup) 
         while sink.spool.run_uids:
             await asyncio.sleep(0.02)
     assert await setup.ordinals() == {0: 1}
+
+
+async def test_a_successor_takes_no_time_over_a_run_that_has_ended(setup: Setup) -> None:
+    """What is kept of it is neither compared nor appended, and counts against no capacity."""
+    for ordinal in range(300):
+        await setup.sink.spool.keep(setup.rollout(ordinal))
+    header = batch_pb2.BatchHeader(step=0, kind=batch_pb2.BATCH_KIND_CLOSE, run_uid=setup.uid)
+    setup.store.create(setup.log.names.batch_header(0), header.SerializeToString())
+    sink = await setup.restart()
+    await sink.recover(timeout_s=60)
+    assert sink.num_orphans == 0 and sink.spool.num_bytes == 0 and not await setup.ordinals()
 
 
 async def test_a_deleted_run_ends_the_wait_for_its_log(setup: Setup) -> None:

@@ -221,7 +221,7 @@ async def test_another_replica_that_saw_the_end_learns_of_the_reopening(stack) -
     assert not (await catalogs[0].find(run.name)).is_terminal
     for _ in range(4):
         views = {view.record.uid: view for view in await catalogs[1].refresh()}
-    assert not views[run.uid].is_terminal and isinstance(views[run.uid].batches, BatchAge)
+    assert not views[run.uid].is_terminal and isinstance(views[run.uid].status.batches, BatchAge)
     trainer.hold.set()
     assert states(await watch(stack, run))[-1] == "SUCCEEDED"
 

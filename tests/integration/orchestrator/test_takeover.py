@@ -171,11 +171,11 @@ async def test_an_ended_run_lets_env_servers_forget_everything(stack) -> None:
     env, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
     run = await create(stack)
     await watch(stack, run)
-    marks = lambda: {a.run_uid: a.resolved_below for a in env.assignments}  # noqa: E731
-    await until(lambda: marks().get(run.uid, 0) > 10**18)
+    over = lambda: {a.run_uid for a in env.assignments if a.is_over}  # noqa: E731
+    await until(lambda: run.uid in over())
     await restart_orchestrator(stack)
     env.assignments.clear()
-    await until(lambda: marks().get(run.uid, 0) > 10**18, what="told by a successor, too")
+    await until(lambda: run.uid in over(), what="told by a successor, too")
     assert trainer.steps
 
 

@@ -5,9 +5,11 @@ import contextlib
 import hashlib
 import multiprocessing
 import resource
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,3 +222,42 @@ async def test_a_slow_disk_is_one_wait_with_a_count_and_a_quick_one_is_none(
         goes_on.set()
         await asyncio.gather(blocked, *keeping)
         await spool.close()
+
+
+async def test_the_next_run_does_not_wait_for_the_files_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that deletes thousands of files slowly."""
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    for ordinal in range(20):
+        await spool.keep(make_rollout(ordinal))
+    deleting, may_go_on = threading.Event(), threading.Event()
+    real = shutil.rmtree
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        deleting.set()
+        may_go_on.wait(60)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    dropping = asyncio.create_task(spool.drop_run("run1"))
+    await asyncio.to_thread(deleting.wait, 60)
+    assert spool.num_bytes == 0 and spool.run_uids == []
+    kept = await spool.keep(make_rollout(0, uid="run2"))
+    assert kept.is_written and not dropping.done() and not (tmp_path / "run1").exists()
+    may_go_on.set()
+    await dropping
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run2"]
+    await spool.close()
+
+
+async def test_a_deletion_that_was_cut_short_is_finished_by_a_successor(tmp_path: Path) -> None:
+    left = tmp_path / ".dropped-1-run1"
+    left.mkdir()
+    (left / "t-000000000001.rollout").write_bytes(b"x")
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    assert spool.run_uids == []
+    async with asyncio.timeout(60):
+        while left.exists():
+            await asyncio.sleep(0.01)
+    await spool.close()

@@ -287,6 +287,10 @@ async def test_explain_says_what_is_special_of_the_state(world):
     named = summary(world, run_pb2.RUN_STATE_QUEUED, name_of={"r-other": "theirs"}.__getitem__)
     assert named == "queued: no trainer worker is free (trainer-9 has run theirs); see: millrace run why theirs"
     assert summary(world).startswith("no trainer is assigned to the run (trainer-9 has run r-other)")
+    world.registry.release("r-other")
+    world.registry.claim(ws.WORKER_KIND_TRAINER, UID)
+    named = summary(world, run_pb2.RUN_STATE_QUEUED)
+    assert named.startswith("queued: a trainer is free"), "a run never waits for itself"
 
 
 async def test_explain_shows_waits_of_the_run_and_of_no_run_only(world):

@@ -20,7 +20,13 @@ def evaluate(arguments: tuple[str, ...]) -> int:
 
     With [client] the model is served by an OpenAI-compatible endpoint; the API key is read from the environment
     variable that client.api_key_var names. Without it model.name is a directory, which the local stack serves.
+
+    `millrace eval show RUN` shows its prompts, replies and rewards; `--help` behind it lists filters.
     """
+    if arguments[:1] == ("show",):
+        from millrace.cli.commands.run_samples import samples
+
+        return samples.main([*arguments[1:]], prog_name="millrace eval show", standalone_mode=False)
     from millrace.cli.session.dry_run import print_config
     from millrace.cli.session.eval_prepare import prepare_eval
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from millrace.cli.address import check_address
 from millrace.cli.errors import CliError
-from millrace.cli.session.config_file import missing_file
+from millrace.cli.session.config_file import missing_file, refuse_check
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name
+from millrace.cli.session.notes import say_notes
 from millrace.config.load import load
 from millrace.config.schema import EvalRunConfig
 from millrace.errors import InvalidSpecError
@@ -43,7 +44,9 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
         if not arguments:
             raise missing_file(EXAMPLE) from error
         raise
+    refuse_check(loaded)
     config, flags = loaded.config, loaded.flags
+    say_notes(loaded.notes)
     server, origin = settings.server, "MILLRACE_SERVER"
     if "server" in flags:
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"

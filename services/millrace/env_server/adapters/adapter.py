@@ -3,14 +3,13 @@
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Protocol
 
 from millrace.env_server.adapters.env_args import parse_args
+from millrace.env_server.adapters.failures import remember_code
 from millrace.env_server.adapters.outcome import Outcome
-from millrace.env_server.isolation.limits import MEMORY_VARIABLE
 from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.errors import NotFoundError
 
@@ -47,6 +46,7 @@ def find_module(env_id: str) -> ModuleType:
         except (ImportError, ValueError):
             found = None
         if found is not None:
+            remember_code(found)
             return importlib.import_module(candidate)
     raise NotFoundError(
         f"environment {env_id!r} was not found: no Python module {name!r} in {sys.prefix}",
@@ -75,15 +75,3 @@ def load_adapter(env: EnvSpec) -> EnvAdapter:
         reason="ENV_NOT_AN_ENVIRONMENT",
         remedy="name a verifiers environment package",
     )
-
-
-def describe_load_error(error: BaseException) -> tuple[str, str]:
-    """(class, message) of a failed load: message and place of the exception that began it, and what to do."""
-    if isinstance(error, NotFoundError):
-        return "EnvironmentNotFound", str(error)
-    if isinstance(error, MemoryError):
-        problem = f"it asked for more memory than a worker may have ({MEMORY_VARIABLE} of the env-server)"
-        error = MemoryError(f"{problem}: {error}" if str(error) else problem).with_traceback(error.__traceback__)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return type(error).__name__, f"{error}{where}; correct the environment's args (orchestrator.env.args), or its code"

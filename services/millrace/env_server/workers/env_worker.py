@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from millrace.decoding import decode_object
-from millrace.env_server.adapters.adapter import EnvAdapter, describe_load_error, load_adapter
+from millrace.env_server.adapters.adapter import EnvAdapter, load_adapter
+from millrace.env_server.adapters.failures import describe_error, frames_of
 from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.requests import PlayRequest
@@ -78,8 +79,10 @@ def run(files: Sequence[int], directory: str, confinement: Confinement) -> None:
             adapter = load_adapter(env_from_wire(command.load.env))
     # The environment is foreign code: whatever it raises, exit included, is the reason why it could not be loaded.
     except BaseException as error:  # environment code: whatever it raises is the answer
-        kind, message = describe_load_error(error)
-        logger.exception("environment could not be loaded", extra={"env": command.load.env.id})
+        kind, message = describe_error(error)
+        fields = {"env": command.load.env.id, "error": f"{kind}: {message}", "frames": frames_of(error)}
+        logger.error("environment could not be loaded", extra=fields)
+        logger.debug("its whole traceback", exc_info=error)
         report = env_worker_pb2.EnvFailed(error_type=kind, error_message=message)
         channel.sendall(encode_frame(env_worker_pb2.WorkerReport(failed=report)))
         return
@@ -188,9 +191,9 @@ class _Worker:
         error = playing.exception()
         if error is None:
             return list(playing.result())
-        kind, message = describe_load_error(error)
+        kind, message = describe_error(error)
         logger.warning("a rollout raised", extra={"error": f"{kind}: {message}", "task_index": request.task_index})
-        return [failed(RolloutStatus.ENV_ERROR, kind, message)] * count
+        return [failed(RolloutStatus.ENV_ERROR, kind, message, frames=frames_of(error))] * count
 
 
 def _to_proto(request: PlayRequest, member: int, task_id: str, outcome: Outcome, seconds: float) -> rollout_pb2.Rollout:

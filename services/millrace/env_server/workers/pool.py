@@ -125,7 +125,8 @@ class EnvPool:
     async def close(self) -> None:
         """End every worker; rollouts that are still played end as ENV_ERROR."""
         if self.failure is None:
-            await self._fail(EnvLoadError("PoolClosed", "the env-server ended the environment's workers"))
+            message = "the env-server ended the environment's workers"
+            await self._end_as(EnvLoadError("PoolClosed", message, is_from_outside=True))
         await self.rest()
         await asyncio.gather(*self._ending)
 
@@ -184,8 +185,7 @@ class EnvPool:
             if self._is_forsaken:
                 raise PlayAbandonedError
             if self.failure is not None:
-                kind, message = self.failure.error_type, str(self.failure)
-                return self._failures(request, failed(RolloutStatus.ENV_ERROR, kind, message))
+                return self._failures(request, _load_failure(self.failure))
             if reason := self.trials.why_not(task_id):
                 return self._failures(request, failed(RolloutStatus.QUARANTINED, "TaskQuarantined", reason))
             must_probe = num_deaths >= _MAX_SHARED_DEATHS
@@ -256,10 +256,11 @@ class EnvPool:
                     raise PlayAbandonedError from error
                 if self.failure is not None:
                     return None  # that is the reason
-                return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
+                return self._failures(request, _load_failure(error))
             except OSError as error:
                 message = f"cannot start a probe worker: {error}"
-                return self._failures(request, failed(RolloutStatus.ENV_ERROR, type(error).__name__, message))
+                outcome = failed(RolloutStatus.ENV_ERROR, type(error).__name__, message, is_infrastructure=True)
+                return self._failures(request, outcome)
             self.trials.clear(task_id)  # before the next one of its task has its turn
             return rollouts
 
@@ -281,7 +282,9 @@ class EnvPool:
         if error.death.cause is DeathCause.BLOCKED:
             outcome = failed(RolloutStatus.TIMEOUT, "WorkerBlocked", str(error))
         else:
-            outcome = failed(RolloutStatus.WORKER_DIED, "WorkerDied", str(error))
+            # What was stopped or asked to end is not the environment's doing; SIGKILL may be the kernel's, for memory.
+            is_innocent = error.death.cause in (DeathCause.FROZEN, DeathCause.ASKED)
+            outcome = failed(RolloutStatus.WORKER_DIED, "WorkerDied", str(error), is_infrastructure=is_innocent)
         return self._failures(request, outcome, seconds=seconds)
 
     def _failures(self, request: PlayRequest, outcome: Outcome, *, seconds: float = 0.0) -> list[Rollout]:
@@ -354,6 +357,9 @@ class EnvPool:
 
     async def _fail(self, error: EnvLoadError) -> None:
         logger.error("environment failed", extra={"env": self.env.id, "error": f"{error.error_type}: {error}"})
+        await self._end_as(error)
+
+    async def _end_as(self, error: EnvLoadError) -> None:
         self.failure = error
         self.failed_at = time.monotonic()
         await self._notify()
@@ -367,3 +373,7 @@ class EnvPool:
             for worker in started:
                 self._in_background(worker.close())
             raise
+
+
+def _load_failure(error: EnvLoadError) -> Outcome:
+    return failed(RolloutStatus.ENV_ERROR, error.error_type, str(error), is_infrastructure=error.is_from_outside)

@@ -22,6 +22,7 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
+from millrace.orchestrator.api.environments import check_environments
 from millrace.orchestrator.api.watch import EventFeed
 from millrace.orchestrator.explain.why import explain, unanswered
 from millrace.orchestrator.manager import RunManager
@@ -90,7 +91,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.CreateRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.CreateRunResponse:
         """Validate and queue a run."""
-        _, record = await self._validated(request)
+        config, record = await self._validated(request)
+        if request.check_environments:
+            await check_environments(config, self._registry)
         if request.validate_only:
             return run_service_pb2.CreateRunResponse(run=RunView(record).run)
         if request.request_id:
@@ -212,7 +215,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
                 is_end = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
                 if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
-                    continue  # nobody's: whoever heard of it would stop to watch
+                    continue  # nobody's: a watcher that heard of it would stop
                 last_sent, has_ended = time.monotonic(), is_end
                 yield run_service_pb2.WatchRunResponse(event=event)
             if has_ended:

@@ -70,10 +70,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         events.meters.rollout(rollout)
         failures.note(rollout)
 
-    def close(play: Play) -> None:
-        failures.close(play.ordinal, has_failed=play.has_come_to_nothing)
-
-    book = Book(count=count, on_resolved=close)
+    book = Book(count=count, on_resolved=failures.resolve)
     envs = EnvServers(run_uid=uid, epoch=epoch, registry=context.registry)
     policies: Policies
     trainer: Trainer
@@ -112,7 +109,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         evals=evals,
         writer=BatchWriter(context, book=book, envs=envs, stream=stream, failures=failures, seq_len=seq_len),
         damage=damage,
-        specs=_specs(config),
+        specs=env_specs(config),
     )
 
 
@@ -132,13 +129,7 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
         ],
         seed=settings.seed,
     )
-    rule = AdmissionRule(
-        groups_per_step=settings.batch_size // settings.rollouts_per_example,
-        async_level=settings.async_level,
-        max_off_policy_steps=settings.max_off_policy_steps,
-        oversampling_factor=settings.oversampling_factor,
-        max_steps=config.max_steps,
-    )
+    rule = _rule(config)
     plays = plays_of_training(settings)
 
     def make_play(ordinal: int, planned_step: int) -> Play:
@@ -169,6 +160,17 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
     )
 
 
+def _rule(config: RLConfig) -> AdmissionRule:
+    settings = config.orchestrator
+    return AdmissionRule(
+        groups_per_step=settings.batch_size // settings.rollouts_per_example,
+        async_level=settings.async_level,
+        max_off_policy_steps=settings.max_off_policy_steps,
+        oversampling_factor=settings.oversampling_factor,
+        max_steps=config.max_steps,
+    )
+
+
 def _failures(config: RLConfig | EvalRunConfig) -> Failures:
     """What counts the rollouts that fail; an evaluation counts its own."""
     if isinstance(config, EvalRunConfig):
@@ -182,7 +184,7 @@ def _failures(config: RLConfig | EvalRunConfig) -> Failures:
     )
 
 
-def _specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]:
+def env_specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]:
     """Environments to train on, then those that are only evaluated."""
     if isinstance(config, EvalRunConfig):
         envs = list(config.env)

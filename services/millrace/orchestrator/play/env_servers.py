@@ -54,6 +54,14 @@ class OpenedEnv:
     requires_group: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyVariables:
+    """Variables of the env-servers that must hold keys; "" where none is needed."""
+
+    endpoint: str = ""
+    teacher: str = ""
+
+
 class EnvServers:
     """Connections to every env-server; knows which of them has which environment ready."""
 
@@ -79,10 +87,11 @@ class EnvServers:
         found = [r.worker_id for r in sorted(records, key=lambda r: r.num_playing) if r.worker_id in ready]
         return [worker_id for worker_id in found if self._silent_until.get(worker_id, 0.0) <= time.monotonic()]
 
-    async def open_all(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:
-        """Open every environment on at least one env-server.
+    async def open_all(self, specs: Sequence[env_service_pb2.EnvSpec], *, keys: KeyVariables = KeyVariables()) -> None:
+        """Open every environment on at least one env-server, which must have the `keys`.
 
-        Raises InvalidStateError naming the environment if it cannot be loaded, or is not within the deadline.
+        Raises InvalidSpecError if a key is not set, and InvalidStateError naming
+        the environment if it cannot be loaded, or is not within the deadline.
         """
         for spec in specs:
             try:
@@ -90,7 +99,7 @@ class EnvServers:
                     f"environment {spec.name} to load", waits_on="env-server", deadline_s=OPEN_TIMEOUT_S
                 ):
                     async with asyncio.timeout(OPEN_TIMEOUT_S):
-                        while not await self._open_somewhere(spec):  # noqa: ASYNC110 - the loading is remote: poll it
+                        while not await self._open_somewhere(spec, keys):  # noqa: ASYNC110 - the loading is remote: poll it
                             await asyncio.sleep(OPEN_POLL_S)
             except TimeoutError as error:
                 raise InvalidStateError(
@@ -138,14 +147,16 @@ class EnvServers:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def _open_somewhere(self, spec: env_service_pb2.EnvSpec) -> bool:
+    async def _open_somewhere(self, spec: env_service_pb2.EnvSpec, keys: KeyVariables = KeyVariables()) -> bool:
         failure: InvalidStateError | None = None
         for worker_id in self.alive():
             if worker_id in self._ready.get(spec.name, set()):
                 continue
             try:
                 stub = self._stub(worker_id)
-                request = env_service_pb2.OpenEnvRequest(env=spec)
+                request = env_service_pb2.OpenEnvRequest(
+                    env=spec, api_key_var=keys.endpoint, teacher_key_var=keys.teacher
+                )
                 answer = await call(stub.OpenEnv, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
             except _AWAY as error:
                 logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})

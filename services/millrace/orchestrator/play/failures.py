@@ -16,6 +16,7 @@ from typing import Any
 
 from millrace.decoding import Fields
 from millrace.errors import InternalError
+from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout, RolloutStatus
 
 PAUSE_S = (0.05, 0.5)
@@ -65,6 +66,11 @@ class EnvCount(GroupCount):
     num_recent: int = 0
     num_recent_failed: int = 0
 
+    @property
+    def recent_share(self) -> float:
+        """Failed rollouts of those of the last groups, 0 to 1."""
+        return self.num_recent_failed / self.num_recent if self.num_recent else 0.0
+
     def add(self, group: GroupCount) -> None:
         """Add the rollouts of a group."""
         self.num_rollouts += group.num_rollouts
@@ -100,6 +106,7 @@ class Failures:
         self._totals: dict[str, EnvCount] = {}
         self._told: dict[str, int] = {}
         self._num_in_a_row = 0
+        self._has_failed = False  # ever: most runs need no look at the last groups at every turn
         self.not_before = 0.0
         """Monotonic time before which no new group shall start."""
 
@@ -115,11 +122,16 @@ class Failures:
         if is_ok:
             return
         group.failed[str(rollout.status)] += 1
+        self._has_failed = True
         total = self._total(rollout.env)
         if not total.first_error:
             error = rollout.error
             total.first_error = f"{error.type}: {error.message}"[:MAX_ERROR_CHARS] if error else f"{rollout.status}"
             total.frames = error.frames[:MAX_FRAMES_CHARS] if error else ""
+
+    def resolve(self, play: Play) -> None:
+        """A play is over."""
+        self.close(play.ordinal, has_failed=play.has_come_to_nothing)
 
     def close(self, ordinal: int, *, has_failed: bool) -> None:
         """An ordinal is resolved; `has_failed`: as a group that came to nothing, behind which the next ones wait."""
@@ -157,6 +169,8 @@ class Failures:
 
         `is_final`: also those of which the last report is out of date.
         """
+        if not self._has_failed:
+            return
         failing = {group.env for group in self._recent() if group.num_failed}
         for count in self.environments():
             told = self._told.get(count.env, 0)
@@ -167,7 +181,7 @@ class Failures:
 
     def error(self) -> RolloutsFailedError | None:
         """Why the run cannot learn; None while it can, or nobody can tell yet."""
-        recent = self._recent()
+        recent = self._recent() if self._has_failed else []
         if len(recent) < self._num_groups:
             return None
         num_rollouts = sum(group.num_rollouts for group in recent)
@@ -200,6 +214,7 @@ class Failures:
     def restore(self, tally: Tally, *, is_reopened: bool) -> None:
         """Continue behind a header. A run that was reopened gets a new window: the cause may be removed."""
         self._totals = dict(tally.environments)
+        self._has_failed = any(count.num_failed for count in self._totals.values())
         self._closed = deque([] if is_reopened else tally.groups, maxlen=self._num_groups)
 
     def _total(self, env: str) -> EnvCount:

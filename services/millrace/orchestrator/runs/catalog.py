@@ -185,7 +185,7 @@ class RunCatalog:
                 view.apply(event)
                 if event.HasField("state_changed"):
                     self._drive_damage.pop(view.record.uid, None)
-        # Before the look for a reopening: whoever reopens the run in between has ended nothing.
+        # Before the look for a reopening: a run that is reopened in between has not ended.
         is_over = view.status.state in TERMINAL and await asyncio.to_thread(has_ended, self._store, run_log.names)
         if view.has_failed:
             await self._look_for_reopening(view)

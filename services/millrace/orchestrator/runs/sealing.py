@@ -1,4 +1,4 @@
-"""Runs that ended without a seal, because whoever ended them died before it was written, get one."""
+"""Runs whose process died between their end and their seal get the seal here."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What the events of a run's log say of it: the one fold over them, of the server and of whoever watches a run.
+"""What the events of a run's log say of it: the one fold over them, of the server and of its clients.
 
 Nothing here is stored: every process computes the same status from the same events.
 """
@@ -13,6 +13,8 @@ from millrace.v1 import event_pb2, run_pb2
 
 GONE_BEHIND = 8
 """A replica that is more versions behind the newest one is gone, or replaced under another id."""
+MAX_ENVIRONMENTS = 1000
+"""Environments that are kept of one run, whatever its events name."""
 TERMINAL = frozenset({run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED})
 
 
@@ -146,7 +148,8 @@ class RunStatus:
             case "rollouts_failed":
                 count = run_pb2.EnvRollouts()
                 count.CopyFrom(event.rollouts_failed.environment)
-                self.environments[count.env] = count
+                if count.env in self.environments or len(self.environments) < MAX_ENVIRONMENTS:
+                    self.environments[count.env] = count
             case "policy_published":
                 self.policy_version = max(self.policy_version, _counted(event.policy_published.version))
             case "eval_completed":

@@ -37,7 +37,7 @@ class RunRecord:
     def parse(cls, data: bytes, *, where: str, needs: Collection[str] = ()) -> Self:
         """Parse what is there; `CorruptObjectError` names the document by `where`. Unknown fields are ignored.
 
-        A field of another type is an error, and one of `needs` that is missing.
+        A field of `needs` that is missing is an error, and one of another type, unless it is only shown.
         """
         document = decode_object(data, what=where, reason="RUN_JSON_CORRUPT", remedy=REMEDY)
         found: dict[str, Any] = {}
@@ -45,6 +45,8 @@ class RunRecord:
             if (value := document.get(name)) is None and name not in needs:
                 continue
             if not isinstance(value, kind):
+                if name in _ONLY_SHOWN and name not in needs:
+                    continue
                 raise CorruptObjectError(f"{where} has no usable {name}", reason="RUN_JSON_CORRUPT", remedy=REMEDY)
             found[name] = value
         return cls(**found)
@@ -113,3 +115,4 @@ class RunRecord:
 
 _TYPES: dict[str, type] = dict.fromkeys((each.name for each in fields(RunRecord)), str)
 _TYPES |= {"config": dict, "labels": dict, "parent": dict}
+_ONLY_SHOWN = {"labels", "create_time", "code_version"}
