@@ -29,6 +29,9 @@ STACK = "`stack.json`, which the local stack of the same user wrote; what cannot
 CHECKED = "the env-server has checked it (`check_play`) before it reached the worker"
 
 ALLOWED = {
+    "cli/commands/env_check.py:_describe_rollout": "the conversation of a rollout that this command has just decoded",
+    "cli/commands/env_check.py:_object": USERS,
+    "cli/commands/env_check.py:_pair": USERS,
     "cli/commands/run_fork.py:_config": OWN,
     "cli/commands/run_fork.py:_fork": RUN,
     "cli/session/dry_run.py:print_config": OWN,
@@ -53,8 +56,10 @@ ALLOWED = {
     "telemetry/faults.py:_strike": USERS,
     "trainer/job.py:make_publisher": OWN,
     "trainer/model/pretrained.py:policy_files": USERS,
-    "trainer/sft/fine_tune.py:open_metrics": OWN,
-    "trainer/sft/data.py:_read_jsonl": USERS,
+    "trainer/sft/fine_tune.py:_open_metrics": OWN,
+    "trainer/sft/rows.py:_decoded": USERS,
+    "trainer/sft/rows.py:_read_jsonl": USERS,
+    "trainer/sft/rows.py:_tool_call": USERS,
 }
 
 

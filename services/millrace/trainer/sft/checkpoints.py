@@ -130,7 +130,7 @@ class SFTCheckpoints:
 
 def _training(config: SFTConfig) -> dict[str, Any]:
     """The keys that decide what is learned."""
-    document: dict[str, Any] = json.loads(config.resolved_json())
+    document = config.model_dump(mode="json")
     del document["model"]["publish_dtype"]
     return {key: value for key, value in document.items() if key not in _MAY_CHANGE}
 
