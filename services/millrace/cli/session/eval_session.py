@@ -53,7 +53,7 @@ async def evaluate_here(prepared: PreparedEval, interrupts: Interrupts) -> tuple
     directory = root / run_id
     progress = Progress(name=f"runs/{run_id}")
     view = EvalView(progress)
-    options, modules, config = _stack(prepared, directory)
+    options, modules, config = eval_stack(prepared, directory)
     async with LocalStack(options, note=view.note, modules=modules) as stack:
         interrupts.on_second(stack.supervisor.hurry.set)
         view.note(f"starting the local stack; process logs: {directory / 'logs'}")
@@ -80,7 +80,7 @@ async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tupl
     return _write(prepared, run, view, directory, seconds=time.monotonic() - begun)
 
 
-def _stack(prepared: PreparedEval, directory: Path) -> tuple[StackOptions, dict[str, str], EvalRunConfig]:
+def eval_stack(prepared: PreparedEval, directory: Path) -> tuple[StackOptions, dict[str, str], EvalRunConfig]:
     """The stack of an evaluation: without a trainer; with an engine, and then with its address in the config.
 
     It lives on loopback as long as this command and has no tokens or certificates, whatever the environment says: its
