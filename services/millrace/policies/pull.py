@@ -5,16 +5,17 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, parse_adapter_config
 from millrace.policies.fetch import pull_files, read_manifest
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import PolicyManifest
+from millrace.policies.merge import merge_adapter
 from millrace.policies.publishing.upload import DEFAULT_SHARD_BYTES, group_by_bytes
 from millrace.policies.tensors import TensorBytes, pack_safetensors
 from millrace.storage.base import ObjectStore
 from millrace.storage.disk import io_errors, make_parent
 
-__all__ = ["download_hf", "pull_files", "pull_tensors", "read_manifest", "write_hf"]
+__all__ = ["download_hf", "download_merged", "pull_files", "pull_tensors", "read_manifest", "write_hf"]
 
 
 def pull_tensors(store: ObjectStore, manifest: PolicyManifest) -> Mapping[str, TensorBytes]:
@@ -35,6 +36,19 @@ def download_hf(store: ObjectStore, manifest: PolicyManifest, directory: str | o
     _write(target / ADAPTER_CONFIG, config)
     _write(target / ADAPTER_WEIGHTS, pack_safetensors(tensors.items())[0])
     return target
+
+
+def download_merged(store: ObjectStore, manifest: PolicyManifest, directory: str | os.PathLike[str]) -> Path:
+    """As `download_hf`; an adapter is merged into its base, which becomes a whole model."""
+    if manifest.adapter is None:
+        return download_hf(store, manifest, directory)
+    config = dict(pull_files(store, manifest))[ADAPTER_CONFIG]
+    source = f"version {manifest.version}"
+    base = read_manifest(store, manifest.adapter.base_key)
+    files = {name: data for name, data in pull_files(store, base).items() if name != ADAPTER_CONFIG}
+    spec = parse_adapter_config(config, source=source)
+    tensors = merge_adapter(pull_tensors(store, base), pull_tensors(store, manifest), spec, source=source)
+    return write_hf(files, tensors, directory)
 
 
 def write_hf(
