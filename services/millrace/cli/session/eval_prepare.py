@@ -82,13 +82,11 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
     policies: list[EvalPolicy] = []
     if weights or run is not None:
         _check_sweep(config, server, has_both=bool(weights and run is not None))
-        given = {"steps": steps, "has_base": flags.get("eval-base") is not False}
-        base = Path(config.model.name).expanduser()
-        policies = (
-            of_run(run, base=base, **given)
-            if run is not None
-            else of_directory(Path(weights or ""), base=base, **given)
-        )
+        base, has_base = Path(config.model.name).expanduser(), flags.get("eval-base") is not False
+        if run is not None:
+            policies = of_run(run, steps=steps, has_base=has_base, base=base)
+        else:
+            policies = of_directory(Path(weights or ""), steps=steps, has_base=has_base, base=base)
     elif not flags.get("dry-run"):
         _check_place(config, server, loaded.sources, environ)
     if flags.get("resume") and (not name or server is not None):

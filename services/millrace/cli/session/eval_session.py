@@ -72,7 +72,8 @@ async def evaluate_here(prepared: PreparedEval, interrupts: Interrupts) -> tuple
             try:
                 run = await stack.guard(_evaluate(client, config, run_id, progress, view, prepared=prepared))
             except asyncio.CancelledError:
-                view.note(f"interrupted; to go on, give the same command with --name {run_id} --resume")
+                name = "the name of the whole evaluation" if prepared.is_of_policy else run_id
+                view.note(f"interrupted; to go on, give the same command with --name {name} --resume")
                 raise
     require_success(progress, where=f"its rollouts' errors: {directory / 'logs' / 'env-server.log'}")
     _say_failures(view, directory / "logs" / "env-server.log")

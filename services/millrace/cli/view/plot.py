@@ -1,7 +1,6 @@
 """The plots of a run and of an evaluation."""
 
 from pathlib import Path
-
 from typing import Any
 
 from millrace.cli.view.progress import Progress
