@@ -1,6 +1,5 @@
 """What `millrace eval` takes: environments by id, policies of a directory, aliases of endpoints."""
 
-import json
 from pathlib import Path
 
 import numpy as np
