@@ -118,7 +118,5 @@ def test_an_old_registry_is_read_and_not_run(tmp_path: Path) -> None:
 def test_a_table_over_policies() -> None:
     env = {"reward_mean": 0.5, "reward_sem": 0.1, "pass@1": 0.4, "pass@1/ci95": [0.3, 0.5]}
     env |= {"num_rollouts": 8, "num_failed": 0, "seconds": 2.0}
-    lines = table(
-        json.loads(json.dumps({"name": "x", "policies": [{"policy": "base", "step": None, "envs": {"a": env}}]}))
-    )
+    lines = table({"name": "x", "policies": [{"policy": "base", "step": None, "envs": {"a": env}}]})
     assert lines[0].split()[:2] == ["policy", "environment"] and "0.400 [0.30, 0.50]" in lines[1]
