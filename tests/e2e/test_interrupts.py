@@ -29,8 +29,11 @@ def test_ctrl_c_in_the_middle_of_a_run_and_again(warm) -> None:
     assert "all processes are stopped" in rest and "Traceback" not in rest
     assert time.monotonic() - began < 15
     assert warm.processes() == [], "nothing may outlive the command"
-    summary, _ = warm.train("--max-steps", "2", *SMALL, "--run.name", "interrupted")
-    assert summary["steps"] == 2 and summary["name"] == "runs/interrupted-2", "the first one's directory is kept"
+    with warm.following("rl", "@", warm.rl_toml, *SMALL, "--run.name", "interrupted") as process:
+        refused, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "a run called 'interrupted' exists" in refused and "--resume" in refused
+    summary, _ = warm.train(*SMALL, "--run.name", "interrupted", "--resume")
+    assert summary["name"] == "runs/interrupted" and summary["state"] == "SUCCEEDED"
     assert warm.processes() == []
 
 

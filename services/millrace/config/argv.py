@@ -24,6 +24,7 @@ RESERVED_FLAGS: Mapping[str, bool] = {
     "server": True,
     "name": True,
     "follow": False,
+    "resume": False,
     "plain": False,
     "debug": False,
     "help": False,
@@ -120,6 +121,8 @@ class _Reader:
             self._file(self._arguments.pop(), key.path)
         elif value is None and (bare := self._bare(key.node)) is not None:
             self._put(name, key, bare)
+        elif value is None and key.is_free and self._peek() is None:
+            self._put(name, key, True)
         else:
             self._valued_flag(name, key, value)
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from millrace.config.layers import ABSENT, Tree, as_tree
+from millrace.config.layers import ABSENT, Tree, as_tree, put
+from millrace.config.notes import Effect, Note
 from millrace.config.suggest import shown
 from millrace.config.tree import Kind, Path, SchemaKey, dotted, schema_tree
 
@@ -72,6 +73,11 @@ def _followers(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
     return tuple(node for node in schema_tree(model).walk() if node.facts.follows)
 
 
+@cache
+def _clamped(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
+    return tuple(node for node in schema_tree(model).walk() if node.facts.limit and node.facts.limit.is_clamped)
+
+
 def fill_document(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
     """A filled copy of a raw document; ValueError if it contradicts itself."""
     tree = Tree(schema_tree(model), as_tree(values))
@@ -86,6 +92,8 @@ def fill(tree: Tree) -> list[Conflict]:
     conflicts = [conflict for shared in shared_keys(model) for conflict in _share(tree, shared)]
     for node in _followers(model):
         _follow(tree, node)
+    for node in _clamped(model):
+        _clamp(tree, node)
     return conflicts
 
 
@@ -141,7 +149,7 @@ def _summarise(tree: Tree, shared: SharedKey) -> None:
 def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Conflict]:
     """The conflict of the values that are left, if they differ; all but the first are taken out."""
     first = next(iter(written), None)
-    clashes = [path for path in written if first and written[path] != written[first]]
+    clashes = [path for path in written if first and path != first and written[path] != written[first]]
     if not first or not clashes:
         return []
     values = tuple((path, written[path], tree.locate(path)) for path in (first, *clashes))
@@ -165,3 +173,20 @@ def _follow(tree: Tree, node: SchemaKey) -> None:
         value = [{key: item[key] for key in item if key in known} if isinstance(item, dict) else item for item in value]
     if isinstance(value, list) or not is_list:
         tree.fill(node.path, value, source)
+
+
+def _clamp(tree: Tree, node: SchemaKey) -> None:
+    """Lower a value that is just its bound, where it has to be below."""
+    limit = node.facts.limit
+    other = limit and tree.schema.find(node.other(limit.key))
+    if limit is None or other is None:
+        return
+    value, bound = tree.get(node.path), tree.get(other.path)
+    bound = other.default if bound is ABSENT else bound
+    if type(value) is not int or value != bound or value < 2:
+        return
+    if tree.is_written(node.path):
+        text = f"is {value - 1}, one below `{dotted(other.path)}`: {limit.words} it{limit.why}"
+        where = tree.locate(node.path) or "config"
+        tree.notes.append(Note(path=node.path, source=where, effect=Effect.MEANS, text=text))
+    put(tree.values, node.path, value - 1)

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from millrace.config.notes import Note
 from millrace.config.suggest import shown, unknown_key_message
 from millrace.config.tree import Kind, Path, SchemaKey, dotted
 from millrace.errors import Violation
@@ -103,6 +104,7 @@ class Tree:
         self.origins: dict[Path, Provenance] = {}
         self.filled: dict[Path, Path] = {}
         self.violations: list[Violation] = []
+        self.notes: list[Note] = []
         self.suspects: set[Path] = set()
         self._num_unknown = 0
 
@@ -227,7 +229,7 @@ class Tree:
         """Report a key that is not in the schema."""
         self._num_unknown += 1
         if self._num_unknown <= MAX_UNKNOWN_KEYS:
-            message, meant = unknown_key_message(key, node, path, schema=self.schema)
+            message, meant = unknown_key_message(key, value, node, path, schema=self.schema)
             self._wrong((*path, key), value, message, origin, is_table=isinstance(value, dict))
             self.suspects |= meant
 

@@ -44,7 +44,7 @@ def declared_rules(config: BaseModel) -> Iterator[BrokenRule]:
         if only and value and value != node.default:
             other = node.other(only.key)
             if (chosen := value_at(config, other)) not in only.values:
-                says = only.says.format(value=chosen, values=" or ".join(only.values))
+                says = only.says.format(value=chosen, values=" or ".join(map(str, only.values)))
                 yield BrokenRule(paths=(node.path, other), message=says)
 
 

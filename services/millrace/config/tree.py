@@ -39,6 +39,8 @@ class Limit:
     words: Literal["at least", "at most", "below"]
     key: str
     why: str
+    is_clamped: bool = False
+    """Whether a value that is just the bound is taken for the highest one below it, with a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class OnlyFor:
     """A key that means something only where another key has one of some values; `says` may use `{value}`."""
 
     key: str
-    values: tuple[str, ...]
+    values: tuple[str | bool, ...]
     says: str = "has no meaning for {value}; leave it out, or use {values}"
 
 
@@ -209,5 +211,5 @@ def type_text(node: SchemaKey) -> str:
     if get_origin(node.annotation) is Literal:
         return " or ".join(f'"{choice}"' for choice in get_args(node.annotation))
     if get_origin(node.annotation) is list:
-        return "list of strings"
+        return {str: "list of strings", int: "list of integers", float: "list of numbers"}[get_args(node.annotation)[0]]
     return {str: "string", int: "integer", float: "number", bool: "true or false"}[node.annotation]

@@ -1,9 +1,11 @@
 """What the env-server is asked to play and what an environment consists of, in its own terms; `wire.py` reads them."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from millrace.rollouts.types import Purpose
+from millrace.rollouts.types import Purpose, Truncation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,33 @@ class Sampling:
     max_tokens: int = 0
     top_p: float = 0.0
     extra_body_json: str = ""
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 0.0
+
+    @property
+    def truncation(self) -> Truncation:
+        """Which tokens may be sampled."""
+        return Truncation(top_p=self.top_p or 1.0, top_k=self.top_k, min_p=self.min_p)
+
+    def parameters(self, *, is_external: bool) -> dict[str, Any]:
+        """All parameters of a request to an engine.
+
+        Engines of ours are told every one, also those that change nothing: what is left out vLLM takes from the model's
+        `generation_config.json`, and says nothing. Other endpoints may refuse what OpenAI's API does not know.
+        """
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        asked = {
+            "top_p": self.top_p or 1.0,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty or 1.0,
+        }
+        if is_external:
+            asked = {name: value for name, value in asked.items() if value != neutral[name]}
+        own = {"temperature": self.temperature} | ({"max_tokens": self.max_tokens} if self.max_tokens else {}) | asked
+        penalties = {} if is_external else {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return penalties | json.loads(self.extra_body_json or "{}") | own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

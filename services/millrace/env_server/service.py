@@ -143,7 +143,9 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         if self.groups.is_known(group_key(play)):  # perhaps asked for a second time meanwhile
             return env_service_pb2.PlayGroupResponse(already_playing=True)
         self._require_room(len(play.members))
-        self._begin(play, self._ready_pool(play))
+        pool = self._ready_pool(play)
+        self._sink.note_driven(play.run_uid)
+        self._begin(play, pool)
         return env_service_pb2.PlayGroupResponse(already_playing=False)
 
     async def ListPlaying(

@@ -18,6 +18,7 @@ from millrace.runlog.names import Names
 MAX_GROUP_SIZE = 65_536
 # Longest deadline of a rollout.
 _MAX_ROLLOUT_S = 30 * 86_400.0
+_MAX_PENALTY = 100  # vLLM takes any; larger ones are mistakes
 
 
 def env_from_wire(message: env_service_pb2.EnvSpec) -> EnvSpec:
@@ -133,8 +134,9 @@ def check_play(request: env_service_pb2.PlayGroupRequest) -> None:
         wrong.append(("rollout_timeout_seconds", request.rollout_timeout_seconds, message))
     if not 0 <= request.sampling.temperature <= 100:
         wrong.append(("sampling.temperature", request.sampling.temperature, "must be 0 to 100"))
-    if not 0 <= request.sampling.top_p <= 1:
-        wrong.append(("sampling.top_p", request.sampling.top_p, "must be 0 to 1"))
+    for name, most in (("top_p", 1), ("min_p", 1), ("top_k", (1 << 31) - 1), ("repetition_penalty", _MAX_PENALTY)):
+        if not 0 <= (value := getattr(request.sampling, name)) <= most:
+            wrong.append((f"sampling.{name}", value, f"must be 0 to {most}"))
     if wrong:
         raise invalid_request(wrong)
 

@@ -76,6 +76,8 @@ class StackOptions:
     """embedded or vllm; the process of the latter runs in the interpreter that has vLLM."""
     engine_environ: Mapping[str, str] = field(default_factory=dict)
     """What only the engine's process reads, such as its limits; the environment says the rest."""
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The GPUs that a service sees, by its name; without an entry all."""
     redis_url: str | None = None
     redis_url_file: str | None = None
     """The file that `redis_url` was read from, if it was: then the services get its path, and not the URL."""
@@ -359,6 +361,11 @@ class LocalStack:
 
     def _own(self, name: str) -> dict[str, str]:
         """The variables that only this service reads."""
+        ids = self.options.gpus.get(name)
+        visible = {} if ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
+        return {**visible, **self._settings_of(name)}
+
+    def _settings_of(self, name: str) -> dict[str, str]:
         match name:
             case "inference":
                 return {**self.options.engine_environ, "MILLRACE_ENGINE": self.options.engine}

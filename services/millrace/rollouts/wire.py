@@ -14,17 +14,20 @@ import zstandard
 
 from millrace.decoding import decode_message, decompress
 from millrace.errors import CorruptObjectError
-from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.rollouts.types import (
+    FULL,
     MAX_ERROR_FRAMES_CHARS,
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
+    MAX_SAMPLING_JSON_CHARS,
     PolicySpan,
     Purpose,
     Rollout,
     RolloutError,
     RolloutStatus,
     Sample,
+    Truncation,
 )
 
 _PURPOSE_TO_WIRE = {
@@ -37,9 +40,8 @@ _STATUS_FROM_WIRE = {
 }
 
 # Fields that are the same on either side.
-_SAME = tuple(
-    part.name for part in fields(Rollout) if part.name not in {"purpose", "status", "error", "samples", "metrics"}
-)
+_OTHER = {"purpose", "status", "error", "samples", "metrics", "truncation"}
+_SAME = tuple(part.name for part in fields(Rollout) if part.name not in _OTHER)
 MAX_ROLLOUT_BYTES = 256 << 20
 """Largest rollout that is read: 16 million tokens with their columns, and its messages."""
 MAX_ARCHIVE_BYTES = 1 << 30
@@ -121,6 +123,7 @@ def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
     values["status"] = f"ROLLOUT_STATUS_{rollout.status.name}"
     values["error"] = rollout.error and rollout_pb2.RolloutError(**asdict(rollout.error))
     values["samples"] = [_sample_to_proto(sample) for sample in rollout.samples]
+    values["truncation"] = truncation_to_wire(rollout.truncation)
     return rollout_pb2.Rollout(metrics=rollout.metrics, **values)
 
 
@@ -136,9 +139,25 @@ def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
             **{part.name: getattr(message.error, part.name) for part in fields(RolloutError)}
         )
     values["samples"] = tuple(_sample_from_proto(sample) for sample in message.samples)
+    values["truncation"] = truncation_from_wire(message)
     rollout = Rollout(metrics=dict(message.metrics), **values)
     validate_rollout(rollout)
     return rollout
+
+
+def truncation_to_wire(truncation: Truncation) -> rollout_pb2.Truncation | None:
+    """The protobuf form; None for the full distribution."""
+    return None if truncation.is_full else rollout_pb2.Truncation(**asdict(truncation))
+
+
+def truncation_from_wire(message: rollout_pb2.Rollout | batch_pb2.SampleEntry) -> Truncation:
+    """The truncation of a message; `CorruptObjectError` if there is no such one."""
+    if not message.HasField("truncation"):
+        return FULL
+    found = message.truncation
+    if not (0 < found.top_p <= 1 and 0 <= found.min_p <= 1):
+        raise _corrupt("truncation", (found.top_p, found.min_p), "is not between 0 and 1")
+    return Truncation(top_p=found.top_p, top_k=found.top_k, min_p=found.min_p)
 
 
 def validate_rollout(rollout: Rollout) -> None:
@@ -163,6 +182,8 @@ def validate_rollout(rollout: Rollout) -> None:
         raise _corrupt("error.message", len(rollout.error.message), f"has more than {MAX_ERROR_MESSAGE_CHARS} chars")
     if rollout.error is not None and len(rollout.error.frames) > MAX_ERROR_FRAMES_CHARS:
         raise _corrupt("error.frames", len(rollout.error.frames), f"has more than {MAX_ERROR_FRAMES_CHARS} chars")
+    if len(rollout.sampling_json) > MAX_SAMPLING_JSON_CHARS:
+        raise _corrupt("sampling_json", len(rollout.sampling_json), f"has more than {MAX_SAMPLING_JSON_CHARS} chars")
     if len(rollout.messages_json.encode()) > MAX_MESSAGES_JSON_BYTES:
         raise _corrupt("messages_json", len(rollout.messages_json), f"is above {MAX_MESSAGES_JSON_BYTES} bytes")
     for index, sample in enumerate(rollout.samples):

@@ -14,10 +14,12 @@ from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.publish import upload_files
 from millrace.runlog import Names
 from millrace.runlog.records.origin import RunOrigin, parse_origin
+from millrace.runlog.records.revisions import last_reopened
 from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
+from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import Resumed, describe, require_batches, resume
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import Learner
@@ -26,7 +28,7 @@ from millrace.trainer.log.batches import POLL_S, Batches
 from millrace.trainer.log.client import LogClient
 from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.loop import train
-from millrace.trainer.model.pretrained import policy_files, resolve_model_directory
+from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer
 from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import DamageReport, Mender, published_anew
 from millrace.trainer.publish.plan import PublishPlan, newest_published, plan_publishing
@@ -125,6 +127,8 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     )
     reporter = Reporter(client if gang.is_leader else None, world_size=gang.world_size)
     position, lineage = begin(context, names, record, found, reporter)
+    skips_from = gang.from_leader(lambda: last_reopened(context.store, names))
+    position.num_skipped = min(position.num_skipped, max(position.version - skips_from, 0))
     plan = agree_on_plan(context, names, start_step=position.version, lineage=lineage, strict=learner.is_strict)
     if plan.lineage > lineage and plan.first_version > position.version:
         reporter.warning(
@@ -157,13 +161,16 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
             checkpoints,
             trainer.ckpt,
             gang=gang,
-            run_hash=client.run_hash,
-            epoch=client.epoch if gang.is_leader else 0,
-            determinism="strict" if learner.is_strict else "best_effort",
-            base_digest=learner.base_digest,
+            author=Author(
+                run_hash=client.run_hash,
+                epoch=client.epoch if gang.is_leader else 0,
+                determinism="strict" if learner.is_strict else "best_effort",
+                base_digest=learner.base_digest,
+            ),
         ),
         reporter=reporter,
         position=position,
+        skips_from=skips_from,
         on_progress=context.on_progress,
     )
 
@@ -183,7 +190,7 @@ def begin(context: JobContext, names: Names, record: bytes, found: Resumed, repo
         require_whole_history(names, origin, found)
         position, lineage = Position(0, origin.chain_hash), 0
     else:
-        position = Position(found.manifest.step, bytes.fromhex(found.manifest.chain_hash))
+        position = Position(found.manifest.step, bytes.fromhex(found.manifest.chain_hash), found.manifest.num_skipped)
         lineage = found.manifest.lineage
     require_batches(context.store, names, found, first=position.version, gang=context.gang)
     return position, lineage
@@ -212,6 +219,8 @@ def make_publisher(
 ) -> Publisher:
     """The publisher; rank 0 uploads once the files that all versions share."""
     shared = policy_files(directory, dtype=learner.publish_dtype)
+    if (tokenizer := learner.config.tokenizer.name) is not None:
+        shared = with_tokenizer(shared, resolve_model_directory(tokenizer))
     if learner.adapter is not None:
         shared[ADAPTER_CONFIG] = learner.adapter.to_config()  # with the base, too: engines see at once what will come
 

@@ -9,12 +9,16 @@ version n + 1. A closing header ends the run: its samples are the final evaluati
 how far trainer and engine agree.
 """
 
+import math
 import time
+from dataclasses import asdict, dataclass
 
 import torch
 
+from millrace.errors import InvalidStateError
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
+from millrace.trainer.learning.alarms import NotFinite, describe_not_finite, find_not_finite
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.loss import LossFunction, LossInputs, token_losses, total_loss
 from millrace.trainer.learning.metrics import StepMetrics
@@ -39,6 +43,7 @@ def train(run: Training) -> None:
         start = run.position.version
         run.publisher.publish(start)
         run.reporter.start()
+        require_learning(run)
         try:
             for batch in run.batches.follow(start):
                 if batch.is_closing:
@@ -53,39 +58,96 @@ def train(run: Training) -> None:
         raise stopped
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What a step measured and what it did to the weights.
+
+    If it was skipped, `not_finite` is what was not finite (loss, entropy, gradient), and `cause` says where.
+    """
+
+    metrics: dict[str, float]
+    report: OptimizerReport
+    not_finite: str = ""
+    cause: str = ""
+
+
 def step(run: Training, batch: Batch) -> None:
     """One optimizer step, its policy version, and its report."""
     began = time.monotonic()
-    metrics = forward_backward(run, batch)
-    report = run.optimizer.step(batch.step)
+    learned = learn(run, batch)
     faults.reach(Point.TRAINER_AFTER_STEP, step=batch.step)
     forward_backward_s = time.monotonic() - began
-    run.position = Position(batch.step + 1, batch.chain_hash)
+    counts = learned.report.was_skipped and batch.step >= run.skips_from
+    run.position = Position(batch.step + 1, batch.chain_hash, run.position.num_skipped + 1 if counts else 0)
     publish_s = run.publisher.publish(run.position.version, step=batch.step)
     checkpoint_s = run.save_checkpoint() if run.checkpointer.is_due(run.position.version) else 0.0
     phases = Phases(forward_backward_s=forward_backward_s, publish_s=publish_s, checkpoint_s=checkpoint_s)
-    run.reporter.step_completed(batch, metrics=metrics, optimizer=report, phases=phases)
-    _warn(run, batch, report)
+    run.reporter.step_completed(batch, metrics=learned.metrics, optimizer=learned.report, phases=phases)
+    _warn(run, batch, learned)
     run.on_progress(run.position.version)
+    require_learning(run, learned)
 
 
-def forward_backward(run: Learner, batch: Batch, *, loss_of: LossFunction = token_losses) -> dict[str, float]:
-    """Accumulate the gradient of the batch's loss and return the step's metrics, both over all ranks."""
+def learn(run: Learner, batch: Batch) -> Learned:
+    """Apply the batch to the weights, or leave them as they are where its numbers are not finite."""
+    metrics, found = forward_backward(run, batch)
+    report = run.optimizer.step(batch.step, skips=bool(found))
+    if found:
+        cause = describe_not_finite(batch.header, found)
+        return Learned(metrics=metrics, report=report, not_finite=min(found).what, cause=cause)
+    if report.was_skipped:
+        cause = f"the gradient of batch {batch.step} is not finite: its norm is {report.grad_norm}"
+        return Learned(metrics=metrics, report=report, not_finite="gradient", cause=cause)
+    return Learned(metrics=metrics, report=report)
+
+
+def forward_backward(
+    run: Learner, batch: Batch, *, loss_of: LossFunction = token_losses
+) -> tuple[dict[str, float], list[NotFinite]]:
+    """Accumulate the gradient of the batch's loss; the step's metrics and the samples that are not finite.
+
+    Both are over all ranks.
+    """
     counts = [0.0, 0.0]
     for micro_batch in batch.micro_batches:
         counts[0] += micro_batch.num_rl_tokens
         counts[1] += micro_batch.num_ce_tokens
     num_rl_tokens, num_ce_tokens = (int(count) for count in run.gang.sum(counts))
-    metrics = StepMetrics(batch.header.envs)
+    metrics, not_finite = StepMetrics(batch.header.envs), list[NotFinite]()
     with run.learning():
-        for micro_batch in batch.micro_batches:
+        for micro_batch, rows in zip(batch.micro_batches, batch.rows, strict=True):
             logprobs_BT, entropy_BT = run.logprobs(micro_batch)
             losses = loss_of(LossInputs.of(micro_batch, logprobs_BT), run.config.loss)
             loss = total_loss(losses, num_rl_tokens=num_rl_tokens, num_ce_tokens=num_ce_tokens)
             (loss * run.gang.world_size).backward()  # FSDP averages gradients over the ranks; this makes it a sum
             faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)
-            metrics.add(micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
-    return metrics.reduce(run.gang)
+            if not metrics.add(
+                micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT
+            ):
+                not_finite += find_not_finite(
+                    micro_batch, rows, losses=losses, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT
+                )
+    reduced = metrics.reduce(run.gang)
+    if math.isfinite(reduced["loss/mean"]) and math.isfinite(reduced.get("entropy/mean", 0.0)):
+        return reduced, []
+    everywhere = run.gang.agree(lambda: [asdict(each) for each in not_finite])
+    return reduced, [NotFinite(**each) for part in everywhere for each in part]
+
+
+def require_learning(run: Training, learned: Learned | None = None) -> None:
+    """InvalidStateError, behind the policy of the last step, if too many steps in a row changed nothing."""
+    last, num_skipped = run.position.version - 1, run.position.num_skipped
+    if num_skipped < run.config.max_skipped_steps:
+        return
+    run.publisher.finish()
+    which = f"step {last} was skipped" if num_skipped == 1 else f"steps {last + 1 - num_skipped} to {last} were skipped"
+    raise InvalidStateError(
+        f"the run cannot learn: {which}, because loss, entropy or gradient was not finite (trainer.max_skipped_steps = "
+        f"{run.config.max_skipped_steps})" + (f"; last, {learned.cause}" if learned is not None else ""),
+        reason="TOO_MANY_SKIPPED_STEPS",
+        remedy=f"fork the run before step {last + 1 - num_skipped} with a lower trainer.optim.lr, or see "
+        "docs/troubleshooting.md",
+    )
 
 
 def close(run: Training, batch: Batch) -> None:
@@ -118,11 +180,18 @@ def close(run: Training, batch: Batch) -> None:
     logger.info("run ended", extra={"version": version, "outcome": batch.header.outcome})
 
 
-def _warn(run: Training, batch: Batch, report: OptimizerReport) -> None:
-    """Warn of a step that changed nothing because its gradient was not finite."""
-    if report.was_skipped:
+def _warn(run: Training, batch: Batch, learned: Learned) -> None:
+    """Warn of a step that changed nothing, and of trainer and engine that drift apart."""
+    if learned.not_finite:
         run.reporter.warning(
-            "GRADIENT_NOT_FINITE",
-            f"step {batch.step} had a gradient norm of {report.grad_norm}, so its update was skipped; "
-            "lower trainer.optim.lr or look at the batch's log-probs",
+            f"{learned.not_finite.upper()}_NOT_FINITE",
+            f"step {batch.step} was skipped: {learned.cause}; version {batch.step + 1} has the weights of version "
+            f"{batch.step}. The run ends after {run.config.max_skipped_steps} such steps in a row, this is number "
+            f"{run.position.num_skipped}; lower trainer.optim.lr, or look at the batch's samples",
+        )
+    elif trend := run.kl_trend.add(batch.step, learned.metrics.get("mismatch_kl/mean", 0.0)):
+        run.reporter.warning(
+            "KL_EXPLODING",
+            f"{trend}: trainer and engine disagree more and more on the tokens that are trained on; lower "
+            "trainer.optim.lr or async_level, or raise trainer.loss.kl_tau",
         )

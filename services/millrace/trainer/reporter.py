@@ -71,6 +71,7 @@ class Reporter:
         metrics |= {
             "optim/lr": optimizer.lr,
             "optim/grad_norm": optimizer.grad_norm,
+            "optim/skipped": float(optimizer.was_skipped),
             "perf/throughput": throughput,
             "perf/throughput_per_gpu": throughput / self._world_size,
             "time/step": step_s,

@@ -1,9 +1,10 @@
 """What the loop works on: the learner of one run, where its work comes from and where it goes to."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.trainer.checkpoint.checkpointer import Checkpointer
+from millrace.trainer.learning.alarms import KlTrend
 from millrace.trainer.learning.learner import Learner, state_tensors
 from millrace.trainer.log.batches import Batches
 from millrace.trainer.publish.publisher import Publisher
@@ -12,17 +13,22 @@ from millrace.trainer.reporter import Reporter
 
 @dataclass(slots=True)
 class Position:
-    """Where training stands: the weights are version `version`, after the batches that `chain_hash` proves."""
+    """Where training stands: the weights are version `version`, after the batches that `chain_hash` proves.
+
+    `num_skipped` are the steps in a row, up to this version, that changed nothing because they were not finite.
+    """
 
     version: int
     chain_hash: bytes
+    num_skipped: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
 class Training(Learner):
     """A run under way. `on_progress` hears the version after every step.
 
-    Only `position` and `saved_version`, the newest checkpoint saved here, change.
+    Skipped steps count from step `skips_from` on: those before a failed run was reopened ended it once already.
+    Only `position` and `saved_version`, the newest checkpoint saved here, change, and what `kl_trend` has seen.
     """
 
     batches: Batches
@@ -31,14 +37,20 @@ class Training(Learner):
     reporter: Reporter
     position: Position
     on_progress: Callable[[int], None]
+    skips_from: int = 0
     saved_version: int | None = None
+    kl_trend: KlTrend = field(default_factory=KlTrend)
 
     def save_checkpoint(self) -> float:
         """Save the live state as the checkpoint of the position, behind its policy; return the seconds it took."""
         self.publisher.finish()
         state = state_tensors(self.model, self.optimizer, gang=self.gang)
         saved = self.checkpointer.save(
-            state, step=self.position.version, chain_hash=self.position.chain_hash, lineage=self.publisher.lineage
+            state,
+            step=self.position.version,
+            chain_hash=self.position.chain_hash,
+            num_skipped=self.position.num_skipped,
+            lineage=self.publisher.lineage,
         )
         self.reporter.checkpoint_saved(
             step=self.position.version,

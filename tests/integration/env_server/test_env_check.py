@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from millrace.cli.main import main
+
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("environments_on_path")]
 
 
@@ -125,3 +127,9 @@ def test_a_config_is_checked_with_its_environments(tmp_path: Path) -> None:
     assert "loaded in" in loaded.stderr and json.loads(loaded.stdout)["orchestrator"]["env"][0]["id"] == "faulty-v0"
     assert refused.returncode == 2 and refused.stdout == ""
     assert "environment 'faulty-v0' could not be loaded: KeyError: 'no such thing while loading'" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["sft", "inference"])
+def test_the_check_is_refused_where_it_would_have_no_effect(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--model.name", "m", "--check-environments", "--dry-run"]) == 2
+    assert "--check-environments is for `millrace rl`" in capsys.readouterr().err

@@ -258,6 +258,6 @@ async def test_a_run_that_ended_leaves_nothing_behind_but_warm_workers(server: A
     began = time.monotonic()
     assert (await server.open("reverse-text", args, wait=False)).state == env_service_pb2.ENV_STATE_READY
     assert time.monotonic() - began < patient(2)
-    server.sink.note_run(server.log.uid, 0, "")  # `run resume`: what is played from now on counts again
+    # `run resume`: what is played from now on counts again, before the first heartbeat says so.
     [rollout] = await server.play(server.request("reverse-text", 2, args=args))
     assert rollout.status is RolloutStatus.OK

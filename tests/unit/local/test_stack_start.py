@@ -145,6 +145,16 @@ def test_engine_limits_reach_the_inference_process_and_no_other(tmp_path):
     assert "MILLRACE_MAX_MODEL_LEN" not in environment("trainer", MILLRACE_MAX_MODEL_LEN="64")
 
 
+def test_services_see_the_gpus_that_are_named_for_them(tmp_path):
+    stack = LocalStack(options(tmp_path, gpus={"inference": (0, 1), "trainer": ()}), environ={})
+    addresses = dict.fromkeys(("orchestrator", "inference", "trainer", "env-server"), "127.0.0.1:1")
+    seen = {
+        name: stack._service(name, addresses, "127.0.0.1:3", {}, "redis://r", "file:///s").env for name in addresses
+    }
+    assert seen["inference"]["CUDA_VISIBLE_DEVICES"] == "0,1" and seen["trainer"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in seen["env-server"]
+
+
 def test_environment_of_a_service_names_its_own_place_only(tmp_path):
     environ = {
         "MILLRACE_SERVER": "1.2.3.4:5",

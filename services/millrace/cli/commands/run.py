@@ -9,6 +9,7 @@ import click
 
 from millrace.cli.commands.run_attest import attest
 from millrace.cli.commands.run_audit import audit
+from millrace.cli.commands.run_export import export_policy
 from millrace.cli.commands.run_fork import fork
 from millrace.cli.commands.run_pause import pause, resume
 from millrace.cli.commands.run_repair import repair
@@ -47,6 +48,7 @@ def run() -> None:
 
 run.add_command(replay)
 run.add_command(fork)
+run.add_command(export_policy)
 run.add_command(audit)
 run.add_command(attest)
 run.add_command(repair)
@@ -77,7 +79,7 @@ def submit(arguments: tuple[str, ...]) -> int:
     warn_of_wandb(prepared.config)
     from millrace.cli.connection import open_client
     from millrace.cli.session.results import summary_lines
-    from millrace.cli.session.run_session import run_remote, submit, submitted_line
+    from millrace.cli.session.run_session import begin_remote, run_remote, submitted_line
 
     if prepared.is_follow:
         with explain_unreachable(prepared.server_origin, prepared.server or DEFAULT_LISTEN):
@@ -87,7 +89,8 @@ def submit(arguments: tuple[str, ...]) -> int:
 
     async def create(_: interrupts.Interrupts) -> str:
         async with open_client(prepared.server or DEFAULT_LISTEN) as client:
-            return submitted_line(await submit(client, prepared, run_id=prepared.name or ""))
+            begun = await begin_remote(client, prepared, note=lambda text: click.echo(text, err=True))
+            return submitted_line(begun)
 
     with explain_unreachable(prepared.server_origin, prepared.server or DEFAULT_LISTEN):
         click.echo(interrupts.run(create))
@@ -147,6 +150,7 @@ def watch(name: str, plain: bool, server: str | None) -> None:
 
     from millrace.cli.names import resolve
     from millrace.cli.session.follow import require_success
+    from millrace.cli.session.results import watched_summary
     from millrace.cli.session.run_session import follow_or_detach
     from millrace.cli.view.progress import Progress
     from millrace.cli.view.view import make_view
@@ -156,6 +160,8 @@ def watch(name: str, plain: bool, server: str | None) -> None:
         progress = Progress.of(found)
         with make_view(progress, plain=plain, stream=sys.stdout) as view:
             await follow_or_detach(client, progress, view)
+        if progress.steps:
+            click.echo("\n".join(["", *watched_summary(progress)]))
         require_success(progress, where=f"see its events: millrace run logs {found.name.removeprefix('runs/')}")
 
     _with_client(server, act)

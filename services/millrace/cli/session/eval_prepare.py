@@ -9,11 +9,12 @@ from pathlib import Path
 
 from millrace.cli.address import check_address
 from millrace.cli.errors import CliError
-from millrace.cli.session.config_file import missing_file
+from millrace.cli.session.config_file import missing_file, refuse_check
 from millrace.cli.session.endpoints import find_endpoint
 from millrace.cli.session.eval_policies import EvalPolicy, RunPolicies, of_directory, of_run
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name
+from millrace.cli.session.notes import say_notes
 from millrace.config.argv import COMMAND_LINE, RESERVED_FLAGS
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import load
@@ -70,9 +71,11 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
         if not arguments:
             raise missing_file(EXAMPLE) from error
         raise
+    refuse_check(loaded)
     flags = loaded.flags
     config = _with_endpoint(loaded.config, str(flags.get("endpoints-path", "")) or None)
     steps = _steps(flags.get("steps"), is_sweep=bool(weights or run))
+    say_notes(loaded.notes)
     server, origin = settings.server, "MILLRACE_SERVER"
     if "server" in flags:
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"

@@ -6,18 +6,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from millrace.cli.address import check_address
 from millrace.cli.connection import environ as with_options
 from millrace.cli.session.config_file import missing_file, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name, free_name
+from millrace.cli.session.notes import refuse_blocked, say_notes
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
 from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings, parse_address
 
+_OF_THE_STACK = ("inference", "log", "inference_gpu_ids", "trainer_gpu_ids")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -38,6 +41,10 @@ class Prepared:
     """Whether its environments are to be loaded first."""
     is_plain: bool
     is_follow: bool
+    resume_step: int | None = None
+    """The step of the run of that name to go on from, -1 for the newest; None for a new run."""
+    must_exist: bool = False
+    """Whether to refuse to begin anew where there is no such run."""
 
 
 def prepare(
@@ -62,11 +69,15 @@ def prepare(
             error.remedy = f"name a config file: {example}"
         raise
     flags = loaded.flags
+    say_notes(loaded.notes)
     if not flags.get("dry-run"):
+        refuse_blocked(loaded.notes)
         require_file_or_model(loaded, example=example)
     server, origin = settings.server or default_server, "MILLRACE_SERVER" if settings.server else "the default"
     if "server" in flags:
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"
+    if server is not None:
+        _say_what_a_running_stack_keeps(loaded)
     is_here = server is None or parse_address(server)[0] in _LOOPBACK
     if is_here and not flags.get("dry-run"):
         names = {"model.name": loaded.config.model.name, "trainer.model.name": loaded.config.trainer.model.name}
@@ -79,8 +90,12 @@ def prepare(
     name = flags.get("name") or loaded.config.run.name
     if name:
         check_new_name(str(name), option="--name" if flags.get("name") else "run.name")
+    config, resume_step = without_resume_step(loaded.config)
+    must_exist = bool(flags.get("resume")) or (resume_step or 0) > 0
     return Prepared(
-        config=loaded.config,
+        config=config,
+        resume_step=-1 if flags.get("resume") and resume_step is None else resume_step,
+        must_exist=must_exist,
         settings=settings,
         server=server,
         server_origin=origin,
@@ -90,6 +105,19 @@ def prepare(
         is_plain=bool(flags.get("plain")),
         is_follow=bool(flags.get("follow")),
     )
+
+
+def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig]) -> None:
+    """Name the keys that are about the stack of `millrace rl`, where the run goes to one that runs already."""
+    kept = sorted(
+        key
+        for key, source in loaded.sources.items()
+        if key.partition(".")[0] in _OF_THE_STACK and key != "inference.model.name" and source != "MILLRACE_ENGINE"
+    )
+    if kept:
+        print(
+            f"note: a stack that runs keeps its own settings; without effect there: {', '.join(kept)}", file=sys.stderr
+        )
 
 
 def _engine_of(environ: Mapping[str, str]) -> Layer | None:
@@ -108,10 +136,24 @@ def warn_of_wandb(config: RLConfig) -> None:
         print(f"warning: {text}; the numbers are in the run's events and metrics.jsonl", file=sys.stderr)
 
 
+def without_resume_step(config: RLConfig) -> tuple[RLConfig, int | None]:
+    """The config of the run itself, and the step that the command shall go on from."""
+    found = next((part.resume_step for part in (config.ckpt, config.trainer.ckpt) if part is not None), None)
+    if found is None:
+        return config, None
+
+    def dropped(section: Any) -> Any:
+        return section.model_copy(
+            update={"ckpt": section.ckpt and section.ckpt.model_copy(update={"resume_step": None})}
+        )
+
+    return dropped(config).model_copy(update={"trainer": dropped(config.trainer)}), found
+
+
 def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
-    """The run's id for a local stack: the chosen name, or environment and a random tail; one without results yet."""
+    """The run's id for a local stack: the chosen name, or environment and a random tail without a directory yet."""
     if name is not None:
-        return free_name(name, root=root)
+        return name
     return free_name(config.orchestrator.env[0].id, secrets.token_hex(2), root=root)
 
 

@@ -23,6 +23,7 @@ Options:
   --KEY VALUE     Any key of the config, such as --trainer.optim.lr 1e-5; --KEY @ FILE for a whole section.
   --server ADDR   Submit to this orchestrator (also: MILLRACE_SERVER) instead of starting a local stack.
   --name NAME     Name of the run; made up if left out.
+  --resume        Go on with the run of that name; --ckpt.resume_step K begins a fork of it at step K.
   --dry-run       Print the resolved config and do nothing.
   --check-environments
                   Load the environments first, on the orchestrator's env-servers or here; also with --dry-run.

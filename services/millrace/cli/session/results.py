@@ -141,6 +141,18 @@ def phases_of(progress: Progress) -> dict[str, float]:
     return {name: at[end] - at[begin] for name, begin, end in marks if begin in at and end in at}
 
 
+def watched_summary(progress: Progress) -> list[str]:
+    """The summary of a run that was followed only: nothing of it was copied to this machine."""
+    artifacts = Artifacts(
+        policy_path=progress.policy.uri if progress.policy is not None else None,
+        checkpoint_path=checkpoint_path(progress),
+        plot_path=None,
+    )
+    phases = phases_of(progress)
+    lines = summary_lines(summary(progress, artifacts, seconds=sum(phases.values()), phases=phases))
+    return [line for line in lines if not line.startswith("plot ")]
+
+
 def write_summary(data: dict[str, Any], path: Path) -> None:
     """Write it where programs look for it."""
     path.parent.mkdir(parents=True, exist_ok=True)

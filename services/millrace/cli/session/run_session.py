@@ -1,6 +1,7 @@
 """A run from its submission to its summary: on a local stack that lives as long as the run, or on a server."""
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.connection import open_client
+from millrace.cli.errors import CliError
 from millrace.cli.interrupts import Interrupts
-from millrace.cli.session.follow import MetricsFile, follow, require_success, telling_queued, ticking
+from millrace.cli.session.existing import Note, begin, exists_error, find_home
+from millrace.cli.session.follow import MetricsFile, follow, require_success, ticking
 from millrace.cli.session.prepare import Prepared, choose_run_id
 from millrace.cli.session.results import collect, phases_of, summary, write_summary
 from millrace.cli.view.progress import Progress
@@ -38,25 +41,28 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
     config = prepared.config
     root = Path(config.output_dir)
     run_id = choose_run_id(config, prepared.name, root=root)
-    directory = root / run_id
+    home = directory = root / run_id
+    if prepared.settings.store_url is None:  # else the server knows its runs
+        home = _home(prepared, run_id, root=root)
     progress = _progress(prepared, f"runs/{run_id}")
     phases: dict[str, float] = {}
     with make_view(progress, plain=prepared.is_plain) as view:
         async with ticking(view):
             try:
-                async with LocalStack(stack_options(prepared, directory), note=view.note) as stack:
+                async with LocalStack(stack_options(prepared, home), note=view.note) as stack:
                     interrupts.on_second(stack.supervisor.hurry.set)
-                    view.note(f"starting the local stack; process logs: {directory / 'logs'}")
+                    view.note(f"starting the local stack; process logs: {home / 'logs'}")
                     await stack.start()
                     phases["stack_s"] = time.monotonic() - begun
                     async with Client(stack.address, access=stack.access) as client:
-                        await stack.guard(_submit_and_follow(client, prepared, progress, view, directory, run_id))
+                        await stack.guard(_submit_and_follow(client, prepared, progress, view, run_id))
+                    directory = root / progress.name.removeprefix("runs/")
                     stopping = time.monotonic()
             except asyncio.CancelledError:
                 view.note(f"interrupted: all processes are stopped; what there is so far lies in {directory}")
                 raise
         phases["stop_s"] = time.monotonic() - stopping
-    require_success(progress, where=f"read the process logs in {directory / 'logs'}")
+    require_success(progress, where=f"read the process logs in {home / 'logs'}")
     store_url = prepared.settings.store_url
     return await _finish(progress, directory, begun=begun, phases=phases, store_url=store_url)
 
@@ -68,13 +74,26 @@ async def run_remote(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[s
     progress = _progress(prepared, "")
     async with open_client(prepared.server or "") as client:
         with make_view(progress, plain=prepared.is_plain) as view:
-            run = await submit(client, prepared, run_id=prepared.name or "")
+            run = await begin_remote(client, prepared, note=view.note)
             _adopt(progress, run)
             view.note(submitted_line(run))
             directory = root / run.name.removeprefix("runs/")
             await follow_or_detach(client, progress, view, directory=directory)
     require_success(progress, where=f"see its events: millrace run logs {progress.name.removeprefix('runs/')}")
     return await _finish(progress, directory, begun=begun, phases={}, store_url=prepared.settings.store_url)
+
+
+async def begin_remote(client: Client, prepared: Prepared, *, note: Note) -> run_pb2.Run:
+    """The run on a server: a new one, or what the command says of one that is there."""
+    return await begin(
+        client,
+        prepared.config,
+        name=prepared.name,
+        resume_step=prepared.resume_step,
+        must_exist=prepared.must_exist,
+        create=lambda: submit(client, prepared, run_id=prepared.name or ""),
+        note=note,
+    )
 
 
 async def submit(client: Client, prepared: Prepared, *, run_id: str, request_id: str | None = None) -> run_pb2.Run:
@@ -105,7 +124,10 @@ async def follow_or_detach(
     """Follow to the end; a Ctrl-C says how to come back, and how to end the run."""
     metrics = MetricsFile(directory / "metrics.jsonl") if directory else None
     try:
-        async with ticking(view), telling_queued(client, progress, view):
+        queued = client.runs.telling_queued(
+            progress.name, view.note, is_queued=lambda: progress.state == run_pb2.RUN_STATE_QUEUED
+        )
+        async with ticking(view), queued:
             await follow(client, progress, view, metrics=metrics)
     except asyncio.CancelledError:
         name = progress.name.removeprefix("runs/")
@@ -124,16 +146,36 @@ def submitted_line(run: run_pb2.Run) -> str:
 
 
 async def _submit_and_follow(
-    client: Client, prepared: Prepared, progress: Progress, view: ProgressView, directory: Path, run_id: str
+    client: Client, prepared: Prepared, progress: Progress, view: ProgressView, run_id: str
 ) -> None:
-    run = await submit_for_sure(client, prepared, view, run_id=run_id)
+    run = await begin(
+        client,
+        prepared.config,
+        name=prepared.name,
+        resume_step=prepared.resume_step,
+        must_exist=prepared.must_exist,
+        create=lambda: submit_for_sure(client, prepared, view, run_id=run_id),
+        note=view.note,
+    )
     _adopt(progress, run)
     view.note(f"submitted {run.name} (uid {run.uid})")
-    metrics = MetricsFile(directory / "metrics.jsonl")
+    metrics = MetricsFile(Path(prepared.config.output_dir) / run.name.removeprefix("runs/") / "metrics.jsonl")
     try:
         await follow(client, progress, view, metrics=metrics)
     finally:
         metrics.close()
+
+
+def _home(prepared: Prepared, run_id: str, *, root: Path) -> Path:
+    """The directory of the stack; CliError if the run is there and the command does not say what is to become of it."""
+    home = find_home(root, run_id, prefix=prepared.settings.prefix)
+    if home is None and prepared.must_exist:
+        raise CliError(f"there is no run {run_id} under {root}", hint="leave --resume out to begin it")
+    if home is not None and prepared.resume_step is None:
+        raise exists_error(run_id, f"in {home}")
+    if home is None and (root / run_id / SUMMARY_NAME).exists():
+        raise CliError(f"{root / run_id} has the results of another run", hint="choose another --name, or move it away")
+    return home or root / run_id
 
 
 async def _finish(
@@ -165,17 +207,20 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 
 def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
     """The stack of a run: its place from the environment, its engine and its logs from the config."""
-    from millrace.inference.launch_env import engine_environ
+    from millrace.inference.launch_env import engine_environ, with_engine
     from millrace.local.stack import StackOptions
 
     config = prepared.config
+    inference = with_engine(config.inference, os.environ)
+    visible = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
     return StackOptions.with_settings(
         prepared.settings,
         directory=directory,
         http_host=config.inference.server.host,
         http_port=config.inference.server.port,
-        engine=config.inference.engine,
-        engine_environ=engine_environ(config.inference, max_model_len=config.orchestrator.seq_len),
+        engine=inference.engine,
+        gpus={name: tuple(ids) for name, ids in visible.items() if ids is not None},
+        engine_environ=engine_environ(inference, max_model_len=config.orchestrator.seq_len),
         log_level=config.log.level,
         log_json=config.log.json_logging,
         is_durable=False,  # the run ends with the stack, and its log is in the store

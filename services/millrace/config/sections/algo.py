@@ -26,14 +26,18 @@ class TeacherConfig(ClientConfig):
 class AlgoConfig(ConfigSection):
     """How rollouts become advantages."""
 
-    type: Literal["grpo", "opd"] = option(
+    type: Literal["grpo", "opd", "max_rl", "rae", "echo", "hierarchical_grpo", "opsd", "sft"] = option(
         "grpo",
         "grpo: reward minus the mean reward of the rollouts of the same task, not divided by a deviation. opd: "
-        "on-policy distillation, per token the teacher's log-probability minus the policy's; rewards only show.",
+        "on-policy distillation, per token the teacher's log-probability minus the policy's; rewards only show. "
+        "The others are not there yet: "
+        "runs with them are refused when they are submitted.",
     )
     teacher: TeacherConfig | None = option(
         None,
         "The teacher of opd, required there; off for the others.",
         facts=Facts(only_for=OnlyFor(".type", ("opd",))),
     )
-    kl_coef: float = option(1.0, "opd only: multiplies every advantage.", gt=0)
+    kl_coef: float = option(
+        1.0, "opd only: multiplies every advantage.", facts=Facts(only_for=OnlyFor(".type", ("opd",))), gt=0
+    )

@@ -5,7 +5,7 @@ from typing import Self
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import ConfigSection, Document, FreeTable, option, required, table
 from millrace.config.sections.client import ClientConfig
-from millrace.config.sections.orchestrator import EvalEnvConfig, env_names
+from millrace.config.sections.orchestrator import EvalEnvConfig, env_names, extra_body_rules
 from millrace.config.sections.shared import LogConfig, RunConfig
 from millrace.config.tree import Facts
 
@@ -30,6 +30,11 @@ class FixedSamplingConfig(ConfigSection):
         ge=1,
     )
     top_p: float = option(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
+    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1 is all.", ge=-1, lt=2**31)
+    min_p: float = option(
+        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
+    )
+    repetition_penalty: float = option(1.0, "Divides the logits of tokens that are there already.", gt=0, le=100)
     extra_body: FreeTable = table(dict, "More fields of the request to the endpoint, passed on as they are.")
 
 
@@ -60,4 +65,5 @@ class EvalRunConfig(Document):
         rules = [] if self.client is None else self.client.broken_rules("client")
         if self.num_examples == 0 or self.num_examples < -1:
             rules.append(broken("must be -1 for all tasks, or at least 1", "num_examples"))
+        rules += extra_body_rules(self.sampling, "sampling")
         return [*super().broken_rules(), *rules, *env_names(self.env, ("env",))]

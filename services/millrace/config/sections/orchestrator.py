@@ -14,10 +14,13 @@ from millrace.config.tree import Facts, Limit, Path, dotted
 
 _UNNAMED = "unnamed"
 _ALL = "all"
+_AS_FOR_ALL = "as for all environments"
 _GROUP = "orchestrator.rollouts_per_example"
 _ALGO = "orchestrator.algo.type"
 _ROLLOUTS = Facts(aliases=("group_size",))
-_ROOM = Limit("below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`")
+_ROOM = Limit(
+    "below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`", is_clamped=True
+)
 
 
 def _as_in_training(name: str, **facts: Any) -> Facts:
@@ -37,12 +40,18 @@ class SamplingConfig(ConfigSection):
     )
     top_p: float = option(
         1.0,
-        "Sample from the smallest set of tokens with this much probability. Below 1 the recorded log-probabilities "
-        "stay those of the full distribution.",
+        "Sample from the smallest set of tokens with this much probability. Log-probabilities, the engine's and the "
+        "trainer's, are those of what is left, renormalised.",
         gt=0,
         le=1,
     )
-    extra_body: FreeTable = table(dict, "More fields of the request to the engine, passed on as they are.")
+    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1 is all.", ge=-1, lt=2**31)
+    min_p: float = option(
+        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
+    )
+    extra_body: FreeTable = table(
+        dict, "More fields of the request to the engine, passed on as they are; none that changes what is sampled."
+    )
 
 
 class EvalSamplingConfig(ConfigSection):
@@ -61,6 +70,23 @@ class EvalSamplingConfig(ConfigSection):
         facts=_as_in_training("top_p"),
         gt=0,
         le=1,
+    )
+    top_k: int = option(
+        0,
+        "Sample from this many of the likeliest tokens; 0 or -1 is all.",
+        facts=_as_in_training("top_k"),
+        ge=-1,
+        lt=2**31,
+    )
+    min_p: float = option(
+        0.0,
+        "Sample from tokens with at least this share of the likeliest one's probability.",
+        facts=_as_in_training("min_p"),
+        ge=0,
+        le=1,
+    )
+    repetition_penalty: float = option(
+        1.0, "Divides the logits of tokens that are there already; not on the embedded engine.", gt=0, le=100
     )
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
@@ -107,13 +133,32 @@ class EvalEnvConfig(NamedEnv):
     One with the name of a training environment is that environment: `id` and `args` have to be the same.
     """
 
+    num_examples: int | None = option(
+        None, "Tasks of this environment: -1 for all held-out tasks.", facts=Facts(default_text=_AS_FOR_ALL), ge=-1
+    )
+    rollouts_per_example: int | None = option(
+        None,
+        "Rollouts per task of this environment.",
+        facts=Facts(aliases=("group_size",), default_text=_AS_FOR_ALL),
+        ge=1,
+    )
+
+
+class PeriodicEvalEnvConfig(EvalEnvConfig):
+    """One environment that is evaluated during training."""
+
+    interval: int | None = option(
+        None, "Steps between evaluations on this environment.", facts=Facts(default_text=_AS_FOR_ALL), ge=1
+    )
+
 
 class EvalConfig(ConfigSection):
     """Evaluation of the policy during the run: before the first step, every `interval` steps, at the end."""
 
-    env: list[EvalEnvConfig] = table(
+    env: list[PeriodicEvalEnvConfig] = table(
         list,
-        "Environments to evaluate on.",
+        "Environments to evaluate on. One without a name, with the id of a training environment and other `args`, is "
+        "called `ID-eval`.",
         facts=Facts(follows="orchestrator.env", default_text="the training environments"),
     )
     num_examples: int = option(-1, "Tasks per environment: -1 for all held-out tasks.", ge=-1)
@@ -191,6 +236,24 @@ class OrchestratorConfig(ConfigSection):
     )
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_evaluated(cls, data: Any) -> Any:
+        """Name an evaluated environment apart from the training environment whose id it has with other args."""
+        evaluation = data.get("eval") if isinstance(data, dict) else None
+        envs = evaluation.get("env") if isinstance(evaluation, dict) else None
+        trained = data.get("env") if isinstance(data, dict) else None
+        if not isinstance(evaluation, dict) or not isinstance(envs, list) or not isinstance(trained, list):
+            return data
+        args = {env.get("name", env.get("id")): env.get("args", {}) for env in trained if isinstance(env, dict)}
+
+        def named(env: Any) -> Any:
+            is_bare = isinstance(env, dict) and env.get("name") is None and isinstance(env.get("id"), str)
+            is_other = is_bare and env["id"] in args and args[env["id"]] != env.get("args", {})
+            return {**env, "name": f"{env['id']}-eval"} if is_other else env
+
+        return {**data, "eval": {**evaluation, "env": [named(env) for env in envs]}}
+
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Rules over several keys of this section that do not hold."""
         size, group = self.batch_size, self.rollouts_per_example
@@ -208,8 +271,10 @@ class OrchestratorConfig(ConfigSection):
             )
         if self.algo.type == "opd":
             yield from self._teacher_rules()
+        yield from extra_body_rules(self.sampling, "orchestrator.sampling", is_training=True)
         yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
         if self.eval:
+            yield from extra_body_rules(self.eval.sampling, "orchestrator.eval.sampling")
             yield from self._eval_rules(self.eval)
 
     def _teacher_rules(self) -> Iterator[BrokenRule]:
@@ -222,6 +287,14 @@ class OrchestratorConfig(ConfigSection):
             yield broken(message, teacher, _ALGO)
         else:
             yield from self.algo.teacher.broken_rules(teacher)
+        if self.sampling.top_p < 1 or self.sampling.top_k > 0 or self.sampling.min_p > 0:
+            yield broken(
+                "must be off for opd: the teacher's log-probabilities are those of its full distribution",
+                "orchestrator.sampling.top_p",
+                "orchestrator.sampling.top_k",
+                "orchestrator.sampling.min_p",
+                _ALGO,
+            )
         if self.sampling.temperature != 1.0:
             yield broken(
                 "must be 1.0 for opd: the teacher's log-probabilities are those of temperature 1, and the two would be "
@@ -237,6 +310,10 @@ class OrchestratorConfig(ConfigSection):
                 "must be -1 for all held-out tasks, or at least 1; leave out [orchestrator.eval] for no evaluation",
                 "orchestrator.eval.num_examples",
             )
+        for index, env in enumerate(evaluation.env):
+            if env.num_examples == 0:
+                message = "must be -1 for all held-out tasks, or at least 1; leave the environment out otherwise"
+                yield BrokenRule(paths=(("orchestrator", "eval", "env", index, "num_examples"),), message=message)
         names = [env.name for env in self.env]
         if [env.name for env in evaluation.env] != names:
             yield from env_names(evaluation.env, ("orchestrator", "eval", "env"), reserved=(_ALL,))
@@ -250,6 +327,38 @@ class OrchestratorConfig(ConfigSection):
                         message=f"must be equal to `orchestrator.env[{first}].{key}`, because both environments are "
                         f"called `{env.name}`; leave [[orchestrator.eval.env]] out, or give this one another `name`",
                     )
+
+
+# Fields of a request that have a key of their own, that Millrace sets, or that change what is sampled.
+_OWN_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "repetition_penalty")
+_TAKEN_OVER = ("top_k", "min_p")
+_ONE_EACH = ("n", "best_of", "use_beam_search", "stream", "logprobs", "top_logprobs", "return_token_ids")
+_CHANGE_SAMPLING = (
+    *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("logits_processors", "response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
+def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) -> Iterator[BrokenRule]:
+    """What `extra_body` of a sampling section may not say: what other keys say, and what the trainer must know."""
+    for name, value in sampling.extra_body.items():
+        path = f"{where}.extra_body.{name}"
+        key = "max_tokens" if name == "max_completion_tokens" else name
+        if name in _ONE_EACH:
+            yield broken("is set by Millrace: a request has one answer, whole, with its tokens and log-probs", path)
+        elif is_training and name == "seed":
+            yield broken("would give all rollouts of a group the same tokens; leave it out", path)
+        elif is_training and (name in _CHANGE_SAMPLING or name == "repetition_penalty"):
+            yield broken("changes what is sampled in a way that the trainer does not compute; leave it out", path)
+        elif name in _OWN_KEYS:
+            yield broken(f"has a key of its own: write `{where}.{key}`", path)
+        elif name in _TAKEN_OVER:
+            known = getattr(sampling, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -1 <= value <= (1 << 31):
+                yield broken(f"must be a number: write `{where}.{name}`", path)
+            elif known > 0 and known != value:
+                yield broken(f"differs from `{where}.{name}`; leave this one out", path)
 
 
 def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[BrokenRule]:

@@ -27,6 +27,12 @@ class RLConfig(Document):
         1, "Steps that sampling may run ahead of training.", facts=Facts(aliases=("max_async_level",)), ge=0
     )
     seed: int = option(0, "Seed of the task order and of the trainer; sampled tokens are not seeded.", ge=0)
+    inference_gpu_ids: list[int] | None = option(
+        None, "GPUs that the engine sees in the stack of `millrace rl`; all if left out. `[]` hides them."
+    )
+    trainer_gpu_ids: list[int] | None = option(
+        None, "GPUs that the trainer sees in the stack of `millrace rl`; all if left out. Its process uses the first."
+    )
     output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
     run: RunConfig = table(RunConfig, "What the run is called.")
     log: LogConfig = table(LogConfig, "Logs.")

@@ -51,6 +51,14 @@ class WandbConfig(ConfigSection):
 class CheckpointConfig(ConfigSection):
     """When resumable checkpoints are written and which are kept. The last step always writes one."""
 
+    resume_step: int | None = option(
+        None,
+        "Step to go on from; -1 is the newest. A step below the newest one of an RL run makes a fork of it: the log of "
+        "a run is never rewritten. Belongs to the command, and is no part of the run's config.",
+        ge=-1,
+    )
     interval: int | None = option(None, "Steps between checkpoints; only the last step if left out.", ge=1)
-    keep_last: int | None = option(None, "Keep this many newest checkpoints; all if left out.", ge=1)
+    keep_last: int | None = option(
+        None, "Keep this many newest checkpoints; all if left out.", facts=Facts(aliases=("keep",)), ge=1
+    )
     keep_interval: int | None = option(None, "Also keep every checkpoint whose step is a multiple of this.", ge=1)

@@ -90,6 +90,19 @@ class TrainerModelConfig(ConfigSection):
     lora: LoraConfig | None = option(None, "Train adapters only; all weights if left out.")
 
 
+class TokenizerConfig(ConfigSection):
+    """The tokenizer that is published with the policy, and that engines and environments use."""
+
+    name: str | None = option(
+        None, "Directory or Hub id of a model that has it; that of the trained model if left out.", min_length=1
+    )
+
+
+_WITH_DELTAS = Facts(
+    only_for=OnlyFor(".delta", (True,), "means nothing with `delta = false`: every version is whole; leave it out")
+)
+
+
 class PolicyConfig(ConfigSection):
     """How versions of the policy are stored for the replicas that serve them. LoRA adapters are always whole."""
 
@@ -100,13 +113,18 @@ class PolicyConfig(ConfigSection):
         "false: every version is a full copy, and replicas give theirs up once it serves.",
     )
     anchor_interval: int = option(
-        20, "Versions from one full copy to the next. A replica that joins late reads the newest one.", ge=1, le=256
+        20,
+        "Versions from one full copy to the next. A replica that joins late reads the newest one.",
+        facts=_WITH_DELTAS,
+        ge=1,
+        le=256,
     )
     skip_deltas: list[int] = table(
         lambda: [4, 16],
         "Also store differences from this many versions before, at every version that is a multiple of it; each number "
         "is 2 to 256. Replicas that fell behind read these. Each costs the trainer up to one more copy, about half of "
         "one at 1 % of changed weights per step. An empty list turns them off.",
+        facts=_WITH_DELTAS,
     )
 
     @field_validator("skip_deltas")
@@ -235,6 +253,7 @@ class TrainerConfig(ConfigSection):
     """The trainer of an RL run."""
 
     model: TrainerModelConfig = table(TrainerModelConfig, "The model.")
+    tokenizer: TokenizerConfig = table(TokenizerConfig, "The tokenizer.")
     optim: OptimConfig = table(OptimConfig, "The optimizer.")
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     loss: LossConfig = table(LossConfig, "The loss.")
@@ -242,6 +261,12 @@ class TrainerConfig(ConfigSection):
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.", facts=Facts(shared="ckpt"))
     max_steps: int | None = option(
         None, "Optimizer steps; unlimited if left out.", facts=Facts(shared="max_steps"), ge=1
+    )
+    max_skipped_steps: int = option(
+        3,
+        "A step whose loss, entropy or gradient is not finite changes no weight; after so many of them in a row the "
+        "run ends as FAILED, with the first token that is not finite.",
+        ge=1,
     )
     determinism: Literal["auto", "strict", "best_effort"] = option(
         "auto",

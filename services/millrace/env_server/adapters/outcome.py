@@ -167,6 +167,8 @@ def make_rollout(
         seconds=seconds,
         model_seconds=outcome.model_s,
         temperature=request.sampling.temperature,
+        truncation=request.sampling.truncation,
+        sampling_json=json.dumps(request.sampling.parameters(is_external=request.is_external), sort_keys=True),
         env_server=env_server,
         planned_step=request.planned_step,
         eval_id=request.eval_id,

@@ -13,7 +13,6 @@ Tokens come from one of two routes; either way `samples.merge_turns` decides by 
 The environment's args overrule that: `renderer = "qwen3"` (or another name), or `renderer = "off"`.
 """
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -92,7 +91,7 @@ class V0Adapter:
         """Play the request's members: together if rewards compare them, else there is one."""
         row: Any = (self.train if request.has_train_task else self.eval).row(request.task_index)
         client = self._client(request, tokenizer_dir)
-        args = sampling_args(request.sampling)
+        args = sampling_args(request.sampling, is_external=request.is_external)
         with recorded_reward_errors() as reward_errors:
             if self.requires_group:
                 rows: list[Any] = [dict(row) for _ in request.members]
@@ -143,16 +142,11 @@ class V0Adapter:
         return "" if chosen == DEFAULT else chosen
 
 
-def sampling_args(sampling: Sampling) -> dict[str, Any]:
-    """The request's sampling as v0 sampling args."""
-    args: dict[str, Any] = {"temperature": sampling.temperature}
-    if sampling.max_tokens:
-        args["max_tokens"] = sampling.max_tokens
-    if 0 < sampling.top_p < 1:
-        args["top_p"] = sampling.top_p
-    if sampling.extra_body_json:
-        args["extra_body"] = json.loads(sampling.extra_body_json)
-    return args
+def sampling_args(sampling: Sampling, *, is_external: bool = False) -> dict[str, Any]:
+    """The request's sampling as v0 sampling args: what OpenAI's API does not know goes into `extra_body`."""
+    parameters = sampling.parameters(is_external=is_external)
+    args = {name: parameters.pop(name) for name in ("temperature", "max_tokens", "top_p") if name in parameters}
+    return args | ({"extra_body": parameters} if parameters else {})
 
 
 def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -7,7 +7,6 @@ policy's own tokenizer and asks the engine for exact tokens. Args of the environ
 
 import contextlib
 import itertools
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
-from millrace.env_server.requests import LoadedEnv, PlayRequest, Sampling
+from millrace.env_server.requests import LoadedEnv, PlayRequest
 from millrace.rollouts.types import RolloutStatus
 
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
@@ -95,7 +94,7 @@ class V1Adapter:
         context = vf.ModelContext(
             model=request.model,
             client=self._client_config(request, tokenizer_dir),
-            sampling=_sampling(request.sampling),
+            sampling=vf.SamplingConfig(**request.sampling.parameters(is_external=request.is_external)),
         )
         outcomes: list[Outcome] = []
         for _ in request.members:
@@ -134,27 +133,16 @@ def _keep_whole_traces() -> None:
     """
     stock_init, stock_record = vf.TaskError.__init__, vf.Trace.record_error
 
-    def init(error: Any, *args: Any, **kwargs: Any) -> None:
-        stock_init(error, *args, **kwargs)
-        error.__context__ = sys.exc_info()[1]
+    def init(self: Any, *args: object) -> None:
+        stock_init(self, *args)
+        self.__context__ = sys.exc_info()[1]
 
-    def record_error(trace: Any, error: Exception) -> None:
-        stock_record(trace, error)
-        if trace.errors[-1].traceback:
-            trace.errors[-1].traceback = trace_text(error)
+    def record_error(self: Any, error: Exception) -> None:
+        stock_record(self, error)
+        if self.errors[-1].traceback:
+            self.errors[-1].traceback = trace_text(error)
 
     vf.TaskError.__init__, vf.Trace.record_error = init, record_error
-
-
-def _sampling(sampling: Sampling) -> Any:
-    args: dict[str, Any] = {"temperature": sampling.temperature}
-    if sampling.max_tokens:
-        args["max_tokens"] = sampling.max_tokens
-    if 0 < sampling.top_p < 1:
-        args["top_p"] = sampling.top_p
-    if sampling.extra_body_json:
-        args |= json.loads(sampling.extra_body_json)
-    return vf.SamplingConfig(**args)
 
 
 def _table(taskset: Any, num_tasks: int) -> TaskTable:

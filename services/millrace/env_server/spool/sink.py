@@ -82,7 +82,7 @@ class RolloutSink:
     def note_run(self, run_uid: str, resolved_below: int, log_instance: str) -> None:
         """Take what a heartbeat says about a run that goes on; files are deleted in the background."""
         self._heard_of[run_uid] = time.monotonic()
-        self._ended.discard(run_uid)  # it had ended as FAILED, and `run resume` reopened it
+        self.note_driven(run_uid)
         if log_instance:
             self._instances[run_uid] = log_instance
         self._resolved_below[run_uid] = below = max(resolved_below, self._resolved_below.get(run_uid, 0))
@@ -92,6 +92,10 @@ class RolloutSink:
         appender.note_instance(log_instance)
         if resolved := appender.give_up(below, all_of_them=False):
             self._in_background(self.spool.drop(resolved))
+
+    def note_driven(self, run_uid: str) -> None:
+        """An orchestrator drives the run: if it had ended (as FAILED), `run resume` has reopened it."""
+        self._ended.discard(run_uid)
 
     def end_run(self, run_uid: str) -> None:
         """Forget at once what is kept of a run that has ended; its files are deleted in the background."""
@@ -113,6 +117,7 @@ class RolloutSink:
 
         UnavailableError (RESYNC_RUNNING) after `timeout_s`; it goes on, so asking again is right.
         """
+        self.note_driven(run_uid)
         if log_instance:
             self._instances[run_uid] = log_instance
         appender = self._appenders.get(run_uid)

@@ -93,6 +93,7 @@ class RowTable:
         self.temperature = np.zeros(0, np.float32)
         self.top_p = np.zeros(0, np.float32)
         self.top_k = np.zeros(0, np.int32)
+        self.min_p = np.zeros(0, np.float32)
         self.seed = np.zeros(0, np.uint64)
         self.stop_ids = np.zeros((0, 1), np.int64)
         self.has_stop_strings = np.zeros(0, np.bool_)
@@ -117,6 +118,7 @@ class RowTable:
             self.temperature[row] = sampling.temperature
             self.top_p[row] = sampling.top_p
             self.top_k[row] = sampling.top_k
+            self.min_p[row] = sampling.min_p
             self.seed[row] = entry.seed
             self.stop_ids[row] = _NO_TOKEN
             self.stop_ids[row, : len(stop)] = stop
@@ -173,6 +175,7 @@ class RowTable:
             self.temperature,
             self.top_p,
             self.top_k,
+            self.min_p,
             self.seed,
             self.stop_ids,
             self.has_stop_strings,
@@ -191,7 +194,8 @@ class RowTable:
             "logprobs": _grown(self.logprobs, (rows, length)),
             "stop_ids": _grown(self.stop_ids, (rows, stops), fill=_NO_TOKEN),
         }
-        for name in ("length", "prompt_length", "limit", "temperature", "top_p", "top_k", "seed", "has_stop_strings"):
+        scalars = ("length", "prompt_length", "limit", "temperature", "top_p", "top_k", "min_p", "seed")
+        for name in (*scalars, "has_stop_strings"):
             grown[name] = _grown(getattr(self, name), (rows,))
         for name, column in grown.items():  # memory can run out above, so that columns would differ in length
             setattr(self, name, column)

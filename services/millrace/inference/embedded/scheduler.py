@@ -16,7 +16,7 @@ import torch
 from millrace.errors import InternalError
 from millrace.inference.embedded.kv_cache import RowCache
 from millrace.inference.embedded.rows import RowTable, Running
-from millrace.inference.embedded.sampling import sample, uniforms
+from millrace.inference.embedded.sampling import Limits, sample, uniforms
 from millrace.inference.embedded.turns import Turns
 from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity
 from millrace.telemetry import faults
@@ -231,8 +231,7 @@ class Scheduler:
         tokens, logprobs = sample(
             logits,
             temperatures_B=table.temperature[rows],
-            top_ps_B=table.top_p[rows],
-            top_ks_B=table.top_k[rows],
+            limits_B=Limits(top_p=table.top_p[rows], top_k=table.top_k[rows], min_p=table.min_p[rows]),
             uniforms_B=uniforms(table.seed[rows], table.length[rows] - table.prompt_length[rows]),
         )
         ends = table.append(rows, tokens.numpy(), logprobs.numpy())

@@ -55,6 +55,8 @@ def train_sample(rollout: Rollout, sample: Sample, credit: Credit, *, seq_len: i
         env=rollout.env,
         reward=rollout.reward,
         temperature=rollout.temperature,
+        truncation=rollout.truncation,
+        reference_kl=credit.reference_kl,
         min_version=sample.min_version or 0,
         max_version=sample.max_version or 0,
         lineage=sample.lineage or 0,

@@ -6,6 +6,7 @@ keeps what the log has of it (`begin` before the stream is read).
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -93,7 +94,16 @@ class Evaluator:
     @property
     def names(self) -> list[str]:
         """Names of the environments that are evaluated."""
-        return [] if self._settings is None else list(self._settings.envs)
+        return [] if self._settings is None else [env.name for env in self._settings.envs]
+
+    @property
+    def interval(self) -> int:
+        """Steps after which some environment may be due."""
+        return math.gcd(*(env.interval for env in self.settings.envs))
+
+    def due(self, step: int) -> list[str]:
+        """The environments that are evaluated with the policy of a step between the first and the last."""
+        return [] if self._settings is None else [env.name for env in self._settings.envs if step % env.interval == 0]
 
     @property
     def settings(self) -> EvalSettings:
@@ -109,8 +119,9 @@ class Evaluator:
         """Open an evaluation of `env` (on its training tasks if it has no others): from now on it takes rollouts."""
         settings, opened = self.settings, self._envs.envs[env]
         num_tasks = opened.num_eval or opened.num_train
-        if settings.num_examples > 0:
-            num_tasks = min(num_tasks, settings.num_examples)
+        counts = next(each for each in settings.envs if each.name == env)
+        if counts.num_examples > 0:
+            num_tasks = min(num_tasks, counts.num_examples)
         eval_id = f"{env}@{step}" if settings.is_whole_run else f"{env}@{step}-e{self._epoch}"
         plays = replace(settings.plays, eval_id=eval_id, use_train_tasks=opened.num_eval == 0)
         current = self._open[eval_id] = Evaluation(
@@ -121,7 +132,7 @@ class Evaluator:
             plays={
                 index: Play(
                     task=TaskRef(ordinal=index, env=env, task_index=index),
-                    group_size=settings.rollouts_per_example,
+                    group_size=counts.rollouts_per_example,
                     settings=plays,
                     min_version=min_version,
                     is_scored_whole=opened.requires_group,

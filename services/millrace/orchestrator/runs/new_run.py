@@ -38,6 +38,11 @@ def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunCon
         config = validate_document(document, EvalRunConfig) if is_eval else validate_document(document)
     except InvalidSpecError as error:
         raise InvalidSpecError([*violations, *error.violations]) from error
+    if isinstance(config, RLConfig) and any(
+        p and p.resume_step is not None for p in (config.ckpt, config.trainer.ckpt)
+    ):
+        message = "is for the commands that start a run: a service is asked with ResumeRun, or with ForkRun for a step"
+        violations.append(Violation(field="ckpt.resume_step", message=message))
     if isinstance(config, EvalRunConfig) and config.client is None:
         message = "is required here: name the endpoint, or let `millrace eval` start one by leaving --server out"
         violations.append(Violation(field="client.base_url", message=message))

@@ -112,6 +112,11 @@ def load_reopenings(store: ObjectStore, names: Names) -> list[Reopening]:
     ]
 
 
+def last_reopened(store: ObjectStore, names: Names) -> int:
+    """The newest step at which the run was reopened after a failure; 0 if it never was."""
+    return max((record.step for record in load_reopenings(store, names)), default=0)
+
+
 def parse_reopening(data: bytes, *, where: str) -> Reopening:
     """The record that an object holds; CorruptObjectError if it holds none."""
     remedy = "restore that object from a replica of the bucket"

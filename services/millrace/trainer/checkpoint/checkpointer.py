@@ -35,6 +35,7 @@ from millrace.trainer.checkpoint.index import ShardTensor, decode_index
 from millrace.trainer.checkpoint.manifest import (
     FORMAT,
     MAX_MANIFEST_BYTES,
+    Author,
     CheckpointManifest,
     CheckpointObject,
     conditions,
@@ -93,10 +94,8 @@ class CheckpointStore:
         step: int,
         lineage: int,
         chain_hash: bytes,
-        run_hash: str,
-        epoch: int,
-        determinism: str,
-        base_digest: str = "",
+        author: Author,
+        num_skipped: int = 0,
     ) -> CheckpointManifest:
         """Write and commit a checkpoint; one that exists and follows the same batches is returned as it is.
 
@@ -105,32 +104,33 @@ class CheckpointStore:
         """
 
         def look() -> list[str]:
-            key, found = self._look(step, chain_hash=chain_hash, run_hash=run_hash)
+            key, found = self._look(step, chain_hash=chain_hash, run_hash=author.run_hash)
             return [key, "" if found is None else found.to_bytes().decode(), secrets.token_hex(6)]
 
         key, told, nonce = self._gang.from_leader(look)
         if told:
             return CheckpointManifest.from_bytes(told.encode(), source=f"of step {step}, from rank 0")
-        objects = self._upload(state, step=step, base=f"{self._names.checkpoint(step)}e{epoch:08d}-{nonce}/")
+        objects = self._upload(state, step=step, base=f"{self._names.checkpoint(step)}e{author.epoch:08d}-{nonce}/")
         manifest = CheckpointManifest(
             format=FORMAT,
             run_uid=self._names.uid,
-            run_hash=run_hash,
+            run_hash=author.run_hash,
             step=step,
             lineage=lineage,
             chain_hash=chain_hash.hex(),
-            epoch=epoch,
+            epoch=author.epoch,
             world_size=self._gang.world_size,
-            determinism=determinism,
+            determinism=author.determinism,
             conditions=conditions(),
             objects=objects,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            base_digest=base_digest,
+            base_digest=author.base_digest,
+            num_skipped=num_skipped,
         )
         with agreed(self._gang):
             if self._gang.is_leader and not self._store.create(key, manifest.to_bytes()):
                 # Another writer committed the same step first; our objects are collected later.
-                manifest = self._require_ours(self.read(step), chain_hash=chain_hash, run_hash=run_hash)
+                manifest = self._require_ours(self.read(step), chain_hash=chain_hash, run_hash=author.run_hash)
         self._damaged.discard(step)
         return manifest
 
@@ -313,15 +313,12 @@ class Checkpointer:
         config: CheckpointConfig | None,
         *,
         gang: Gang,
-        run_hash: str,
-        epoch: int,
-        determinism: str,
-        base_digest: str = "",
+        author: Author,
     ) -> None:
         self._checkpoints = checkpoints
         self._config = config
         self._gang = gang
-        self._facts = {"run_hash": run_hash, "epoch": epoch, "determinism": determinism, "base_digest": base_digest}
+        self._author = author
 
     @property
     def is_enabled(self) -> bool:
@@ -332,10 +329,14 @@ class Checkpointer:
         """Whether the interval asks for a checkpoint of version `step`."""
         return self._config is not None and self._config.interval is not None and step % self._config.interval == 0
 
-    def save(self, state: dict[str, torch.Tensor], *, step: int, lineage: int, chain_hash: bytes) -> SavedCheckpoint:
+    def save(
+        self, state: dict[str, torch.Tensor], *, step: int, lineage: int, chain_hash: bytes, num_skipped: int = 0
+    ) -> SavedCheckpoint:
         """Save version `step` and prune. Collective in a gang."""
         began = time.monotonic()
-        manifest = self._checkpoints.save(state, step=step, lineage=lineage, chain_hash=chain_hash, **self._facts)
+        manifest = self._checkpoints.save(
+            state, step=step, lineage=lineage, chain_hash=chain_hash, num_skipped=num_skipped, author=self._author
+        )
         if self._gang.is_leader and self._config is not None:
             for dropped in self._checkpoints.prune(self._config):
                 logger.info("checkpoint deleted", extra={"step": dropped})

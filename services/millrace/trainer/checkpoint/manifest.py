@@ -34,10 +34,21 @@ class CheckpointObject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Author:
+    """Who writes checkpoints: the run's config, the fencing epoch, and what its manifests say of the trainer."""
+
+    run_hash: str
+    epoch: int
+    determinism: str
+    base_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointManifest:
     """What a checkpoint is: version `step` of lineage `lineage`, after the batches that `chain_hash` (hex) proves.
 
-    `base_digest` is that of the base model where the state is that of adapters on it, else empty.
+    `base_digest` is that of the base model where the state is that of adapters on it, else empty. `num_skipped` are the
+    steps in a row, up to this one, that changed nothing because they were not finite.
     """
 
     format: int
@@ -53,6 +64,7 @@ class CheckpointManifest:
     objects: tuple[CheckpointObject, ...]
     created: str
     base_digest: str = ""
+    num_skipped: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -95,6 +107,7 @@ def _manifest(fields: Fields) -> CheckpointManifest:
         objects=objects,
         created=fields.text("created"),
         base_digest=fields.text("base_digest"),
+        num_skipped=fields.integer("num_skipped") if fields.has("num_skipped") else 0,
     )
 
 

@@ -1,12 +1,13 @@
 """What one step measured, token by token, over all micro-batches and ranks, under prime-rl's metric names."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
-from millrace.trainer.learning.loss import TokenLosses
+from millrace.trainer.learning.loss import TokenLosses, outside_support
 
 _MEANS = (
     "loss",
@@ -18,6 +19,7 @@ _MEANS = (
     "is_masked_high",
     "masked_advantage_positive",
     "masked_advantage_negative",
+    "is_outside_support",
     "entropy",
     "nll",
 )
@@ -45,13 +47,15 @@ class StepMetrics:
         loss: torch.Tensor,
         trainer_logprobs_BT: torch.Tensor,
         entropy_BT: torch.Tensor,
-    ) -> None:
-        """Add a micro-batch; `loss` is its share of the batch's loss."""
-        sampled = micro_batch.loss_mask_BT
+    ) -> bool:
+        """Add a micro-batch; `loss` is its share of the batch's loss. Whether it is finite, and so is the entropy."""
+        is_outside = micro_batch.loss_mask_BT & outside_support(trainer_logprobs_BT)
+        sampled = micro_batch.loss_mask_BT & ~is_outside
         members = losses.rl_members
         is_masked = losses.is_masked_low | losses.is_masked_high
         advantages = micro_batch.advantages_BT
-        self._total_loss += float(loss)
+        own_loss = float(loss)
+        self._total_loss += own_loss
         self._add("loss", losses.rl + losses.ce, members | losses.ce_members)
         self._add("mismatch_kl", losses.mismatch_kl, sampled)
         self._add("masked_mismatch_kl", losses.mismatch_kl, is_masked)
@@ -59,14 +63,17 @@ class StepMetrics:
         self._add("is_masked", is_masked, members)
         self._add("is_masked_low", losses.is_masked_low, members)
         self._add("is_masked_high", losses.is_masked_high, members)
-        self._add("masked_advantage_positive", is_masked & (advantages > 0), members)
-        self._add("masked_advantage_negative", is_masked & (advantages < 0), members)
-        self._add("entropy", entropy_BT, sampled)
+        self._add("masked_advantage_positive", losses.is_masked_high, is_masked)
+        self._add("masked_advantage_negative", losses.is_masked_low & (advantages != 0), is_masked)
+        if micro_batch.truncation_B is not None:
+            self._add("is_outside_support", is_outside, micro_batch.loss_mask_BT)
+        own_entropy = self._add("entropy", entropy_BT, sampled)
         self._add("nll", -trainer_logprobs_BT, losses.ce_members)
         for env in self._envs:
             rows = torch.tensor([name == env for name in micro_batch.env_B], device=sampled.device)[:, None]
             self._add(f"mismatch_kl/{env}", losses.mismatch_kl, sampled & rows)
             self._add(f"entropy/{env}", entropy_BT, sampled & rows)
+        return math.isfinite(own_loss) and math.isfinite(own_entropy)
 
     def reduce(self, gang: Gang) -> dict[str, float]:
         """The metrics of the whole batch; a mean over no tokens is left out. Collective in a gang."""
@@ -91,13 +98,16 @@ class StepMetrics:
             metrics["kl_ent_ratio/mean"] = means["mismatch_kl"] / means["entropy"]
         return metrics
 
-    def _add(self, name: str, values: torch.Tensor, members: torch.Tensor) -> None:
+    def _add(self, name: str, values: torch.Tensor, members: torch.Tensor) -> float:
+        """Add what is measured at some tokens; its sum."""
         selected = values[members].double()
         if not selected.numel():
-            return
-        self._sums[name] += float(selected.sum())
+            return 0.0
+        own = float(selected.sum())
+        self._sums[name] += own
         self._counts[name] += selected.numel()
         if name in self._maxima:
             self._maxima[name] = max(self._maxima[name], float(selected.max()))
         if name == "loss":
             self._loss_squares += float((selected**2).sum())
+        return own

@@ -13,7 +13,7 @@ from millrace.trainer.learning.scheduler import learning_rate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerReport:
-    """What one step did. `was_skipped`: the gradient was not finite, so the weights were left as they were."""
+    """What one step did. `was_skipped`: loss or gradient was not finite, so the weights were left as they were."""
 
     lr: float
     grad_norm: float
@@ -45,22 +45,22 @@ class PolicyOptimizer:
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }
 
-    def step(self, step: int) -> OptimizerReport:
+    def step(self, step: int, *, skips: bool = False) -> OptimizerReport:
         """Clip the gradient, apply it as optimizer step `step` (from 0) and clear it.
 
         A learning rate of 0 writes nothing: even AdamW's `p * 1 - 0` could turn -0.0 into 0.0. A gradient that is not
-        finite writes nothing either; the report says so, and so must the caller.
+        finite writes nothing either, and neither does a step that `skips`; the report says so, and so must the caller.
         """
         lr = learning_rate(step, lr=self._optim.lr, config=self._scheduler, max_steps=self._max_steps)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._optim.max_norm, error_if_nonfinite=False)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        is_finite = math.isfinite(grad_norm)
-        if is_finite and lr != 0:
+        was_skipped = skips or not math.isfinite(grad_norm)
+        if lr != 0 and not was_skipped:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
-        return OptimizerReport(lr=lr, grad_norm=grad_norm, was_skipped=not is_finite)
+        return OptimizerReport(lr=lr, grad_norm=grad_norm, was_skipped=was_skipped)
 
     def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The state as live tensors, by parameter name; filling them in place restores it."""

@@ -63,12 +63,14 @@ class BatchLog(Protocol):
 class Batch:
     """A committed batch, or the closing header. `micro_batches` are this rank's share of the samples.
 
+    `rows` has for each micro-batch the places of its rows in the header's sample table.
     `chain_hash` is H(step); `wait_s` the seconds without a batch to work on, `load_s` those to read and pad it.
     """
 
     header: batch_pb2.BatchHeader
     chain_hash: bytes
     micro_batches: list[MicroBatch]
+    rows: list[list[int]]
     wait_s: float
     load_s: float
 
@@ -129,13 +131,14 @@ class Batches:
             self._chain_hash = chain_hash(self._chain_hash, data)
         self._verify(header, step, header.revision)
         self._chain_hash = chain_hash(self._chain_hash, header_bytes)
-        micro_batches = self._micro_batches(header)
+        rows, micro_batches = self._micro_batches(header)
         if header.kind != batch_pb2.BATCH_KIND_CLOSE and self._gang.is_leader:
             self._log.prefetch(step + 1)
         return Batch(
             header=header,
             chain_hash=self._chain_hash,
             micro_batches=micro_batches,
+            rows=rows,
             wait_s=arrived - began,
             load_s=time.monotonic() - arrived,
         )
@@ -165,15 +168,15 @@ class Batches:
                 case _:
                     raise InternalError(f"rank 0 sent {told[:4]!r} while batch {step} was awaited")
 
-    def _micro_batches(self, header: batch_pb2.BatchHeader) -> list[MicroBatch]:
-        """This rank's samples, read, verified and padded."""
+    def _micro_batches(self, header: batch_pb2.BatchHeader) -> tuple[list[list[int]], list[MicroBatch]]:
+        """This rank's samples, read, verified and padded; first their places in the sample table."""
         lengths = [min(entry.length, self._seq_len) for entry in header.samples]
         plan = plan_micro_batches(lengths, max_tokens=self._micro_batch_tokens, world_size=self._gang.world_size)
         mine = plan[self._gang.rank]
         indices = [index for micro_batch in mine for index in micro_batch]
         chunks = self._log.read_chunks(header.step, chunks_for(header, indices))
         samples: dict[int, TrainSample] = dict(zip(indices, unpack_batch(header, chunks, only=indices), strict=True))
-        return [
+        return mine, [
             build_micro_batch([samples[index] for index in part], seq_len=self._seq_len, device=self._gang.device)
             for part in mine
         ]

@@ -34,7 +34,7 @@ from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.loss import LossFunction
 from millrace.trainer.log.batches import Batch, Batches
 from millrace.trainer.log.store_log import StoreLog
-from millrace.trainer.loop import forward_backward
+from millrace.trainer.loop import forward_backward, learn
 from millrace.trainer.model.pretrained import policy_tensors, resolve_model_directory
 from millrace.trainer.replay.loss_choice import load_loss
 from millrace.trainer.replay.report import ReplayReport, TensorDifference
@@ -108,15 +108,15 @@ class Replayer:
 
     def advance(self, batch: Batch) -> dict[str, float]:
         """Train on the next batch as the run did, and return the metrics of the step."""
-        metrics = forward_backward(self._learner, batch)
-        report = self._learner.optimizer.step(batch.step)
+        learned = learn(self._learner, batch)
+        report = learned.report
         self.version = batch.step + 1
-        return metrics | {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm}
+        return learned.metrics | {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm}
 
     def try_loss(self, batch: Batch, loss_of: LossFunction) -> dict[str, float]:
         """The metrics that the next step would have under another loss; changes nothing."""
         random_state = torch.get_rng_state()
-        metrics = forward_backward(self._learner, batch, loss_of=loss_of)
+        metrics, _ = forward_backward(self._learner, batch, loss_of=loss_of)
         gradients = [p.grad for p in self._learner.model.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
         self._learner.model.zero_grad(set_to_none=True)

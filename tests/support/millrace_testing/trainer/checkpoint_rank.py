@@ -15,6 +15,7 @@ from millrace.errors import MillraceError
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.checkpoint.checkpointer import CheckpointStore
+from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.gang.distributed import Gang
 
 
@@ -43,9 +44,8 @@ def main(directory: Path) -> None:
     state |= {f"optim.{name}.step": torch.tensor(3.0) for name, _ in layers.named_parameters()}
     wanted = {name: weight.clone() for name, weight in state.items()}
     facts: dict[str, Any] = {}
-    manifest = checkpoints.save(
-        state, step=1, lineage=0, chain_hash=b"c" * 32, run_hash="r", epoch=1, determinism="strict"
-    )
+    author = Author(run_hash="r", epoch=1, determinism="strict")
+    manifest = checkpoints.save(state, step=1, lineage=0, chain_hash=b"c" * 32, author=author)
     for weight in state.values():
         weight.zero_()
     checkpoints.load(manifest, state)
@@ -68,7 +68,7 @@ def main(directory: Path) -> None:
     if not gang.is_leader:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # as a disk that is full
     try:
-        checkpoints.save(state, step=2, lineage=0, chain_hash=b"c" * 32, run_hash="r", epoch=1, determinism="strict")
+        checkpoints.save(state, step=2, lineage=0, chain_hash=b"c" * 32, author=author)
     except MillraceError as error:
         facts["refused"] = [type(error).__name__, error.reason, error.message]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
