@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from millrace.config.schema import EvalRunConfig, OrchestratorConfig
 from millrace.config.sections.eval import FixedSamplingConfig
@@ -131,7 +132,7 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
 
 
 def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig) -> env_service_pb2.Sampling:
-    extra = dict(config.extra_body)
+    extra: dict[str, Any] = dict(config.extra_body)
     top_k, min_p = extra.pop("top_k", 0), extra.pop("min_p", 0.0)  # where other servers' users write them
     return env_service_pb2.Sampling(
         temperature=config.temperature,
