@@ -16,13 +16,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from report import REPOSITORY, end_like_interrupt, progress, table
+from report import end_like_interrupt, progress, table
 
-sys.path.insert(0, str(REPOSITORY / "tests"))
-sys.path.insert(0, str(REPOSITORY / "tests" / "chaos"))
-
-from chaos_stack import ChaosStack
-from workplaces import Workplace
+from millrace_testing.chaos.stack import ChaosStack
+from millrace_testing.workplaces import Workplace
 
 EVERYSEC, NONE = "AOF everysec", "none"
 

@@ -19,14 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from report import REPOSITORY, end_like_interrupt, progress, table
+from report import end_like_interrupt, progress, table
 
-sys.path.insert(0, str(REPOSITORY / "tests"))
-sys.path.insert(0, str(REPOSITORY / "tests" / "chaos"))
-
-from chaos_rows import ROWS
-from chaos_stack import ChaosStack
-from workplaces import Workplace
+from millrace_testing.chaos.rows import ROWS
+from millrace_testing.chaos.stack import ChaosStack
+from millrace_testing.workplaces import Workplace
 
 QUICK = ("env-server mid-episode", "engine mid-decode", "orchestrator mid-commit", "trainer mid-backward")
 REDIS = "Redis kill -9, AOF everysec"

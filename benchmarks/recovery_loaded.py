@@ -22,16 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from report import REPOSITORY, end_like_interrupt, machine, progress, quantile, table
-
-sys.path.insert(0, str(REPOSITORY / "tests"))
-sys.path.insert(0, str(REPOSITORY / "tests" / "chaos"))
-
-from chaos_run import PROGRESS, ChaosRun
-from chaos_stack import SERVICES, ChaosStack
-from workplaces import Workplace
+from report import end_like_interrupt, machine, progress, quantile, table
 
 from millrace.local import preloads
+from millrace_testing.chaos.run import PROGRESS, ChaosRun
+from millrace_testing.chaos.stack import SERVICES, ChaosStack
+from millrace_testing.workplaces import Workplace
 
 VICTIMS = (*SERVICES, "redis")
 APART_S = (0.0, 3.0)

@@ -19,15 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from report import REPOSITORY, end_like_interrupt, machine, progress, table
-
-sys.path.insert(0, str(REPOSITORY / "tests"))
-sys.path.insert(0, str(REPOSITORY / "tests" / "chaos"))
-
-from chaos_stack import SERVICES, ChaosStack
-from workplaces import Workplace
+from report import end_like_interrupt, machine, progress, table
 
 from millrace.local import preloads
+from millrace_testing.chaos.stack import SERVICES, ChaosStack
+from millrace_testing.workplaces import Workplace
 
 QUIET_S = 1.5
 QUIET_SHARE = 0.08

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from weight_sync_data import Versions
 
 from millrace.policies.delta import codec as delta
-from millrace.policies.delta import sparse as delta_sparse
+from millrace.policies.delta import kinds as frame_kinds
 from millrace.policies.delta.codec import decode_piece, encode_piece
 from millrace.policies.digest import bits_digest
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
@@ -77,14 +77,14 @@ def codecs(versions: Versions) -> list[Codec]:
 @contextmanager
 def no_digests() -> Iterator[None]:
     """Lets the codec run without the digest of the result: frames have a wrong one, and nothing is proved."""
-    kept = delta.bits_digest, delta.change_digest, delta_sparse.change_digest, delta._check_result
+    kept = delta.bits_digest, delta.change_digest, frame_kinds.change_digest, delta._check_result
     delta.bits_digest = lambda bits, start=0: 0
-    delta.change_digest = delta_sparse.change_digest = lambda digest, change, old: 1
+    delta.change_digest = frame_kinds.change_digest = lambda digest, change, old: 1
     delta._check_result = lambda header, digest: None
     try:
         yield
     finally:
-        delta.bits_digest, delta.change_digest, delta_sparse.change_digest, delta._check_result = kept
+        delta.bits_digest, delta.change_digest, frame_kinds.change_digest, delta._check_result = kept
 
 
 def references(pairs: Sequence[tuple[Bits, Bits]]) -> list[Codec]:

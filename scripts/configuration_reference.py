@@ -2,15 +2,19 @@
 
 import json
 import sys
+from collections.abc import Mapping
 
 from pydantic import BaseModel
 
 from millrace.config.filling import shared_keys
+from millrace.config.notes import Effect
+from millrace.config.prime_rl.meanings import Meaning
+from millrace.config.prime_rl.rl_keys import RL_KEYS
+from millrace.config.prime_rl.sft_keys import SFT_KEYS
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.sft import SFTConfig
-from millrace.config.suggest import MOVED
-from millrace.config.tree import Kind, Node, dotted, schema_tree, type_text
+from millrace.config.tree import Kind, SchemaKey, dotted, schema_tree, type_text
 
 _INTRODUCTION = """# Configuration
 
@@ -25,7 +29,7 @@ what would be right.
 The later one wins:
 
 1. the defaults below;
-2. environment variables: `MILLRACE_CONFIG__trainer__optim__lr=1e-5`;
+2. environment variables: `MILLRACE_CONFIG__trainer__optim__lr=1e-5`, or prime-rl's `PRIME_TRAINER__OPTIM__LR=1e-5`;
 3. files: `millrace rl @ base.toml @ more.toml`, merged left to right. Tables are merged key by key, lists are replaced.
    TOML, or JSON where the name ends in `.json`. Names are relative to the working directory;
 4. flags: `--trainer.optim.lr 1e-5` or `--trainer.optim.lr=1e-5`, in kebab or snake case.
@@ -60,11 +64,15 @@ Where prime-rl has had two names for one key, both work; the resolved config has
 |---|---|
 """
 
-_MOVED = """
-These keys of prime-rl have another place here, or none; using one is an error that says the same:
+_PRIME_RL = """
+## Files of prime-rl
 
-| prime-rl | here |
-|---|---|
+Files, flags and `PRIME_*` variables of prime-rl are understood as they are, whether they are the split files of 2025,
+the one file of early 2026 or the schema of August 2026: `millrace rl @ their.toml` says once how each of their keys was
+read. `millrace config import FILE…` writes the same as a file of Millrace. A key without effect yet is accepted with a
+warning; where a run would learn something else without it (`blocks`), `--dry-run` and the import take it, and the run
+is not started. A document that is sent to a server is in Millrace's own schema: there such keys are errors.
+
 """
 
 _DIFFERENCES = """
@@ -85,8 +93,8 @@ _DIFFERENCES = """
 def render() -> str:
     """The whole page."""
     rl, sft = schema_tree(RLConfig), schema_tree(SFTConfig)
-    parts = [_INTRODUCTION, _shared_rows(), _SPLIT, _alias_rows(rl), _MOVED]
-    parts += [f"| `{key}` | {text} |\n" for key, text in MOVED.items()]
+    parts = [_INTRODUCTION, _shared_rows(), _SPLIT, _alias_rows(rl), _PRIME_RL]
+    parts += [_prime_rl_rows("`millrace rl`", RL_KEYS, rl), _prime_rl_rows("`millrace sft`", SFT_KEYS, sft)]
     parts += [_DIFFERENCES]
     parts += [_config("RL: `millrace rl`", RLConfig, rl), _config("SFT: `millrace sft`", SFTConfig, sft)]
     parts += [_config("Evaluation: `millrace eval`", EvalRunConfig, schema_tree(EvalRunConfig))]
@@ -100,12 +108,23 @@ def _shared_rows() -> str:
     return rows
 
 
-def _alias_rows(root: Node) -> str:
+def _alias_rows(root: SchemaKey) -> str:
     rows = [f"| `{dotted(node.path)}` | `{alias}` |\n" for node in root.walk() for alias in node.aliases]
     return "".join(rows)
 
 
-def _config(title: str, model: type[BaseModel], root: Node) -> str:
+def _prime_rl_rows(command: str, keys: Mapping[str, Meaning], schema: SchemaKey) -> str:
+    """What becomes of each key; those that have their effect under another name come first."""
+    rows = "".join(
+        f"| `{key}` | {meaning.effect.value} | {meaning.text.replace('|', chr(92) + '|')} |\n"
+        for effect in Effect
+        for key, meaning in keys.items()
+        if meaning.effect is effect and (meaning.is_native or not schema.find(tuple(key.replace("[]", "").split("."))))
+    )
+    return f"Keys for {command}:\n\n| Key of prime-rl | Effect | Here |\n|---|---|---|\n{rows}\n"
+
+
+def _config(title: str, model: type[BaseModel], root: SchemaKey) -> str:
     """All sections of one command."""
     sections = [root, *(node for node in root.walk() if node.kind in (Kind.SECTION, Kind.SECTION_LIST))]
     text = f"\n## {title}\n"
@@ -114,7 +133,7 @@ def _config(title: str, model: type[BaseModel], root: Node) -> str:
     return text
 
 
-def _section(section: Node, model: type[BaseModel]) -> str:
+def _section(section: SchemaKey, model: type[BaseModel]) -> str:
     """One section: its heading, what it is for, and a row for each key that is no section itself."""
     heading = f"`{_header(section)}`" if section.path else "top"
     about = " ".join((_class_doc(section) if section.path else (model.__doc__ or "")).split()).replace("``", "`")
@@ -127,14 +146,14 @@ def _section(section: Node, model: type[BaseModel]) -> str:
     return text
 
 
-def _class_doc(section: Node) -> str:
+def _class_doc(section: SchemaKey) -> str:
     """The docstring of a section's class, or of the class in its list."""
     annotation = section.annotation
     inner = annotation.__args__[0] if section.kind is Kind.SECTION_LIST else annotation
     return (inner.__doc__ or "").strip()
 
 
-def _presence(section: Node) -> str:
+def _presence(section: SchemaKey) -> str:
     if not section.path:
         return ""
     if section.is_required and section.kind is Kind.SECTION_LIST:
@@ -144,11 +163,11 @@ def _presence(section: Node) -> str:
     return " Off unless it is written." if section.is_optional else ""
 
 
-def _header(node: Node) -> str:
+def _header(node: SchemaKey) -> str:
     return f"[[{dotted(node.path)}]]" if node.kind is Kind.SECTION_LIST else f"[{dotted(node.path)}]"
 
 
-def _default(node: Node) -> str:
+def _default(node: SchemaKey) -> str:
     if node.facts.default_text:
         return node.facts.default_text
     if node.is_required:

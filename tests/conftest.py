@@ -23,8 +23,6 @@ from millrace.storage import ObjectStore
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
 
-sys.path.append(str(Path(__file__).parent))  # modules that tests of several folders share, such as `workplaces`
-
 _SERVER_START_S = 60.0
 _VENV_VLLM = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
 _WAITS_END_S = 5.0  # threads that were told to stop are given that long
@@ -129,7 +127,7 @@ def vllm_python() -> str:
 @pytest.fixture(scope="session")
 def make_workplace(tmp_path_factory: pytest.TempPathFactory):
     """Makes directories in which the commands of the example run."""
-    from workplaces import Workplace
+    from millrace_testing.workplaces import Workplace
 
     def make(name: str) -> Workplace:
         return Workplace(tmp_path_factory.mktemp(name))
@@ -140,7 +138,7 @@ def make_workplace(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="session")
 def make_warm(tmp_path_factory: pytest.TempPathFactory):
     """Makes workplaces with the warmed-up model of a seed, which one process of the test run trains for all of them."""
-    from workplaces import Workplace
+    from millrace_testing.workplaces import Workplace
 
     def make(seed: int) -> Workplace:
         shared = _shared_by_workers(tmp_path_factory) / f"warmed-up-{seed}"

@@ -1,16 +1,13 @@
-"""The stack that the chaos tests break; see `chaos_stack.py`."""
+"""The stack that the chaos tests break; see `millrace_testing.chaos.stack`."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import chaos_loop
-from chaos_stack import ChaosStack
-from workplaces import Workplace
+from millrace_testing.chaos import loop as chaos_loop
+from millrace_testing.chaos.stack import ChaosStack
+from millrace_testing.workplaces import Workplace
 
 TIMEOUT_S = 900
 

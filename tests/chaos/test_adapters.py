@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from chaos_run import ChaosRun
-from chaos_stack import PREFIX, ChaosStack
 
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import read_manifest
 from millrace.runlog.names import Names
 from millrace.telemetry.faults import Point
+from millrace_testing.chaos.run import ChaosRun
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
 LORA: dict[str, Any] = {"trainer.model.lora.rank": 4, "trainer.model.lora.alpha": 8.0, "trainer.optim.lr": 3e-3}
 STEPS = 6

@@ -10,8 +10,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from chaos_run import ChaosRun
-from chaos_stack import PREFIX, ChaosStack
 
 from millrace.local import preloads
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
@@ -20,6 +18,8 @@ from millrace.storage import ObjectStore
 from millrace.telemetry.faults import Point
 from millrace.trainer.replay.steps import Replayer
 from millrace.v1 import run_pb2
+from millrace_testing.chaos.run import ChaosRun
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
 pytestmark = pytest.mark.slow
 

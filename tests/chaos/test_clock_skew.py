@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos_run import RECOVERS_WITHIN_S, Event
-from chaos_stack import SERVICES, ChaosStack
-from clocks import Clocks, library
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from patience import patient
 
 from millrace.local import preloads
+from millrace_testing.chaos.clocks import Clocks, library
+from millrace_testing.chaos.run import RECOVERS_WITHIN_S, Event
+from millrace_testing.chaos.stack import SERVICES, ChaosStack
+from millrace_testing.patience import patient
 
 pytestmark = pytest.mark.long
 
@@ -25,7 +25,7 @@ SKEW = {
     "millrace.orchestrator.main": HOUR,
     "millrace.trainer.main": -HOUR,
     "millrace.env_server.main": 24 * HOUR,
-    "millrace.env_server.workers.worker": 24 * HOUR,
+    "millrace.env_server.workers.env_worker": 24 * HOUR,
     "millrace.env_server.workers.template": 24 * HOUR,  # workers are copies of it
     "millrace.inference.main": -24 * HOUR,
 }

@@ -2,15 +2,13 @@
 
 import time
 
-from chaos_run import WAITS_S, ChaosRun
-from chaos_stack import PREFIX, ChaosStack
-
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.prove import prove_policies
 from millrace.policies.pull import read_manifest
-from millrace.policies.verify import damage_of
+from millrace.policies.verify import damage_of, prove_policies
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
+from millrace_testing.chaos.run import WAITS_S, ChaosRun
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
 
 def newest_policy(store: ObjectStore, run: ChaosRun) -> PolicyManifest:

@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from chaos_run import ChaosRun
-from chaos_stack import ChaosStack
-from patience import patient
-from workplaces import Workplace
 
 from millrace.env_server.isolation.check import why_no_container
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.namespaces import is_administrator
-from millrace.env_server.isolation.view import view_of
+from millrace.env_server.isolation.visible import visible_to_workers
 from millrace.local.ports import free_ports
 from millrace.v1 import run_pb2
+from millrace_testing.chaos.run import ChaosRun
+from millrace_testing.chaos.stack import ChaosStack
+from millrace_testing.patience import patient
+from millrace_testing.workplaces import Workplace
 
 ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
 NOBODY = "nobody"
@@ -130,5 +130,5 @@ def test_level_container_plays_and_reaches_nothing_of_ours(warm) -> None:
 def container_problem(user: str | None) -> str:
     """Why this machine cannot, or ""."""
     ids = None if user is None else (pwd.getpwnam(user).pw_uid, pwd.getpwnam(user).pw_gid)
-    view = view_of(os.environ, [])
-    return why_no_container(Confinement(isolation=Isolation.CONTAINER, user=ids, view=view))
+    visible = visible_to_workers(os.environ, [])
+    return why_no_container(Confinement(isolation=Isolation.CONTAINER, user=ids, visible=visible))

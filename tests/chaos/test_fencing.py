@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from chaos_logs import wait_line
-from chaos_run import ChaosRun
-from chaos_stack import PREFIX, ChaosStack
 
 from millrace.internal.v1 import batch_pb2
 from millrace.local.ports import free_port
 from millrace.local.redis import die_with_parent
 from millrace.runlog.names import Names, Stream
 from millrace.telemetry.faults import Action, Point
+from millrace_testing.chaos.logs import wait_line
+from millrace_testing.chaos.run import ChaosRun
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
 pytestmark = pytest.mark.long
 

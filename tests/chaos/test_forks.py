@@ -2,10 +2,9 @@
 
 import json
 
-from chaos_run import ChaosRun
-from chaos_stack import PREFIX, ChaosStack
-
 from millrace.runlog.names import Names
+from millrace_testing.chaos.run import ChaosRun
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
 
 def digest(chaos: ChaosStack, run: ChaosRun, version: int) -> str:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import redis.asyncio
-from chaos_run import ChaosRun
-from chaos_stack import PREFIX, ChaosStack
-from processes import env_workers_of
 
 from millrace.client import Client
 from millrace.runlog import EventReader, RunLog
 from millrace.runlog.redis.connection import OUTAGE_S
 from millrace.v1 import event_pb2, run_service_pb2
+from millrace_testing.chaos.run import ChaosRun
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
+from millrace_testing.processes import env_workers_of
 
 pytestmark = pytest.mark.long
 

@@ -3,12 +3,12 @@
 import time
 
 import pytest
-from chaos_rows import ROWS
-from chaos_stack import PREFIX, ChaosStack
-from patience import patient
 
 from millrace.runlog import Names
 from millrace.telemetry.faults import Point
+from millrace_testing.chaos.rows import ROWS
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
+from millrace_testing.patience import patient
 
 
 @pytest.mark.parametrize("row", ROWS)

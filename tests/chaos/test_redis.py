@@ -6,11 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import chaos_loop
 import pytest
-from chaos_logs import said_at
-from chaos_run import ChaosRun, Event
-from chaos_stack import PREFIX, SERVICES, ChaosStack
 
 from millrace.client import Client
 from millrace.client.runs import RunsClient
@@ -19,6 +15,10 @@ from millrace.runlog import Stream
 from millrace.runlog.names import Names
 from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.v1 import run_pb2
+from millrace_testing.chaos import loop as chaos_loop
+from millrace_testing.chaos.logs import said_at
+from millrace_testing.chaos.run import ChaosRun, Event
+from millrace_testing.chaos.stack import PREFIX, SERVICES, ChaosStack
 
 T = TypeVar("T")
 

@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from chaos_run import ChaosRun
-from chaos_stack import PREFIX, ChaosStack
 
 from millrace.errors import UnavailableError
 from millrace.runlog.names import Names
 from millrace.telemetry.faults import Point
 from millrace.v1 import run_pb2
+from millrace_testing.chaos.run import ChaosRun
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
 POINTS = [Point.ORCHESTRATOR_REOPEN_WISHED, Point.ORCHESTRATOR_REOPENED, Point.ORCHESTRATOR_REOPEN_TOLD]
 

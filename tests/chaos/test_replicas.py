@@ -4,15 +4,15 @@ import signal
 import time
 
 import pytest
-from chaos_replica import ExtraReplica, extra_replica
-from chaos_run import WAITS_S, ChaosRun
-from chaos_stack import PREFIX, ChaosStack
 
 from millrace.client import Client
 from millrace.policies.fetch import read_manifest
 from millrace.runlog.names import Names
 from millrace.telemetry.faults import Action, Point
 from millrace.v1 import run_service_pb2
+from millrace_testing.chaos.replica import ExtraReplica, extra_replica
+from millrace_testing.chaos.run import WAITS_S, ChaosRun
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
 ANCHOR_INTERVAL = 12
 BOUND = 1

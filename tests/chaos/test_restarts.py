@@ -5,11 +5,11 @@ import signal
 import time
 
 import pytest
-from chaos_stack import SERVICES, ChaosStack
-from patience import patient
 
 from millrace.processes.supervisor import TERM_GRACE_S
 from millrace.v1 import run_pb2
+from millrace_testing.chaos.stack import SERVICES, ChaosStack
+from millrace_testing.patience import patient
 
 pytestmark = pytest.mark.long
 

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from chaos_run import ChaosRun, longest_gap
-from chaos_stack import SERVICES, ChaosStack
+
+from millrace_testing.chaos.run import ChaosRun, longest_gap
+from millrace_testing.chaos.stack import SERVICES, ChaosStack
 
 VICTIMS = (*SERVICES, "redis")
 MINUTES = float(os.environ.get("MILLRACE_SOAK_MINUTES", "20"))

@@ -5,14 +5,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from chaos_logs import wait_line
-from chaos_run import WAITS_S, ChaosRun
-from chaos_stack import ChaosStack
-from fault_proxy import Effect, Fault, FaultProxy
 
 from millrace.client import Client
 from millrace.storage.s3 import S3Store
 from millrace.v1 import run_service_pb2
+from millrace_testing.chaos.fault_proxy import Effect, Fault, FaultProxy
+from millrace_testing.chaos.logs import wait_line
+from millrace_testing.chaos.run import WAITS_S, ChaosRun
+from millrace_testing.chaos.stack import ChaosStack
 
 pytestmark = pytest.mark.long
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos_run import PROGRESS, ChaosRun, longest_gap
-from chaos_stack import SERVICES, ChaosStack
-from clocks import Clocks, library
-from fault_proxy import FaultProxy
-from injuries import Injury, Torturer
 
 from millrace.local import preloads
 from millrace.storage.s3 import S3Store
+from millrace_testing.chaos.clocks import Clocks, library
+from millrace_testing.chaos.fault_proxy import FaultProxy
+from millrace_testing.chaos.injuries import Injury, Torturer
+from millrace_testing.chaos.run import PROGRESS, ChaosRun, longest_gap
+from millrace_testing.chaos.stack import SERVICES, ChaosStack
 
 MINUTES = float(os.environ.get("MILLRACE_TORTURE_MINUTES", "30"))
 SEED = int(os.environ.get("MILLRACE_TORTURE_SEED", "0")) or random.SystemRandom().randrange(1, 1_000_000)

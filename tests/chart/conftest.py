@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent))  # look_alike
-
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "millrace"
 CASES = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))

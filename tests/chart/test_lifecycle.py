@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("kubernetes_validate")
-from look_alike import LookAlike
+from millrace_testing.look_alike import LookAlike
 
 CHART = Path(__file__).parents[2] / "charts" / "millrace"
 GENERATED = ("demo-millrace-redis", "demo-millrace-object-store", "demo-millrace-worker-token")

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
-
-from deployment import ROOT, Deployment, free_gib, run, started
-
 from millrace.local.ports import free_ports
+from millrace_testing.deployment import ROOT, Deployment, free_gib, run, started
 
 NO_PACKAGE = 3
 """Exit code of base_images.sh."""

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from deployment import run
+
+from millrace_testing.deployment import run
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1300)]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import OURS, Deployment, run, until
 
 from millrace.client import SyncClient
 from millrace.errors import MillraceError
 from millrace.v1 import run_pb2
+from millrace_testing.deployment import OURS, Deployment, run, until
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(3600)]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from deployment import CEPH, ROOT, Deployment, run, started
 
 from millrace.local.ports import free_ports
+from millrace_testing.deployment import CEPH, ROOT, Deployment, run, started
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 

@@ -26,9 +26,12 @@ PEER = "written by another process of the same service, over a pipe or file of i
 
 RUN = "a run's config as the server sent it, which has checked it"
 STACK = "`stack.json`, which the local stack of the same user wrote; what cannot be read counts as absent"
-CHECKED = "the env-server has checked it (`_check_request`) before it reached the worker"
+CHECKED = "the env-server has checked it (`check_play`) before it reached the worker"
 
 ALLOWED = {
+    "cli/commands/env_check.py:_describe_rollout": "the conversation of a rollout that this command has just decoded",
+    "cli/commands/env_check.py:_object": USERS,
+    "cli/commands/env_check.py:_pair": USERS,
     "cli/commands/run_fork.py:_config": OWN,
     "cli/commands/run_fork.py:_fork": RUN,
     "cli/session/dry_run.py:print_config": OWN,
@@ -36,14 +39,15 @@ ALLOWED = {
     "cli/offline/fork_check.py:_require_kept": RUN,
     "cli/log_files.py:process_logs": STACK,
     "cli/view/progress.py:of": RUN,
-    "cli/session/replica.py:_has_section": USERS,
+    "cli/session/existing.py:_differences": OWN,
+    "cli/session/existing.py:begin": RUN,
+    "cli/session/part.py:read_raw": USERS,
     "config/files.py:_parse_toml": USERS + ", read with a bound; every error of the parser is caught",
     "env_server/adapters/client_v0.py:get_native_response": ANSWER,
     "env_server/adapters/renderer.py:choose_renderer": "a tokenizer config, in a worker, which ends with what it loads",
     "env_server/adapters/renderer.py:generate_with_spans": ANSWER,
     "env_server/teacher/client.py:_once": ANSWER,
-    "env_server/adapters/v0.py:sampling_args": CHECKED,
-    "env_server/adapters/v1.py:_sampling": CHECKED,
+    "env_server/requests.py:parameters": CHECKED,
     "inference/settings.py:_json_table": USERS,
     "inference/vllm/model_config.py:_config": "the config of a model that vLLM itself has loaded",
     "inference/vllm/workers/node_copy.py:_read": PEER,
@@ -54,8 +58,10 @@ ALLOWED = {
     "telemetry/faults.py:_strike": USERS,
     "trainer/job.py:make_publisher": OWN,
     "trainer/model/pretrained.py:policy_files": USERS,
-    "trainer/sft/fine_tune.py:open_metrics": OWN,
-    "trainer/sft/data.py:_read_jsonl": USERS,
+    "trainer/sft/fine_tune.py:_open_metrics": OWN,
+    "trainer/sft/rows.py:_decoded": USERS,
+    "trainer/sft/rows.py:_read_jsonl": USERS,
+    "trainer/sft/rows.py:_tool_call": USERS,
 }
 
 

@@ -8,7 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from certificates import Authority
+
+from millrace_testing.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docker" / "secrets.sh"

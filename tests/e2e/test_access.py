@@ -1,10 +1,10 @@
 """The one-machine stack with TLS, client certificates and tokens everywhere: it trains, and strangers learn nothing."""
 
 import pytest
-from certificates import Authority
-from workplaces import EXAMPLES, Workplace
 
 from millrace.rpc.tokens import new_token, token_line
+from millrace_testing.certificates import Authority
+from millrace_testing.workplaces import EXAMPLES, Workplace
 
 BASE = "outputs/reverse-text/base"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -12,7 +12,6 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from workplaces import Workplace
 
 from millrace.internal.v1 import batch_pb2
 from millrace.local.ports import free_ports
@@ -23,6 +22,7 @@ from millrace.rollouts.wire import decode_archive
 from millrace.runlog.audit import audit_run
 from millrace.runlog.names import Names
 from millrace.storage import open_store
+from millrace_testing.workplaces import Workplace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 

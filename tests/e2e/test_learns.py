@@ -4,7 +4,8 @@ import json
 import math
 
 import pytest
-from scraper import Scrapes, scraping
+
+from millrace_testing.scraper import Scrapes, scraping
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from workplaces import EXAMPLES, Workplace
+
+from millrace_testing.workplaces import EXAMPLES, Workplace
 
 PLACE = "outputs/reverse-text-vllm"
 ENGINE = ("--model.name", f"{PLACE}/sft/model", "--inference", "@", str(EXAMPLES / "infer.toml"))

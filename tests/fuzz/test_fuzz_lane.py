@@ -4,17 +4,12 @@ import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import mutate
-import run
-from targets import CORPUS, TARGETS, Target
-
 from millrace.errors import CorruptObjectError
+from millrace_testing.fuzz import mutate, run
+from millrace_testing.fuzz.targets import CORPUS, TARGETS, Target
 
 
 def target(decode, encode=None, **more) -> Target:
@@ -52,10 +47,9 @@ def test_what_a_decoder_may_do_is_not():
 
 
 BAD_TARGETS = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import run
-from targets import Target
+import os
+from millrace_testing.fuzz import run
+from millrace_testing.fuzz.targets import Target
 
 def die(data):
     os._exit(7)
@@ -74,7 +68,7 @@ for decode in (die, grow):
 
 def test_a_process_that_dies_or_grows_is_a_finding():
     # In a process of its own: the lane forks, which is no good beside the threads of other tests.
-    lane = [sys.executable, "-c", BAD_TARGETS, str(Path(__file__).parent)]
+    lane = [sys.executable, "-c", BAD_TARGETS]
     done = subprocess.run(lane, capture_output=True, text=True, timeout=60, check=True)
     died, grew = done.stdout.splitlines()
     assert "ended with 7" in died

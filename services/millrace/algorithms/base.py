@@ -15,12 +15,15 @@ class Credit:
     """Per-token streams of one sample of T tokens.
 
     `advantages` is float32 [T], 0 where the policy did not sample. `rl_weights` and `ce_weights` are float32 [T] or
-    None (None: weight 1 where the mask is 1, and 0, respectively), see PRIME-RL's three loss components.
+    None (None: weight 1 where the mask is 1, and 0, respectively), see PRIME-RL's three loss components. `reference_kl`
+    is set where the advantages are that times the log-ratio of a reference to the behaviour policy: the trainer then
+    puts its own policy in the place of the latter.
     """
 
     advantages: np.ndarray
     rl_weights: np.ndarray | None = None
     ce_weights: np.ndarray | None = None
+    reference_kl: float = 0.0
 
 
 class Algorithm(Protocol):

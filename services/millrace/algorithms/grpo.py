@@ -19,7 +19,9 @@ class Grpo:
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
         """Return one `Credit` per sample; a group of one gets advantage 0."""
-        rewards = np.asarray([rollout.reward for rollout in group], dtype=np.float32)
+        rewards = np.asarray([rollout.reward for rollout in group], dtype=np.float64)
+        # Relative to the first one, equal rewards give zeros; the mean of their values may round to another value.
+        rewards -= rewards[:1]
         advantages = rewards - rewards.mean() if len(rewards) else rewards
         return [
             [Credit(advantages=broadcast(float(advantage), sample)) for sample in rollout.samples]

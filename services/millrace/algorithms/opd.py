@@ -16,9 +16,10 @@ from millrace.rollouts.types import Rollout
 class Opd:
     """A_t = c * (log p_teacher(x_t | x_<t) - log p_policy(x_t | x_<t)) for every sampled token x_t; no baseline.
 
-    The policy's log-prob is the one it was sampled with, so A_t is minus the one-sample estimate of the per-token
-    reverse KL(policy || teacher) under the behaviour policy; the trainer's loss weights it with its importance ratio
-    p_trainer / p_policy. Only the next token is looked at (discount 0). Rewards do not count, groups may be of one.
+    What is recorded has the log-prob that the token was sampled with. The trainer, which weights A_t with its
+    importance ratio p_trainer / p_behaviour, puts its own log-prob in its place (`Credit.reference_kl`): its step is
+    then in expectation minus the gradient of the per-token reverse KL(policy || teacher), as in PRIME-RL, however stale
+    the tokens are. Only the next token is looked at (discount 0). Rewards do not count, groups may be of one.
     """
 
     def __init__(self, *, kl_coef: float = 1.0) -> None:
@@ -42,4 +43,5 @@ class Opd:
                 remedy="env-servers score rollouts of opd before they append them; update those of an older release",
             )
         advantages = np.float32(self._kl_coef) * (sample.teacher_logprobs - sample.inference_logprobs)
-        return Credit(advantages=np.where(sample.loss_mask == 1, advantages, np.float32(0.0)).astype(np.float32))
+        advantages = np.where(sample.loss_mask == 1, advantages, np.float32(0.0)).astype(np.float32)
+        return Credit(advantages=advantages, reference_kl=self._kl_coef)

@@ -13,11 +13,10 @@ from millrace.telemetry.redact import redact
 from millrace.telemetry.settings import Settings
 
 TIMEOUT_S = 30.0
-_NOT_NAMED = "not looked at: {name} is not set here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckResult:
     """One answer. `is_good` is None for what was not looked at."""
 
     what: str
@@ -26,31 +25,35 @@ class Finding:
     remedy: str = ""
 
 
-async def examine(server: str, origin: str, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+async def examine(server: str, origin: str, *, environ: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """API, Redis and object store, in that order; nothing raises but broken settings (InvalidSpecError)."""
     settings = Settings.from_env(with_options(environ))
-    findings = [await _asked("API", lambda: _api(server, origin))]
+    results = [await _asked("API", lambda: _api(server, origin))]
     if settings.redis_url is None:
-        findings.append(Finding(what="Redis", is_good=None, text=_NOT_NAMED.format(name="MILLRACE_REDIS_URL")))
+        results.append(_skipped("Redis", "MILLRACE_REDIS_URL"))
     else:
-        findings.append(await _asked("Redis", lambda: _redis(settings.redis_url or "")))
+        results.append(await _asked("Redis", lambda: _redis(settings.redis_url or "")))
     if settings.store_url is None:
-        findings.append(Finding(what="object store", is_good=None, text=_NOT_NAMED.format(name="MILLRACE_STORE_URL")))
+        results.append(_skipped("object store", "MILLRACE_STORE_URL"))
     else:
-        findings.append(await _asked("object store", lambda: _store(settings.store_url or "", settings.prefix)))
-    return findings
+        results.append(await _asked("object store", lambda: _store(settings.store_url or "", settings.prefix)))
+    return results
 
 
-async def _asked(what: str, ask: Callable[[], Awaitable[str]]) -> Finding:
+def _skipped(what: str, variable: str) -> CheckResult:
+    return CheckResult(what=what, is_good=None, text=f"not looked at: {variable} is not set here")
+
+
+async def _asked(what: str, ask: Callable[[], Awaitable[str]]) -> CheckResult:
     began = time.monotonic()
     try:
         async with asyncio.timeout(TIMEOUT_S):
             text = await ask()
     except MillraceError as error:
-        return Finding(what=what, is_good=False, text=error.message, remedy=error.remedy or "")
+        return CheckResult(what=what, is_good=False, text=error.message, remedy=error.remedy or "")
     except TimeoutError:
-        return Finding(what=what, is_good=False, text=f"no answer within {TIMEOUT_S:g} s")
-    return Finding(what=what, is_good=True, text=f"{text}, {1000 * (time.monotonic() - began):.0f} ms")
+        return CheckResult(what=what, is_good=False, text=f"no answer within {TIMEOUT_S:g} s")
+    return CheckResult(what=what, is_good=True, text=f"{text}, {1000 * (time.monotonic() - began):.0f} ms")
 
 
 async def _api(server: str, origin: str) -> str:

@@ -7,31 +7,28 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-from millrace.errors import UnavailableError
+from millrace.client.configs import RunConfigLike, config_json
+from millrace.errors import InvalidStateError, MillraceError, UnavailableError
 from millrace.rpc.channel import call, stream
+from millrace.runlog.events.run_status import is_terminal, state_name
 from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 from millrace.v1.run_service_pb2_grpc import RunServiceStub
 
 CREATE_TIMEOUT_S = 30.0
+CHECK_TIMEOUT_S = 330.0  # longer than the server gives an environment to load
 CALL_TIMEOUT_S = 10.0
 AUDIT_TIMEOUT_S = 3600.0  # reads everything that a run has written
 FORK_TIMEOUT_S = 1800.0  # copies a checkpoint and batches from store to store
 SILENCE_S = 45.0  # the server sends a heartbeat every 15 s, so three are missing
 GIVE_UP_S = 120.0
+WHY_QUEUED_PERIOD_S = 2.0
 _BACKOFF_S = (0.2, 5.0)
 _PAGE_SIZE = 200
 
-TERMINAL_STATES = frozenset(
-    {run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED},
-)
-
 OnReconnect = Callable[[UnavailableError, float], None]
-
-
-def is_terminal(state: run_pb2.RunState) -> bool:
-    """Whether a run in this state has ended for good."""
-    return state in TERMINAL_STATES
+RunStateLike = run_pb2.RunState | str
+"""A state, or its name: `"RUNNING"` for RUN_STATE_RUNNING."""
 
 
 class RunsClient:
@@ -44,27 +41,31 @@ class RunsClient:
 
     async def create(
         self,
-        config_json: str,
+        config: RunConfigLike,
         *,
         run_id: str = "",
         kind: run_pb2.RunKind = run_pb2.RUN_KIND_RL,
         request_id: str | None = None,
         validate_only: bool = False,
+        check_environments: bool = False,
         labels: Mapping[str, str] | None = None,
     ) -> run_pb2.Run:
         """Queue a run. The same `request_id` (a UUID; made up if None) with the same config returns the first answer.
 
+        With `check_environments` they are loaded first, which may take minutes: InvalidStateError names one that fails.
         Raises InvalidSpecError with every violation, AlreadyExistsError if `run_id` is taken.
         """
         request = rs.CreateRunRequest(
             run_id=run_id,
             kind=kind,
-            config_json=config_json,
+            config_json=config_json(config, kind=kind),
             request_id=request_id or str(uuid.uuid4()),
             validate_only=validate_only,
+            check_environments=check_environments,
             labels=dict(labels or {}),
         )
-        response = await call(self._stub.CreateRun, request, timeout_s=CREATE_TIMEOUT_S, to=self._to)
+        timeout_s = CHECK_TIMEOUT_S if check_environments else CREATE_TIMEOUT_S
+        response = await call(self._stub.CreateRun, request, timeout_s=timeout_s, to=self._to)
         return response.run
 
     async def get(self, name: str) -> run_pb2.Run:
@@ -72,13 +73,14 @@ class RunsClient:
         response = await call(self._stub.GetRun, rs.GetRunRequest(name=name), timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
 
-    async def list(self, *, states: Sequence[run_pb2.RunState] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
+    async def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
         """Runs, newest first; `limit` 0 is all, over as many pages as it takes."""
+        wanted: list[run_pb2.RunState | str] = [f"RUN_STATE_{s}" if isinstance(s, str) else s for s in states]
         runs: list[run_pb2.Run] = []
         token = ""
         while True:
             size = min(_PAGE_SIZE, limit - len(runs)) if limit else _PAGE_SIZE
-            request = rs.ListRunsRequest(page_size=size, page_token=token, states=states)
+            request = rs.ListRunsRequest(page_size=size, page_token=token, states=wanted)
             response = await call(self._stub.ListRuns, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
             runs.extend(response.runs)
             token = response.next_page_token
@@ -204,6 +206,65 @@ class RunsClient:
             if on_reconnect is not None:
                 on_reconnect(lost, delay_s)
             await asyncio.sleep(delay_s)
+
+    async def wait(
+        self, name: str, *, on_note: Callable[[str], None] | None = None, timeout_s: float | None = None
+    ) -> run_pb2.Run:
+        """Follow a run to its end and return it; `on_note` hears of states, and of what a queued run waits for.
+
+        InvalidStateError with the run's own reason if it does not end as SUCCEEDED, TimeoutError after `timeout_s`.
+        """
+        note, state = on_note or (lambda text: None), run_pb2.RUN_STATE_QUEUED
+        queued = self.telling_queued(name, note, is_queued=lambda: state == run_pb2.RUN_STATE_QUEUED)
+        async with asyncio.timeout(timeout_s), queued, contextlib.aclosing(self.watch(name)) as events:
+            async for event in events:
+                if event.HasField("state_changed"):
+                    state = event.state_changed.new_state
+                    note(state_name(state))
+        run = await self.get(name)
+        if run.state != run_pb2.RUN_STATE_SUCCEEDED:
+            raise InvalidStateError(
+                f"{run.name} ended as {state_name(run.state)}"
+                + (f": {run.error.message}" if run.error.message else ""),
+                reason=run.error.reason or "RUN_NOT_SUCCEEDED",
+                remedy=f"`millrace run why {run.name.removeprefix('runs/')}` says more",
+            )
+        return run
+
+    @contextlib.asynccontextmanager
+    async def telling_queued(
+        self, name: str, note: Callable[[str], None], *, is_queued: Callable[[], bool]
+    ) -> AsyncGenerator[None, None]:
+        """While the block runs and the run is queued, say why: at once, and again when the reason changes.
+
+        The server is asked only while `is_queued` holds of what the caller has heard.
+        """
+        teller = asyncio.create_task(self._tell_queued(name, note, is_queued), name="reason of a queued run")
+        try:
+            yield
+        finally:
+            teller.cancel()
+            await asyncio.gather(teller, return_exceptions=True)
+
+    async def _tell_queued(self, name: str, note: Callable[[str], None], is_queued: Callable[[], bool]) -> None:
+        said = ""
+        # unregistered wait: says itself what the server waits for, until its caller ends it
+        while True:
+            reason = await self._why_queued(name) if is_queued() else ""
+            if reason and reason != said:
+                note(f"QUEUED: {reason}")
+            said = reason or said
+            await asyncio.sleep(WHY_QUEUED_PERIOD_S)
+
+    async def _why_queued(self, name: str) -> str:
+        """The server's reason; empty if the run is not queued, or nobody answers, which the follower of events says."""
+        try:
+            # The events may only have been replayed up to where it was queued: the server knows what it is now.
+            if (await self.get(name)).state != run_pb2.RUN_STATE_QUEUED:
+                return ""
+            return (await self.explain(name)).summary.removeprefix("queued: ")
+        except MillraceError:
+            return ""
 
     async def replay(self, name: str, *, idle_s: float = 1.0) -> Sequence[event_pb2.Event]:
         """The events so far, without following: all of an ended run, else until `idle_s` pass without a new one."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from millrace.client.client import Client
+from millrace.client.configs import RunConfigLike
+from millrace.client.runs import RunStateLike
 from millrace.rpc.access import ClientAccess
 from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
@@ -38,15 +40,19 @@ class SyncRuns:
         self._runner = runner
         self._runs = client.runs
 
-    def create(self, config_json: str, **options: Any) -> run_pb2.Run:
+    def create(self, config: RunConfigLike, **options: Any) -> run_pb2.Run:
         """Queue a run."""
-        return self._runner.run(self._runs.create(config_json, **options))
+        return self._runner.run(self._runs.create(config, **options))
+
+    def wait(self, name: str, **options: Any) -> run_pb2.Run:
+        """Follow a run to its end; InvalidStateError with its reason if that is not SUCCEEDED."""
+        return self._runner.run(self._runs.wait(name, **options))
 
     def get(self, name: str) -> run_pb2.Run:
         """Show one run."""
         return self._runner.run(self._runs.get(name))
 
-    def list(self, *, states: Sequence[run_pb2.RunState] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
+    def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
         """Runs, newest first."""
         return self._runner.run(self._runs.list(states=states, limit=limit))
 

@@ -10,16 +10,17 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from millrace.config.files import UnreadableFileError, read_file
-from millrace.config.layers import Layer, Origin, Strength, put
+from millrace.config.layers import Layer, Provenance, Strength, put
 from millrace.config.suggest import close, shown
 from millrace.config.text import WHOLE_LISTS, Key, NotJsonError, is_boolean, is_none
-from millrace.config.tree import Kind, Node, dotted
+from millrace.config.tree import Kind, SchemaKey, dotted
 from millrace.errors import Violation
 
 COMMAND_LINE = "command line"
 
 RESERVED_FLAGS: Mapping[str, bool] = {
     "dry-run": False,
+    "check-environments": False,
     "server": True,
     "name": True,
     "follow": False,
@@ -32,7 +33,7 @@ RESERVED_FLAGS: Mapping[str, bool] = {
 
 
 def _no_values() -> Layer:
-    return Layer(tree={}, origin=Origin(label=COMMAND_LINE, strength=Strength.COMMAND_LINE))
+    return Layer(tree={}, origin=Provenance(label=COMMAND_LINE, strength=Strength.COMMAND_LINE))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +47,11 @@ class CommandLine:
 
 
 def read_command_line(
-    argv: Sequence[str], schema: Node, *, reserved: Mapping[str, bool] = RESERVED_FLAGS, cwd: FilePath | None = None
+    argv: Sequence[str],
+    schema: SchemaKey,
+    *,
+    reserved: Mapping[str, bool] = RESERVED_FLAGS,
+    cwd: FilePath | None = None,
 ) -> CommandLine:
     """Read a command line. Nothing is raised: what is wrong is in ``violations``."""
     return _Reader(argv, schema, reserved=reserved, cwd=cwd).read()
@@ -56,7 +61,7 @@ class _Reader:
     """One pass over the arguments."""
 
     def __init__(
-        self, argv: Sequence[str], schema: Node, *, reserved: Mapping[str, bool], cwd: FilePath | None
+        self, argv: Sequence[str], schema: SchemaKey, *, reserved: Mapping[str, bool], cwd: FilePath | None
     ) -> None:
         self._arguments = list(reversed(argv))
         self._schema = schema
@@ -116,6 +121,8 @@ class _Reader:
             self._file(self._arguments.pop(), key.path)
         elif value is None and (bare := self._bare(key.node)) is not None:
             self._put(name, key, bare)
+        elif value is None and key.is_free and self._peek() is None:
+            self._put(name, key, True)
         else:
             self._valued_flag(name, key, value)
 
@@ -131,12 +138,12 @@ class _Reader:
         else:
             self._wrong(f"--{name}", "needs a value behind it")
 
-    def _file_follows(self, node: Node | None) -> bool:
+    def _file_follows(self, node: SchemaKey | None) -> bool:
         """Whether `--section @ file` is what follows; the value of any other key may begin with `@`."""
         is_table = node is not None and node.kind in (Kind.SECTION, Kind.FREE_TABLE)
         return is_table and bool(self._arguments) and self._arguments[-1].startswith("@")
 
-    def _bare(self, node: Node | None) -> Any:
+    def _bare(self, node: SchemaKey | None) -> Any:
         """The value of a flag with nothing behind it: an empty section, or true. None if a value has to follow."""
         following = self._peek()
         if node is None:

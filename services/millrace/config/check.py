@@ -1,7 +1,7 @@
 """From a layered tree to a config, or to every violation at once.
 
 Pydantic stops where a section cannot be built, and rules over several keys need a built config. So values that are
-reported are taken out, the rest is built with their defaults, and the rules run on that; a finding that involves a key
+reported are taken out, the rest is built with their defaults, and the rules run on that; a rule that involves a key
 which was reported already is left out.
 """
 
@@ -12,10 +12,10 @@ from pydantic_core import ErrorDetails
 
 from millrace.config.filling import Conflict, fill
 from millrace.config.layers import ABSENT, Strength, Tree, put
-from millrace.config.rules import LOADING, Finding, value_at
+from millrace.config.rules import LOADING, BrokenRule, value_at
 from millrace.config.section import Document
 from millrace.config.suggest import close, shown
-from millrace.config.tree import Kind, Node, Path, dotted, type_text
+from millrace.config.tree import Kind, Path, SchemaKey, dotted, type_text
 from millrace.errors import InvalidSpecError, Violation
 
 ConfigT = TypeVar("ConfigT", bound=Document)
@@ -43,9 +43,9 @@ def build(model: type[ConfigT], tree: Tree) -> ConfigT:
             break
         except ValidationError as error:
             bad |= _report_and_repair(error, tree)
-    for finding in config.broken_rules() if config else ():
-        if not any(_touches(path, bad | tree.suspects) for path in finding.paths):
-            _report_finding(tree, config, finding)
+    for rule in config.broken_rules() if config else ():
+        if not any(_touches(path, bad | tree.suspects) for path in rule.paths):
+            _report_finding(tree, config, rule)
     if tree.violations:
         raise InvalidSpecError(list(dict.fromkeys(tree.violations)))
     if config is None:
@@ -53,16 +53,16 @@ def build(model: type[ConfigT], tree: Tree) -> ConfigT:
     return config
 
 
-def _report_finding(tree: Tree, config: Any, finding: Finding) -> None:
+def _report_finding(tree: Tree, config: Any, rule: BrokenRule) -> None:
     """Report a broken rule at its first key, or at the key that this was filled from; else say that it is a default."""
-    path = finding.paths[0]
+    path = rule.paths[0]
     if tree.get(path) is not ABSENT:
-        tree.report(path, finding.message)
+        tree.report(path, rule.message)
         return
-    written = next((tree.source(other) for other in finding.paths if tree.get(other) is not ABSENT), None)
+    written = next((tree.source(other) for other in rule.paths if tree.get(other) is not ABSENT), None)
     default = f"default, with `{dotted(written)}` from {tree.locate(written)}" if written else "default"
     value, source = shown(path, value_at(config, path)), tree.locate(path) or default
-    tree.violations.append(Violation(field=dotted(path), value=value, message=finding.message, source=source))
+    tree.violations.append(Violation(field=dotted(path), value=value, message=rule.message, source=source))
 
 
 def _report_conflict(tree: Tree, conflict: Conflict) -> None:
@@ -92,9 +92,9 @@ def _report_and_repair(error: ValidationError, tree: Tree) -> set[Path]:
     return bad
 
 
-def _path(detail: ErrorDetails, schema: Node) -> Path:
+def _path(detail: ErrorDetails, schema: SchemaKey) -> Path:
     """The path of the key that an error is about; inside free tables and lists of values that is the whole of them."""
-    node: Node | None = schema
+    node: SchemaKey | None = schema
     path: Path = ()
     for part in detail["loc"]:
         if node is None or node.kind in (Kind.FREE_TABLE, Kind.LEAF):
@@ -125,7 +125,7 @@ def _repair(tree: Tree, path: Path) -> None:
         tree.drop(path)
 
 
-def _placeholder(node: Node, *, index: int) -> Any:
+def _placeholder(node: SchemaKey, *, index: int) -> Any:
     """The least value of a required key."""
     match node.kind:
         case Kind.SECTION:
@@ -138,7 +138,7 @@ def _placeholder(node: Node, *, index: int) -> Any:
             return f"placeholder-{index}"
 
 
-def _least(node: Node, *, index: int) -> dict[str, Any]:
+def _least(node: SchemaKey, *, index: int) -> dict[str, Any]:
     """The least section: its required keys only."""
     return {key: _placeholder(child, index=index) for key, child in node.children.items() if child.is_required}
 
@@ -148,7 +148,7 @@ def _touches(path: Path, others: set[Path]) -> bool:
     return any(path[: len(other)] == other or other[: len(path)] == path for other in others)
 
 
-def _message(detail: ErrorDetails, node: Node | None) -> str:
+def _message(detail: ErrorDetails, node: SchemaKey | None) -> str:
     """What is wrong and what would be right, for one pydantic error."""
     kind, context, said = detail["type"], detail.get("ctx", {}), ""
     if kind == "missing":
@@ -177,7 +177,7 @@ def _message(detail: ErrorDetails, node: Node | None) -> str:
     return f"{wrong}{'' if wrong.endswith('?') else '.'} {about}" if about else wrong
 
 
-def _how_to_write(node: Node | None) -> str:
+def _how_to_write(node: SchemaKey | None) -> str:
     """How a required key is written, as the end of a message."""
     table = {Kind.SECTION: "[{}]", Kind.SECTION_LIST: "[[{}]]"}.get(node.kind) if node else None
     what = f"a table {table.format(dotted(node.path))}" if node and table else "it"

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path as FilePath
 from typing import Any
 
-from millrace.config.layers import Layer, Origin, put
+from millrace.config.layers import Layer, Provenance, put
 from millrace.config.suggest import close
 from millrace.config.tree import Path
 from millrace.decoding import decode_json
@@ -36,7 +36,7 @@ def read_file(name: str, *, prefix: tuple[str, ...] = (), cwd: FilePath | None =
     tree: dict[str, Any] = {}
     put(tree, prefix, content) if prefix else tree.update(content)
     places: dict[Path, str] = {(*prefix, *path): f"{name}:{line}" for path, line in lines.items()}
-    return Layer(tree=tree, origin=Origin(label=name, places=places))
+    return Layer(tree=tree, origin=Provenance(label=name, places=places))
 
 
 def _read_text(name: str, directory: FilePath) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from millrace.config.layers import ABSENT, Tree, as_tree
+from millrace.config.layers import ABSENT, Tree, as_tree, put
+from millrace.config.notes import Effect, Note
 from millrace.config.suggest import shown
-from millrace.config.tree import Kind, Node, Path, dotted, schema_tree
+from millrace.config.tree import Kind, Path, SchemaKey, dotted, schema_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +69,13 @@ def shared_keys(model: type[BaseModel]) -> tuple[SharedKey, ...]:
 
 
 @cache
-def _followers(model: type[BaseModel]) -> tuple[Node, ...]:
+def _followers(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
     return tuple(node for node in schema_tree(model).walk() if node.facts.follows)
+
+
+@cache
+def _clamped(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
+    return tuple(node for node in schema_tree(model).walk() if node.facts.limit and node.facts.limit.is_clamped)
 
 
 def fill_document(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +92,8 @@ def fill(tree: Tree) -> list[Conflict]:
     conflicts = [conflict for shared in shared_keys(model) for conflict in _share(tree, shared)]
     for node in _followers(model):
         _follow(tree, node)
+    for node in _clamped(model):
+        _clamp(tree, node)
     return conflicts
 
 
@@ -141,7 +149,7 @@ def _summarise(tree: Tree, shared: SharedKey) -> None:
 def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Conflict]:
     """The conflict of the values that are left, if they differ; all but the first are taken out."""
     first = next(iter(written), None)
-    clashes = [path for path in written if first and written[path] != written[first]]
+    clashes = [path for path in written if first and path != first and written[path] != written[first]]
     if not first or not clashes:
         return []
     values = tuple((path, written[path], tree.locate(path)) for path in (first, *clashes))
@@ -150,7 +158,7 @@ def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Con
     return [Conflict(shared=shared, values=values)]
 
 
-def _follow(tree: Tree, node: Node) -> None:
+def _follow(tree: Tree, node: SchemaKey) -> None:
     """Fill a key that is left out from the one that it follows, unless it is in a table that is off."""
     source: Path = node.other(node.facts.follows or "")
     value, own = tree.get(source), tree.get(node.path)
@@ -165,3 +173,20 @@ def _follow(tree: Tree, node: Node) -> None:
         value = [{key: item[key] for key in item if key in known} if isinstance(item, dict) else item for item in value]
     if isinstance(value, list) or not is_list:
         tree.fill(node.path, value, source)
+
+
+def _clamp(tree: Tree, node: SchemaKey) -> None:
+    """Lower a value that is just its bound, where it has to be below."""
+    limit = node.facts.limit
+    other = limit and tree.schema.find(node.other(limit.key))
+    if limit is None or other is None:
+        return
+    value, bound = tree.get(node.path), tree.get(other.path)
+    bound = other.default if bound is ABSENT else bound
+    if type(value) is not int or value != bound or value < 2:
+        return
+    if tree.is_written(node.path):
+        text = f"is {value - 1}, one below `{dotted(other.path)}`: {limit.words} it{limit.why}"
+        where = tree.locate(node.path) or "config"
+        tree.notes.append(Note(path=node.path, source=where, effect=Effect.MEANS, text=text))
+    put(tree.values, node.path, value - 1)

@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from millrace.config.notes import Note
 from millrace.config.suggest import shown, unknown_key_message
-from millrace.config.tree import Kind, Node, Path, dotted
+from millrace.config.tree import Kind, Path, SchemaKey, dotted
 from millrace.errors import Violation
 
 MAX_SECTIONS = 1024
@@ -33,7 +34,7 @@ class Strength(IntEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Origin:
+class Provenance:
     """Where the values of one layer are written: its name, and more exactly by path."""
 
     label: str
@@ -51,7 +52,7 @@ class Layer:
     """Raw values and where they are written."""
 
     tree: dict[str, Any]
-    origin: Origin
+    origin: Provenance
 
 
 def as_tree(value: Any) -> Any:
@@ -97,12 +98,13 @@ class Tree:
     key was probably meant to be: messages about their absence would mislead.
     """
 
-    def __init__(self, schema: Node, values: dict[str, Any] | None = None) -> None:
+    def __init__(self, schema: SchemaKey, values: dict[str, Any] | None = None) -> None:
         self.schema = schema
         self.values: dict[str, Any] = values or {}
-        self.origins: dict[Path, Origin] = {}
+        self.origins: dict[Path, Provenance] = {}
         self.filled: dict[Path, Path] = {}
         self.violations: list[Violation] = []
+        self.notes: list[Note] = []
         self.suspects: set[Path] = set()
         self._num_unknown = 0
 
@@ -132,9 +134,12 @@ class Tree:
 
     def source(self, path: Path) -> Path:
         """The key that a value was written at: the path itself unless it was filled."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.filled:
-                return self.source((*self.filled[path[:length]], *path[length:]))
+        seen: set[Path] = set()
+        while path not in seen:  # keys that were filled from each other end where they began
+            seen.add(path)
+            known = next((length for length in range(len(path), 0, -1) if path[:length] in self.filled), 0)
+            if known:
+                path = (*self.filled[path[:known]], *path[known:])
         return path
 
     def is_written(self, path: Path) -> bool:
@@ -167,7 +172,9 @@ class Tree:
         if (more := self._num_unknown - MAX_UNKNOWN_KEYS) > 0:
             self.violations.append(Violation(field="…", message=f"and {more} more unknown keys"))
 
-    def _lay(self, base: dict[str, Any], over: dict[str, Any], node: Node | None, path: Path, origin: Origin) -> None:
+    def _lay(
+        self, base: dict[str, Any], over: dict[str, Any], node: SchemaKey | None, path: Path, origin: Provenance
+    ) -> None:
         """Lay a table over the one at `path`, in place; without a node it is a free one."""
         clean = over if node is None else self._normalised(over, node, path, origin)
         if node and node.is_variant and "type" in base and clean.get("type", base["type"]) != base["type"]:
@@ -187,7 +194,7 @@ class Tree:
                 base[key] = as_tree(value)
                 self.origins[here] = origin
 
-    def _normalised(self, table: dict[str, Any], node: Node, path: Path, origin: Origin) -> dict[str, Any]:
+    def _normalised(self, table: dict[str, Any], node: SchemaKey, path: Path, origin: Provenance) -> dict[str, Any]:
         """A table with aliases renamed and unknown keys left out and reported, also in lists of tables."""
         clean: dict[str, Any] = {}
         for key, value in table.items():
@@ -208,7 +215,7 @@ class Tree:
             clean[child.name] = value
         return clean
 
-    def _normalised_list(self, items: list[Any], node: Node, path: Path, origin: Origin) -> list[Any]:
+    def _normalised_list(self, items: list[Any], node: SchemaKey, path: Path, origin: Provenance) -> list[Any]:
         if len(items) > MAX_SECTIONS:
             message = f"has {len(items)} entries; at most {MAX_SECTIONS} are taken"
             self.violations.append(Violation(field=dotted(path), message=message, source=origin.locate(path)))
@@ -218,20 +225,20 @@ class Tree:
             for index, item in enumerate(items)
         ]
 
-    def _unknown(self, key: str, value: Any, node: Node, path: Path, origin: Origin) -> None:
+    def _unknown(self, key: str, value: Any, node: SchemaKey, path: Path, origin: Provenance) -> None:
         """Report a key that is not in the schema."""
         self._num_unknown += 1
         if self._num_unknown <= MAX_UNKNOWN_KEYS:
-            message, meant = unknown_key_message(key, node, path, schema=self.schema)
+            message, meant = unknown_key_message(key, value, node, path, schema=self.schema)
             self._wrong((*path, key), value, message, origin, is_table=isinstance(value, dict))
             self.suspects |= meant
 
-    def _wrong(self, path: Path, value: Any, message: str, origin: Origin, *, is_table: bool = False) -> None:
+    def _wrong(self, path: Path, value: Any, message: str, origin: Provenance, *, is_table: bool = False) -> None:
         text = None if is_table else shown(path, value)
         where = origin.locate(path)
         self.violations.append(Violation(field=dotted(path), value=text, message=message, source=where))
 
-    def _origin(self, path: Path) -> Origin | None:
+    def _origin(self, path: Path) -> Provenance | None:
         """The origin of the value at a path, or of the nearest value that contains it or that it contains."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:

@@ -1,7 +1,7 @@
 """Rules over several keys: values that are right alone and wrong together.
 
-A rule yields findings, and a finding names every key that it looked at, so that a caller which already reported one of
-those keys can leave the finding out. Most rules are declared on their field (`Limit`, `OnlyFor`).
+A rule that does not hold names every key that it looked at, so that a caller which already reported one of
+those keys can leave the rule out. Most rules are declared on their field (`Limit`, `OnlyFor`).
 """
 
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ _HOLDS = {"at least": lambda a, b: a >= b, "at most": lambda a, b: a <= b, "belo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class BrokenRule:
     """A broken rule: the keys involved, the one to change first, and what is wrong with the remedy."""
 
     paths: tuple[Path, ...]
     message: str
 
 
-def finding(message: str, *keys: str) -> Finding:
-    """A finding about keys that are written with dots."""
-    return Finding(paths=tuple(tuple(key.split(".")) for key in keys), message=message)
+def broken(message: str, *keys: str) -> BrokenRule:
+    """A broken rule about keys that are written with dots."""
+    return BrokenRule(paths=tuple(tuple(key.split(".")) for key in keys), message=message)
 
 
-def declared_rules(config: BaseModel) -> Iterator[Finding]:
+def declared_rules(config: BaseModel) -> Iterator[BrokenRule]:
     """The declared rules that do not hold; keys in lists declare none."""
     for node in schema_tree(type(config)).walk():
         limit, only = node.facts.limit, node.facts.only_for
@@ -40,12 +40,12 @@ def declared_rules(config: BaseModel) -> Iterator[Finding]:
             bound = value_at(config, other)
             if bound is not None and not _HOLDS[limit.words](value, bound):
                 message = f"must be {limit.words} `{dotted(other)}`, which is {bound}{limit.why}"
-                yield Finding(paths=(node.path, other), message=message)
+                yield BrokenRule(paths=(node.path, other), message=message)
         if only and value and value != node.default:
             other = node.other(only.key)
             if (chosen := value_at(config, other)) not in only.values:
-                says = only.says.format(value=chosen, values=" or ".join(only.values))
-                yield Finding(paths=(node.path, other), message=says)
+                says = only.says.format(value=chosen, values=" or ".join(map(str, only.values)))
+                yield BrokenRule(paths=(node.path, other), message=says)
 
 
 def value_at(config: BaseModel, path: Path) -> Any:

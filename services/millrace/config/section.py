@@ -13,14 +13,14 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, model_validator
 
 from millrace.config.filling import fill_document
-from millrace.config.rules import LOADING, Finding, declared_rules
+from millrace.config.rules import LOADING, BrokenRule, declared_rules
 from millrace.config.tree import Facts, dotted, facts_of
 
 IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_./@-]*$"
 RUN_NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """One table of a config file."""
 
     model_config = ConfigDict(
@@ -37,7 +37,7 @@ class Section(BaseModel):
         return {**made, **data} if made else data
 
 
-class Document(Section):
+class Document(ConfigSection):
     """A whole config: what its fields declare about each other is filled and checked when it is built."""
 
     @model_validator(mode="before")
@@ -49,11 +49,11 @@ class Document(Section):
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Self:
         """Refuse values that are right alone and wrong together."""
-        if LOADING not in (info.context or {}) and (findings := self.broken_rules()):
-            raise ValueError("; ".join(f"{dotted(finding.paths[0])} {finding.message}" for finding in findings))
+        if LOADING not in (info.context or {}) and (broken := self.broken_rules()):
+            raise ValueError("; ".join(f"{dotted(rule.paths[0])} {rule.message}" for rule in broken))
         return self
 
-    def broken_rules(self) -> list[Finding]:
+    def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold; a document adds its own to those that fields declare."""
         return list(declared_rules(self))
 

@@ -8,12 +8,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_origin
 
-from millrace.config.layers import Layer, Origin, Strength, put
-from millrace.config.tree import Kind, Node, Path, dotted
+from millrace.config.layers import Layer, Provenance, Strength, put
+from millrace.config.tree import Kind, Path, SchemaKey, dotted
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, Violation
 
 PREFIX = "MILLRACE_CONFIG__"
+PRIME_PREFIX = "PRIME_"
 WHOLE_LISTS = 'lists are replaced as a whole; give the list as JSON, such as \'[{"id": "reverse-text"}]\''
 _NONE = ("none", "null")
 _BOOLEANS = {"true": True, "false": False}
@@ -32,9 +33,9 @@ class NotJsonError(ValueError):
 class Key:
     """The key that was meant by parts in upper case or with dashes; free tables keep theirs as they are."""
 
-    def __init__(self, parts: list[str], schema: Node) -> None:
+    def __init__(self, parts: list[str], schema: SchemaKey) -> None:
         self.path: tuple[str, ...] = ()
-        self.node: Node | None = schema
+        self.node: SchemaKey | None = schema
         """None where there is no such key."""
         self.is_free = False
         """Whether it lies in a free table, whose node it has."""
@@ -80,14 +81,17 @@ def is_none(text: str) -> bool:
     return text.lower() in _NONE
 
 
-def read_environment(env: Mapping[str, str], schema: Node) -> tuple[Layer, list[Violation]]:
-    """The values of all `MILLRACE_CONFIG__*` variables, and what is wrong with them. Keys may be in upper case."""
+def read_environment(env: Mapping[str, str], schema: SchemaKey, *, section: str = "") -> tuple[Layer, list[Violation]]:
+    """The values of all `MILLRACE_CONFIG__*` and `PRIME_*` variables, and what is wrong with them.
+
+    Keys may be in upper case. `PRIME_*` variables may leave out the name of `section`.
+    """
     tree: dict[str, Any] = {}
     places: dict[Path, str] = {}
     violations: list[Violation] = []
-    for variable in sorted(name for name in env if name.startswith(PREFIX)):
+    named = {name: name[len(PREFIX) :].split("__") for name in sorted(env) if name.startswith(PREFIX)}
+    for variable, parts in {**_prime_variables(env, schema, section), **named}.items():
         field, text, message = variable, None, ""
-        parts = variable[len(PREFIX) :].split("__")
         key = Key(parts, schema)
         if not all(parts):
             message = f"is no key; write {PREFIX}trainer__optim__lr for trainer.optim.lr"
@@ -95,6 +99,7 @@ def read_environment(env: Mapping[str, str], schema: Node) -> tuple[Layer, list[
             field, message = dotted(key.path), WHOLE_LISTS
         else:
             field, text = dotted(key.path), env[variable]
+            text = text.lower() if variable == "PRIME_LOG_LEVEL" else text
             try:
                 if not put(tree, key.path, key.value(text)):
                     message = "is set here and as a part of another variable; keep one of them"
@@ -104,9 +109,27 @@ def read_environment(env: Mapping[str, str], schema: Node) -> tuple[Layer, list[
             violations.append(Violation(field=field, value=text, message=message, source=variable))
         else:
             places[key.path] = variable
+            for length in range(1, len(key.path)):
+                places.setdefault(key.path[:length], variable)
     return Layer(
-        tree=tree, origin=Origin(label="environment", places=places, strength=Strength.ENVIRONMENT)
+        tree=tree, origin=Provenance(label="environment", places=places, strength=Strength.ENVIRONMENT)
     ), violations
+
+
+def _prime_variables(env: Mapping[str, str], schema: SchemaKey, section: str) -> dict[str, list[str]]:
+    """The keys of prime-rl's variables, by name: `PRIME_MODEL__NAME`, or `PRIME_MAX_STEPS` for a key at the top.
+
+    Others that begin alike (`PRIME_API_KEY`) belong to other programs.
+    """
+    found: dict[str, list[str]] = {}
+    own = schema.child(section) if section else None
+    for name in sorted(name for name in env if name.startswith(PRIME_PREFIX)):
+        parts = ["log", "level"] if name == "PRIME_LOG_LEVEL" else name[len(PRIME_PREFIX) :].split("__")
+        first = parts[0].lower()
+        is_bare = bool(own and (own.child(first) or not schema.child(first)))
+        if len(parts) > 1 or schema.child(first) or (own and own.child(first)):
+            found[name] = [section, *parts] if is_bare else parts
+    return found
 
 
 def _json(text: str, wanted: str) -> Any:

@@ -39,6 +39,8 @@ class Limit:
     words: Literal["at least", "at most", "below"]
     key: str
     why: str
+    is_clamped: bool = False
+    """Whether a value that is just the bound is taken for the highest one below it, with a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class OnlyFor:
     """A key that means something only where another key has one of some values; `says` may use `{value}`."""
 
     key: str
-    values: tuple[str, ...]
+    values: tuple[str | bool, ...]
     says: str = "has no meaning for {value}; leave it out, or use {values}"
 
 
@@ -74,7 +76,7 @@ _NO_FACTS = Facts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class SchemaKey:
     """One key of the schema. ``children`` are the keys of its section, or of the sections in its list."""
 
     path: tuple[str, ...]
@@ -87,7 +89,7 @@ class Node:
     bounds: tuple[str, ...] = ()
     """`at least 1`, `below 2`: those of the field itself."""
     facts: Facts = _NO_FACTS
-    children: dict[str, "Node"] = field(default_factory=dict)
+    children: dict[str, "SchemaKey"] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -116,21 +118,21 @@ class Node:
         """The path of a key that this key's facts name."""
         return (*self.path[:-1], key[1:]) if key.startswith(".") else tuple(key.split("."))
 
-    def child(self, key: str) -> "Node | None":
+    def child(self, key: str) -> "SchemaKey | None":
         """The child of that name or alias."""
         if key in self.children:
             return self.children[key]
         return next((node for node in self.children.values() if key in node.aliases), None)
 
-    def walk(self) -> Iterator["Node"]:
+    def walk(self) -> Iterator["SchemaKey"]:
         """Every key below, parents first."""
         for node in self.children.values():
             yield node
             yield from node.walk()
 
-    def find(self, path: Path) -> "Node | None":
+    def find(self, path: Path) -> "SchemaKey | None":
         """The key at a path; list indices and aliases may be part of it. None below free tables and where none is."""
-        node: Node | None = self
+        node: SchemaKey | None = self
         for part in path:
             if not isinstance(part, int):
                 node = node.child(part) if node else None
@@ -138,10 +140,10 @@ class Node:
 
 
 @cache
-def schema_tree(model: type[BaseModel]) -> Node:
+def schema_tree(model: type[BaseModel]) -> SchemaKey:
     """The tree of a config class; the root has an empty path."""
     about = (model.__doc__ or "").strip()
-    return Node(path=(), kind=Kind.SECTION, annotation=model, description=about, children=_children(model, ()))
+    return SchemaKey(path=(), kind=Kind.SECTION, annotation=model, description=about, children=_children(model, ()))
 
 
 def facts_of(info: FieldInfo) -> Facts:
@@ -150,16 +152,16 @@ def facts_of(info: FieldInfo) -> Facts:
     return extra["facts"] if isinstance(extra, dict) else _NO_FACTS
 
 
-def _children(model: type[BaseModel], path: tuple[str, ...]) -> dict[str, Node]:
+def _children(model: type[BaseModel], path: tuple[str, ...]) -> dict[str, SchemaKey]:
     return {name: _node(info, (*path, name)) for name, info in model.model_fields.items()}
 
 
-def _node(info: FieldInfo, path: tuple[str, ...]) -> Node:
+def _node(info: FieldInfo, path: tuple[str, ...]) -> SchemaKey:
     """The node of one pydantic field."""
     annotation, is_optional = _without_none(info.annotation)
     kind, section = _kind(annotation)
     default = info.get_default(call_default_factory=True, validated_data={}) if kind is Kind.LEAF else info.default
-    return Node(
+    return SchemaKey(
         path=path,
         kind=kind,
         annotation=annotation,
@@ -202,12 +204,12 @@ def _kind(annotation: Any) -> tuple[Kind, type[BaseModel] | None]:
     return Kind.LEAF, None
 
 
-def type_text(node: Node) -> str:
+def type_text(node: SchemaKey) -> str:
     """The type of a key for people."""
     if node.kind is not Kind.LEAF:
         return {Kind.SECTION: "table", Kind.SECTION_LIST: "list of tables", Kind.FREE_TABLE: "free table"}[node.kind]
     if get_origin(node.annotation) is Literal:
         return " or ".join(f'"{choice}"' for choice in get_args(node.annotation))
     if get_origin(node.annotation) is list:
-        return "list of strings"
+        return {str: "list of strings", int: "list of integers", float: "list of numbers"}[get_args(node.annotation)[0]]
     return {str: "string", int: "integer", float: "number", bool: "true or false"}[node.annotation]

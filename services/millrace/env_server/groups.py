@@ -1,4 +1,4 @@
-"""The groups that are being played: who they are, what is left of them, and which were played before."""
+"""The groups that are being played: their identity, what is left of them, and which were played before."""
 
 import asyncio
 import time
@@ -6,8 +6,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from millrace.env_server.requests import PlayRequest
 from millrace.errors import FencedError
-from millrace.internal.v1 import env_service_pb2
+from millrace.rollouts.types import Purpose
 
 # Keys of finished groups, so that a repeated call does not play them again. At 300 bytes each this is 6 MB.
 MAX_FINISHED = 20_000
@@ -17,7 +18,7 @@ class GroupKey(NamedTuple):
     """Identity of a group's attempt."""
 
     run_uid: str
-    purpose: int
+    purpose: Purpose
     eval_id: str
     ordinal: int
     attempt: int
@@ -27,7 +28,7 @@ class GroupKey(NamedTuple):
 class PlayingGroup:
     """One attempt of a group. `left` are the members whose rollouts are not appended yet."""
 
-    request: env_service_pb2.PlayGroupRequest
+    request: PlayRequest
     left: set[int]
     began: float = field(default_factory=time.monotonic)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -37,22 +38,8 @@ class PlayingGroup:
         """Its identity."""
         return group_key(self.request)
 
-    def to_proto(self) -> env_service_pb2.PlayingGroup:
-        """As ListPlaying shows it."""
-        request = self.request
-        return env_service_pb2.PlayingGroup(
-            purpose=request.purpose,
-            eval_id=request.eval_id,
-            ordinal=request.ordinal,
-            attempt=request.attempt,
-            members=sorted(self.left),
-            age_seconds=time.monotonic() - self.began,
-            planned_step=request.planned_step,
-            base_url=request.base_url,
-        )
 
-
-def group_key(request: env_service_pb2.PlayGroupRequest) -> GroupKey:
+def group_key(request: PlayRequest) -> GroupKey:
     """The identity of a request's group."""
     return GroupKey(request.run_uid, request.purpose, request.eval_id, request.ordinal, request.attempt)
 

@@ -51,7 +51,7 @@ def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
         sheet.put(SPOOL_LIMIT, sink.spool.limit_bytes)
         quarantined, workers, memory = Count[str](), Count[str](), Count[str]()
         for pool in service.pools:
-            env = env_label(pool.env.name or pool.env.id)
+            env = env_label(pool.env.label)
             env_opened(env)  # before `COUNTED` is asked, which comes later
             quarantined[env] += len(pool.quarantined_tasks)
             workers[env] += pool.num_workers

@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Histogram
 
-from millrace.internal.v1 import rollout_pb2
+from millrace.rollouts.types import Rollout
 from millrace.telemetry.metrics import SECONDS, SHORT_SECONDS, BoundedLabel
 
 ROLLOUTS = Counter(
@@ -41,11 +41,10 @@ COUNTED = (ROLLOUTS, ROLLOUT_SECONDS, APPEND_SECONDS, WORKER_DEATHS, WORKER_STAR
 env_label = BoundedLabel()
 
 
-def rollout_ended(rollout: rollout_pb2.Rollout) -> None:
+def rollout_ended(rollout: Rollout) -> None:
     """A rollout is to be appended."""
     env = env_label(rollout.env)
-    status = rollout_pb2.RolloutStatus.Name(rollout.status).removeprefix("ROLLOUT_STATUS_").lower()
-    ROLLOUTS.labels(env, status).inc()
+    ROLLOUTS.labels(env, rollout.status.value).inc()
     ROLLOUT_SECONDS.labels(env).observe(rollout.seconds)
 
 

@@ -9,8 +9,9 @@ import grpc.aio
 
 from millrace.env_server.isolation import landlock
 from millrace.env_server.isolation.confinement import Confinement
+from millrace.env_server.isolation.inherited import teacher_key_problem
 from millrace.env_server.meters import registry_of
-from millrace.env_server.service import EnvService, teacher_key_problem
+from millrace.env_server.service import EnvService
 from millrace.env_server.settings import EnvServerSettings
 from millrace.env_server.spool.files import Spool
 from millrace.env_server.spool.sink import RolloutSink
@@ -40,8 +41,6 @@ SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_na
 # What a predecessor left is appended before this env-server registers, so that the orchestrator finds it in the log
 # instead of playing it again; an unreachable log must not keep it from registering.
 _RECOVER_S = 3.0
-# Watermark of a run that has ended.
-_EVERYTHING = 2**63 - 1
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +147,11 @@ class _EnvWorker:
         return HeartbeatRequest(num_playing=self._service.num_rollouts, is_leaving=self._service.is_leaving)
 
     def _note_assignments(self, reply: HeartbeatResponse) -> None:
-        live = (assignment.run_uid for assignment in reply.assignments if assignment.resolved_below != _EVERYTHING)
-        self._keeper.live_runs = frozenset(live)
+        live: set[str] = set()
         for assignment in reply.assignments:
-            self._sink.note_run(assignment.run_uid, assignment.resolved_below, assignment.log_instance)
+            if assignment.is_over:
+                self._service.end_run(assignment.run_uid)
+            else:
+                live.add(assignment.run_uid)
+                self._sink.note_run(assignment.run_uid, assignment.resolved_below, assignment.log_instance)
+        self._keeper.live_runs = frozenset(live)

@@ -14,7 +14,7 @@ from millrace.env_server.isolation import landlock, namespaces
 from millrace.env_server.isolation.check import why_no_container
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.limits import NO_LIMITS, WorkerLimits
-from millrace.env_server.isolation.view import VISIBLE_VARIABLE, view_of
+from millrace.env_server.isolation.visible import VISIBLE_VARIABLE, visible_to_workers
 from millrace.errors import InvalidSpecError, Violation
 from millrace.storage.scratch import SCRATCH_VARIABLE
 
@@ -178,7 +178,7 @@ class EnvServerSettings:
             isolation=self.isolation, limits=limits, user=uid_gid, connect_ports=self.connect_ports
         )
         if self.isolation is Isolation.CONTAINER and not problems:
-            confinement = replace(confinement, view=view_of(os.environ, self.visible))
+            confinement = replace(confinement, visible=visible_to_workers(os.environ, self.visible))
             if why := why_no_container(confinement):
                 best = "user, with a user to run as," if os.geteuid() == 0 else "process"
                 message = f"cannot be kept here: {why}. Level {best} can, which keeps out less (docs/security.md)"

@@ -2,7 +2,7 @@
 
 An engine holds at most one model and generates with it. The service around it decides *which* policy version it holds
 (`updater.py`): for that it needs a `PolicyEngine`. Our own HTTP API (`server.py`) needs an `Engine`, which generates as
-well; vLLM brings an HTTP API of its own. An engine knows tokens, not text, except for stop strings.
+well; vLLM has an HTTP API of its own. An engine knows tokens, not text, except for stop strings.
 
 The protocol is shaped so that an engine in a child process can implement it as well: every method is asynchronous, all
 arguments are plain values, and the stages of an update that may fail harmlessly (`check`) and harmfully
@@ -73,15 +73,16 @@ class PolicyIdentity:
 class SamplingParams:
     """How to sample one completion.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` None draws a random one; a seed gives the same
-    tokens whatever else is in the batch, up to floating-point rounding. Stop tokens stay part of the completion. `stop`
-    are stop strings; the engine stops after the token that completes one.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None draws a random one; a seed gives
+    the same tokens whatever else is in the batch, up to floating-point rounding. Stop tokens stay part of the
+    completion. `stop` are stop strings; the engine stops after the token that completes one.
     """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -111,8 +112,8 @@ class Generation:
     """A finished completion.
 
     `token_ids` int32 [T]. `logprobs` float32 [T]: of each token under the distribution that it was sampled from, that
-    is after temperature, top-k and top-p (under plain softmax for greedy requests). `policy_spans` cover [0, T) in
-    order. `stop_reason` is the stop token id or stop string that ended it, None for an end-of-sequence token.
+    is after temperature, min-p, top-k and top-p (under plain softmax for greedy requests). `policy_spans` cover [0, T)
+    in order. `stop_reason` is the stop token id or stop string that ended it, None for an end-of-sequence token.
     """
 
     token_ids: NDArray[np.int32]

@@ -1,5 +1,6 @@
 """How the config of an engine becomes the environment of its process, and which interpreter that process needs."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -15,6 +16,7 @@ from millrace.errors import NotFoundError
 PYTHON_VARIABLE = "MILLRACE_VLLM_PYTHON"
 DEFAULT_PYTHON = Path(".venv-vllm/bin/python")
 PLUGIN_NAME = "millrace"
+_GPUS = ("/dev/nvidia0", "/dev/kfd")
 
 TYPED_FLAGS: Mapping[str, str] = {
     "inference.model.max_model_len": "max_model_len",
@@ -78,6 +80,17 @@ def engine_environ(config: InferenceConfig, *, max_model_len: int | None = None)
     environ = {"MILLRACE_ENGINE": "embedded", "MILLRACE_MAX_NUM_SEQS": str(config.max_num_seqs)}
     longest = config.model.max_model_len or max_model_len
     return environ if longest is None else {**environ, "MILLRACE_MAX_MODEL_LEN": str(longest)}
+
+
+def with_engine(config: InferenceConfig, environ: Mapping[str, str]) -> InferenceConfig:
+    """The config with the engine that `auto` means on this machine."""
+    if config.engine != "auto":
+        return config
+    is_vllm = config.needs_vllm
+    if not is_vllm and any(Path(device).exists() for device in _GPUS):
+        with contextlib.suppress(NotFoundError):
+            is_vllm = bool(engine_python("vllm", environ))
+    return config.model_copy(update={"engine": "vllm" if is_vllm else "embedded"})
 
 
 def engine_python(engine: str, environ: Mapping[str, str]) -> str:

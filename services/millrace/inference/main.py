@@ -62,9 +62,9 @@ async def _serve(settings: Settings, own: InferenceSettings) -> None:
         return
     # torch and transformers take seconds to import: only after the settings are known to be good.
     with without_gc():
-        from millrace.inference.embedded.replica import Replica
+        from millrace.inference.embedded.replica import EmbeddedReplica
 
-    replica = Replica(settings, own)
+    replica = EmbeddedReplica(settings, own)
     await replica.run()
 
 

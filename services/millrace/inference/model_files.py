@@ -1,6 +1,6 @@
 """The files beside a model's weights: written to a directory, read as config and tokenizer. No torch, no network.
 
-transformers is imported where it is used: it brings torch, which costs vLLM's launcher seconds at start and end.
+transformers is imported where it is used: it imports torch, which costs vLLM's launcher seconds at start and end.
 """
 
 import tempfile

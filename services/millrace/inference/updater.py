@@ -1,4 +1,4 @@
-"""Brings the engine to the policy version that is asked for, and keeps it serving whatever fails on the way.
+"""Updates the engine to the policy version that is asked for, and keeps it serving whatever fails on the way.
 
 Level-triggered: callers say which version shall be served, as often as they like; one background task works on it.
 
@@ -32,6 +32,7 @@ from millrace.inference import meters, model_files
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyEngine, PolicyIdentity
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
 from millrace.policies.manifest import AdapterEntry
+from millrace.policies.proof import mismatch
 from millrace.policies.pull import pull_files
 from millrace.policies.staged import StagedPolicy, Stager
 from millrace.storage.base import ObjectStore
@@ -363,11 +364,7 @@ class PolicyUpdater:
         try:
             held = await self._engine.prove(staged, opens=opens)
             if held.digest != staged.manifest.digest:
-                raise InternalError(
-                    f"the engine holds digest {held.digest}, not {staged.manifest.digest}",
-                    reason="POLICY_READBACK_MISMATCH",
-                    remedy="the policy is loaded anew",
-                )
+                raise mismatch(f"the engine holds digest {held.digest}, not {staged.manifest.digest}")
         except Exception as error:  # whatever it was, the engine is unproved; raised again
             await self._engine.fail(f"the update to {identity} is not proved: {_describe(error)}")
             raise

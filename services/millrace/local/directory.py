@@ -28,14 +28,14 @@ LEAVING_S = reaper.TERM_GRACE_S + table.KILL_WAIT_S + 4.0
 KILL_WAIT_S = 5.0
 """How long it may take to end after a SIGKILL."""
 BEGIN_S = 2.0
-"""How long a stack that has just got the lock may take to write who it is."""
+"""How long a stack that has just got the lock may take to write its identity."""
 _POLL_S = 0.1
 
 
 async def hold_directory(directory: Path, stack: StackId, *, note: Callable[[str], None]) -> IO[str]:
     """Lock the directory for a stack of this process; InvalidStateError (STACK_RUNNING) if another one lives there.
 
-    `note` hears whom one waits for and who is ended.
+    `note` is told which process is waited for and which is ended.
     """
     file = (directory / ".lock").open("a+")
     try:

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from millrace.errors import first_error
 from millrace.local import liveness
-from millrace.local.liveness import Answer, Probe, Pulse, Verdict
-from millrace.local.restarts import SETTLED_AFTER_S, Cause, Lives
+from millrace.local.liveness import Answer, AnswerHistory, LivenessAction, Probe
+from millrace.local.restarts import SETTLED_AFTER_S, ExitKind, Lives
 from millrace.processes.supervisor import Child, Supervisor, describe_death
 from millrace.processes.table import is_stopped
 from millrace.telemetry import waits
@@ -46,29 +46,29 @@ class Keeper:
         does not serve within `ready_deadline_s` is killed, which counts as a death.
         """
         self._supervisor = supervisor
-        self._probes = probes
+        self.probes = probes
         self._note = note
         self._on_change = on_change
         self._ready_deadline_s = ready_deadline_s
         self._has_liveness = has_liveness
         settled = settled_after_s or {}
-        self._lives = {name: Lives(settled_after_s=settled.get(name, SETTLED_AFTER_S)) for name in probes}
+        self.lives = {name: Lives(settled_after_s=settled.get(name, SETTLED_AFTER_S)) for name in probes}
         self._is_restarting = is_restarting
         self._heard_at: dict[str, float] = {}
 
     def restarts(self) -> dict[str, int]:
         """How often each process was started again."""
-        return {name: lives.restarts for name, lives in self._lives.items()}
+        return {name: lives.restarts for name, lives in self.lives.items()}
 
     async def run(self) -> NoReturn:
         """Keep them alive until cancelled; ProcessDiedError names the one that cannot be."""
         now = time.monotonic()
-        for lives in self._lives.values():
+        for lives in self.lives.values():
             lives.ready(now)
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._has_liveness:
-                    for name in self._probes:
+                    for name in self.probes:
                         tasks.create_task(self._check(name), name=f"liveness of {name}")
                 while True:
                     child = await self._supervisor.next_death()
@@ -78,20 +78,20 @@ class Keeper:
 
     async def _revive(self, child: Child) -> None:
         """Start a dead process again and wait until it serves; ProcessDiedError for one in a crash loop."""
-        name, lives = child.spec.name, self._lives[child.spec.name]
-        cause = Cause.of(await child.exited)
-        verdict = lives.end(time.monotonic(), cause)
-        given_up = verdict.short_lives if self._is_restarting else None
+        name, lives = child.spec.name, self.lives[child.spec.name]
+        exit_kind = ExitKind.of(await child.exited)
+        decision = lives.end(time.monotonic(), exit_kind)
+        given_up = decision.short_lives if self._is_restarting else None
         error = await asyncio.to_thread(describe_death, child, given_up_after=given_up)
         await self._supervisor.end_rest(child)
-        if verdict.is_hopeless or not self._is_restarting:
+        if decision.is_hopeless or not self._is_restarting:
             self._note(f"{name} died: {error.how}; it is not started again")
             raise error
-        await asyncio.sleep(verdict.delay_s)
+        await asyncio.sleep(decision.delay_s)
         lives.begin()
         again = await self._supervisor.start(child.spec)
         self._on_change()
-        ended = "ended" if cause is Cause.ORDERLY else "died"
+        ended = "ended" if exit_kind is ExitKind.ORDERLY else "died"
         self._note(f"{name} {ended}: {error.how}; started again (restart {lives.restarts})")
         await self._until_ready(name, again)
 
@@ -101,9 +101,9 @@ class Keeper:
         ends = began + self._ready_deadline_s
         with waits.waiting(f"{name} to be ready again", waits_on=name, deadline_s=self._ready_deadline_s):
             while child.is_alive and time.monotonic() < ends:
-                if await self._probes[name]() is Answer.SERVING and child.is_alive:
+                if await self.probes[name]() is Answer.SERVING and child.is_alive:
                     now = time.monotonic()
-                    self._lives[name].ready(now)
+                    self.lives[name].ready(now)
                     if now - began > _TELL_READY_AFTER_S or name == "redis":  # everybody waits for Redis
                         self._note(f"{name} is ready again after {now - began:.1f} s")
                     return
@@ -123,19 +123,19 @@ class Keeper:
 
     async def _check_life(self, child: Child) -> None:
         """Ask until this life ends."""
-        name, pulse = child.spec.name, Pulse(time.monotonic())
+        name, history = child.spec.name, AnswerHistory(time.monotonic())
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while self._is_serving(child):
-            answer = await self._probes[name]()
+            answer = await self.probes[name]()
             now = time.monotonic()
             if answer is not Answer.SILENT:
                 self._heard_at[name] = now
             is_certain = answer is Answer.SICK or is_stopped(child.pid) or self._others_answer(name, now)
-            verdict = pulse.hear(answer, now, is_certain=is_certain)
-            said = f"{name} {_what(answer)} for {pulse.silent_s(now):.0f} s{_why(child)}"
-            if verdict is Verdict.NAME:
+            action = history.hear(answer, now, is_certain=is_certain)
+            said = f"{name} {_what(answer)} for {history.silent_s(now):.0f} s{_why(child)}"
+            if action is LivenessAction.NAME:
                 self._note(said)
-            elif verdict is Verdict.KILL and child.is_alive:
+            elif action is LivenessAction.KILL and child.is_alive:
                 self._note(f"{said}: killing it")
                 await self._supervisor.end_rest(child)
                 return
@@ -144,7 +144,7 @@ class Keeper:
     def _is_serving(self, child: Child) -> bool:
         name = child.spec.name
         is_newest = child is self._supervisor.children[name]
-        return is_newest and child.is_alive and self._lives[name].ready_at is not None
+        return is_newest and child.is_alive and self.lives[name].ready_at is not None
 
     def _others_answer(self, name: str, now: float) -> bool:
         recent = now - liveness.NAME_AFTER_S

@@ -35,7 +35,7 @@ class Answer(Enum):
     SILENT = auto()
 
 
-class Verdict(Enum):
+class LivenessAction(Enum):
     """What to do after an answer."""
 
     FINE = auto()
@@ -76,7 +76,7 @@ def probe_redis(redis: EmbeddedRedis) -> Probe:
     return ask
 
 
-class Pulse:
+class AnswerHistory:
     """The answers of one life of one process. Times are monotonic seconds."""
 
     def __init__(self, now: float) -> None:
@@ -91,18 +91,18 @@ class Pulse:
         """Seconds since it was last well."""
         return now - self._well_at
 
-    def hear(self, answer: Answer, now: float, *, is_certain: bool) -> Verdict:
+    def hear(self, answer: Answer, now: float, *, is_certain: bool) -> LivenessAction:
         """Judge an answer; `is_certain`: the machine is not to blame for a silence."""
         was_late = now - self._asked_at > _LATE_S  # the machine slept, or we did not get the processor either
         self._asked_at, self.answer = now, answer
         if answer is Answer.SERVING or was_late:
             self._well_at, self.failures, self._is_named = now, 0, False
-            return Verdict.FINE
+            return LivenessAction.FINE
         self.failures += 1
         bound_s = KILL_SICK_AFTER_S if answer is Answer.SICK else KILL_AFTER_S
         if self.silent_s(now) >= bound_s and self.failures >= LEAST_FAILURES and is_certain:
-            return Verdict.KILL
+            return LivenessAction.KILL
         if self.silent_s(now) >= NAME_AFTER_S and not self._is_named:
             self._is_named = True
-            return Verdict.NAME
-        return Verdict.FINE
+            return LivenessAction.NAME
+        return LivenessAction.FINE

@@ -23,7 +23,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
-    """Distinct ports that are free now. Whoever binds one may still lose it to another program and must say so."""
+    """Distinct ports that are free now. Another program may still take one before it is bound: say so then."""
     chosen: list[int] = []
     for _ in range(_TRIES):
         port = random.randrange(*_RANGE)

@@ -16,7 +16,7 @@ CRASH_LOOP = 5.0
 """Weight of the deaths in a row, none of a settled process, that are a crash loop."""
 
 
-class Cause(Enum):
+class ExitKind(Enum):
     """How a process ended."""
 
     ORDERLY = 0.0
@@ -27,13 +27,13 @@ class Cause(Enum):
     """Another signal or exit code: its own doing."""
 
     @classmethod
-    def of(cls, returncode: int) -> "Cause":
+    def of(cls, returncode: int) -> "ExitKind":
         """What a return code says; minus a signal's number for a signal."""
         return {0: cls.ORDERLY, -9: cls.KILLED}.get(returncode, cls.CRASHED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RestartDecision:
     """What to do about one death."""
 
     is_hopeless: bool
@@ -67,16 +67,16 @@ class Lives:
         if self.ready_at is None:
             self.ready_at = now
 
-    def end(self, now: float, cause: Cause) -> Verdict:
+    def end(self, now: float, exit_kind: ExitKind) -> RestartDecision:
         """It died."""
         lived_s = None if self.ready_at is None else now - self.ready_at
         self.ready_at = None
-        if cause is Cause.ORDERLY:
+        if exit_kind is ExitKind.ORDERLY:
             if lived_s is not None:
-                return Verdict(is_hopeless=False, delay_s=0.0, short_lives=self._short)
-            cause = Cause.CRASHED  # nobody restarts what is not up yet: it gave up by itself
+                return RestartDecision(is_hopeless=False, delay_s=0.0, short_lives=self._short)
+            exit_kind = ExitKind.CRASHED  # nobody restarts what is not up yet: it gave up by itself
         if lived_s is not None and lived_s >= self._settled_after_s:
             self._short, self._weight = 0, 0.0
-        self._short, self._weight = self._short + 1, self._weight + cause.value
+        self._short, self._weight = self._short + 1, self._weight + exit_kind.value
         delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** max(0.0, self._weight - 1))
-        return Verdict(is_hopeless=self._weight >= CRASH_LOOP, delay_s=delay_s, short_lives=self._short)
+        return RestartDecision(is_hopeless=self._weight >= CRASH_LOOP, delay_s=delay_s, short_lives=self._short)

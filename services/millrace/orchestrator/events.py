@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from millrace.orchestrator.play.failures import EnvCount
 from millrace.orchestrator.run_meters import RunMeters
 from millrace.runlog import EventWriter
 from millrace.v1 import event_pb2, run_pb2
@@ -42,6 +43,26 @@ class RunEvents:
         )
         await self._writer.write(event_pb2.Event(batch_committed=body))
 
+    async def rollouts_failed(self, count: EnvCount) -> None:
+        """Record what came of an environment's rollouts, of which some failed."""
+        await self._writer.write(
+            event_pb2.Event(
+                rollouts_failed=event_pb2.RolloutsFailed(
+                    environment=run_pb2.EnvRollouts(
+                        env=count.env,
+                        num_rollouts=count.num_rollouts,
+                        num_failed=count.num_failed,
+                        failed=count.failed,
+                        num_recent=count.num_recent,
+                        num_recent_failed=count.num_recent_failed,
+                        first_error=count.first_error,
+                        frames=count.frames,
+                    ),
+                    message=count.explain(),
+                )
+            )
+        )
+
     async def policy_served(self, body: event_pb2.PolicyServed) -> None:
         """Record that a replica began to serve a version."""
         await self._writer.write(event_pb2.Event(policy_served=body))
@@ -65,3 +86,8 @@ class RunEvents:
     async def close(self) -> None:
         """Write what is queued."""
         await self._writer.close()
+
+
+def is_told(count: int) -> bool:
+    """Whether an event tells that something happened for the `count`-th time: the first, and whenever it doubled."""
+    return count & (count - 1) == 0

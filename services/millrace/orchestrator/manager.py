@@ -22,11 +22,12 @@ from millrace.orchestrator.run_context import RunContext
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.orchestrator.runs.desired_state import POLL_S, DesiredState, DesiredStates
 from millrace.orchestrator.runs.intent_calls import ROLE
-from millrace.orchestrator.runs.run_view import EVAL, RunView
+from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.runs.sealing import Sealer
-from millrace.orchestrator.workers import LET_GO_S, WorkerRegistry
+from millrace.orchestrator.workers import RETIRED_S, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
 from millrace.runlog.records.revisions import load_reopenings
+from millrace.runlog.records.run_record import EVAL
 from millrace.storage import ObjectStore
 from millrace.telemetry import faults, waits
 from millrace.v1 import run_pb2
@@ -167,10 +168,10 @@ class RunManager:
 
     def _work_on(self, view: RunView, desired: DesiredState) -> Work | None:
         """Drive the run if it gets a trainer, or needs none for what is left; None if there is nothing to do now."""
-        if view.is_reopened:
+        if view.status.is_reopened:
             return self._reopen
-        is_paused = view.logged_state == run_pb2.RUN_STATE_PAUSED
-        is_closing = view.is_closed or view.logged_state == run_pb2.RUN_STATE_STOPPING
+        is_paused = view.status.state == run_pb2.RUN_STATE_PAUSED
+        is_closing = view.is_closed or view.status.state == run_pb2.RUN_STATE_STOPPING
         if desired.is_paused and not is_closing:
             if is_paused:
                 self._tell_once(view, has_ended=False)
@@ -239,12 +240,12 @@ class RunManager:
                 context = RunContext(
                     record=view.record, log=run_log, epoch=epoch, lease=lease, registry=self._registry, events=events
                 )
-                driver = kind(context, done_evals=frozenset(view.done_evals))
+                driver = kind(context, done_evals=frozenset(view.status.done_evals))
                 claim.lease, claim.driver = lease, driver
                 claim.apply(await self._desired.read(uid))
                 run_meters.lease_acquired(view.record.name)
                 logger.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
-                await tell_takeover(context, owner=self._owner, spoke_at=view.spoke_at)
+                await tell_takeover(context, owner=self._owner, spoke_at=view.status.spoke_at)
                 await self._keep(claim, driver, lease, run_log, Watchdog.of(driver.parts, owner=self._owner))
             except Exception as error:  # looked at only: `_safely` is the edge that reports it
                 if _is_gone(all_errors(error)):
@@ -278,8 +279,8 @@ class RunManager:
         events = RunEvents(
             EventWriter(await self._catalog.open_log(view.record.uid), self._owner), run=view.record.name
         )
-        events.state = view.logged_state
-        events.meters.resume(view.batches.moved)
+        events.state = view.status.state
+        events.meters.resume(view.status.batches.moved)
         return events
 
     async def _queue_again(self, view: RunView) -> None:
@@ -306,7 +307,7 @@ class RunManager:
         events = await self._events(view)
         try:
             if was is not None:
-                if not (await self._catalog.find(view.record.uid)).is_reopened:
+                if not (await self._catalog.find(view.record.uid)).status.is_reopened:
                     return  # another replica was faster, and has given the lease back since
                 events.state = was
             await events.state_changed(run_pb2.RUN_STATE_QUEUED, reason)
@@ -340,7 +341,7 @@ class RunManager:
 
     def _note_ended(self, view: RunView) -> None:
         """Let workers forget a run that ended a short while ago."""
-        if time.time() - view.run.end_time.ToNanoseconds() / 1e9 < LET_GO_S:
+        if time.time() - view.run.end_time.ToNanoseconds() / 1e9 < RETIRED_S:
             self._tell_once(view, has_ended=True)
         else:
             run_meters.forget(view.record.name)
@@ -358,7 +359,7 @@ class RunManager:
     def _tell_once(self, view: RunView, *, has_ended: bool) -> None:
         if view.record.uid not in self._told and view.record.uid not in self._claims:
             self._told.add(view.record.uid)
-            self._registry.let_go(view.record.uid, has_ended=has_ended)
+            self._registry.retire(view.record.uid, has_ended=has_ended)
 
 
 def _is_gone(causes: Iterable[BaseException]) -> bool:

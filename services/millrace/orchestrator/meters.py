@@ -14,11 +14,11 @@ from millrace.config.schema import OrchestratorConfig
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.explain.why import KIND_NAMES
 from millrace.orchestrator.manager import RunManager
-from millrace.orchestrator.play.play import State
+from millrace.orchestrator.play.play import PlayState
 from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
 from millrace.orchestrator.runs.catalog import RunCatalog
-from millrace.orchestrator.runs.run_view import EVAL
 from millrace.orchestrator.workers import QUIET_S, WorkerRecord, WorkerRegistry
+from millrace.runlog.records.run_record import EVAL
 from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
 from millrace.v1 import run_pb2
 
@@ -44,6 +44,11 @@ WAITED_FOR = Family(
 )
 FILL = Family(
     "millrace_orchestrator_batch_fill_ratio", "Finished groups, of those that a batch needs (0 to 1).", ("run",)
+)
+FAILED_SHARE = Family(
+    "millrace_orchestrator_failed_rollout_share",
+    "Failed rollouts of an environment, of those of the last orchestrator.failure_window groups (0 to 1).",
+    ("run", "env"),
 )
 PUBLISHED = Family("millrace_orchestrator_policy_version_published", "Newest policy version in the log.", ("run",))
 LAG = Family(
@@ -72,6 +77,7 @@ FAMILIES = (
     LEASE_HELD,
     STEP,
     SINCE_BATCH,
+    FAILED_SHARE,
     GROUPS,
     WAITED_FOR,
     FILL,
@@ -120,7 +126,7 @@ def _read_runs(sheet: Sheet, catalog: RunCatalog) -> None:
 def _read_open(sheet: Sheet, catalog: RunCatalog, *, driven: Collection[str]) -> None:
     """What is said of runs that have not ended, also of those that nobody drives at the moment."""
     for view in catalog.views:
-        run, moved = view.record.name, view.batches.moved
+        run, moved = view.record.name, view.status.batches.moved
         if not view.is_terminal:
             seen(run)  # before `COUNTED` is asked, which comes later
             if moved is not None and run not in driven and view.record.kind != EVAL:
@@ -151,15 +157,19 @@ def _read_training(sheet: Sheet, parts: RunParts, settings: OrchestratorConfig) 
         sheet.put(SINCE_BATCH, since, run)
     need = settings.batch_size // settings.rollouts_per_example
     states = Count(play.state for play in book.plays.values())
-    have = states[State.WHOLE]
+    have = states[PlayState.WHOLE]
     for state, count in (
-        ("playing", states[State.PLACED]),
-        ("unplaced", states[State.UNPLACED]),
+        ("playing", states[PlayState.PLACED]),
+        ("unplaced", states[PlayState.UNPLACED]),
         ("finished", have),
     ):
         sheet.put(GROUPS, count, run, state)
     sheet.put(WAITED_FOR, max(0, need - have), run)
     sheet.put(FILL, min(1.0, have / need), run)
+    shares = {env.name: 0.0 for env in settings.env}
+    shares |= {count.env: count.recent_share for count in parts.failures.environments()}
+    for env, share in shares.items():
+        sheet.put(FAILED_SHARE, share, run, env)
     _read_replicas(sheet, parts)
 
 

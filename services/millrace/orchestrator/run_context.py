@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from millrace.orchestrator.events import RunEvents
-from millrace.orchestrator.runs.run_view import RunRecord
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog import Epoch, Lease, RunLog
+from millrace.runlog.records.run_record import RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

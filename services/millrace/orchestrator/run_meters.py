@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import Counter, Histogram
 
 from millrace.orchestrator.play.play import Play
-from millrace.orchestrator.runs.run_view import BatchClock
 from millrace.rollouts.types import Rollout
+from millrace.runlog.events.run_status import BatchAge
 from millrace.telemetry.metrics import BoundedLabel
 from millrace.v1 import run_pb2
 
@@ -79,7 +79,7 @@ class RunMeters:
     def __init__(self, run: str) -> None:
         """`run` is the run's name."""
         self.run = run
-        self._batches = BatchClock()
+        self._batches = BatchAge()
         seen(run)
 
     @property

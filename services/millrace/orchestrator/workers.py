@@ -34,16 +34,14 @@ QUIET_S = 5.0
 """Silence after which a worker gets nothing new until it is heard again."""
 LEAVING_LEASE_S = 3.0
 """The same silence for a worker that said that it leaves: it has gone."""
-LET_GO_S = 600.0
+RETIRED_S = 600.0
 """How long workers are told of a run that was paused or has ended."""
-MAX_LET_GO = 64
+MAX_RETIRED = 64
 """Runs of which they are told; with more, the oldest are left out."""
 MAX_WORKERS = 4096
 """Most workers that are registered at once."""
 MAX_WAITS = 512
 """Most waits that are kept of one worker's report."""
-EVERYTHING = 2**63 - 1
-"""Watermark of a run that has ended: env-servers need not keep a rollout of it."""
 
 
 @dataclass(slots=True)
@@ -85,8 +83,8 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LetGo:
-    """A run that workers shall let go of, until when they are told, and whether it has ended."""
+class _Retired:
+    """A run that workers shall release, until when they are told, and whether it has ended."""
 
     until: float
     has_ended: bool
@@ -96,11 +94,11 @@ class WorkerRegistry:
     """Registered workers by id; `changed` wakes whoever waits for a worker or its report."""
 
     def __init__(self) -> None:
-        self._records: dict[str, WorkerRecord] = {}
+        self.by_id: dict[str, WorkerRecord] = {}
         self._resolved_below: dict[str, int] = {}
         self._log_instances: dict[str, str] = {}
         self._damaged: dict[str, tuple[policy_pb2.PolicyEntry, int]] = {}
-        self._let_go: dict[str, _LetGo] = {}
+        self._retired: dict[str, _Retired] = {}
         self.on_lost: list[Callable[[WorkerRecord, str], None]] = []
         """Called with each worker that is gone, and the reason: `WORKER_LOST` or `WORKER_REPLACED`."""
         self._pulse = 0.0
@@ -114,15 +112,15 @@ class WorkerRegistry:
         """Add a worker, or take its new description."""
         self.lost.pop(worker.worker_id, None)
         self._replace_slot(worker)
-        known = self._records.get(worker.worker_id)
-        if known is None and len(self._records) >= MAX_WORKERS:
+        known = self.by_id.get(worker.worker_id)
+        if known is None and len(self.by_id) >= MAX_WORKERS:
             raise CapacityError(
                 f"{MAX_WORKERS} workers are registered already",
                 reason="REGISTRY_FULL",
                 remedy="end those that are not needed, or start a deployment of its own",
             )
         if known is None:
-            self._records[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
+            self.by_id[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
             logger.info("worker registered", extra={"worker": worker.worker_id, "address": worker.address})
         else:
             known.worker, known.last_seen = worker, time.monotonic()
@@ -130,7 +128,7 @@ class WorkerRegistry:
 
     def heartbeat(self, request: worker_service_pb2.HeartbeatRequest) -> WorkerRecord | None:
         """Take a worker's report; None if it is not known and shall register again."""
-        record = self._records.get(request.worker_id)
+        record = self.by_id.get(request.worker_id)
         if record is None:
             return None
         record.last_seen = time.monotonic()
@@ -148,7 +146,7 @@ class WorkerRegistry:
         """Workers of a kind whose lease holds, in order of id."""
         self._expire()
         return sorted(
-            (record for record in self._records.values() if record.worker.kind == kind),
+            (record for record in self.by_id.values() if record.worker.kind == kind),
             key=lambda record: record.worker_id,
         )
 
@@ -169,7 +167,7 @@ class WorkerRegistry:
         not free. One that leaves does not count: its work goes to another. `fresh`: nor is a trainer free that says how
         the run ended for it, before the run was reopened perhaps; without an assignment it forgets that.
         """
-        self._let_go.pop(run_uid, None)
+        self._retired.pop(run_uid, None)
         mine = [record for record in self.owned(kind, run_uid) if not record.is_leaving]
         free = [record for record in self.accepting(kind) if record.run_uid == "" and record.reported in ("", run_uid)]
         free = [record for record in free if not (fresh and record.is_over(run_uid))]
@@ -182,7 +180,7 @@ class WorkerRegistry:
 
     def release(self, run_uid: str) -> None:
         """Take every worker from a run that this orchestrator does not drive any more; it may go on elsewhere."""
-        for record in self._records.values():
+        for record in self.by_id.values():
             if record.run_uid == run_uid:
                 record.run_uid = ""
         self._resolved_below.pop(run_uid, None)
@@ -197,21 +195,21 @@ class WorkerRegistry:
         self.notify()
 
     def goes_on(self, run_uid: str) -> None:
-        """Workers need not let go of the run any more: it was resumed."""
-        self._let_go.pop(run_uid, None)
+        """Workers need not release the run any more: it was resumed."""
+        self._retired.pop(run_uid, None)
 
-    def let_go(self, run_uid: str, *, has_ended: bool) -> None:
-        """Tell workers for a while to let go of a run, because it is paused or has ended."""
-        self._let_go.pop(run_uid, None)
-        self._let_go[run_uid] = _LetGo(until=time.monotonic() + LET_GO_S, has_ended=has_ended)
-        while len(self._let_go) > MAX_LET_GO:
-            del self._let_go[next(iter(self._let_go))]
+    def retire(self, run_uid: str, *, has_ended: bool) -> None:
+        """Tell workers for a while to release a run, because it is paused or has ended."""
+        self._retired.pop(run_uid, None)
+        self._retired[run_uid] = _Retired(until=time.monotonic() + RETIRED_S, has_ended=has_ended)
+        while len(self._retired) > MAX_RETIRED:
+            del self._retired[next(iter(self._retired))]
         self.notify()
 
     def set_watermark(self, run_uid: str, resolved_below: int) -> None:
         """Tell workers by heartbeat below which ordinal a run is resolved."""
         self._resolved_below[run_uid] = resolved_below
-        self._let_go.pop(run_uid, None)
+        self._retired.pop(run_uid, None)
 
     def set_log_instance(self, run_uid: str, log_instance: str) -> None:
         """Tell workers by heartbeat which copy of a run's log Redis holds."""
@@ -234,21 +232,21 @@ class WorkerRegistry:
                 damaged_policy=damaged,
                 num_damage_reports=num_reports,
             )
-        for run_uid in self.runs_to_let_go() if env_server else ():
-            if self._let_go[run_uid].has_ended and run_uid not in self._resolved_below:
-                yield worker_service_pb2.Assignment(run_uid=run_uid, resolved_below=EVERYTHING)
+        for run_uid in self.retired_runs() if env_server else ():
+            if self._retired[run_uid].has_ended and run_uid not in self._resolved_below:
+                yield worker_service_pb2.Assignment(run_uid=run_uid, is_over=True)
 
-    def runs_to_let_go(self) -> list[str]:
-        """Runs that were paused or ended within the last `LET_GO_S`."""
+    def retired_runs(self) -> list[str]:
+        """Runs that were paused or ended within the last `RETIRED_S`."""
         now = time.monotonic()
-        self._let_go = {run_uid: told for run_uid, told in self._let_go.items() if told.until > now}
-        return list(self._let_go)
+        self._retired = {run_uid: told for run_uid, told in self._retired.items() if told.until > now}
+        return list(self._retired)
 
     def waits_of(self, run_uid: str) -> list[event_pb2.Wait]:
         """What the run's workers reported to wait for, aged by the time since the report."""
         now = time.monotonic()
         waits = []
-        for record in self._records.values():
+        for record in self.by_id.values():
             env_server = record.worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER
             if env_server or record.run_uid == run_uid:
                 for wait in record.waits:
@@ -265,7 +263,7 @@ class WorkerRegistry:
 
     def records(self) -> list[WorkerRecord]:
         """Every registered worker, also one whose lease has just run out."""
-        return list(self._records.values())
+        return list(self.by_id.values())
 
     async def keep_pulse(self) -> None:
         """Notice when this process stood still, and do not count that time as the workers' silence.
@@ -282,14 +280,14 @@ class WorkerRegistry:
             if gap_s > STOOD_STILL_S:
                 self.stood_still_s += gap_s
                 logger.warning("this process stood still", extra={"seconds": round(gap_s, 1)})
-                for record in self._records.values():
+                for record in self.by_id.values():
                     record.last_seen = min(now, record.last_seen + gap_s)
 
     def _expire(self) -> None:
         now = time.monotonic()
         if self._pulse and now - self._pulse > PULSE_S + STOOD_STILL_S:
             return  # we stood still and `keep_pulse` has not run since: nobody's silence is known
-        for worker_id, record in list(self._records.items()):
+        for worker_id, record in list(self.by_id.items()):
             if now - record.last_seen > (LEAVING_LEASE_S if record.is_leaving else LEASE_S):
                 logger.warning(
                     "worker lost: no heartbeat",
@@ -302,14 +300,14 @@ class WorkerRegistry:
 
     def _replace_slot(self, worker: worker_service_pb2.Worker) -> None:
         """Drop who was registered for the same place: that process is dead, since its successor holds the place."""
-        for record in list(self._records.values()):
+        for record in list(self.by_id.values()):
             if worker.slot and record.worker.slot == worker.slot and record.worker_id != worker.worker_id:
                 fields = {"worker": record.worker_id, "by": worker.worker_id, "slot": worker.slot}
                 logger.warning("worker replaced by its successor", extra=fields | {"run": record.run_uid})
                 self._remove(record, "WORKER_REPLACED")
 
     def _remove(self, record: WorkerRecord, reason: str) -> None:
-        del self._records[record.worker_id]
+        del self.by_id[record.worker_id]
         for callback in self.on_lost:
             callback(record, reason)
 
@@ -336,7 +334,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         if record is None:
             return worker_service_pb2.HeartbeatResponse(register_again=True)
         return worker_service_pb2.HeartbeatResponse(
-            assignments=list(self._registry.assignments(record)), let_go=self._registry.runs_to_let_go()
+            assignments=list(self._registry.assignments(record)), let_go=self._registry.retired_runs()
         )
 
 

@@ -19,8 +19,8 @@ from millrace.policies.change import TensorChange
 from millrace.policies.tensors import TensorBytes
 
 _MASK = (1 << 64) - 1
-_BLOCK_ELEMENTS = 1 << 14  # five scratch arrays of 8 bytes per element: they stay in a core's second-level cache
-SHARE_ELEMENTS = 1 << 22  # what one thread digests at a time: some 25 ms
+BLOCK_ELEMENTS = 1 << 14  # five scratch arrays of 8 bytes per element: they stay in a core's second-level cache
+_SHARE_ELEMENTS = 1 << 22  # what one thread digests at a time: some 25 ms
 _MAX_THREADS = 8
 _INDEX_KEY = 0x9E3779B97F4A7C15
 _LANE_KEYS = (np.uint64(0xD1B54A32D192ED03), np.uint64(0x8CB92BA72F3D8DD7))
@@ -34,9 +34,9 @@ def tensor_digest(tensor: TensorBytes, *, start: int = 0) -> int:
 
 def bits_digest(bits: NDArray[np.unsignedinteger], *, start: int = 0) -> int:
     """The digest of flat element bits whose first element has row-major index `start`."""
-    mixer = _Mixer(min(bits.size, _BLOCK_ELEMENTS))
-    for begin in range(0, bits.size, _BLOCK_ELEMENTS):
-        block = bits[begin : begin + _BLOCK_ELEMENTS]
+    mixer = _Mixer(min(bits.size, BLOCK_ELEMENTS))
+    for begin in range(0, bits.size, BLOCK_ELEMENTS):
+        block = bits[begin : begin + BLOCK_ELEMENTS]
         mixer.place_range(start + begin, block.size)
         mixer.add(block)
     return mixer.digest()
@@ -44,27 +44,31 @@ def bits_digest(bits: NDArray[np.unsignedinteger], *, start: int = 0) -> int:
 
 def placed_digest(bits: NDArray[np.unsignedinteger], positions: NDArray[np.int64]) -> int:
     """The digest of element bits [N] that lie at the row-major indices `positions` [N] of their tensor."""
-    mixer = _Mixer(min(bits.size, _BLOCK_ELEMENTS))
-    for begin in range(0, bits.size, _BLOCK_ELEMENTS):
-        mixer.place_at(positions[begin : begin + _BLOCK_ELEMENTS])
-        mixer.add(bits[begin : begin + _BLOCK_ELEMENTS])
+    mixer = _Mixer(min(bits.size, BLOCK_ELEMENTS))
+    for begin in range(0, bits.size, BLOCK_ELEMENTS):
+        mixer.place_at(positions[begin : begin + BLOCK_ELEMENTS])
+        mixer.add(bits[begin : begin + BLOCK_ELEMENTS])
     return mixer.digest()
 
 
-def share_digests(tensors: Mapping[str, NDArray[np.unsignedinteger]]) -> dict[tuple[str, int], int]:
-    """The digests of whole tensors, from their flat bits, in shares of `SHARE_ELEMENTS`: by name and first element.
-
-    numpy works without the interpreter's lock, so every processor that this process may use (8 at most) takes part.
-    """
-    shares = [(name, first) for name, bits in tensors.items() for first in range(0, max(1, bits.size), SHARE_ELEMENTS)]
-    threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(shares)))
+def tensor_digests(tensors: Mapping[str, NDArray[np.unsignedinteger]]) -> dict[str, int]:
+    """The digests of whole tensors, from their flat bits, by as many threads as `decode_threads` says."""
+    shares = [(name, first) for name, bits in tensors.items() for first in range(0, bits.size, _SHARE_ELEMENTS)]
 
     def digest(share: tuple[str, int]) -> int:
         name, first = share
-        return bits_digest(tensors[name][first : first + SHARE_ELEMENTS], start=first)
+        return bits_digest(tensors[name][first : first + _SHARE_ELEMENTS], start=first)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="policy-digest") as pool:
-        return dict(zip(shares, pool.map(digest, shares), strict=True))
+    found = dict.fromkeys(tensors, 0)
+    with ThreadPoolExecutor(decode_threads(), thread_name_prefix="policy-digest") as pool:
+        for (name, _), part in zip(shares, pool.map(digest, shares), strict=True):
+            found[name] = add_digests((found[name], part))
+    return found
+
+
+def decode_threads() -> int:
+    """Threads that decode and digest: numpy and zstd work without the interpreter's lock."""
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 def change_digest(digest: int, change: TensorChange, old: NDArray[np.unsignedinteger]) -> int:
@@ -72,9 +76,9 @@ def change_digest(digest: int, change: TensorChange, old: NDArray[np.unsignedint
 
     `old` [N] are the bits before the change of the elements that it sets (`change.old_bits`).
     """
-    mixer = _Mixer(min(change.num_elements, _BLOCK_ELEMENTS), digest)
-    for begin in range(0, change.num_elements, _BLOCK_ELEMENTS):
-        end = begin + _BLOCK_ELEMENTS
+    mixer = _Mixer(min(change.num_elements, BLOCK_ELEMENTS), digest)
+    for begin in range(0, change.num_elements, BLOCK_ELEMENTS):
+        end = begin + BLOCK_ELEMENTS
         if change.positions is None:
             mixer.place_range(change.start + begin, change.bits[begin:end].size)
         else:

@@ -25,7 +25,7 @@ from millrace.policies.chain import Chain, Link, Manifests, find_chain
 from millrace.policies.change import TensorChange
 from millrace.policies.delta.codec import decode_piece
 from millrace.policies.delta.frame import read_header
-from millrace.policies.digest import bits_digest, change_digest, digest_hex
+from millrace.policies.digest import change_digest, decode_threads, digest_hex, tensor_digests
 from millrace.policies.fetch import read_objects, require_sizes
 from millrace.policies.manifest import ObjectEntry, Piece, PolicyManifest, TensorEntry
 from millrace.policies.staged import StagedPolicy
@@ -39,16 +39,10 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "policy.safetensors"
 _MAX_WAYS = 4  # chains that are tried for one version
-_MAX_THREADS = 8
 
 Bits = NDArray[np.unsignedinteger]
 Changes = dict[str, tuple[TensorChange, ...]]
 Parts = dict[tuple[int, int], int]
-
-
-def decode_threads() -> int:
-    """Threads that decode and digest: numpy and zstd release the interpreter's lock."""
-    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 class _Buffer:
@@ -113,7 +107,7 @@ class HostCopy:
         return None if self._held is None else self._held.manifest
 
     def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
-        """Bring the copy to a version and return it, proved. Blocking: call it in a thread.
+        """Update the copy to a version and return it, proved. Blocking: call it in a thread.
 
         Damaged objects are gone around where another chain leads to the version. Raises CorruptObjectError or
         NotFoundError naming what is in the way; UnavailableError if the store is.
@@ -138,7 +132,7 @@ class HostCopy:
             self.forget()
         before = self._held
         fetched = _Fetched()
-        changes = self._bring_to(manifest, fetched)
+        changes = self._update_to(manifest, fetched)
         held = self._held
         assert held is not None
         return StagedPolicy(
@@ -167,7 +161,7 @@ class HostCopy:
             except OSError as error:  # the version serves all the same
                 logger.warning("a policy's file stays", extra={"path": str(self._path), "error": str(error)})
 
-    def _bring_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
+    def _update_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
         """Follow chains until one holds; return what changed since the copy before, None if that is unknown."""
         avoid: set[tuple[str, int | None]] = set()
         first: MillraceError | None = None
@@ -356,9 +350,7 @@ def _read_whole(store: ObjectStore, link: Link, fetched: _Fetched) -> dict[str, 
 
 def _prove(manifest: PolicyManifest, bits: Callable[[str], Bits], *, source: str) -> dict[str, int]:
     """The digests of all tensors; CorruptObjectError if one is not the manifest's."""
-    with ThreadPoolExecutor(decode_threads(), thread_name_prefix="policy-digest") as pool:
-        found = pool.map(lambda entry: bits_digest(bits(entry.name)), manifest.tensors)
-        digests = {entry.name: digest for entry, digest in zip(manifest.tensors, found, strict=True)}
+    digests = tensor_digests({entry.name: bits(entry.name) for entry in manifest.tensors})
     for entry in manifest.tensors:
         if digest_hex(digests[entry.name]) != entry.digest:
             raise _digest_mismatch(entry, digest_hex(digests[entry.name]), source=source)

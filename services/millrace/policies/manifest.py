@@ -9,8 +9,9 @@ row-major ranges of tensors, because every rank of a trainer encodes and uploads
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from millrace.decoding import Fields, decode_object, require_integer, require_number
@@ -28,6 +29,26 @@ MAX_FILE_BYTES = 1 << 30
 _MAX_TENSORS, _MAX_OBJECTS, _MAX_FILES, _MAX_ENCODINGS, _MAX_PROBE = 1 << 18, 1 << 16, 1000, 100, 1 << 12
 CODEC_FULL = "full"
 CODEC_DELTA = "delta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyPlace:
+    """Which version of which run a policy is, and with that where it lies in the store."""
+
+    prefix: str
+    uid: str
+    lineage: int
+    version: int
+
+    @property
+    def objects_prefix(self) -> str:
+        """Prefix of every object of the version, ending in `/`."""
+        return f"{self.prefix}/runs/{self.uid}/policies/{self.lineage:04d}-{self.version:08d}/"
+
+    @property
+    def manifest_key(self) -> str:
+        """Object key of the version's manifest."""
+        return f"{self.objects_prefix}manifest.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +199,10 @@ class PolicyManifest:
     """What a policy version is made of.
 
     `key` is its own object key. `anchor` is the newest version of the lineage, itself included, with a full encoding.
-    `is_delta_base`: later versions may be differences from this one, so that whoever has a copy does well to keep it.
+    `is_delta_base`: later versions may be differences from this one, so that a reader does well to keep its copy.
     """
 
-    format: int
+    format: int = FORMAT
     key: str
     run_uid: str
     lineage: int
@@ -192,7 +213,7 @@ class PolicyManifest:
     files: tuple[FileEntry, ...]
     digest: str
     probe: Probe | None
-    created: str
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     adapter: AdapterEntry | None = None
     is_delta_base: bool = True
 
@@ -275,14 +296,16 @@ class PolicyManifest:
         tensors = {entry.name: entry for entry in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("a tensor is named twice")
-        if (
-            policy_digest({entry.name: (entry.dtype, entry.shape, entry.digest) for entry in self.tensors})
-            != self.digest
-        ):
+        if whole_digest(self.tensors) != self.digest:
             raise ValueError("the digest of the whole does not follow from the digests of the tensors")
         for encoding in self.encodings:
             if encoding.codec in (CODEC_FULL, CODEC_DELTA):
                 _check_encoding(encoding, tensors, version=self.version)
+
+
+def whole_digest(tensors: Iterable[TensorEntry]) -> str:
+    """The digest of a version from its entries, hex."""
+    return policy_digest({entry.name: (entry.dtype, entry.shape, entry.digest) for entry in tensors})
 
 
 def _manifest_of(fields: Fields) -> PolicyManifest:
@@ -369,16 +392,6 @@ def _check_encoding(encoding: Encoding, tensors: Mapping[str, TensorEntry], *, v
     for name, end in covered.items():
         if is_full and end != tensors[name].num_elements:
             raise ValueError(f"tensor {name} has {tensors[name].num_elements} elements, and its pieces {end}")
-
-
-def manifest_key(prefix: str, uid: str, *, lineage: int, version: int) -> str:
-    """Object key of a policy version's manifest."""
-    return f"{policy_prefix(prefix, uid, lineage=lineage, version=version)}manifest.json"
-
-
-def policy_prefix(prefix: str, uid: str, *, lineage: int, version: int) -> str:
-    """Prefix of every object of a policy version, ending in `/`."""
-    return f"{prefix}/runs/{uid}/policies/{lineage:04d}-{version:08d}/"
 
 
 def sha256_hex(data: bytes | memoryview) -> str:

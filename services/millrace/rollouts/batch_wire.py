@@ -16,7 +16,14 @@ from millrace.decoding import decode_message
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.types import TrainSample
-from millrace.rollouts.wire import check_column, check_masked, column_from_bytes, column_to_bytes
+from millrace.rollouts.wire import (
+    check_column,
+    check_masked,
+    column_from_bytes,
+    column_to_bytes,
+    truncation_from_wire,
+    truncation_to_wire,
+)
 
 TARGET_CHUNK_BYTES = 2 << 20
 MAX_SAMPLE_TOKENS = 1 << 26  # 0.9 GiB of columns: below protobuf's limit of 2 GiB per message
@@ -83,8 +90,9 @@ def check_header(header: batch_pb2.BatchHeader) -> None:
             )
         if entry.env >= len(header.envs):
             raise _corrupt(f"{where}.env", entry.env, f"is not below {len(header.envs)}")
-        if not (math.isfinite(entry.reward) and math.isfinite(entry.temperature)):
-            raise _corrupt(f"{where}.reward", (entry.reward, entry.temperature), "is not finite")
+        if not all(map(math.isfinite, (entry.reward, entry.temperature, entry.reference_kl))):
+            raise _corrupt(f"{where}.reward", (entry.reward, entry.temperature, entry.reference_kl), "is not finite")
+        truncation_from_wire(entry)
         if entry.min_policy_version > entry.max_policy_version:
             raise _corrupt(f"{where}.min_policy_version", entry.min_policy_version, "is above the newest version")
         filled[entry.chunk] += entry.length
@@ -128,7 +136,7 @@ def unpack_batch(
                     remedy="fetch the chunks that chunks_for() names",
                 )
             verify_chunk(header, number, chunks[number])
-            columns[number] = _decode_chunk(chunks[number], header.chunks[number].num_tokens, f"chunks[{number}]")
+            columns[number] = decode_chunk(chunks[number], header.chunks[number].num_tokens, f"chunks[{number}]")
         samples.append(columns[number].sample(header, index))
     return samples
 
@@ -160,6 +168,8 @@ class _Columns:
             env=header.envs[entry.env],
             reward=entry.reward,
             temperature=entry.temperature,
+            truncation=truncation_from_wire(entry),
+            reference_kl=entry.reference_kl,
             min_version=entry.min_policy_version,
             max_version=entry.max_policy_version,
             lineage=entry.lineage,
@@ -196,6 +206,8 @@ def _entry(sample: TrainSample, *, chunk: int, offset: int, env: int) -> batch_p
         max_policy_version=sample.max_version,
         lineage=sample.lineage,
         temperature=sample.temperature,
+        truncation=truncation_to_wire(sample.truncation),
+        reference_kl=sample.reference_kl,
     )
 
 
@@ -221,7 +233,8 @@ def _join(columns: Sequence[np.ndarray], dtype: str) -> bytes:
     return column_to_bytes(np.concatenate(columns), dtype)
 
 
-def _decode_chunk(data: bytes, num_tokens: int, where: str) -> _Columns:
+def decode_chunk(data: bytes, num_tokens: int, where: str) -> _Columns:
+    """Decode the columns of one chunk; raise CorruptObjectError if they are not `num_tokens` long."""
     chunk = decode_message(
         batch_pb2.BatchChunk, data, what=f"batch {where} of {len(data)} bytes", reason=_REASON, remedy=_REMEDY
     )

@@ -17,7 +17,9 @@ Uint8Array: TypeAlias = NDArray[np.uint8]
 Float32Array: TypeAlias = NDArray[np.float32]
 
 MAX_ERROR_MESSAGE_CHARS = 2000  # bound of `RolloutError.message`, stated in rollout.proto
+MAX_ERROR_FRAMES_CHARS = 1000  # bound of `RolloutError.frames`, stated in rollout.proto
 MAX_MESSAGES_JSON_BYTES = 64 * 1024  # bound of `Rollout.messages_json`, stated in rollout.proto
+MAX_SAMPLING_JSON_CHARS = 64 << 10
 
 
 class Purpose(StrEnum):
@@ -58,6 +60,10 @@ class RolloutError:
 
     type: str
     message: str
+    frames: str = ""
+    """Last frames of the environment's own code, one per line; "" if none is known."""
+    is_infrastructure: bool = False
+    """Not the environment's doing: an engine or a worker was lost, an engine answered 5xx, a store was away."""
 
 
 def _equal_fields(left: object, right: object) -> bool:
@@ -122,6 +128,27 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """Which tokens may be sampled. Log-probs are those of what is left, renormalised.
+
+    Of the tokens with at least `min_p` of the likeliest one's probability the `top_k` likeliest, and of these the
+    smallest set with probability `top_p`. `top_p` 1, `top_k` 0 and `min_p` 0 are off.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every token may be sampled."""
+        return self.top_p >= 1 and self.top_k == 0 and self.min_p == 0
+
+
+FULL = Truncation()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One complete play of a task; the fields are those of `millrace.internal.v1.Rollout`."""
 
@@ -149,12 +176,21 @@ class Rollout:
     planned_step: int = 0
     eval_id: str = ""
     messages_json: str = ""
+    truncation: Truncation = FULL
+    sampling_json: str = ""
+    """Every sampling parameter that the engine was sent."""
     dispatched_after: str = ""
     """Newest entry of the rollout stream that the orchestrator had read when it asked for this play."""
     entry_id: str = ""
     """In the archive only: id of its entry in the rollout stream."""
     is_duplicate: bool = False
     """In the archive only: its member was there already, so it was discarded."""
+
+    @property
+    def is_environment_failure(self) -> bool:
+        """Whether it failed, and not because of what it ran on: engines, workers, stores, restarts."""
+        is_blameless = self.status in (RolloutStatus.OK, RolloutStatus.CANCELLED, RolloutStatus.ENGINE_LOST)
+        return not is_blameless and not (self.error is not None and self.error.is_infrastructure)
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +218,7 @@ class TrainSample:
     """A sample with its per-token advantages and the facts of its rollout: one row of a batch.
 
     `rl_weights` None means 1 where the mask is 1; `ce_weights` None means 0 everywhere (float32 [T] otherwise).
+    `reference_kl` is not 0 where the advantages are that times the log-ratio of a reference to the behaviour policy.
     """
 
     token_ids: Int32Array
@@ -199,6 +236,8 @@ class TrainSample:
     lineage: int
     rl_weights: Float32Array | None = None
     ce_weights: Float32Array | None = None
+    truncation: Truncation = FULL
+    reference_kl: float = 0.0
 
     def __eq__(self, other: object) -> bool:
         return _equal_fields(self, other) if isinstance(other, TrainSample) else NotImplemented

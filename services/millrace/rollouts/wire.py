@@ -6,33 +6,42 @@ Bytes that do not decode raise `CorruptObjectError`, never yield wrong arrays.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
 import numpy as np
 import zstandard
 
 from millrace.decoding import decode_message, decompress
 from millrace.errors import CorruptObjectError
-from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.rollouts.types import (
+    FULL,
+    MAX_ERROR_FRAMES_CHARS,
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
+    MAX_SAMPLING_JSON_CHARS,
     PolicySpan,
     Purpose,
     Rollout,
     RolloutError,
     RolloutStatus,
     Sample,
+    Truncation,
 )
 
-_PURPOSE_TO_WIRE = {
+PURPOSE_TO_WIRE = {
     Purpose.TRAIN: rollout_pb2.PURPOSE_TRAIN,
     Purpose.EVAL: rollout_pb2.PURPOSE_EVAL,
 }
-_PURPOSE_FROM_WIRE = {wire: purpose for purpose, wire in _PURPOSE_TO_WIRE.items()}
-_STATUS_FROM_WIRE = {
+_PURPOSE_FROM_WIRE = {wire: purpose for purpose, wire in PURPOSE_TO_WIRE.items()}
+STATUS_FROM_WIRE = {
     rollout_pb2.RolloutStatus.Value(f"ROLLOUT_STATUS_{status.name}"): status for status in RolloutStatus
 }
 
+# Fields that are the same on either side.
+_OTHER = {"purpose", "status", "error", "samples", "metrics", "truncation"}
+_SAME = tuple(part.name for part in fields(Rollout) if part.name not in _OTHER)
 MAX_ROLLOUT_BYTES = 256 << 20
 """Largest rollout that is read: 16 million tokens with their columns, and its messages."""
 MAX_ARCHIVE_BYTES = 1 << 30
@@ -42,7 +51,7 @@ _SMALL_ARCHIVE_BYTES, _MAX_EXPANSION = 64 << 20, 256  # log-probs hardly compres
 
 def purpose_to_wire(purpose: Purpose) -> rollout_pb2.Purpose:
     """The protobuf value of a purpose."""
-    return _PURPOSE_TO_WIRE[purpose]
+    return PURPOSE_TO_WIRE[purpose]
 
 
 def purpose_from_wire(value: int) -> Purpose:
@@ -109,74 +118,46 @@ def _max_archive_bytes(packed: bytes) -> int:
 def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
     """The protobuf form of a valid rollout; `CorruptObjectError` names the field that is not."""
     validate_rollout(rollout)
-    error = rollout.error and rollout_pb2.RolloutError(type=rollout.error.type, message=rollout.error.message)
-    return rollout_pb2.Rollout(
-        run_uid=rollout.run_uid,
-        purpose=purpose_to_wire(rollout.purpose),
-        ordinal=rollout.ordinal,
-        member=rollout.member,
-        attempt=rollout.attempt,
-        group_size=rollout.group_size,
-        env=rollout.env,
-        task_index=rollout.task_index,
-        task_id=rollout.task_id,
-        status=f"ROLLOUT_STATUS_{rollout.status.name}",
-        error=error,
-        samples=[_sample_to_proto(sample) for sample in rollout.samples],
-        reward=rollout.reward,
-        metrics=rollout.metrics,
-        stop_condition=rollout.stop_condition,
-        is_truncated=rollout.is_truncated,
-        num_turns=rollout.num_turns,
-        seconds=rollout.seconds,
-        model_seconds=rollout.model_seconds,
-        temperature=rollout.temperature,
-        env_server=rollout.env_server,
-        planned_step=rollout.planned_step,
-        eval_id=rollout.eval_id,
-        messages_json=rollout.messages_json,
-        dispatched_after=rollout.dispatched_after,
-        entry_id=rollout.entry_id,
-        is_duplicate=rollout.is_duplicate,
-    )
+    values: dict[str, Any] = {name: getattr(rollout, name) for name in _SAME}
+    values["purpose"] = purpose_to_wire(rollout.purpose)
+    values["status"] = f"ROLLOUT_STATUS_{rollout.status.name}"
+    values["error"] = rollout.error and rollout_pb2.RolloutError(**asdict(rollout.error))
+    values["samples"] = [_sample_to_proto(sample) for sample in rollout.samples]
+    values["truncation"] = truncation_to_wire(rollout.truncation)
+    return rollout_pb2.Rollout(metrics=rollout.metrics, **values)
 
 
 def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
     """The rollout of a protobuf message, validated."""
-    if message.status not in _STATUS_FROM_WIRE:
+    if message.status not in STATUS_FROM_WIRE:
         raise _corrupt("status", message.status, "is not a known RolloutStatus")
-    error = RolloutError(type=message.error.type, message=message.error.message) if message.HasField("error") else None
-    rollout = Rollout(
-        run_uid=message.run_uid,
-        purpose=purpose_from_wire(message.purpose),
-        ordinal=message.ordinal,
-        member=message.member,
-        attempt=message.attempt,
-        group_size=message.group_size,
-        env=message.env,
-        task_index=message.task_index,
-        task_id=message.task_id,
-        status=_STATUS_FROM_WIRE[message.status],
-        error=error,
-        samples=tuple(_sample_from_proto(sample) for sample in message.samples),
-        reward=message.reward,
-        metrics=dict(message.metrics),
-        stop_condition=message.stop_condition,
-        is_truncated=message.is_truncated,
-        num_turns=message.num_turns,
-        seconds=message.seconds,
-        model_seconds=message.model_seconds,
-        temperature=message.temperature,
-        env_server=message.env_server,
-        planned_step=message.planned_step,
-        eval_id=message.eval_id,
-        messages_json=message.messages_json,
-        dispatched_after=message.dispatched_after,
-        entry_id=message.entry_id,
-        is_duplicate=message.is_duplicate,
-    )
+    values: dict[str, Any] = {name: getattr(message, name) for name in _SAME}
+    values["purpose"] = purpose_from_wire(message.purpose)
+    values["status"] = STATUS_FROM_WIRE[message.status]
+    if message.HasField("error"):
+        values["error"] = RolloutError(
+            **{part.name: getattr(message.error, part.name) for part in fields(RolloutError)}
+        )
+    values["samples"] = tuple(_sample_from_proto(sample) for sample in message.samples)
+    values["truncation"] = truncation_from_wire(message)
+    rollout = Rollout(metrics=dict(message.metrics), **values)
     validate_rollout(rollout)
     return rollout
+
+
+def truncation_to_wire(truncation: Truncation) -> rollout_pb2.Truncation | None:
+    """The protobuf form; None for the full distribution."""
+    return None if truncation.is_full else rollout_pb2.Truncation(**asdict(truncation))
+
+
+def truncation_from_wire(message: rollout_pb2.Rollout | batch_pb2.SampleEntry) -> Truncation:
+    """The truncation of a message; `CorruptObjectError` if there is no such one."""
+    if not message.HasField("truncation"):
+        return FULL
+    found = message.truncation
+    if not (0 < found.top_p <= 1 and 0 <= found.min_p <= 1):
+        raise _corrupt("truncation", (found.top_p, found.min_p), "is not between 0 and 1")
+    return Truncation(top_p=found.top_p, top_k=found.top_k, min_p=found.min_p)
 
 
 def validate_rollout(rollout: Rollout) -> None:
@@ -199,6 +180,10 @@ def validate_rollout(rollout: Rollout) -> None:
         raise _corrupt("error", None, f"must be set when the status is {rollout.status}")
     if rollout.error is not None and len(rollout.error.message) > MAX_ERROR_MESSAGE_CHARS:
         raise _corrupt("error.message", len(rollout.error.message), f"has more than {MAX_ERROR_MESSAGE_CHARS} chars")
+    if rollout.error is not None and len(rollout.error.frames) > MAX_ERROR_FRAMES_CHARS:
+        raise _corrupt("error.frames", len(rollout.error.frames), f"has more than {MAX_ERROR_FRAMES_CHARS} chars")
+    if len(rollout.sampling_json) > MAX_SAMPLING_JSON_CHARS:
+        raise _corrupt("sampling_json", len(rollout.sampling_json), f"has more than {MAX_SAMPLING_JSON_CHARS} chars")
     if len(rollout.messages_json.encode()) > MAX_MESSAGES_JSON_BYTES:
         raise _corrupt("messages_json", len(rollout.messages_json), f"is above {MAX_MESSAGES_JSON_BYTES} bytes")
     for index, sample in enumerate(rollout.samples):

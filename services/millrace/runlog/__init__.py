@@ -1,16 +1,37 @@
-"""The log of a run (docs/architecture.md): Redis streams in front, the object store as the truth."""
+"""The log of a run (docs/architecture.md): Redis streams in front, the object store as the truth.
 
-from millrace.runlog.commit import commit_batch
-from millrace.runlog.events.reader import EventReader
-from millrace.runlog.events.writer import EventWriter
-from millrace.runlog.names import Names, Stream, new_uid
-from millrace.runlog.records.epochs import Epoch
-from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
-from millrace.runlog.records.intents import Intent
-from millrace.runlog.recovery.recover import load_committed, load_headers, reappend_committed, reappend_policies
-from millrace.runlog.redis.connection import open_redis
-from millrace.runlog.redis.lease import Lease
-from millrace.runlog.redis.log import AppendResult, Entry, RunLog
+The names are loaded when they are used first: a client reads records and events without Redis.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millrace.runlog.commit import commit_batch
+    from millrace.runlog.events.reader import EventReader
+    from millrace.runlog.events.writer import EventWriter
+    from millrace.runlog.names import Names, Stream, new_uid
+    from millrace.runlog.records.epochs import Epoch
+    from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
+    from millrace.runlog.records.intents import Intent
+    from millrace.runlog.recovery.recover import load_committed, load_headers, reappend_committed, reappend_policies
+    from millrace.runlog.redis.connection import open_redis
+    from millrace.runlog.redis.lease import Lease
+    from millrace.runlog.redis.log import AppendResult, Entry, RunLog
+
+_HOMES = {
+    "commit": ("commit_batch",),
+    "events.reader": ("EventReader",),
+    "events.writer": ("EventWriter",),
+    "names": ("Names", "Stream", "new_uid"),
+    "records.epochs": ("Epoch",),
+    "records.frontier": ("ZERO_CHAIN_HASH", "Frontier", "chain_hash"),
+    "records.intents": ("Intent",),
+    "recovery.recover": ("load_committed", "load_headers", "reappend_committed", "reappend_policies"),
+    "redis.connection": ("open_redis",),
+    "redis.lease": ("Lease",),
+    "redis.log": ("AppendResult", "Entry", "RunLog"),
+}
 
 __all__ = [
     "ZERO_CHAIN_HASH",
@@ -34,3 +55,11 @@ __all__ = [
     "reappend_committed",
     "reappend_policies",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            globals()[name] = value = getattr(import_module(f"{__name__}.{home}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,6 +28,7 @@ from millrace.runlog.records.frontier import Frontier, chain_hash
 from millrace.runlog.records.listing import list_checkpoints
 from millrace.runlog.records.origin import RunOrigin, load_origin, parse_origin
 from millrace.runlog.records.revisions import chain_broken, list_headers, load_reopenings, load_step, read_header
+from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
 from millrace.storage.base import check_key
 from millrace.storage.commit_points import newest_revision, require_checksum, with_checksum
@@ -113,14 +114,13 @@ def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> Non
     objects are not what their hashes say.
     """
     where = store.uri(Names(prefix, uid).run_json)
-    document = decode_object(run_json, what=where, reason="RUN_JSON_CORRUPT")
-    if document.get("parent") is None:
+    record = RunRecord.parse(run_json, where=where, needs=["run_hash"])
+    if record.parent is None:
         return
     try:
-        parent = Fields(document["parent"], what="parent")
+        parent = Fields(record.parent, what="parent")
         source, name = Names(prefix, parent.text("uid")), parent.text("name")
         base_step, step = parent.integer("base_step"), parent.integer("step")
-        run_hash = Fields(document).text("run_hash")
     except (ValueError, InvalidSpecError) as error:  # the second: a uid that is none
         raise CorruptObjectError(
             f"{where} names no parent to copy: {error}",
@@ -128,7 +128,7 @@ def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> Non
             remedy="restore the object from a replica of the bucket, or fork again with a new request_id",
         ) from error
     origin = parse_origin(run_json, where=where)
-    copy = _Copy(store=store, source=source, target=Names(prefix, uid), run_hash=run_hash, origin=origin)
+    copy = _Copy(store=store, source=source, target=Names(prefix, uid), run_hash=record.run_hash, origin=origin)
     try:
         copy.run(base_step=base_step, step=step)
     except NotFoundError as error:

@@ -16,10 +16,12 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from millrace.errors import InvalidSpecError, Violation
@@ -27,8 +29,12 @@ from millrace.telemetry.redact import redact, secrets_of
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
-_QUIET = ("asyncio", "boto3", "botocore", "urllib3", "s3transfer", "filelock", "httpx", "httpcore")
+_QUIET = ("aiohttp.access", "asyncio", "boto3", "botocore", "urllib3", "s3transfer", "filelock", "httpx", "httpcore")
 _FIELDS: ContextVar[Mapping[str, Any]] = ContextVar("millrace_log_fields", default={})  # noqa: B039 - never mutated
+_WINDOW_S, _LINES_PER_WINDOW = 60.0, 20
+"""A message may come so often within a minute; of more only the 32nd, the 64th, … are written."""
+_MAX_MESSAGES, _KEY_CHARS = 1000, 200
+_NUMBER = re.compile(r"\d+")
 _BOOLEANS = frozenset({"1", "true", "yes", "on"})
 
 
@@ -76,6 +82,7 @@ def setup(
     secrets = secrets_of(environ)
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(service, secrets) if json_lines else PlainFormatter(service, secrets))
+    handler.addFilter(RateLimit())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -84,6 +91,47 @@ def setup(
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     logging.captureWarnings(True)
+
+
+class RateLimit(logging.Filter):
+    """Of a warning or an error that comes again and again: the first lines of each minute, then counts.
+
+    Messages that differ in nothing but their numbers are one. A line behind some that were left out says in
+    `left_out` how many these were.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._seen: dict[tuple[str, int, str], _Seen] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is written."""
+        if record.levelno < logging.WARNING:
+            return True
+        key = record.name, record.levelno, _NUMBER.sub("#", str(record.msg)[:_KEY_CHARS])
+        now, seen = self._clock(), self._seen.pop(key, None)
+        if seen is None or now - seen.began >= _WINDOW_S:
+            seen = _Seen(began=now, left_out=seen.left_out if seen else 0)
+        self._seen[key] = seen
+        if len(self._seen) > _MAX_MESSAGES:
+            del self._seen[next(iter(self._seen))]
+        seen.count += 1
+        if seen.count > _LINES_PER_WINDOW and seen.count & (seen.count - 1):
+            seen.left_out += 1
+            return False
+        if seen.left_out:
+            record.left_out, seen.left_out = seen.left_out, 0
+        return True
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One message in the current minute."""
+
+    began: float
+    left_out: int = 0
+    count: int = 0
 
 
 class _Formatter(logging.Formatter):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config.sections.rl import RLConfig
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.policies.adapter import ADAPTER_CONFIG
 from millrace.policies.manifest import FileEntry
@@ -15,6 +15,7 @@ from millrace.policies.publishing.publish import upload_files
 from millrace.runlog import Names
 from millrace.runlog.records.origin import RunOrigin, parse_origin
 from millrace.runlog.records.revisions import last_reopened
+from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
 from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
@@ -27,7 +28,7 @@ from millrace.trainer.log.batches import POLL_S, Batches
 from millrace.trainer.log.client import LogClient
 from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.loop import train
-from millrace.trainer.model.pretrained import policy_files, resolve_model_directory
+from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer
 from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import DamageReport, Mender, published_anew
 from millrace.trainer.publish.plan import PublishPlan, newest_published, plan_publishing
@@ -218,6 +219,8 @@ def make_publisher(
 ) -> Publisher:
     """The publisher; rank 0 uploads once the files that all versions share."""
     shared = policy_files(directory, dtype=learner.publish_dtype)
+    if (tokenizer := learner.config.tokenizer.name) is not None:
+        shared = with_tokenizer(shared, resolve_model_directory(tokenizer))
     if learner.adapter is not None:
         shared[ADAPTER_CONFIG] = learner.adapter.to_config()  # with the base, too: engines see at once what will come
 
@@ -263,9 +266,9 @@ def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
     """The resolved config in a run's record; CorruptObjectError if it does not have one."""
     what, reason = f"run.json of run {uid}", "RUN_CONFIG_INVALID"
     remedy = "run trainer and orchestrator of the same release"
-    raw = decode_object(run_json, what=what, reason=reason, remedy=remedy)
+    record = RunRecord.parse(run_json, where=what)
     try:
-        return RLConfig.model_validate_json(json.dumps(raw.get("config")))
+        return RLConfig.model_validate_json(record.config_json)
     except ValueError as error:
         raise CorruptObjectError(
             f"{what} has no config that this version reads: {error}", reason=reason, remedy=remedy

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from millrace.v1 import run_pb2 as millrace_dot_v1_dot_run__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/event.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15millrace/v1/run.proto\"\x87\x05\n\x05\x45vent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\t\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06writer\x18\x03 \x01(\t\x12\x17\n\x0fwriter_sequence\x18\x04 \x01(\x04\x12\x32\n\rstate_changed\x18\x05 \x01(\x0b\x32\x19.millrace.v1.StateChangedH\x00\x12\x34\n\x0estep_completed\x18\x06 \x01(\x0b\x32\x1a.millrace.v1.StepCompletedH\x00\x12\x34\n\x0e\x65val_completed\x18\x07 \x01(\x0b\x32\x1a.millrace.v1.EvalCompletedH\x00\x12\x38\n\x10policy_published\x18\x08 \x01(\x0b\x32\x1c.millrace.v1.PolicyPublishedH\x00\x12\x38\n\x10\x63heckpoint_saved\x18\t \x01(\x0b\x32\x1c.millrace.v1.CheckpointSavedH\x00\x12\'\n\x07warning\x18\n \x01(\x0b\x32\x14.millrace.v1.WarningH\x00\x12\x32\n\rwait_reported\x18\x0b \x01(\x0b\x32\x19.millrace.v1.WaitReportedH\x00\x12\x36\n\x0fscore_completed\x18\x0c \x01(\x0b\x32\x1b.millrace.v1.ScoreCompletedH\x00\x12\x36\n\x0f\x62\x61tch_committed\x18\r \x01(\x0b\x32\x1b.millrace.v1.BatchCommittedH\x00\x12\x32\n\rpolicy_served\x18\x0e \x01(\x0b\x32\x19.millrace.v1.PolicyServedH\x00\x42\x06\n\x04\x62ody\"\xac\x01\n\x0cStateChanged\x12(\n\told_state\x18\x01 \x01(\x0e\x32\x15.millrace.v1.RunState\x12(\n\tnew_state\x18\x02 \x01(\x0e\x32\x15.millrace.v1.RunState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.millrace.v1.RunError\x12\x12\n\nchain_hash\x18\x05 \x01(\t\"\xb5\x02\n\rStepCompleted\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0breward_mean\x18\x02 \x01(\x01\x12\x16\n\x0estaleness_mean\x18\x03 \x01(\x01\x12\x15\n\rstaleness_max\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x14\n\x0cnum_rollouts\x18\x06 \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x07 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x08 \x01(\x01\x12\x38\n\x07metrics\x18\t \x03(\x0b\x32\'.millrace.v1.StepCompleted.MetricsEntry\x12\x12\n\nchain_hash\x18\n \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xfc\x01\n\rEvalCompleted\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0breward_mean\x18\x04 \x01(\x01\x12\x14\n\x0cnum_rollouts\x18\x05 \x01(\x04\x12\x12\n\nnum_failed\x18\x06 \x01(\x04\x12\x38\n\x07metrics\x18\x07 \x03(\x0b\x32\'.millrace.v1.EvalCompleted.MetricsEntry\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xcb\x01\n\x0fPolicyPublished\x12\x0f\n\x07lineage\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x0b\n\x03uri\x18\x05 \x01(\t\x12\x12\n\nfull_bytes\x18\x06 \x01(\x04\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x18\n\x10\x63hanged_fraction\x18\x08 \x01(\x01\x12\x0e\n\x06\x64igest\x18\t \x01(\t\x12\x17\n\x0fmanifest_sha256\x18\n \x01(\t\"\xaa\x01\n\x0cPolicyServed\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07lineage\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x15\n\rpause_seconds\x18\x04 \x01(\x01\x12\r\n\x05proof\x18\x05 \x01(\t\x12\x15\n\rfetched_bytes\x18\x06 \x01(\x04\x12\x12\n\nfull_bytes\x18\x07 \x01(\x04\x12\x16\n\x0eupdate_seconds\x18\x08 \x01(\x01\"Y\n\x0f\x43heckpointSaved\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fmanifest_sha256\x18\x04 \x01(\t\"\xc6\x01\n\x0e\x42\x61tchCommitted\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnum_trained\x18\x02 \x01(\x04\x12\x39\n\x07\x64ropped\x18\x03 \x03(\x0b\x32(.millrace.v1.BatchCommitted.DroppedEntry\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12\x12\n\nchain_hash\x18\x05 \x01(\t\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"*\n\x07Warning\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"/\n\x0cWaitReported\x12\x1f\n\x04wait\x18\x01 \x01(\x0b\x32\x11.millrace.v1.Wait\"h\n\x0eScoreCompleted\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x13\n\x0bmismatch_kl\x18\x03 \x01(\x01\x12\x1c\n\x14max_abs_logprob_diff\x18\x04 \x01(\x01\"w\n\x04Wait\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08waits_on\x18\x03 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x04 \x01(\x01\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x05 \x01(\x01\x12\x0f\n\x07run_uid\x18\x06 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/event.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15millrace/v1/run.proto\"\xbf\x05\n\x05\x45vent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\t\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06writer\x18\x03 \x01(\t\x12\x17\n\x0fwriter_sequence\x18\x04 \x01(\x04\x12\x32\n\rstate_changed\x18\x05 \x01(\x0b\x32\x19.millrace.v1.StateChangedH\x00\x12\x34\n\x0estep_completed\x18\x06 \x01(\x0b\x32\x1a.millrace.v1.StepCompletedH\x00\x12\x34\n\x0e\x65val_completed\x18\x07 \x01(\x0b\x32\x1a.millrace.v1.EvalCompletedH\x00\x12\x38\n\x10policy_published\x18\x08 \x01(\x0b\x32\x1c.millrace.v1.PolicyPublishedH\x00\x12\x38\n\x10\x63heckpoint_saved\x18\t \x01(\x0b\x32\x1c.millrace.v1.CheckpointSavedH\x00\x12\'\n\x07warning\x18\n \x01(\x0b\x32\x14.millrace.v1.WarningH\x00\x12\x32\n\rwait_reported\x18\x0b \x01(\x0b\x32\x19.millrace.v1.WaitReportedH\x00\x12\x36\n\x0fscore_completed\x18\x0c \x01(\x0b\x32\x1b.millrace.v1.ScoreCompletedH\x00\x12\x36\n\x0f\x62\x61tch_committed\x18\r \x01(\x0b\x32\x1b.millrace.v1.BatchCommittedH\x00\x12\x32\n\rpolicy_served\x18\x0e \x01(\x0b\x32\x19.millrace.v1.PolicyServedH\x00\x12\x36\n\x0frollouts_failed\x18\x0f \x01(\x0b\x32\x1b.millrace.v1.RolloutsFailedH\x00\x42\x06\n\x04\x62ody\"\xac\x01\n\x0cStateChanged\x12(\n\told_state\x18\x01 \x01(\x0e\x32\x15.millrace.v1.RunState\x12(\n\tnew_state\x18\x02 \x01(\x0e\x32\x15.millrace.v1.RunState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.millrace.v1.RunError\x12\x12\n\nchain_hash\x18\x05 \x01(\t\"\xb5\x02\n\rStepCompleted\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0breward_mean\x18\x02 \x01(\x01\x12\x16\n\x0estaleness_mean\x18\x03 \x01(\x01\x12\x15\n\rstaleness_max\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x14\n\x0cnum_rollouts\x18\x06 \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x07 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x08 \x01(\x01\x12\x38\n\x07metrics\x18\t \x03(\x0b\x32\'.millrace.v1.StepCompleted.MetricsEntry\x12\x12\n\nchain_hash\x18\n \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xfc\x01\n\rEvalCompleted\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0breward_mean\x18\x04 \x01(\x01\x12\x14\n\x0cnum_rollouts\x18\x05 \x01(\x04\x12\x12\n\nnum_failed\x18\x06 \x01(\x04\x12\x38\n\x07metrics\x18\x07 \x03(\x0b\x32\'.millrace.v1.EvalCompleted.MetricsEntry\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xcb\x01\n\x0fPolicyPublished\x12\x0f\n\x07lineage\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x0b\n\x03uri\x18\x05 \x01(\t\x12\x12\n\nfull_bytes\x18\x06 \x01(\x04\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x18\n\x10\x63hanged_fraction\x18\x08 \x01(\x01\x12\x0e\n\x06\x64igest\x18\t \x01(\t\x12\x17\n\x0fmanifest_sha256\x18\n \x01(\t\"\xaa\x01\n\x0cPolicyServed\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07lineage\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x15\n\rpause_seconds\x18\x04 \x01(\x01\x12\r\n\x05proof\x18\x05 \x01(\t\x12\x15\n\rfetched_bytes\x18\x06 \x01(\x04\x12\x12\n\nfull_bytes\x18\x07 \x01(\x04\x12\x16\n\x0eupdate_seconds\x18\x08 \x01(\x01\"Y\n\x0f\x43heckpointSaved\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fmanifest_sha256\x18\x04 \x01(\t\"\xc6\x01\n\x0e\x42\x61tchCommitted\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnum_trained\x18\x02 \x01(\x04\x12\x39\n\x07\x64ropped\x18\x03 \x03(\x0b\x32(.millrace.v1.BatchCommitted.DroppedEntry\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12\x12\n\nchain_hash\x18\x05 \x01(\t\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"P\n\x0eRolloutsFailed\x12-\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x18.millrace.v1.EnvRollouts\x12\x0f\n\x07message\x18\x02 \x01(\t\"*\n\x07Warning\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"/\n\x0cWaitReported\x12\x1f\n\x04wait\x18\x01 \x01(\x0b\x32\x11.millrace.v1.Wait\"h\n\x0eScoreCompleted\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x13\n\x0bmismatch_kl\x18\x03 \x01(\x01\x12\x1c\n\x14max_abs_logprob_diff\x18\x04 \x01(\x01\"w\n\x04Wait\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08waits_on\x18\x03 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x04 \x01(\x01\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x05 \x01(\x01\x12\x0f\n\x07run_uid\x18\x06 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,33 +40,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BATCHCOMMITTED_DROPPEDENTRY']._loaded_options = None
   _globals['_BATCHCOMMITTED_DROPPEDENTRY']._serialized_options = b'8\001'
   _globals['_EVENT']._serialized_start=97
-  _globals['_EVENT']._serialized_end=744
-  _globals['_STATECHANGED']._serialized_start=747
-  _globals['_STATECHANGED']._serialized_end=919
-  _globals['_STEPCOMPLETED']._serialized_start=922
-  _globals['_STEPCOMPLETED']._serialized_end=1231
-  _globals['_STEPCOMPLETED_METRICSENTRY']._serialized_start=1185
-  _globals['_STEPCOMPLETED_METRICSENTRY']._serialized_end=1231
-  _globals['_EVALCOMPLETED']._serialized_start=1234
-  _globals['_EVALCOMPLETED']._serialized_end=1486
-  _globals['_EVALCOMPLETED_METRICSENTRY']._serialized_start=1185
-  _globals['_EVALCOMPLETED_METRICSENTRY']._serialized_end=1231
-  _globals['_POLICYPUBLISHED']._serialized_start=1489
-  _globals['_POLICYPUBLISHED']._serialized_end=1692
-  _globals['_POLICYSERVED']._serialized_start=1695
-  _globals['_POLICYSERVED']._serialized_end=1865
-  _globals['_CHECKPOINTSAVED']._serialized_start=1867
-  _globals['_CHECKPOINTSAVED']._serialized_end=1956
-  _globals['_BATCHCOMMITTED']._serialized_start=1959
-  _globals['_BATCHCOMMITTED']._serialized_end=2157
-  _globals['_BATCHCOMMITTED_DROPPEDENTRY']._serialized_start=2111
-  _globals['_BATCHCOMMITTED_DROPPEDENTRY']._serialized_end=2157
-  _globals['_WARNING']._serialized_start=2159
-  _globals['_WARNING']._serialized_end=2201
-  _globals['_WAITREPORTED']._serialized_start=2203
-  _globals['_WAITREPORTED']._serialized_end=2250
-  _globals['_SCORECOMPLETED']._serialized_start=2252
-  _globals['_SCORECOMPLETED']._serialized_end=2356
-  _globals['_WAIT']._serialized_start=2358
-  _globals['_WAIT']._serialized_end=2477
+  _globals['_EVENT']._serialized_end=800
+  _globals['_STATECHANGED']._serialized_start=803
+  _globals['_STATECHANGED']._serialized_end=975
+  _globals['_STEPCOMPLETED']._serialized_start=978
+  _globals['_STEPCOMPLETED']._serialized_end=1287
+  _globals['_STEPCOMPLETED_METRICSENTRY']._serialized_start=1241
+  _globals['_STEPCOMPLETED_METRICSENTRY']._serialized_end=1287
+  _globals['_EVALCOMPLETED']._serialized_start=1290
+  _globals['_EVALCOMPLETED']._serialized_end=1542
+  _globals['_EVALCOMPLETED_METRICSENTRY']._serialized_start=1241
+  _globals['_EVALCOMPLETED_METRICSENTRY']._serialized_end=1287
+  _globals['_POLICYPUBLISHED']._serialized_start=1545
+  _globals['_POLICYPUBLISHED']._serialized_end=1748
+  _globals['_POLICYSERVED']._serialized_start=1751
+  _globals['_POLICYSERVED']._serialized_end=1921
+  _globals['_CHECKPOINTSAVED']._serialized_start=1923
+  _globals['_CHECKPOINTSAVED']._serialized_end=2012
+  _globals['_BATCHCOMMITTED']._serialized_start=2015
+  _globals['_BATCHCOMMITTED']._serialized_end=2213
+  _globals['_BATCHCOMMITTED_DROPPEDENTRY']._serialized_start=2167
+  _globals['_BATCHCOMMITTED_DROPPEDENTRY']._serialized_end=2213
+  _globals['_ROLLOUTSFAILED']._serialized_start=2215
+  _globals['_ROLLOUTSFAILED']._serialized_end=2295
+  _globals['_WARNING']._serialized_start=2297
+  _globals['_WARNING']._serialized_end=2339
+  _globals['_WAITREPORTED']._serialized_start=2341
+  _globals['_WAITREPORTED']._serialized_end=2388
+  _globals['_SCORECOMPLETED']._serialized_start=2390
+  _globals['_SCORECOMPLETED']._serialized_end=2494
+  _globals['_WAIT']._serialized_start=2496
+  _globals['_WAIT']._serialized_end=2615
 # @@protoc_insertion_point(module_scope)

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Event(_message.Message):
-    __slots__ = ("cursor", "time", "writer", "writer_sequence", "state_changed", "step_completed", "eval_completed", "policy_published", "checkpoint_saved", "warning", "wait_reported", "score_completed", "batch_committed", "policy_served")
+    __slots__ = ("cursor", "time", "writer", "writer_sequence", "state_changed", "step_completed", "eval_completed", "policy_published", "checkpoint_saved", "warning", "wait_reported", "score_completed", "batch_committed", "policy_served", "rollouts_failed")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class Event(_message.Message):
     SCORE_COMPLETED_FIELD_NUMBER: _ClassVar[int]
     BATCH_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     POLICY_SERVED_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     cursor: str
     time: _timestamp_pb2.Timestamp
     writer: str
@@ -40,7 +41,8 @@ class Event(_message.Message):
     score_completed: ScoreCompleted
     batch_committed: BatchCommitted
     policy_served: PolicyServed
-    def __init__(self, cursor: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., writer: _Optional[str] = ..., writer_sequence: _Optional[int] = ..., state_changed: _Optional[_Union[StateChanged, _Mapping]] = ..., step_completed: _Optional[_Union[StepCompleted, _Mapping]] = ..., eval_completed: _Optional[_Union[EvalCompleted, _Mapping]] = ..., policy_published: _Optional[_Union[PolicyPublished, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., wait_reported: _Optional[_Union[WaitReported, _Mapping]] = ..., score_completed: _Optional[_Union[ScoreCompleted, _Mapping]] = ..., batch_committed: _Optional[_Union[BatchCommitted, _Mapping]] = ..., policy_served: _Optional[_Union[PolicyServed, _Mapping]] = ...) -> None: ...
+    rollouts_failed: RolloutsFailed
+    def __init__(self, cursor: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., writer: _Optional[str] = ..., writer_sequence: _Optional[int] = ..., state_changed: _Optional[_Union[StateChanged, _Mapping]] = ..., step_completed: _Optional[_Union[StepCompleted, _Mapping]] = ..., eval_completed: _Optional[_Union[EvalCompleted, _Mapping]] = ..., policy_published: _Optional[_Union[PolicyPublished, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., wait_reported: _Optional[_Union[WaitReported, _Mapping]] = ..., score_completed: _Optional[_Union[ScoreCompleted, _Mapping]] = ..., batch_committed: _Optional[_Union[BatchCommitted, _Mapping]] = ..., policy_served: _Optional[_Union[PolicyServed, _Mapping]] = ..., rollouts_failed: _Optional[_Union[RolloutsFailed, _Mapping]] = ...) -> None: ...
 
 class StateChanged(_message.Message):
     __slots__ = ("old_state", "new_state", "reason", "error", "chain_hash")
@@ -190,6 +192,14 @@ class BatchCommitted(_message.Message):
     num_tokens: int
     chain_hash: str
     def __init__(self, step: _Optional[int] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_tokens: _Optional[int] = ..., chain_hash: _Optional[str] = ...) -> None: ...
+
+class RolloutsFailed(_message.Message):
+    __slots__ = ("environment", "message")
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    environment: _run_pb2.EnvRollouts
+    message: str
+    def __init__(self, environment: _Optional[_Union[_run_pb2.EnvRollouts, _Mapping]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Warning(_message.Message):
     __slots__ = ("reason", "message")

@@ -5,7 +5,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -92,7 +92,7 @@ class RunParent(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class RunProgress(_message.Message):
-    __slots__ = ("step", "max_steps", "policy_version", "min_inference_version", "num_rollouts", "num_tokens", "reward")
+    __slots__ = ("step", "max_steps", "policy_version", "min_inference_version", "num_rollouts", "num_tokens", "reward", "environments")
     STEP_FIELD_NUMBER: _ClassVar[int]
     MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class RunProgress(_message.Message):
     NUM_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     max_steps: int
     policy_version: int
@@ -107,7 +108,35 @@ class RunProgress(_message.Message):
     num_rollouts: int
     num_tokens: int
     reward: float
-    def __init__(self, step: _Optional[int] = ..., max_steps: _Optional[int] = ..., policy_version: _Optional[int] = ..., min_inference_version: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., reward: _Optional[float] = ...) -> None: ...
+    environments: _containers.RepeatedCompositeFieldContainer[EnvRollouts]
+    def __init__(self, step: _Optional[int] = ..., max_steps: _Optional[int] = ..., policy_version: _Optional[int] = ..., min_inference_version: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., reward: _Optional[float] = ..., environments: _Optional[_Iterable[_Union[EnvRollouts, _Mapping]]] = ...) -> None: ...
+
+class EnvRollouts(_message.Message):
+    __slots__ = ("env", "num_rollouts", "num_failed", "failed", "num_recent", "num_recent_failed", "first_error", "frames")
+    class FailedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ENV_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECENT_FAILED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    env: str
+    num_rollouts: int
+    num_failed: int
+    failed: _containers.ScalarMap[str, int]
+    num_recent: int
+    num_recent_failed: int
+    first_error: str
+    frames: str
+    def __init__(self, env: _Optional[str] = ..., num_rollouts: _Optional[int] = ..., num_failed: _Optional[int] = ..., failed: _Optional[_Mapping[str, int]] = ..., num_recent: _Optional[int] = ..., num_recent_failed: _Optional[int] = ..., first_error: _Optional[str] = ..., frames: _Optional[str] = ...) -> None: ...
 
 class RunError(_message.Message):
     __slots__ = ("reason", "message", "component")

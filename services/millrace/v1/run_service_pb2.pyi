@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CreateRunRequest(_message.Message):
-    __slots__ = ("run_id", "kind", "config_json", "request_id", "validate_only", "labels")
+    __slots__ = ("run_id", "kind", "config_json", "request_id", "validate_only", "labels", "check_environments")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -25,13 +25,15 @@ class CreateRunRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    CHECK_ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     kind: _run_pb2.RunKind
     config_json: str
     request_id: str
     validate_only: bool
     labels: _containers.ScalarMap[str, str]
-    def __init__(self, run_id: _Optional[str] = ..., kind: _Optional[_Union[_run_pb2.RunKind, str]] = ..., config_json: _Optional[str] = ..., request_id: _Optional[str] = ..., validate_only: bool = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    check_environments: bool
+    def __init__(self, run_id: _Optional[str] = ..., kind: _Optional[_Union[_run_pb2.RunKind, str]] = ..., config_json: _Optional[str] = ..., request_id: _Optional[str] = ..., validate_only: bool = ..., labels: _Optional[_Mapping[str, str]] = ..., check_environments: bool = ...) -> None: ...
 
 class CreateRunResponse(_message.Message):
     __slots__ = ("run",)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from patience import patient
 
-from millrace.env_server.service import EnvService, teacher_key_problem
+from millrace.env_server.isolation.inherited import teacher_key_problem
+from millrace.env_server.service import EnvService
 from millrace.env_server.spool.files import Spool
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.env_server.teacher.scorer import Teachers
@@ -24,8 +24,9 @@ from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.env_server.workers.pool import PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
-from millrace.policies.publishing.publish import publish_policy
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_rollout
@@ -36,6 +37,7 @@ from millrace.runlog.records.revisions import has_ended
 from millrace.runlog.redis.connection import open_redis
 from millrace.runlog.redis.log import RunLog
 from millrace.storage.local import LocalStore
+from millrace_testing.patience import patient
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"
 IM_START, IM_END = 256, 257
@@ -139,6 +141,8 @@ class FakeEngine:
         match mode:
             case "500":
                 return web.json_response({"error": {"message": "boom"}}, status=500)
+            case "refused":
+                return web.json_response({"error": {"message": "top_k must be positive"}}, status=400)
             case "401":
                 return web.json_response({"error": {"message": "who are you"}}, status=401)
             case "toolong":
@@ -329,13 +333,12 @@ def tokenizer_manifest_key(server: "Server", tokenizer: Any, tmp_path_factory: p
     (directory / "config.json").write_text('{"model_type": "qwen3"}')
     published = publish_policy(
         server.store,
-        prefix="test",
-        uid=server.log.uid,
-        lineage=0,
-        version=0,
+        PolicyPlace(prefix="test", uid=server.log.uid, lineage=0, version=0),
+        PolicyContents(
+            tensors=[("w", TensorBytes.from_numpy(np.zeros(2, np.float32)))],
+            files={path.name: path.read_bytes() for path in directory.iterdir()},
+        ),
         epoch=1,
-        tensors=[("w", TensorBytes.from_numpy(np.zeros(2, np.float32)))],
-        files={path.name: path.read_bytes() for path in directory.iterdir()},
     )
     server.engine.generated_ids = [*tokenizer.encode("oh"), tokenizer.eos_token_id]
     server.tokenizer_manifest_key = published.manifest_key

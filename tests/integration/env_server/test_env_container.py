@@ -19,16 +19,21 @@ import pytest_asyncio
 from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation.check import why_no_container
 from millrace.env_server.isolation.confinement import Confinement, Isolation
-from millrace.env_server.isolation.view import view_of
+from millrace.env_server.isolation.visible import visible_to_workers
+from millrace.env_server.requests import EnvSpec, PlayRequest, Sampling
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.env_server.workers.supervisor import WorkerProcess
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.env_server.workers.worker_process import WorkerProcess
+from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 
 NOBODY = 65534
 USER = (NOBODY, NOBODY) if namespaces.is_administrator() else None
 WHY_NOT = why_no_container(
-    Confinement(isolation=Isolation.CONTAINER, user=USER, view=view_of(os.environ, [str(Path(__file__).parents[2])]))
+    Confinement(
+        isolation=Isolation.CONTAINER,
+        user=USER,
+        visible=visible_to_workers(os.environ, [str(Path(__file__).parents[2])]),
+    )
 )
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -59,7 +64,7 @@ def confinement(ours: Path, environments_on_path: None) -> Confinement:
         "MILLRACE_SPOOL_DIR": str(ours / "spool"),
         "MILLRACE_REDIS_URL_FILE": str(ours / "redis" / "redis.url"),
     }
-    return Confinement(isolation=Isolation.CONTAINER, user=USER, view=view_of(environ, [str(ours)]))
+    return Confinement(isolation=Isolation.CONTAINER, user=USER, visible=visible_to_workers(environ, [str(ours)]))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -69,8 +74,8 @@ async def contained(confinement: Confinement) -> AsyncIterator[WorkerStarter]:
     await made.close()
 
 
-def spec(env_id: str, **args: Any) -> env_service_pb2.EnvSpec:
-    return env_service_pb2.EnvSpec(name=env_id, id=env_id, args_json=json.dumps(args))
+def spec(env_id: str, **args: Any) -> EnvSpec:
+    return EnvSpec(name=env_id, id=env_id, args_json=json.dumps(args))
 
 
 async def seen_by(starter: WorkerStarter, **asked: Any) -> dict[str, Any]:
@@ -134,10 +139,10 @@ async def pool(contained: WorkerStarter, request: pytest.FixtureRequest) -> Asyn
     await made.close()
 
 
-async def play(pool: EnvPool, base_url: str, task_index: int = 0) -> rollout_pb2.Rollout:
-    request = env_service_pb2.PlayGroupRequest(
+async def play(pool: EnvPool, base_url: str, task_index: int = 0) -> Rollout:
+    request = PlayRequest(
         run_uid="r-container",
-        purpose=rollout_pb2.PURPOSE_TRAIN,
+        purpose=Purpose.TRAIN,
         ordinal=task_index,
         members=[0],
         group_size=1,
@@ -145,7 +150,7 @@ async def play(pool: EnvPool, base_url: str, task_index: int = 0) -> rollout_pb2
         task_index=task_index,
         base_url=base_url,
         model="policy",
-        sampling=env_service_pb2.Sampling(temperature=1.0, max_tokens=8),
+        sampling=Sampling(temperature=1.0, max_tokens=8),
         rollout_timeout_seconds=60,
     )
     [rollout] = await pool.play(request, tokenizer_dir="")
@@ -166,9 +171,9 @@ async def test_engines_are_reached_by_address_and_by_name(
     address = engine.base_url("ok")
     for url in [address, address.replace("127.0.0.1", "localhost"), address.replace("127.0.0.1", "engine.test")]:
         rollout = await play(pool, url)
-        assert rollout.status == rollout_pb2.ROLLOUT_STATUS_OK, (url, rollout.error)
+        assert rollout.status == RolloutStatus.OK, (url, rollout.error)
     many = await asyncio.gather(*(play(pool, address) for _ in range(40)))
-    assert {rollout.status for rollout in many} == {rollout_pb2.ROLLOUT_STATUS_OK}
+    assert {rollout.status for rollout in many} == {RolloutStatus.OK}
 
 
 @pytest.mark.parametrize("pool", [[{"mode": "slow", "seconds": 0}]], indirect=True)
@@ -176,9 +181,9 @@ async def test_an_engine_that_is_gone_is_a_lost_engine(pool: EnvPool, engine: An
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
     rollout = await play(pool, f"http://127.0.0.1:{port}/ok/v1")
-    assert rollout.status == rollout_pb2.ROLLOUT_STATUS_ENGINE_LOST, rollout.error
+    assert rollout.status == RolloutStatus.ENGINE_LOST, rollout.error
     rollout = await play(pool, engine.base_url("reset"))
-    assert rollout.status == rollout_pb2.ROLLOUT_STATUS_ENGINE_LOST, rollout.error
+    assert rollout.status == RolloutStatus.ENGINE_LOST, rollout.error
 
 
 @pytest.mark.parametrize("pool", [[{"mode": "exit"}, {"mode": "segfault"}]], indirect=True)

@@ -14,10 +14,10 @@ import pytest
 
 from millrace.env_server.isolation import landlock
 from millrace.env_server.isolation.confinement import Confinement, Isolation
-from millrace.env_server.workers.forkserver import ForkServer
+from millrace.env_server.requests import EnvSpec
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.env_server.workers.supervisor import WorkerProcess
-from millrace.internal.v1 import env_service_pb2
+from millrace.env_server.workers.template import WorkerTemplate
+from millrace.env_server.workers.worker_process import WorkerProcess
 from millrace.processes.forked import ForkServerError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -33,7 +33,7 @@ async def seen_by(confinement: Confinement, directory: Path, *, forks: bool = Tr
     into = directory / "seen"
     into.touch()
     into.chmod(0o666)
-    env = env_service_pb2.EnvSpec(name="s", id="spying-env", args_json=json.dumps({"into": str(into), **asked}))
+    env = EnvSpec(name="s", id="spying-env", args_json=json.dumps({"into": str(into), **asked}))
     worker = await WorkerProcess.spawn(env, starter, name="spying-env#0")
     try:
         await worker.loaded
@@ -97,19 +97,19 @@ async def test_user_keeps_it_from_our_files() -> None:
 async def test_a_template_that_is_killed_is_replaced(tmp_path: Path) -> None:
     """Its copies die with it, as if killed from outside; the next worker comes from a new one."""
     starter = WorkerStarter()
-    env = env_service_pb2.EnvSpec(name="s", id="spying-env", args_json=json.dumps({"into": str(tmp_path / "seen")}))
+    env = EnvSpec(name="s", id="spying-env", args_json=json.dumps({"into": str(tmp_path / "seen")}))
     try:
         worker = await WorkerProcess.spawn(env, starter, name="spying-env#0")
         await worker.loaded
-        assert starter._fork_server is not None and starter._fork_server._template is not None
-        first = starter._fork_server._template.pid
+        assert starter.template is not None and starter.template.fork_server is not None
+        first = starter.template.fork_server.pid
         os.kill(first, signal.SIGKILL)
         async with asyncio.timeout(60):
             await worker.wait_ended()
         assert worker.process.returncode == -signal.SIGKILL
         again = await WorkerProcess.spawn(env, starter, name="spying-env#1")
         await again.loaded
-        assert starter._fork_server._template.pid != first
+        assert starter.template.fork_server.pid != first
         await again.close()
     finally:
         await starter.close()
@@ -121,6 +121,6 @@ async def test_without_a_template_workers_are_started_by_themselves(
     async def refuse(*_: Any) -> None:
         raise ForkServerError("the template has 2 threads")
 
-    monkeypatch.setattr(ForkServer, "fork", refuse)
+    monkeypatch.setattr(WorkerTemplate, "fork", refuse)
     seen = await seen_by(Confinement(), tmp_path)
-    assert "millrace.env_server.workers.worker" in seen["argv"]
+    assert "millrace.env_server.workers.env_worker" in seen["argv"]

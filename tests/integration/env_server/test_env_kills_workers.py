@@ -11,24 +11,25 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-from patience import patient
 
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.isolation.limits import WorkerLimits
+from millrace.env_server.requests import EnvSpec, PlayRequest, Sampling
 from millrace.env_server.warm import WarmKeeper, WarmLimits
 from millrace.env_server.workers.pool import KILLS_WORKERS, EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
+from millrace_testing.patience import patient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 MIB, GIB = 1 << 20, 1 << 30
 LIMITS = WorkerLimits(memory_bytes=GIB, max_processes=24, max_file_bytes=256 * MIB)
 OK, DIED, QUARANTINED, FAILED = (
-    rollout_pb2.ROLLOUT_STATUS_OK,
-    rollout_pb2.ROLLOUT_STATUS_WORKER_DIED,
-    rollout_pb2.ROLLOUT_STATUS_QUARANTINED,
-    rollout_pb2.ROLLOUT_STATUS_ENV_ERROR,
+    RolloutStatus.OK,
+    RolloutStatus.WORKER_DIED,
+    RolloutStatus.QUARANTINED,
+    RolloutStatus.ENV_ERROR,
 )
 
 
@@ -42,7 +43,7 @@ async def limited(environments_on_path: None) -> AsyncIterator[WorkerStarter]:
 @asynccontextmanager
 async def opened(starter: WorkerStarter, tasks: Sequence[dict[str, Any]]) -> AsyncIterator[EnvPool]:
     """The pool of an environment with these tasks, loaded."""
-    env = env_service_pb2.EnvSpec(name="hungry", id="hungry-env", args_json=json.dumps({"tasks": tasks}))
+    env = EnvSpec(name="hungry", id="hungry-env", args_json=json.dumps({"tasks": tasks}))
     pool = EnvPool(env, PoolLimits(), starter)
     pool.start()
     try:
@@ -55,10 +56,10 @@ async def opened(starter: WorkerStarter, tasks: Sequence[dict[str, Any]]) -> Asy
         await pool.close()
 
 
-async def play(pool: EnvPool, engine: Any, task_index: int, member: int = 0) -> rollout_pb2.Rollout:
-    request = env_service_pb2.PlayGroupRequest(
+async def play(pool: EnvPool, engine: Any, task_index: int, member: int = 0) -> Rollout:
+    request = PlayRequest(
         run_uid="r-hungry",
-        purpose=rollout_pb2.PURPOSE_TRAIN,
+        purpose=Purpose.TRAIN,
         ordinal=task_index,
         members=[member],
         group_size=2,
@@ -66,7 +67,7 @@ async def play(pool: EnvPool, engine: Any, task_index: int, member: int = 0) -> 
         task_index=task_index,
         base_url=engine.base_url("ok"),
         model="policy",
-        sampling=env_service_pb2.Sampling(temperature=1.0, max_tokens=8),
+        sampling=Sampling(temperature=1.0, max_tokens=8),
         rollout_timeout_seconds=120,
     )
     [rollout] = await pool.play(request, tokenizer_dir="")

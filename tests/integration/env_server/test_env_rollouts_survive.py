@@ -15,6 +15,8 @@ from millrace.env_server.spool.files import Spool
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
+from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
+from millrace.rollouts.wire import encode_rollout
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.revisions import has_ended
 from millrace.runlog.recovery.rebuild import open_or_rebuild
@@ -26,6 +28,22 @@ from millrace.telemetry import waits
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 META = b'{"run_hash": "0"}'
+
+
+def a_rollout(run_uid: str, ordinal: int, purpose: Purpose = Purpose.TRAIN) -> Rollout:
+    return Rollout(
+        run_uid=run_uid,
+        purpose=purpose,
+        ordinal=ordinal,
+        member=0,
+        attempt=0,
+        group_size=1,
+        env="e",
+        task_index=0,
+        task_id="t",
+        status=RolloutStatus.ENV_ERROR,
+        error=RolloutError(type="E", message="failed"),
+    )
 
 
 @dataclass
@@ -58,8 +76,8 @@ class Setup:
         self.sink = self.make_sink(**options)
         return self.sink
 
-    def rollout(self, ordinal: int, purpose: int = rollout_pb2.PURPOSE_TRAIN) -> rollout_pb2.Rollout:
-        return rollout_pb2.Rollout(run_uid=self.uid, ordinal=ordinal, purpose=purpose)
+    def rollout(self, ordinal: int, purpose: Purpose = Purpose.TRAIN) -> Rollout:
+        return a_rollout(self.uid, ordinal, purpose)
 
     async def ordinals(self) -> Counter[int]:
         """How often each ordinal is in the stream."""
@@ -90,7 +108,7 @@ async def setup(redis_url: str, tmp_path: Path) -> AsyncIterator[Setup]:
 async def test_what_is_appended_stays_until_the_watermark_passes(setup: Setup) -> None:
     for ordinal in range(4):
         assert await setup.sink.append(setup.rollout(ordinal))
-    assert await setup.sink.append(setup.rollout(0, rollout_pb2.PURPOSE_EVAL))
+    assert await setup.sink.append(setup.rollout(0, Purpose.EVAL))
     assert len(setup.sink.spool.of_run(setup.uid)) == 5
     setup.sink.note_run(setup.uid, 3, "")
     setup.sink.note_run(setup.uid, 2, "")  # an older heartbeat: watermarks never go back
@@ -99,10 +117,14 @@ async def test_what_is_appended_stays_until_the_watermark_passes(setup: Setup) -
             await asyncio.sleep(0.01)
     assert sorted((kept.is_eval, kept.ordinal) for kept in setup.sink.spool.of_run(setup.uid)) == [(0, 3), (1, 0)]
     assert not await setup.sink.append(setup.rollout(2))  # a straggler of a resolved ordinal
-    setup.sink.note_run(setup.uid, 2**63 - 1, "")  # what an orchestrator says of a run that ended
+    setup.sink.end_run(setup.uid)
+    assert not setup.sink.spool.run_uids and setup.sink.num_orphans == 0, "at once"
+    assert not await setup.sink.append(setup.rollout(5)), "a straggler"
     async with asyncio.timeout(120):
-        while setup.sink.spool.run_uids or (setup.directory / setup.uid).exists():
+        while (setup.directory / setup.uid).exists():
             await asyncio.sleep(0.01)
+    setup.sink.note_run(setup.uid, 4, "")  # it had failed, and was reopened
+    assert await setup.sink.append(setup.rollout(5))
 
 
 async def test_a_successor_appends_what_the_log_lacks_and_nothing_twice(setup: Setup) -> None:
@@ -112,11 +134,12 @@ async def test_a_successor_appends_what_the_log_lacks_and_nothing_twice(setup: S
     async with asyncio.timeout(120):
         while setup.sink.num_pending < 2:
             await asyncio.sleep(0.01)
-    await setup.rebuild()
-    await setup.log.append_rollout(setup.rollout(1).SerializeToString(deterministic=True))  # its answer was lost
     for task in unappended:
         task.cancel()
-    sink = await setup.restart()
+    await setup.sink.close()  # before the log is there, or this process might append it a second time
+    await setup.rebuild()
+    await setup.log.append_rollout(encode_rollout(setup.rollout(1)))  # its answer was lost
+    setup.sink = sink = setup.make_sink()
     assert sink.num_orphans == 3  # they count against the capacity until they are in the log
     await sink.recover(timeout_s=60)
     assert sink.num_orphans == 0 and await setup.ordinals() == {0: 1, 1: 1, 2: 1}
@@ -196,6 +219,17 @@ async def test_a_run_that_ended_while_nobody_told_us_is_forgotten(setup: Setup) 
         while sink.spool.run_uids:
             await asyncio.sleep(0.02)
     assert await setup.ordinals() == {0: 1}
+
+
+async def test_a_successor_takes_no_time_over_a_run_that_has_ended(setup: Setup) -> None:
+    """What is kept of it is neither compared nor appended, and counts against no capacity."""
+    for ordinal in range(300):
+        await setup.sink.spool.keep(setup.rollout(ordinal))
+    header = batch_pb2.BatchHeader(step=0, kind=batch_pb2.BATCH_KIND_CLOSE, run_uid=setup.uid)
+    setup.store.create(setup.log.names.batch_header(0), header.SerializeToString())
+    sink = await setup.restart()
+    await sink.recover(timeout_s=60)
+    assert sink.num_orphans == 0 and sink.spool.num_bytes == 0 and not await setup.ordinals()
 
 
 async def test_a_deleted_run_ends_the_wait_for_its_log(setup: Setup) -> None:

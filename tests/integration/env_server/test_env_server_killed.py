@@ -16,8 +16,6 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
-from patience import patient
-from processes import env_workers_of
 
 from millrace.errors import CapacityError, UnavailableError
 from millrace.internal.v1 import (
@@ -28,7 +26,7 @@ from millrace.internal.v1 import (
     worker_service_pb2_grpc,
 )
 from millrace.local.redis import EmbeddedRedis
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rpc.channel import call, open_channel
 from millrace.runlog.names import Stream
 from millrace.runlog.recovery.rebuild import open_or_rebuild
@@ -37,6 +35,8 @@ from millrace.runlog.redis.log import RunLog
 from millrace.storage.local import LocalStore
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point
+from millrace_testing.patience import patient
+from millrace_testing.processes import env_workers_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

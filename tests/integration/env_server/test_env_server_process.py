@@ -12,10 +12,10 @@ from typing import Any
 import grpc.aio
 import pytest
 import pytest_asyncio
-from processes import env_workers_of
 
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2, worker_service_pb2_grpc
 from millrace.rpc.channel import call, open_channel
+from millrace_testing.processes import env_workers_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

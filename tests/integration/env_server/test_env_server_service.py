@@ -3,20 +3,22 @@
 import asyncio
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
-from patience import patient
 
+from millrace.env_server.warm import WarmKeeper
 from millrace.env_server.workers.pool import EnvPool
 from millrace.errors import CapacityError, FencedError, InvalidSpecError, InvalidStateError, MillraceError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream
 from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import waits
+from millrace_testing.patience import patient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -190,8 +192,8 @@ async def test_worker_killed_from_outside_costs_no_rollout(server: Any) -> None:
     request = server.request("faulty-v0", 11, size=4, rollout_timeout_seconds=30.0)
     await play_group(server, request)
     await asyncio.sleep(0.5)
-    pools: list[EnvPool] = [pool for pool in server.service._pools.values() if pool.info is not None]
-    [worker] = [worker for pool in pools for worker in pool._workers if worker is not None and worker.num_playing]
+    pools: list[EnvPool] = [pool for pool in server.service.pools if pool.info is not None]
+    [worker] = [worker for pool in pools for worker in pool.slots if worker is not None and worker.num_playing]
     os.kill(worker.process.pid, signal.SIGKILL)
     rollouts = await server.collect(request)
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.OK}
@@ -204,9 +206,9 @@ async def test_tasks_that_differ_between_workers_fail_the_environment(server: An
     request = server.request("faulty-v0", 9, args=args, rollout_timeout_seconds=60.0)
     await play_group(server, request)
     await asyncio.sleep(0.2)
-    for pool in server.service._pools.values():
+    for pool in server.service.pools:
         if b"is_random" in pool.env.args_json.encode():
-            for worker in pool._workers:
+            for worker in pool.slots:
                 if worker is not None:
                     worker.kill("test")
     async with asyncio.timeout(120):
@@ -227,3 +229,35 @@ async def test_eval_and_train_of_one_ordinal_are_two_groups(server: Any) -> None
     request.use_train_tasks = True
     assert not (await play_group(server, request)).already_playing
     await asyncio.sleep(0.5)
+
+
+async def test_open_says_which_key_is_not_set(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known before the first rollout: the key of an endpoint, and that of a teacher."""
+    monkeypatch.setenv("THE_KEY", "x")
+    spec = server.spec("faulty-v0")
+    request = env_service_pb2.OpenEnvRequest(env=spec, api_key_var="NO_SUCH_KEY", teacher_key_var="NOR_THIS_ONE")
+    with pytest.raises(InvalidSpecError) as caught:
+        await call(server.stub.OpenEnv, request, timeout_s=patient(60))
+    assert [violation.field for violation in caught.value.violations] == ["api_key_var", "teacher_key_var"]
+    assert "start it with NO_SUCH_KEY=<the endpoint's API key>" in caught.value.violations[0].message
+    request = env_service_pb2.OpenEnvRequest(env=spec, api_key_var="THE_KEY", teacher_key_var="THE_KEY")
+    assert (await call(server.stub.OpenEnv, request, timeout_s=patient(60))).state
+
+
+async def test_a_run_that_ended_leaves_nothing_behind_but_warm_workers(server: Any) -> None:
+    """What it plays stops, what is kept of it goes, and the next run finds its environment loaded."""
+    args = {"num_train": 5, "num_eval": 2}
+    await server.open("reverse-text", args)
+    await server.play(server.request("reverse-text", 0, args=args))
+    await play_group(server, server.request("reverse-text", 1, args=args, size=3, mode="hang"))
+    assert server.service.num_rollouts == 3 and server.log.uid in server.sink.spool.run_uids
+    server.service.end_run(server.log.uid)
+    assert server.service.num_rollouts == 0 and server.log.uid not in server.sink.spool.run_uids
+    assert await playing(server) == []
+    WarmKeeper(service=server.service).look()
+    began = time.monotonic()
+    assert (await server.open("reverse-text", args, wait=False)).state == env_service_pb2.ENV_STATE_READY
+    assert time.monotonic() - began < patient(2)
+    # `run resume`: what is played from now on counts again, before the first heartbeat says so.
+    [rollout] = await server.play(server.request("reverse-text", 2, args=args))
+    assert rollout.status is RolloutStatus.OK

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import importlib.util
 import json
 import uuid
 from collections import Counter
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from patience import patient
 
 from millrace.config.load import validate_document
 from millrace.env_server.teacher import client as teacher_client
@@ -26,25 +24,19 @@ from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.local.ports import free_ports
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.records.scores import load_scores
 from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import waits
+from millrace_testing.inference import tiny
+from millrace_testing.patience import patient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 KEY = "key-of-the-teacher-51b9"
 ENV = "reverse-text"
-
-# Test directories are no packages, so the unit tests' builders are loaded by path.
-_spec = importlib.util.spec_from_file_location(
-    "tiny_model_builders", Path(__file__).parents[2] / "unit" / "inference" / "conftest.py"
-)
-assert _spec is not None and _spec.loader is not None
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
 
 
 class Door:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from patience import patient
 
 from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus
 from millrace.rpc.channel import call
+from millrace_testing.patience import patient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from millrace.env_server.isolation.inherited import PASS_VARIABLE, is_ours, worker_environ
+from millrace.env_server.requests import EnvSpec
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.env_server.workers.supervisor import WorkerProcess
-from millrace.internal.v1 import env_service_pb2
+from millrace.env_server.workers.worker_process import WorkerProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -84,7 +84,7 @@ async def test_a_real_worker_does_not_have_them(monkeypatch: pytest.MonkeyPatch,
     starter = WorkerStarter(forks=forks)
     secret = (tmp_path / "hunter2").open("w")
     os.set_inheritable(secret.fileno(), True)
-    env = env_service_pb2.EnvSpec(name="r", id="spying-env", args_json=json.dumps({"into": str(tmp_path / "seen")}))
+    env = EnvSpec(name="r", id="spying-env", args_json=json.dumps({"into": str(tmp_path / "seen")}))
     worker = await WorkerProcess.spawn(env, starter, name="environ")
     try:
         loaded = await worker.loaded
@@ -97,11 +97,11 @@ async def test_a_real_worker_does_not_have_them(monkeypatch: pytest.MonkeyPatch,
         await worker.close()
         await starter.close()
         secret.close()
-    assert loaded.train.num_tasks == 1, "it works without them"
+    assert len(loaded.train) == 1, "it works without them"
     assert THEIRS.items() <= seen["environ"].items()
     assert not seen["environ"].keys() & OURS.keys()
     assert "hunter2" not in at_start + json.dumps(seen)
-    # Standard files, one socket to talk, one for its pulse, and what the listing itself opened.
+    # Standard files, one socket to talk, one for echoes, and what the listing itself opened.
     assert sum(link.startswith("socket:") for link in seen["files"].values()) == 2
     assert seen["umask"] == 0o077 and seen["core"] == [0, 0] and seen["session"] == worker.process.pid
     assert not private.exists()

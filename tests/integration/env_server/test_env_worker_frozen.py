@@ -5,32 +5,35 @@ import os
 import signal
 
 import pytest
-from patience import patient
 
-from millrace.env_server.workers.supervisor import WorkerProcess
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
-from millrace.orchestrator.play.env_pool import PLAY_TIMEOUT_S
+from millrace.env_server.requests import EnvSpec, PlayRequest, Sampling
+from millrace.env_server.wire import play_from_wire
+from millrace.env_server.workers.worker_process import WorkerProcess
+from millrace.internal.v1 import env_service_pb2
+from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
+from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream
 from millrace.telemetry import waits
+from millrace_testing.patience import patient
 
 NAMED_WITHIN_S = 30.0
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
-def request(base_url: str, ordinal: int = 0) -> env_service_pb2.PlayGroupRequest:
-    return env_service_pb2.PlayGroupRequest(
+def request(base_url: str, ordinal: int = 0) -> PlayRequest:
+    return PlayRequest(
         run_uid="r-frozen",
-        purpose=rollout_pb2.PURPOSE_TRAIN,
+        purpose=Purpose.TRAIN,
         ordinal=ordinal,
         members=[0],
         group_size=1,
-        env=env_service_pb2.EnvSpec(name="reverse", id="reverse-text"),
+        env=EnvSpec(name="reverse", id="reverse-text"),
         task_index=0,
         base_url=base_url,
         model="policy",
-        sampling=env_service_pb2.Sampling(temperature=1.0, max_tokens=8),
+        sampling=Sampling(temperature=1.0, max_tokens=8),
         rollout_timeout_seconds=60,
     )
 
@@ -48,7 +51,7 @@ async def until_there(text: str) -> waits.Wait:
 
 
 async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine, starter) -> None:
-    env = env_service_pb2.EnvSpec(name="r", id="reverse-text", args_json='{"num_train": 4, "num_eval": 2}')
+    env = EnvSpec(name="r", id="reverse-text", args_json='{"num_train": 4, "num_eval": 2}')
     worker = await WorkerProcess.spawn(env, starter, name="reverse-text#7")
     try:
         await worker.loaded
@@ -64,7 +67,7 @@ async def test_a_frozen_worker_is_named_and_forgotten_when_it_goes_on(engine, st
         os.kill(worker.process.pid, signal.SIGCONT)
         async with asyncio.timeout(120):
             rollouts = [rollout for play in await asyncio.gather(*playing) for rollout in play]
-            assert [rollout.status for rollout in rollouts] == [rollout_pb2.ROLLOUT_STATUS_OK] * 2
+            assert [rollout.status for rollout in rollouts] == [RolloutStatus.OK] * 2
             while about("env worker"):
                 await asyncio.sleep(0.1)
     finally:
@@ -75,8 +78,8 @@ async def test_a_worker_that_stays_frozen_is_killed_and_its_rollouts_are_played_
     """Four tasks at once: none of them becomes a suspect, or they would be played one after the other."""
     args = {"num_train": 8, "num_eval": 2}
     await server.open("reverse-text", args)
-    [pool] = [pool for pool in server.service._pools.values() if "8" in pool.env.args_json]
-    [worker] = pool._workers
+    [pool] = [pool for pool in server.service.pools if "8" in pool.env.args_json]
+    [worker] = pool.slots
     worker.frozen_s = 4.0
     os.kill(worker.process.pid, signal.SIGSTOP)
     groups = [server.request("reverse-text", n, args=args, size=2) for n in range(4)]
@@ -85,14 +88,14 @@ async def test_a_worker_that_stays_frozen_is_killed_and_its_rollouts_are_played_
     assert wait.reason.endswith("s: its process is frozen, and is killed after 4 s; 8 rollouts wait")
     rollouts = await playing
     assert [rollout.status for rollout in rollouts] == ["ok"] * 8
-    assert worker.process.returncode == -signal.SIGKILL and not pool.verdicts.suspects and not pool.probes.workers
+    assert worker.process.returncode == -signal.SIGKILL and not pool.trials.suspects and not pool.probes.workers
 
 
 async def test_code_that_blocks_its_worker_for_longer_is_no_frozen_process(server) -> None:
     args = {"modes": ["block_long"]}
     await server.open("faulty-v0", args)
-    pool = next(pool for pool in server.service._pools.values() if "block_long" in pool.env.args_json)
-    [worker] = pool._workers
+    pool = next(pool for pool in server.service.pools if "block_long" in pool.env.args_json)
+    [worker] = pool.slots
     worker.frozen_s = 3.0
     blocking = server.request("faulty-v0", 0, args=args, rollout_timeout_seconds=30.0)
     playing = asyncio.create_task(server.play(blocking))
@@ -105,11 +108,11 @@ async def test_code_that_blocks_its_worker_for_longer_is_no_frozen_process(serve
 async def test_a_worker_that_is_killed_while_it_loads_is_started_again(server) -> None:
     args = {"num_train": 9, "num_eval": 2}
     await server.open("reverse-text", args, wait=False)
-    pool = next(pool for pool in server.service._pools.values() if "9" in pool.env.args_json)
+    pool = next(pool for pool in server.service.pools if "9" in pool.env.args_json)
     async with asyncio.timeout(120):
-        while pool._workers[0] is None:
+        while pool.slots[0] is None:
             await asyncio.sleep(0.01)
-    os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+    os.kill(pool.slots[0].process.pid, signal.SIGKILL)
     assert (await server.open("reverse-text", args)).state == env_service_pb2.ENV_STATE_READY
 
 
@@ -133,21 +136,21 @@ async def test_workers_that_are_asked_to_end_accuse_nobody_wherever_they_play(se
     """SIGTERM in a shared worker and in the probe worker: no suspect, no failed rollout; the third one counts."""
     args = {"modes": ["long_sleep", "long_sleep"]}
     await server.open("faulty-v0", args)
-    pool = next(pool for pool in server.service._pools.values() if "long_sleep" in pool.env.args_json)
-    first = pool._workers[0]
+    pool = next(pool for pool in server.service.pools if "long_sleep" in pool.env.args_json)
+    first = pool.slots[0]
     playing = asyncio.create_task(server.play(server.request("faulty-v0", 0, args=args, size=2)))
     async with asyncio.timeout(120):
         while not first.num_playing:
             await asyncio.sleep(0.01)
     os.kill(first.process.pid, signal.SIGTERM)
     async with asyncio.timeout(120):
-        while pool._workers[0] in (None, first) or not pool._workers[0].num_playing:
+        while pool.slots[0] in (None, first) or not pool.slots[0].num_playing:
             await asyncio.sleep(0.01)
-    assert not pool.verdicts.suspects
+    assert not pool.trials.suspects
     assert [rollout.status for rollout in await playing] == ["ok", "ok"] and not pool.probes.workers
     # A suspect whose probe worker is asked to end while it plays, twice, is no culprit.
-    task_id = pool.task_id(server.request("faulty-v0", 1, args=args))
-    pool.verdicts.suspect(task_id)
+    task_id = pool.task_id(play_from_wire(server.request("faulty-v0", 1, args=args)))
+    pool.trials.suspect(task_id)
     playing = asyncio.create_task(server.play(server.request("faulty-v0", 1, args=args, size=1)))
     probes = []
     async with asyncio.timeout(120):
@@ -157,14 +160,14 @@ async def test_workers_that_are_asked_to_end_accuse_nobody_wherever_they_play(se
             probes += fresh
             os.kill(fresh[0].process.pid, signal.SIGTERM)
     assert [rollout.status for rollout in await playing] == ["ok"]
-    assert not pool.verdicts.suspects and not pool.quarantined_tasks
+    assert not pool.trials.suspects and not pool.quarantined_tasks
 
 
 async def test_a_leaving_env_server_leaves_rollouts_without_a_worker_to_others(server) -> None:
     args = {"modes": ["long_sleep", "long_sleep", "ok"]}
     await server.open("faulty-v0", args)
-    pool = next(pool for pool in server.service._pools.values() if '"ok"]' in pool.env.args_json)
-    [worker] = pool._workers
+    pool = next(pool for pool in server.service.pools if '"ok"]' in pool.env.args_json)
+    [worker] = pool.slots
     before = len(await server.log.read(Stream.ROLLOUTS, count=10_000))
     for task_index in range(2):
         await call(
@@ -181,8 +184,8 @@ async def test_a_leaving_env_server_leaves_rollouts_without_a_worker_to_others(s
         async with asyncio.timeout(60):  # it does not wait for a new worker, nor for the grace
             await server.service.drain(grace_s=600)
         assert len(await server.log.read(Stream.ROLLOUTS, count=10_000)) == before and pool.num_deaths == 1
-        assert not pool.verdicts.suspects and pool._workers == [None]
+        assert not pool.trials.suspects and pool.slots == [None]
     finally:  # the server and its other pools are those of other tests, too
         server.service.is_leaving = False
-        for other in server.service._pools.values():
-            other._is_leaving = False
+        for other in server.service.pools:
+            other.is_leaving = False

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from certificates import Authority
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
@@ -19,6 +18,7 @@ from millrace.inference.http.server import start_http
 from millrace.rpc.access import ClientAccess, ServerAccess
 from millrace.rpc.tokens import new_token
 from millrace.telemetry.settings import Settings
+from millrace_testing.certificates import Authority
 
 ANSWER = {
     "id": "x",

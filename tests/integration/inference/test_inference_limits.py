@@ -6,9 +6,9 @@ import time
 
 import aiohttp
 import pytest
-from patience import patient
 
 from millrace.inference.http import limits
+from millrace_testing.patience import patient
 
 PROMPT = "/v1/completions"
 

@@ -5,10 +5,10 @@ import contextlib
 
 import aiohttp
 import pytest
-from patience import patient
 
 from millrace.inference.http import server as module
 from millrace.inference.http.server import HttpApi, start_http
+from millrace_testing.patience import patient
 
 TRICKLERS = 100
 REQUEST_S = 2.0

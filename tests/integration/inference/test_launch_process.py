@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +18,8 @@ WITHIN_S = 60.0
 
 @pytest.fixture
 async def vllm(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VllmProcess]:
-    monkeypatch.setattr(launch_process, "HOST_MODULE", "fake_vllm_host")
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    monkeypatch.setattr(launch_process, "HOST_MODULE", "millrace_testing.inference.fake_vllm_host")
+    path = os.pathsep.join(sys.path)
     process = await VllmProcess.start({**os.environ, "PYTHONPATH": path})
     yield process
     await process.end()

@@ -1,12 +1,10 @@
 """Adapters from an object store in the embedded engine: put on their base, replaced, taken away, refused."""
 
 import asyncio
-import copy
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,84 +15,9 @@ from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, InflightMode, SamplingParams
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import DesiredPolicy, PolicyUpdater, UpdateState
-from millrace.policies.adapter import ADAPTER_CONFIG, AdapterSpec
 from millrace.policies.host_copy import HostCopy
-from millrace.policies.manifest import AdapterEntry, Probe
-from millrace.policies.publishing.publish import publish_policy
-from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
-
-SPEC = AdapterSpec(rank=4, alpha=6.0, target_modules=("q_proj", "down_proj"), modules_to_save=("norm",))
-LAYERS = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")]
-
-
-class Run:
-    """A run that trains adapters on `base`; every adapter's merged twin is a fresh model."""
-
-    def __init__(
-        self, store: LocalStore, base: torch.nn.Module, files: dict[str, bytes], spec: AdapterSpec = SPEC
-    ) -> None:
-        self.store, self.base, self.spec = store, base, spec
-        self.files = {**files, ADAPTER_CONFIG: spec.to_config()}
-        tensors = {n: t for n, t in base.state_dict().items() if n != "lm_head.weight"}
-        self.base_manifest, self.base_desired = self._publish(0, tensors, base)
-        self.twins = {0: base}
-
-    def adapter(self, version: int, *, damage: Callable[[dict[str, torch.Tensor]], Any] | None = None) -> DesiredPolicy:
-        generator = torch.Generator().manual_seed(version)
-        twin = copy.deepcopy(self.base)
-        tensors: dict[str, torch.Tensor] = {}
-        for layer in LAYERS:
-            weight = twin.get_submodule(layer).weight
-            low = torch.randn(self.spec.rank, weight.shape[1], generator=generator) * 0.1
-            high = torch.randn(weight.shape[0], self.spec.rank, generator=generator) * 0.1
-            tensors |= {f"{layer}.lora_A.weight": low, f"{layer}.lora_B.weight": high}
-            weight += self.spec.scaling * high @ low
-        if self.spec.modules_to_save:
-            norm = twin.get_parameter("model.norm.weight")
-            norm += 0.1 * version
-            tensors["model.norm.weight"] = norm.clone()
-        if damage is not None:
-            damage(tensors)
-        self.twins[version] = twin
-        named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
-        return self._publish(version, named, twin, is_adapter=True)[1]
-
-    def _publish(self, version: int, tensors: dict[str, torch.Tensor], twin: torch.nn.Module, *, is_adapter=False):
-        entry = None
-        if is_adapter:
-            manifest = self.base_manifest
-            entry = AdapterEntry(
-                rank=self.spec.rank,
-                alpha=self.spec.alpha,
-                target_modules=self.spec.target_modules,
-                modules_to_save=self.spec.modules_to_save,
-                base_key=manifest.key,
-                base_digest=manifest.digest,
-                base_bytes=manifest.full_bytes,
-            )
-        tokens = tuple(range(1, 17))
-        published = publish_policy(
-            self.store,
-            prefix="test",
-            uid="run1",
-            lineage=0,
-            version=version,
-            epoch=1,
-            tensors=[(name, TensorBytes.from_numpy(tensor.numpy())) for name, tensor in tensors.items()],
-            files=self.files,
-            probe=Probe(token_ids=tokens, logprobs=tuple(weights.prompt_logprobs(twin, tokens))),
-            adapter=entry,
-        )
-        desired = DesiredPolicy(
-            run_uid="run1",
-            lineage=0,
-            version=version,
-            manifest_key=published.manifest_key,
-            manifest_sha256=published.manifest_sha256,
-            digest=published.manifest.digest,
-        )
-        return published.manifest, desired
+from millrace_testing.inference.adapters import LAYERS, Run, half
 
 
 class Replica:
@@ -158,10 +81,6 @@ def _wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{LAYERS[0]}.lora_A.weight"] = torch.zeros(4, 3)
 
 
-def _half(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors[f"{LAYERS[0]}.lora_A.weight"]
-
-
 def _unknown(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.layers.7.mlp.up_proj.lora_A.weight"] = torch.zeros(4, 64)
     tensors["model.layers.7.mlp.up_proj.lora_B.weight"] = torch.zeros(192, 4)
@@ -176,7 +95,7 @@ def _other_dtype(tensors: dict[str, torch.Tensor]) -> None:
     ("damage", "message"),
     [
         (_wrong_shape, r"q_proj\.lora_A\.weight is float32\[4, 3\], the model takes float32\[4, 64\]"),
-        (_half, r"q_proj has half an adapter"),
+        (half, r"q_proj has half an adapter"),
         (_unknown, r"model\.layers\.7\.mlp\.up_proj\.lora_A\.weight belongs to no layer"),
         (_other_dtype, r"lora_B\.weight is float64"),
     ],

@@ -15,9 +15,9 @@ from millrace.errors import FencedError, InvalidSpecError, InvalidStateError, Un
 from millrace.inference import pauses
 from millrace.inference.embedded import weights
 from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.held import HeldWeights
 from millrace.inference.engine import GenerateRequest, SamplingParams
 from millrace.inference.model_files import ModelSlot
-from millrace.inference.readback import Readback
 from millrace.inference.service import SERVICE_NAME, PolicyServicer
 from millrace.inference.updater import PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2 as pb
@@ -213,7 +213,7 @@ async def test_memory_found_damaged_breaks_the_replica_until_a_reload_from_the_a
 ):
     entry = publish(local_store, make_model(0), 0)
     await client.update(entry)
-    client.engine._weights._readback._report("model.norm.weight is damaged")  # as the reader beside the serving does
+    await client.engine.fail("model.norm.weight is damaged")  # as an engine does that verifies in the background
     async with asyncio.timeout(20):
         while (status := await client.status()).state != pb.POLICY_STATE_BROKEN:
             await asyncio.sleep(0.01)
@@ -228,14 +228,14 @@ async def test_memory_found_damaged_breaks_the_replica_until_a_reload_from_the_a
 async def test_a_version_counts_only_when_its_digest_is_proved(client, local_store, publish, make_model, monkeypatch):
     entries = [publish(local_store, make_model(seed), seed) for seed in range(2)]
     await client.update(entries[0])
-    real, reached, go_on = Readback.prove, threading.Event(), threading.Event()
+    real, reached, go_on = HeldWeights.prove, threading.Event(), threading.Event()
 
-    def slow(readback, staged):
+    def slow(held, staged):
         reached.set()
         assert go_on.wait(20)
-        return real(readback, staged)
+        return real(held, staged)
 
-    monkeypatch.setattr(Readback, "prove", slow)
+    monkeypatch.setattr(HeldWeights, "prove", slow)
     await client.update(entries[1], wait_s=0)
     try:
         assert await asyncio.to_thread(reached.wait, 20)  # the new weights are in, the proof is not
@@ -251,11 +251,11 @@ async def test_weights_that_cannot_be_read_back_do_not_serve(client, local_store
     entries = [publish(local_store, make_model(seed), seed) for seed in range(2)]
     await client.update(entries[0])
 
-    def unreadable(readback, staged):
+    def unreadable(held, staged):
         raise MemoryError("no room to read back")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Readback, "prove", unreadable)
+        patch.setattr(HeldWeights, "prove", unreadable)
         status = await client.update(entries[1])
     assert status.state == pb.POLICY_STATE_BROKEN and not status.has_version and "read back" in status.error
     with pytest.raises(UnavailableError):

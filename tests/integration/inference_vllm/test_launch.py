@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -11,9 +10,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import processes
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,19 +21,8 @@ from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
 from millrace.storage.scratch import owned_directory
-
-
-def _load(name: str, path: Path) -> Any:
-    """Test directories are no packages, so what other tests have is loaded by path."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-published = _load("published_vllm", Path(__file__).with_name("published.py"))
-orchestrator = _load("inference_fixtures", Path(__file__).parents[1] / "inference" / "conftest.py").orchestrator
+from millrace_testing import processes
+from millrace_testing.inference import published
 
 START_S = 180.0  # 25 s on a quiet machine
 GONE_S = 10.0

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -23,27 +22,12 @@ from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.adapter import AdapterSpec
 from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
+from millrace_testing.inference import adapters, tiny
 
 START_S = 180.0  # 25 s on a quiet machine
 FLAGS = {"enforce_eager": True, "max_model_len": 200, "max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20}
 SPEC = AdapterSpec(rank=4, alpha=6.0, target_modules=("q_proj", "down_proj"))
 pytestmark = pytest.mark.timeout(300)
-
-
-def _load(name: str, path: Path) -> Any:
-    """Test directories are no packages, so what other tests have is loaded by path."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_TESTS = Path(__file__).parents[2]
-tiny = _load("tiny_model_builders_lora", _TESTS / "unit" / "inference" / "conftest.py")
-fixtures = _load("inference_fixtures_lora", _TESTS / "integration" / "inference" / "conftest.py")
-orchestrator = fixtures.orchestrator
-adapters = _load("adapter_runs", _TESTS / "integration" / "inference" / "test_lora_policies.py")
 
 
 class Replica:
@@ -167,7 +151,7 @@ async def test_adapters_on_real_vllm(run: Any, replica: Replica) -> None:
     assert len(choice["token_ids"]) == 190
     assert await replica.logprob_gap(run.twins[4]) < 1e-5
 
-    refused = await replica.update(run.adapter(5, damage=adapters._half))
+    refused = await replica.update(run.adapter(5, damage=adapters.half))
     assert refused.state == pb.POLICY_STATE_UPDATE_FAILED and "half an adapter" in refused.error
     assert await replica.logprob_gap(run.twins[4]) < 1e-5
 

@@ -1,8 +1,6 @@
 """A replica on real vLLM without `enforce_eager`: its compiled graphs must not go on with weights of an old version."""
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,21 +8,10 @@ import pytest
 
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.storage.local import LocalStore
+from millrace_testing.inference import published, vllm_server
 
 PROMPT = [1, 2, 3]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def _load(name: str) -> Any:
-    """Test directories are no packages, so what tests of this one share is loaded by path."""
-    spec = importlib.util.spec_from_file_location(f"{name}_compiled", Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-published, vllm_server = _load("published"), _load("vllm_server")
 
 
 @pytest.fixture(scope="module")

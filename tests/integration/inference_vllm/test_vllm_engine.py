@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.storage.local import LocalStore
+from millrace_testing.inference import published, vllm_server
 
 GAP = 1e-5  # of float32 log-probs between vLLM and a forward pass of Hugging Face's model
 SEQS = 4
@@ -25,18 +25,6 @@ FLAGS = {
     "enable_prompt_tokens_details": True,
 }
 pytestmark = pytest.mark.timeout(300)
-
-
-def _load(name: str) -> Any:
-    """Test directories are no packages, so what tests of this one share is loaded by path."""
-    spec = importlib.util.spec_from_file_location(f"{name}_tied", Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-published, vllm_server = _load("published"), _load("vllm_server")
 
 
 class Run:

@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import copy
-import importlib.util
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,23 +13,12 @@ import pytest
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.storage.local import LocalStore
 from millrace.telemetry.faults import Action, Fault, Point
+from millrace_testing.inference import published, vllm_server
 
 GAP = 1e-5  # of float32 log-probs between vLLM and a forward pass of Hugging Face's model
 FLAGS = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4}
 PROMPT = [1, 2, 3]
 pytestmark = pytest.mark.timeout(300)
-
-
-def _load(name: str) -> Any:
-    """Test directories are no packages, so what tests of this one share is loaded by path."""
-    spec = importlib.util.spec_from_file_location(f"{name}_untied", Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-published, vllm_server = _load("published"), _load("vllm_server")
 
 
 def untied(seed: int, **changes: Any) -> Any:

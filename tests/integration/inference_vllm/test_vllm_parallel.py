@@ -5,7 +5,6 @@ in which the first one's directory is empty.
 """
 
 import asyncio
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.local.redis import free_port
 from millrace.storage.local import LocalStore
 from millrace.telemetry.faults import Action, Fault, Point
+from millrace_testing.inference import published, vllm_server
 
 GAP = 1e-5  # of float32 log-probs between vLLM and a forward pass of Hugging Face's model; 1e-6 was measured
 FLAGS = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4}
@@ -30,19 +30,6 @@ PROMPT = [1, 2, 3]
 FIRST_OF_TWO, SECOND_OF_TWO = {"ranks_after": 1}, {"rank": 1}
 START_S, END_S = 480.0, 60.0  # twice as many processes to start as a replica of one worker has
 pytestmark = pytest.mark.timeout(900)
-
-
-def _load(name: str) -> Any:
-    """Test directories are no packages, so what tests of this one share is loaded by path."""
-    spec = importlib.util.spec_from_file_location(f"{name}_parallel", Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-published, vllm_server = _load("published"), _load("vllm_server")
 
 
 class Run:

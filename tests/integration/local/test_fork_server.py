@@ -16,9 +16,9 @@ from millrace.processes import table
 from millrace.processes.forked import ForkedProcess, ForkServerClient
 from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
 
-GOOD, BAD = "forked_service", "broken_service"
+GOOD, BAD = "millrace_testing.local.forked_service", "millrace_testing.local.broken_service"
 WITHIN_S = 30.0
-PATH = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+PATH = os.pathsep.join(sys.path)
 
 
 @pytest.fixture
@@ -138,5 +138,5 @@ def test_who_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [*preloads.NEEDS, "somebody.else"]
     assert list(preloads.needs(wanted, {})) == list(preloads.NEEDS)
     assert preloads.needs(wanted, {preloads.VARIABLE: "0"}) == {}
-    monkeypatch.setattr(preloads, "_GPUS", ("/dev/null",))
+    monkeypatch.setattr(preloads, "GPUS", ("/dev/null",))
     assert set(preloads.needs(wanted, {})) == set(preloads.NEEDS) - set(preloads.WITH_TORCH)

@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import patience
 import psutil
 import pytest
-from stack_commands import environment, free_port, leftovers, wait_for
 
 from millrace.processes import table
+from millrace_testing import patience
+from millrace_testing.local.stack_commands import environment, free_port, leftovers, wait_for
 
-HERE = Path(__file__).parent
 GONE_WITHIN_S = 10.0
 """The promise: what has neither supervisor nor reaper has ended."""
 
@@ -32,7 +31,7 @@ class Up:
         ports = ["--listen", f"127.0.0.1:{free_port()}", "--http-port", str(free_port())]
         with output.open("w") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "fake_cli.py"), "up", "--dir", str(directory), *ports],
+                [sys.executable, "-m", "millrace_testing.local.fake_cli", "up", "--dir", str(directory), *ports],
                 cwd=project,
                 env=environment(project),
                 stdout=sink,
@@ -143,9 +142,8 @@ def test_what_cannot_notice_is_ended_by_the_next_stack_before_it_starts(up, tmp_
     second.ready()
     said = second.output.read_text()
     assert f"waiting for what the killed stack (pid {first.process.pid}) has left behind: pid " in said
-    assert (
-        f"ending what the killed stack (pid {first.process.pid}) has left behind: pid {frozen} (fake_trainer)" in said
-    )
+    trainer = f"pid {frozen} (millrace_testing.local.fake_trainer)"
+    assert f"ending what the killed stack (pid {first.process.pid}) has left behind: {trainer}" in said
     assert len(leftovers(tmp_path)) == 8
 
 

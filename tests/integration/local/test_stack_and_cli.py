@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from stack_commands import finish, free_port, leftovers, run, start, wait_for
+
+from millrace_testing.local.stack_commands import finish, free_port, leftovers, run, start, wait_for
 
 RL = """
 max_steps = 3

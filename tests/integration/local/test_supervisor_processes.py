@@ -15,34 +15,7 @@ from millrace.errors import NotFoundError
 from millrace.processes import table
 from millrace.processes.reaper import TERM_GRACE_S
 from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
-
-OBEDIENT = "import time; print('up', flush=True); time.sleep(600)"
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-)
-# A grandchild in a session of its own that ignores SIGTERM: neither the group nor a polite request reaches it.
-PARENT = f"""
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], start_new_session=True)
-print("up", child.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def spec(name: str, code: str, directory: Path, **options) -> ProcessSpec:
-    return ProcessSpec(
-        name=name,
-        argv=[sys.executable, "-c", code],
-        env=dict(os.environ),
-        log_path=directory / f"{name}.log",
-        **options,
-    )
-
-
-async def until_up(directory: Path, *names: str) -> None:
-    async with asyncio.timeout(20):
-        while not all("up" in "".join(tail(directory / f"{name}.log")) for name in names):
-            await asyncio.sleep(0.02)
+from millrace_testing.local.programs import OBEDIENT, PARENT, STUBBORN, spec, until_up
 
 
 def grandchild(directory: Path, name: str) -> int:
@@ -117,8 +90,7 @@ async def test_running_again_works(tmp_path):
 HOST = """
 import asyncio, sys
 from pathlib import Path
-sys.path.insert(0, {here!r})
-from test_supervisor_processes import OBEDIENT, PARENT, STUBBORN, spec, until_up
+from millrace_testing.local.programs import OBEDIENT, PARENT, STUBBORN, spec, until_up
 from millrace.processes.supervisor import Supervisor
 
 async def main():
@@ -137,7 +109,7 @@ asyncio.run(main())
 
 def test_sigkill_of_the_supervisor_leaves_nothing_behind(tmp_path):
     stack = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    code = HOST.format(here=str(Path(__file__).parent), directory=str(tmp_path), stack=stack)
+    code = HOST.format(directory=str(tmp_path), stack=stack)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None
         assert host.stdout.readline().strip() == "ready"

@@ -1,14 +1,8 @@
 import asyncio
-import sys
 import traceback
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from orchestrator_fakes import FakeEnvServer, FakeReplica, FakeTrainer, worker
 
 from millrace.internal.v1 import (
     env_service_pb2_grpc,
@@ -23,6 +17,7 @@ from millrace.runlog import open_redis
 from millrace.storage import open_store
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_service_pb2_grpc
+from millrace_testing.orchestrator.fakes import FakeEnvServer, FakeReplica, FakeTrainer, worker
 
 
 class Stack:

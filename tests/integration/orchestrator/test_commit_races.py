@@ -1,8 +1,6 @@
 """What arrives at an awkward moment: while a batch is being committed, or while nobody reads the run's rollouts."""
 
 import pytest
-from orchestrator_fakes import make_rollout
-from orchestrator_runs import create, has_state, resolutions, states, until, watch
 
 from millrace.orchestrator import manager
 from millrace.orchestrator.drive import batch_writer, loop
@@ -13,6 +11,8 @@ from millrace.rpc.channel import call
 from millrace.runlog import Lease, RunLog, Stream, load_headers
 from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.fakes import make_rollout
+from millrace_testing.orchestrator.runs import create, has_state, resolutions, states, until, watch
 
 
 async def log_of(stack, run) -> RunLog:

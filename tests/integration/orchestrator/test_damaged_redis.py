@@ -5,8 +5,6 @@ import hashlib
 from collections.abc import Awaitable, Callable
 
 import pytest
-from orchestrator_runs import bodies, create, get, resolutions, states, until, watch
-from test_log_loss import headers_of, require_clean
 
 from millrace.client.runs import RunsClient
 from millrace.errors import MillraceError
@@ -18,6 +16,17 @@ from millrace.runlog import Names, Stream
 from millrace.runlog.recovery import rebuild
 from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.v1 import event_pb2, run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import (
+    bodies,
+    create,
+    get,
+    headers_of,
+    require_clean,
+    resolutions,
+    states,
+    until,
+    watch,
+)
 
 JUNK = b"\xff\xff\xff"
 LAST_ID = "18446744073709551615-18446744073709551615"
@@ -43,7 +52,7 @@ ENTRIES = {
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """One run gets what would take many attackers; that damage is rebuilt ever more seldom has a test of its own."""
-    monkeypatch.setattr(rebuild, "_MAX_PROMPT", 1000)
+    monkeypatch.setattr(rebuild, "MAX_PROMPT", 1000)
     monkeypatch.setattr(manager, "MAX_GONE", 1000)
     monkeypatch.setattr(housekeeping, "ARCHIVE_S", 0.5)
     monkeypatch.setattr(housekeeping, "TELL_DAMAGE_S", 0.1)
@@ -304,8 +313,8 @@ async def _replace_meta(attacked: Attacked) -> None:
 
 
 async def test_damage_that_comes_again_is_rebuilt_ever_more_seldom_and_why_names_it(attacked, monkeypatch) -> None:
-    monkeypatch.setattr(rebuild, "_MAX_PROMPT", 3)
-    monkeypatch.setattr(rebuild, "_FIRST_PAUSE_S", 14.0)
+    monkeypatch.setattr(rebuild, "MAX_PROMPT", 3)
+    monkeypatch.setattr(rebuild, "FIRST_PAUSE_S", 14.0)
     key = attacked.key(Stream.POLICIES)
     for _ in range(3):
         await attacked.rebuilt(attacked.redis.xadd(key, entry(JUNK), id="50-1"), "promptly")

@@ -1,7 +1,6 @@
 """One run that cannot be read is shown as DAMAGED; the others are listed and driven as if it were not there."""
 
 import pytest
-from orchestrator_runs import create, states, until, watch
 
 from millrace.cli.offline.run_store import find_uid
 from millrace.errors import CorruptObjectError, MillraceError
@@ -9,6 +8,7 @@ from millrace.rpc.channel import call
 from millrace.runlog.index import list_runs
 from millrace.runlog.names import Deployment, Names
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import create, states, until, watch
 
 BAD = {
     "no JSON": b"{",

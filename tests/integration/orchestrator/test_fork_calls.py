@@ -1,12 +1,12 @@
 """ForkRun and AuditRun over gRPC."""
 
 import pytest
-from orchestrator_runs import create, watch
 
 from millrace.errors import AlreadyExistsError, InvalidSpecError, InvalidStateError, NotFoundError
 from millrace.rpc.channel import call
 from millrace.runlog import Names
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import create, watch
 
 
 async def fork(stack, run, step: int = 0, **fields) -> run_pb2.Run:

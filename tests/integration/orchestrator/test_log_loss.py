@@ -5,35 +5,25 @@ import shutil
 from pathlib import Path
 
 import pytest
-from orchestrator_runs import bodies, create, get, has_state, numbers, resolutions, states, until, watch
 
-from millrace.internal.v1 import batch_pb2
 from millrace.local.redis import EmbeddedRedis
 from millrace.orchestrator.drive import run_driver
-from millrace.runlog import Names, RunLog, Stream, load_headers, open_redis
-from millrace.runlog.audit import audit_run
+from millrace.runlog import Names, RunLog, Stream, open_redis
 from millrace.v1 import run_pb2
-
-
-async def wipe(stack) -> None:
-    """Delete every key of the deployment, as FLUSHALL would; other tests share the server."""
-    redis = stack.deps["redis"]
-    keys = [key async for key in redis.scan_iter(match=f"{stack.prefix}:*", count=1000)]
-    if keys:
-        await redis.delete(*keys)
-
-
-async def headers_of(stack, run) -> list[batch_pb2.BatchHeader]:
-    log = await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
-    return (await load_headers(log))[0]
-
-
-async def require_clean(stack, run) -> None:
-    report = await audit_run(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
-    # The fake trainer writes no policies, no checkpoints and no reports.
-    theirs = ("POLICY_", "STEP_NOT_REPORTED")
-    ours = [v for v in report.violations if "/policies/" not in v.message and not v.check.startswith(theirs)]
-    assert not ours, ours
+from millrace_testing.orchestrator.runs import (
+    bodies,
+    create,
+    get,
+    has_state,
+    headers_of,
+    numbers,
+    require_clean,
+    resolutions,
+    states,
+    until,
+    watch,
+    wipe,
+)
 
 
 async def test_a_run_goes_on_after_redis_was_wiped(stack) -> None:

@@ -9,8 +9,6 @@ import sys
 import time
 
 import pytest
-from leases import lease_holder
-from orchestrator_runs import bodies, create, resolutions, states, until, watch
 
 from millrace.errors import UnavailableError
 from millrace.local.ports import free_port
@@ -20,6 +18,8 @@ from millrace.runlog.events.reader import EventReader
 from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import faults
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
+from millrace_testing.leases import lease_holder
+from millrace_testing.orchestrator.runs import bodies, create, resolutions, states, until, watch
 
 RECOVERY_S = 15.0
 """The goal of the issue, restart included."""

@@ -4,23 +4,26 @@ import asyncio
 import itertools
 
 import pytest
-from orchestrator_runs import create, get, has_state, resolutions, states, until, watch
 
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator import workers
 from millrace.orchestrator.drive import loop
 from millrace.rpc.channel import call
-from millrace.runlog import RunLog, load_headers
+from millrace.runlog import load_headers
 from millrace.v1 import run_pb2, run_service_pb2
-
-
-async def pause(stack, run, reason: str = "") -> None:
-    await call(stack.runs.PauseRun, run_service_pb2.PauseRunRequest(name=run.name, reason=reason))
-
-
-async def resume(stack, run) -> None:
-    await call(stack.runs.ResumeRun, run_service_pb2.ResumeRunRequest(name=run.name))
+from millrace_testing.orchestrator.runs import (
+    create,
+    get,
+    has_state,
+    log_of,
+    pause,
+    resolutions,
+    resume,
+    states,
+    until,
+    watch,
+)
 
 
 async def paused_mid_run(stack):
@@ -33,10 +36,6 @@ async def paused_mid_run(stack):
     await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_PAUSED))
     trainer.hold.set()
     return run, trainer, env
-
-
-async def log_of(stack, run) -> RunLog:
-    return await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
 
 
 async def test_a_paused_run_gives_its_workers_back_and_goes_on_from_its_log(stack) -> None:

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import grpc.aio
 import pytest
-from orchestrator_fakes import FakeReplica
 
 from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_pb2_grpc, worker_service_pb2
 from millrace.orchestrator.drive.policy_driver import PolicyDriver
 from millrace.orchestrator.workers import WorkerRegistry
+from millrace_testing.orchestrator.fakes import FakeReplica
 
 
 class CountingReplica(FakeReplica):

@@ -5,14 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestrator_runs import bodies, create, watch
-
 from millrace.internal.v1 import batch_pb2, rollout_pb2, worker_service_pb2
 from millrace.orchestrator import workers
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog import RunLog, load_headers
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import bodies, create, watch
 
 
 async def state_of(stack, run) -> int:

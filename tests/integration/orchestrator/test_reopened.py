@@ -3,20 +3,32 @@
 import asyncio
 
 import pytest
-from orchestrator_runs import bodies, create, get, has_state, resolutions, states, until, watch
-from test_log_loss import headers_of, require_clean, wipe
-from test_pause import log_of, pause
 
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.runs.catalog import RunCatalog
-from millrace.orchestrator.runs.run_view import BatchClock
 from millrace.rpc.channel import call
 from millrace.runlog import Names, Stream, load_headers
+from millrace.runlog.events.run_status import BatchAge
 from millrace.runlog.records.intents import read_intents
 from millrace.runlog.records.revisions import has_ended, load_reopenings, load_step
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import (
+    bodies,
+    create,
+    get,
+    has_state,
+    headers_of,
+    log_of,
+    pause,
+    require_clean,
+    resolutions,
+    states,
+    until,
+    watch,
+    wipe,
+)
 
 FAILED, CLOSE = run_pb2.RUN_STATE_FAILED, batch_pb2.BATCH_KIND_CLOSE
 
@@ -209,7 +221,7 @@ async def test_another_replica_that_saw_the_end_learns_of_the_reopening(stack) -
     assert not (await catalogs[0].find(run.name)).is_terminal
     for _ in range(4):
         views = {view.record.uid: view for view in await catalogs[1].refresh()}
-    assert not views[run.uid].is_terminal and isinstance(views[run.uid].batches, BatchClock)
+    assert not views[run.uid].is_terminal and isinstance(views[run.uid].status.batches, BatchAge)
     trainer.hold.set()
     assert states(await watch(stack, run))[-1] == "SUCCEEDED"
 

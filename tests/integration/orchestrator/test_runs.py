@@ -4,10 +4,14 @@ import asyncio
 import json
 
 import pytest
-from orchestrator_runs import bodies, config_json, create, watch
-from patience import patient
 
-from millrace.errors import AlreadyExistsError, InvalidSpecError, NotFoundError, UnavailableError
+from millrace.errors import (
+    AlreadyExistsError,
+    InvalidSpecError,
+    InvalidStateError,
+    NotFoundError,
+    UnavailableError,
+)
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.orchestrator.drive import housekeeping
 from millrace.rollouts.batch_wire import decode_header
@@ -17,6 +21,8 @@ from millrace.runlog import Names
 from millrace.runlog.records.revisions import list_headers
 from millrace.runlog.seal import Seal
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import bodies, config_json, create, watch
+from millrace_testing.patience import patient
 
 
 async def test_a_run_goes_from_queued_to_succeeded(stack) -> None:
@@ -246,3 +252,22 @@ async def test_large_configs_do_not_keep_the_others_waiting(stack):
         num_answers += 1
     assert await submitted == [f"runs/large-{number}" for number in range(8)]
     assert num_answers > 2, "while they were checked"
+
+
+async def test_environments_are_loaded_at_submission_on_request(stack) -> None:
+    """Before anything is created, and with the environment's own error."""
+
+    def request(*, validate_only: bool) -> run_service_pb2.CreateRunRequest:
+        return run_service_pb2.CreateRunRequest(
+            kind=run_pb2.RUN_KIND_RL, config_json=config_json(), validate_only=validate_only, check_environments=True
+        )
+
+    with pytest.raises(UnavailableError, match="no env-server is registered"):
+        await call(stack.runs.CreateRun, request(validate_only=True))
+    env = await stack.env_server()
+    assert (await call(stack.runs.CreateRun, request(validate_only=True))).run.name
+    env.fail_open = "no such column 'answer' (at rows.py:3 in load)"
+    with pytest.raises(InvalidStateError, match="no such column 'answer'") as caught:
+        await call(stack.runs.CreateRun, request(validate_only=False))
+    assert caught.value.reason == "ENV_LOAD_FAILED" and "mend the environment" in (caught.value.remedy or "")
+    assert not (await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest())).runs

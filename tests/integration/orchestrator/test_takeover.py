@@ -4,27 +4,27 @@ import asyncio
 import json
 import logging
 
-from orchestrator_fakes import FakeEnvServer, make_rollout
-from orchestrator_runs import bodies, create, get, has_state, resolutions, states, until, watch
-
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.orchestrator import manager
-from millrace.orchestrator.play import env_pool, play
+from millrace.orchestrator.play import env_servers, play
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import decode_archive, encode_rollout
-from millrace.runlog import Lease, RunLog, load_headers
+from millrace.runlog import Lease, load_headers
 from millrace.runlog.names import Names
 from millrace.v1 import run_pb2
-
-
-async def log_of(stack, run) -> RunLog:
-    return await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
-
-
-async def restart_orchestrator(stack) -> None:
-    port = int(stack.address.rpartition(":")[2])
-    await stack.kill_orchestrator()
-    await stack.start_orchestrator(port)
+from millrace_testing.orchestrator.fakes import FakeEnvServer, make_rollout
+from millrace_testing.orchestrator.runs import (
+    bodies,
+    create,
+    get,
+    has_state,
+    log_of,
+    resolutions,
+    restart_orchestrator,
+    states,
+    until,
+    watch,
+)
 
 
 async def archived(stack, run) -> list:
@@ -171,11 +171,11 @@ async def test_an_ended_run_lets_env_servers_forget_everything(stack) -> None:
     env, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
     run = await create(stack)
     await watch(stack, run)
-    marks = lambda: {a.run_uid: a.resolved_below for a in env.assignments}  # noqa: E731
-    await until(lambda: marks().get(run.uid, 0) > 10**18)
+    over = lambda: {a.run_uid for a in env.assignments if a.is_over}  # noqa: E731
+    await until(lambda: run.uid in over())
     await restart_orchestrator(stack)
     env.assignments.clear()
-    await until(lambda: marks().get(run.uid, 0) > 10**18, what="told by a successor, too")
+    await until(lambda: run.uid in over(), what="told by a successor, too")
     assert trainer.steps
 
 
@@ -214,14 +214,14 @@ async def test_an_evaluation_that_was_under_way_is_done_by_the_successor(stack) 
     await stack.inference()
     await stack.trainer()
     held = asyncio.Event()
-    play = env._play
+    play = env.play
 
     async def slow(request) -> None:
         if request.eval_id:
             await held.wait()
         await play(request)
 
-    env._play = slow
+    env.play = slow
     run = await create(stack)
     await until(lambda: [r for r in env.requests if r.eval_id])
     await restart_orchestrator(stack)
@@ -243,7 +243,7 @@ async def test_an_env_server_that_does_not_answer_holds_up_groups_for_the_others
         return await play(self, request, context)
 
     monkeypatch.setattr(FakeEnvServer, "PlayGroup", hang_on_one)
-    monkeypatch.setattr(env_pool, "PLAY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(env_servers, "PLAY_TIMEOUT_S", 0.2)
     await stack.env_server(worker_id="env-server-a")
     other, _, _ = await stack.env_server(worker_id="env-server-b"), await stack.inference(), await stack.trainer()
     run = await create(stack)

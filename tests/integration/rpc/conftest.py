@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -10,11 +9,7 @@ import grpc.aio
 import pytest
 
 from millrace.rpc.serve import serve
-
-# Test directories are no packages, so what tests of this one share is found by path.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from protected_servers import Place
+from millrace_testing.protected_servers import Place
 
 
 class Running:

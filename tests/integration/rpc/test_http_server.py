@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from certificates import Authority
-from patience import patient
 
 from millrace.errors import UnavailableError
 from millrace.rpc.http_server import MAX_HEADER_BYTES, HttpBounds, HttpServer
 from millrace.rpc.tls import ServerFiles
+from millrace_testing.certificates import Authority
+from millrace_testing.patience import patient
 
 REQUEST_S = 1.0
 ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -205,5 +205,5 @@ async def test_an_answer_that_does_not_come_holds_up_no_end():
 async def test_an_address_that_is_taken_is_named_with_its_variable():
     async with serving(App()) as server:
         with pytest.raises(UnavailableError, match=rf"127\.0\.0\.1:{server.port}: Address already in use") as caught:
-            await HttpServer.start(App(), "127.0.0.1", server.port, tls=None, bounds=server._bounds, field="MILLRACE_X")
+            await HttpServer.start(App(), "127.0.0.1", server.port, tls=None, bounds=server.bounds, field="MILLRACE_X")
         assert "MILLRACE_X" in caught.value.remedy

@@ -10,7 +10,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from certificates import Authority
 from prometheus_client import Counter
 
 from millrace.errors import InvalidSpecError, UnavailableError
@@ -21,6 +20,7 @@ from millrace.rpc.tokens import engine_token, new_token, token_line
 from millrace.telemetry import waits
 from millrace.telemetry.metrics import Family, StateCollector, make_registry
 from millrace.telemetry.settings import Settings
+from millrace_testing.certificates import Authority
 
 PLAIN = ServerAccess()
 LOCAL = "127.0.0.1:0"

@@ -11,7 +11,6 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from protected_servers import SOON_S, heartbeat, list_runs, refused, serving
 
 from millrace.client import Client
 from millrace.errors import InvalidStateError, UnauthenticatedError, UnavailableError
@@ -24,6 +23,7 @@ from millrace.telemetry import logging as millrace_logging
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_service_pb2 as pb
 from millrace.v1.run_service_pb2_grpc import RunServiceStub
+from millrace_testing.protected_servers import SOON_S, heartbeat, list_runs, refused, serving
 
 
 async def test_tls_and_the_right_token_let_calls_in_and_health_stays_open(running_server, place):

@@ -6,14 +6,14 @@ import struct
 from typing import Any
 
 import pytest
-from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from patience import patient
 
 from millrace.rpc import serve as module
 from millrace.rpc.access import ClientAccess, ServerAccess
 from millrace.rpc.channel import open_channel
 from millrace.telemetry.settings import Settings
+from millrace_testing.certificates import Authority
+from millrace_testing.patience import patient
 
 CLIENTS = 100
 HANDSHAKE_S = 3.0

@@ -5,15 +5,15 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from certificates import Authority, Pair
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from protected_servers import NAMES, SOON_S, heartbeat, list_runs, refused, serving
 
 from millrace.client import Client
 from millrace.errors import InvalidSpecError, UnavailableError
 from millrace.rpc.access import ClientAccess
 from millrace.rpc.probe import probe
 from millrace.telemetry.settings import Settings
+from millrace_testing.certificates import Authority, Pair
+from millrace_testing.protected_servers import NAMES, SOON_S, heartbeat, list_runs, refused, serving
 
 
 async def test_plain_text_client_of_a_tls_server(running_server, place):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from millrace.rollouts.types import TrainSample
 from millrace.runlog import Frontier, RunLog, new_uid, open_redis
 from millrace.runlog.records.origin import load_origin
 from millrace.storage.local import LocalStore
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 RunJson = Callable[..., bytes]
 MakeBatch = Callable[..., tuple[batch_pb2.BatchHeader, list[bytes]]]

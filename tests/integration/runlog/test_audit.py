@@ -3,7 +3,13 @@
 import dataclasses
 
 import pytest
-from recorded_log import (
+
+from millrace.errors import NotFoundError
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.wire import decode_archive
+from millrace.runlog import chain_hash, commit_batch, new_uid
+from millrace.runlog.audit import audit_run
+from millrace_testing.runlog.recorded_log import (
     MEMBERS,
     NUM_EVENTS,
     STEPS,
@@ -16,12 +22,6 @@ from recorded_log import (
     rollout,
     violations,
 )
-
-from millrace.errors import NotFoundError
-from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.wire import decode_archive
-from millrace.runlog import chain_hash, commit_batch, new_uid
-from millrace.runlog.audit import audit_run
 
 
 @pytest.fixture

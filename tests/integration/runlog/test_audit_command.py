@@ -6,10 +6,10 @@ import os
 import sys
 
 import pytest
-from recorded_log import STEPS, audit, flip, record
 
 from millrace.cli.commands.run_attest import audited_head
 from millrace.runlog.names import Deployment
+from millrace_testing.runlog.recorded_log import STEPS, audit, flip, record
 
 TIMEOUT_S = 60.0
 

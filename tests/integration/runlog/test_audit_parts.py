@@ -9,20 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded_log import (
-    ENDED_AT,
-    NUM_EVENTS,
-    NUM_REPORTS,
-    STEPS,
-    audit,
-    flip,
-    publish,
-    publish_anew,
-    rearchive,
-    record,
-    rewrite,
-    violations,
-)
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog import EventWriter, RunLog, Stream
@@ -36,6 +22,20 @@ from millrace.runlog.recovery.restore import load_restored
 from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.trainer.log.store_log import StoreLog
 from millrace.v1 import event_pb2, run_pb2
+from millrace_testing.runlog.recorded_log import (
+    ENDED_AT,
+    NUM_EVENTS,
+    NUM_REPORTS,
+    STEPS,
+    audit,
+    flip,
+    publish,
+    publish_anew,
+    rearchive,
+    record,
+    rewrite,
+    violations,
+)
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ async def test_a_key_of_another_type_is_a_violation(run, redis, stream):
 
 @pytest.mark.parametrize("stream", list(Stream))
 async def test_an_entry_with_the_last_id_ends_the_reading(run, redis, stream, monkeypatch):
-    monkeypatch.setitem(mirror._PAGE, stream, 1)
+    monkeypatch.setitem(mirror.PAGE, stream, 1)
     await redis.xadd(run.names.stream(stream), {"x": "y"}, id="18446744073709551615-18446744073709551615")
     assert "ENTRY_CORRUPT" in await violations(run)
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from recorded_log import STEPS, checkpoint, record
 
 from millrace.errors import AlreadyExistsError, ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
 from millrace.internal.v1 import batch_pb2
@@ -16,6 +15,7 @@ from millrace.runlog.records.revisions import find_closing, load_reopenings, reo
 from millrace.runlog.recovery.rebuild import open_reopened
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.storage.commit_points import with_checksum
+from millrace_testing.runlog.recorded_log import STEPS, checkpoint, record
 
 FORK_HASH = "cd" * 32
 

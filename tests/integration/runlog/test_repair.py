@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from recorded_log import STEPS, audit, flip, publish_anew, record
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog import Entry, Stream, chain_hash
@@ -19,6 +18,7 @@ from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.runlog.repair import RepairState, repair_run
 from millrace.storage.local import LocalStore
 from millrace.v1 import event_pb2
+from millrace_testing.runlog.recorded_log import STEPS, audit, flip, publish_anew, record
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from leases import lease_holder
 
 from millrace.errors import FencedError, LogGoneError
 from millrace.runlog import Lease, RunLog
+from millrace_testing.leases import lease_holder
 
 
 @pytest.fixture

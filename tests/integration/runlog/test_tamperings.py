@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from recorded_log import flip, record
 
 from millrace.internal.v1 import batch_pb2
-from millrace.policies.prove import prove_policies
+from millrace.policies.verify import prove_policies
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import RunLog, chain_hash, open_redis
 from millrace.runlog.attest import Attestation, SigningKey, load_key, unsigned, write_attestation
@@ -30,6 +29,7 @@ from millrace.runlog.records.origin import load_origin
 from millrace.storage.commit_points import with_checksum
 from millrace.storage.local import LocalStore
 from millrace.v1 import audit_pb2
+from millrace_testing.runlog.recorded_log import flip, record
 
 STEPS = 12
 PREFIX = "tampered"

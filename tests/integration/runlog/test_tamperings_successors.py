@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 
 import pytest
-from recorded_log import STEPS, Recorded, audit, flip, publish_anew, record
 
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog import RunLog, chain_hash, commit_batch, new_uid
@@ -17,6 +16,7 @@ from millrace.runlog.index import create_run
 from millrace.runlog.records.revisions import find_closing, reopen
 from millrace.runlog.recovery.rebuild import open_reopened
 from millrace.storage.commit_points import newest_revision, revision_key, with_checksum
+from millrace_testing.runlog.recorded_log import STEPS, Recorded, audit, flip, publish_anew, record
 
 
 @pytest.fixture

@@ -1,21 +1,17 @@
-"""The fault proxy lies with the chaos tests, which start whole stacks behind it."""
+"""An S3 behind a proxy that injects faults."""
 
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "chaos"))
-
-from fault_proxy import FaultProxy
-
 from millrace.storage.retry import RetryPolicy
 from millrace.storage.s3 import S3Store
+from millrace_testing.chaos.fault_proxy import FaultProxy
 
 MakeStore = Callable[[RetryPolicy | None], S3Store]
 BUCKET = "millrace-faults"

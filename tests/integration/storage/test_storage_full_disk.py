@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from millrace.errors import CapacityError
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
@@ -88,7 +89,11 @@ def test_a_policy_that_does_not_fit_is_not_published_until_it_does(small_disk):
 
     def publish():
         return publish_policy(
-            store, prefix="p", uid="u", lineage=0, version=1, epoch=1, tensors=tensors, files={}, shard_bytes=1
+            store,
+            PolicyPlace(prefix="p", uid="u", lineage=0, version=1),
+            PolicyContents(tensors=tensors, files={}),
+            epoch=1,
+            shard_bytes=1,
         )
 
     small_disk.fill(leave_bytes=400_000)

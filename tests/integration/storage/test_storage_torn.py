@@ -6,27 +6,29 @@ import sys
 
 import numpy as np
 import pytest
-from fault_proxy import Effect, Fault, FaultProxy
 
 from millrace.errors import CorruptObjectError, NotFoundError
-from millrace.policies.manifest import manifest_key
-from millrace.policies.publishing.publish import PublishedPolicy, publish_policy
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, PublishedPolicy, publish_policy
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import ObjectStore
 from millrace.storage.s3 import S3Store
+from millrace_testing.chaos.fault_proxy import Effect, Fault, FaultProxy
 
-KEY = manifest_key("p", "u", lineage=0, version=3)
+KEY = PolicyPlace(prefix="p", uid="u", lineage=0, version=3).manifest_key
 TENSORS = [(f"t{number}", TensorBytes.from_numpy(np.full(20_000, number, dtype=np.float32))) for number in range(3)]
 PUBLISH = """
 import sys
 import numpy as np
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import open_store
+tensors = [(f"t{n}", TensorBytes.from_numpy(np.full(20_000, n, dtype=np.float32))) for n in range(3)]
 publish_policy(
-    open_store(sys.argv[1]), prefix="p", uid="u", lineage=0, version=3, epoch=1, files={"config.json": b"{}"},
-    tensors=[(f"t{n}", TensorBytes.from_numpy(np.full(20_000, n, dtype=np.float32))) for n in range(3)], shard_bytes=1,
+    open_store(sys.argv[1]), PolicyPlace(prefix="p", uid="u", lineage=0, version=3),
+    PolicyContents(tensors=tensors, files={"config.json": b"{}"}), epoch=1, shard_bytes=1,
 )
 """
 
@@ -34,7 +36,11 @@ publish_policy(
 def _publish(store: ObjectStore, *, epoch: int) -> PublishedPolicy:
     files = {"config.json": b"{}"}
     return publish_policy(
-        store, prefix="p", uid="u", lineage=0, version=3, epoch=epoch, tensors=TENSORS, files=files, shard_bytes=1
+        store,
+        PolicyPlace(prefix="p", uid="u", lineage=0, version=3),
+        PolicyContents(tensors=TENSORS, files=files),
+        epoch=epoch,
+        shard_bytes=1,
     )
 
 

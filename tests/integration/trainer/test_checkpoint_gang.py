@@ -15,7 +15,7 @@ from millrace.local.redis import free_port
 def test_a_rank_reads_its_shard_and_every_rank_hears_of_a_damaged_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]  # --standalone needs a name that resolves
-    command += [str(Path(__file__).with_name("checkpoint_rank.py")), str(tmp_path)]
+    command += ["-m", "millrace_testing.trainer.checkpoint_rank", str(tmp_path)]
     scratch = tmp_path / "scratch"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MILLRACE_SCRATCH_DIR": str(scratch)}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250)

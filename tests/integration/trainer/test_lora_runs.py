@@ -127,7 +127,7 @@ def _torchrun(recorder: Recorder, *, stop_at: str = "") -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={port}", str(Path(__file__).with_name("gang_rank.py"))]
+    command += [f"--master-port={port}", "-m", "millrace_testing.trainer.gang_rank"]
     command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, stop_at]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)

@@ -17,7 +17,7 @@ import pytest
 from millrace.cli.main import main
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError
-from millrace.policies.prove import prove_policies
+from millrace.policies.verify import prove_policies
 from millrace.runlog.audit import Depth, audit_run
 from millrace.runlog.records.revisions import Reopening
 from millrace.telemetry import faults

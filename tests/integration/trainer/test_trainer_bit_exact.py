@@ -117,7 +117,7 @@ def _torchrun(recorder: Recorder, directory: Path, *, num_restarts: int) -> None
     """A gang of two that is started again when one of it dies, as torchrun does it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [f"--max-restarts={num_restarts}", "--monitor-interval=0.1"]
-    command += [str(Path(__file__).with_name("gang_rank.py"))]
+    command += ["-m", "millrace_testing.trainer.gang_rank"]
     command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, ""]
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MILLRACE_FAULTS": str(directory)}
     ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=800)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from leases import lease_holder
 
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import FencedError, LogGoneError
@@ -23,6 +22,7 @@ from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.hold import Hold
+from millrace_testing.leases import lease_holder
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 

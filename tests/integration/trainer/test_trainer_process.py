@@ -12,10 +12,10 @@ import grpc.aio
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from leases import lease_holder
 
 from millrace.internal.v1 import worker_service_pb2
 from millrace.runlog import Lease, Stream
+from millrace_testing.leases import lease_holder
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 FakeOrchestrator = Any

@@ -15,10 +15,11 @@ from millrace.cli.main import main
 from millrace.cli.offline import audit_here
 from millrace.config.sections.rl import RLConfig
 from millrace.internal.v1 import batch_pb2
-from millrace.policies.prove import prove_policies
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.pull import pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
+from millrace.policies.verify import prove_policies
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import chain_hash
 from millrace.runlog.audit import Depth, audit_run
@@ -27,11 +28,7 @@ from millrace.storage.commit_points import with_checksum
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 MakeConfig = Callable[..., RLConfig]
-
-
-@pytest.fixture(autouse=True)
-def _losses_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+LOSSES = "millrace_testing.trainer.other_losses"
 
 
 @pytest.fixture
@@ -79,13 +76,9 @@ def test_a_version_that_was_published_with_other_weights_is_told_tensor_by_tenso
     trained.store.delete(key)
     publish_policy(
         trained.store,
-        prefix=trained.prefix,
-        uid=trained.uid,
-        lineage=0,
-        version=4,
+        PolicyPlace(prefix=trained.prefix, uid=trained.uid, lineage=0, version=4),
+        PolicyContents(tensors=changed.items(), files=manifest.files),
         epoch=9,
-        tensors=changed.items(),
-        files=manifest.files,
     )
     assert _replay(trained, 3) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -99,11 +92,11 @@ def test_a_version_that_was_published_with_other_weights_is_told_tensor_by_tenso
 
 def test_metrics_under_another_loss_beside_the_originals(trained: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     before = _objects(trained)
-    assert _replay(trained, 3, "--loss", "other_losses:doubled") == 0
+    assert _replay(trained, 3, "--loss", f"{LOSSES}:doubled") == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("equal:") for line in lines)  # trying a loss leaves the step itself as it was
     header = next(index for index, line in enumerate(lines) if line.startswith("METRIC OF STEP 3"))
-    assert lines[header].split()[-1] == "other_losses:doubled"
+    assert lines[header].split()[-1] == f"{LOSSES}:doubled"
     metrics = {row[0]: row[1:] for row in (line.split() for line in lines[header + 1 :])}
     mine, other = (float(value) for value in metrics["loss/mean"])
     assert mine != 0 and other == pytest.approx(2 * mine, rel=1e-4)
@@ -128,12 +121,12 @@ def test_a_damaged_checkpoint_is_left_aside_and_noted(trained: Recorder, capsys:
     [
         ("nothing", "must be module:function"),
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
-        ("other_losses:missing", "has no 'missing'"),
-        ("other_losses:NOT_A_FUNCTION", "has a int, not a function, as 'NOT_A_FUNCTION'"),
-        ("other_losses:a_number", "it returned a float, not a millrace.trainer.learning.loss.TokenLosses"),
-        ("other_losses:per_sequence", "its rl must be a tensor of shape"),
-        ("other_losses:constant", "so it trains nothing"),
-        ("other_losses:broken", "it raised ZeroDivisionError: by design"),
+        (f"{LOSSES}:missing", "has no 'missing'"),
+        (f"{LOSSES}:NOT_A_FUNCTION", "has a int, not a function, as 'NOT_A_FUNCTION'"),
+        (f"{LOSSES}:a_number", "it returned a float, not a millrace.trainer.learning.loss.TokenLosses"),
+        (f"{LOSSES}:per_sequence", "its rl must be a tensor of shape"),
+        (f"{LOSSES}:constant", "so it trains nothing"),
+        (f"{LOSSES}:broken", "it raised ZeroDivisionError: by design"),
     ],
 )
 def test_a_bad_loss_is_told_in_words(
@@ -170,7 +163,7 @@ def test_a_version_that_is_not_published_has_only_metrics(
     trained.store.delete(f"{trained.root}policies/0000-00000005/manifest.json")
     assert _replay(trained, 4) == 2
     assert "version 5" in (err := capsys.readouterr().err) and "nothing to compare with" in err
-    assert _replay(trained, 4, "--loss", "other_losses:doubled") == 0
+    assert _replay(trained, 4, "--loss", f"{LOSSES}:doubled") == 0
     assert "version 5 is not published" in capsys.readouterr().out
 
 

@@ -23,7 +23,7 @@ Recorder = Any  # conftest.Recorder; tests are not importable from one another
 FakeOrchestrator = Any
 TrainerProcesses = Any
 
-DIFFERING = str(Path(__file__).with_name("differing_trainer.py"))
+DIFFERING = ("-m", "millrace_testing.trainer.differing_trainer")
 
 
 async def _kill_after_version_3(
@@ -51,7 +51,7 @@ async def test_under_strict_the_run_fails_with_both_digests(
     recorder.record(make_config(ckpt={"interval": 2}, determinism="strict"), steps=4)
     await _kill_after_version_3(orchestrator, trainers, recorder, tmp_path)
     published = recorder.digests()
-    process = trainers.start(recorder, DIFFERING)
+    process = trainers.start(recorder, *DIFFERING)
     await orchestrator.until(lambda status: bool(status.error_reason))
     # With this status the orchestrator closes the run as FAILED (test_a_trainer_that_gives_up_fails_the_run).
     assert orchestrator.status.error_reason == "POLICY_DIGEST_MISMATCH"
@@ -82,7 +82,7 @@ async def test_under_best_effort_the_run_goes_on_in_a_new_lineage(
     recorder.record(make_config(ckpt={"interval": 2}, determinism="best_effort"), steps=5)
     await _kill_after_version_3(orchestrator, trainers, recorder, tmp_path)
     published = recorder.digests()
-    trainers.start(recorder, DIFFERING)
+    trainers.start(recorder, *DIFFERING)
     await orchestrator.until(lambda status: status.is_finished)
     entries = recorder.call(recorder.log.read(Stream.POLICIES))
     policies = [policy_pb2.PolicyEntry.FromString(entry.d) for entry in entries]

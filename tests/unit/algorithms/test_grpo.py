@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from millrace.algorithms import ALGORITHMS, Grpo
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus, Sample
@@ -47,3 +49,16 @@ def test_a_group_of_one_has_no_advantage() -> None:
 
 def test_the_registry_names_grpo() -> None:
     assert ALGORITHMS["grpo"] is Grpo
+
+
+@given(reward=st.floats(-1e6, 1e6), size=st.integers(1, 70))
+def test_equal_rewards_give_exactly_no_advantage(reward: float, size: int) -> None:
+    for group in Grpo().credit([rollout(reward)] * size):
+        assert not any(credit.advantages.any() for credit in group)
+
+
+@pytest.mark.parametrize("size", [6, 7, 12])
+def test_groups_of_equal_rewards_are_those_without_advantages(size: int) -> None:
+    for tenths in range(1, 100):
+        credits = Grpo().credit([rollout(tenths / 10)] * (size - 1) + [rollout(tenths / 10 + 1e-6)])
+        assert all(credit[0].advantages[1] != 0 for credit in credits)

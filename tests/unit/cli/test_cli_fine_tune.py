@@ -13,7 +13,16 @@ from millrace.processes import table
 TRAINER = """
 import json, sys, time
 config = json.load(open(sys.argv[-1]))
+import os
+rank = os.environ.get("RANK")
 print("training", config["max_steps"], sys.argv[-1], flush=True)
+if rank and config["max_steps"] == 8:  # the second rank dies
+    os.kill(os.getpid(), 9) if rank == "1" else time.sleep(600)
+if rank and config["max_steps"] == 9:  # both refuse the config
+    time.sleep(1 - int(rank))
+    sys.exit(2)
+if rank and config["max_steps"] == 10:
+    print(rank, *(os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")))
 if config["max_steps"] == 7:
     sys.exit(7)
 if config["max_steps"] == 600:
@@ -46,6 +55,32 @@ def test_output_and_exit_code_are_the_trainers(tmp_path):
     process = start(tmp_path, "--model.name", "gpt2", "--max-steps", "7")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 7 and out.startswith("training 7 outputs/sft-gpt2-")
+
+
+def test_several_ranks_are_told_who_they_are_and_the_first_is_heard(tmp_path):
+    arguments = ("--model.name", "gpt2", "--run.name", "warm", "--nproc-per-node", "2")
+    process = start(tmp_path, *arguments, "--max-steps", "10")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines() == ["training 10 outputs/warm/config.json", "0 0 2 2 127.0.0.1"]
+    assert (tmp_path / "outputs/warm/rank-1.log").read_text().splitlines()[1] == "1 1 2 2 127.0.0.1"
+
+
+def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path):
+    arguments = ("--model.name", "gpt2", "--run.name", "warm", "--nproc-per-node", "2")
+    process = start(tmp_path, *arguments, "--max-steps", "8")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1 died: signal SIGKILL" in err and "rank-1.log" in err
+    process = start(tmp_path, *arguments, "--max-steps", "9")
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (2, "")
+
+
+def test_a_number_of_ranks_is_asked_for(tmp_path):
+    process = start(tmp_path, "--model.name", "gpt2", "--nproc-per-node", "gpu")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "--nproc-per-node" in err and "1 or more" in err
 
 
 def test_ctrl_c_stops_the_trainer(tmp_path):

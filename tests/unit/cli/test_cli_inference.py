@@ -8,6 +8,7 @@ import pytest
 from millrace.cli.errors import CliError
 from millrace.cli.session import replica
 from millrace.errors import InvalidSpecError
+from millrace.inference.launch_env import with_engine
 
 BARE = 'engine = "vllm"\nmax_num_seqs = 8\n[vllm]\nenable_prefix_caching = false\n'
 NAMED = '[log]\nlevel = "debug"\n[inference]\n' + BARE.replace("[vllm]", "[inference.vllm]")
@@ -36,7 +37,18 @@ def test_errors_name_the_key_and_the_place(tmp_path):
 
 def test_vllm_keys_mean_nothing_to_the_embedded_engine():
     with pytest.raises(InvalidSpecError, match=r"inference.parallel.tp: means nothing to the embedded engine"):
-        replica.load_replica(["--parallel.tp", "2"], environ={})
+        replica.load_replica(["--engine", "embedded", "--parallel.tp", "2"], environ={})
+
+
+def test_flags_of_vllm_serve_go_to_vllm():
+    argv = ["--tensor-parallel-size", "4", "--headless", "--data-parallel-rpc-port", "13345"]
+    config = replica.load_replica(argv, environ={}).config.inference
+    assert config.vllm == {"tensor-parallel-size": 4, "headless": True, "data-parallel-rpc-port": 13345}
+    assert config.needs_vllm and with_engine(config, {}).engine == "vllm"
+    with pytest.raises(InvalidSpecError, match=r"did you mean"):
+        replica.load_replica(["--max-num-seq", "4"], environ={})
+    with pytest.raises(InvalidSpecError, match=r"keys are never in a config"):
+        replica.load_replica(["--api-key", "x"], environ={})
 
 
 def test_something_to_serve_is_required():

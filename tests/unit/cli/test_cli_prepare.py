@@ -169,7 +169,9 @@ def test_vllm_of_the_stack_gets_its_flags_by_the_keys_of_the_config(rl, tmp_path
     over = prepare(["@", str(rl), "--inference.engine", "embedded"], environ={"MILLRACE_ENGINE": "vllm"})
     assert over.config.inference.engine == "embedded", "a flag is stronger than the environment"
     with pytest.raises(InvalidSpecError, match=r"inference.vllm: means nothing to the embedded engine"):
-        prepare(["@", str(rl), "--inference.vllm.seed", "1"], environ={})
+        prepare(["@", str(rl), "--inference.engine", "embedded", "--inference.vllm.seed", "1"], environ={})
+    auto = prepare(["@", str(rl), "--inference.vllm.seed", "1"], environ={})
+    assert stack_options(auto, tmp_path).engine == "vllm", "one of its keys is set"
 
 
 @pytest.mark.parametrize("command", [["rl"], ["run", "submit"], ["run", "submit", "--follow"]])
@@ -223,3 +225,11 @@ def test_without_a_file_the_hub_is_not_asked(command, tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == f"Error: name a config file: millrace {command} @ examples/reverse_text/{command}.toml\n"
     assert run("sft", "--max-steps", "3", cwd=tmp_path).returncode == 2 and not list(tmp_path.iterdir())
+
+
+def test_keys_that_a_running_stack_does_not_take_are_named(rl, capsys):
+    flags = ["--inference.max-num-seqs", "3", "--log.level", "debug", "--server", "10.0.0.1:1"]
+    prepare(["@", str(rl), *flags], environ={})
+    assert "without effect there: inference.max_num_seqs, log.level" in capsys.readouterr().err
+    prepare(["@", str(rl), "--inference.max-num-seqs", "3"], environ={})
+    assert "without effect there" not in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import io
 
 import pytest
-from recorded_run import at, evaluation, progress_of, recorded, state, step
 from rich.console import Console
 
 from millrace.cli.view.lines import log_line, progress_line
@@ -12,6 +11,7 @@ from millrace.cli.view.progress import Progress
 from millrace.cli.view.text import count, duration, size, sparkline, table
 from millrace.cli.view.view import PlainView, is_fancy, make_view
 from millrace.v1 import event_pb2, run_pb2
+from millrace_testing.runlog.recorded_run import at, evaluation, progress_of, recorded, state, step
 
 
 def plain_lines(events: list[event_pb2.Event]) -> list[str]:

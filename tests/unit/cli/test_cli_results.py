@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_run import progress_of, recorded
 
 from millrace.cli.session.follow import MetricsFile
 from millrace.cli.session.results import (
@@ -18,10 +17,11 @@ from millrace.cli.session.results import (
     summary_lines,
     write_summary,
 )
-from millrace.policies.manifest import Probe
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import PolicyPlace, Probe
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import open_store
+from millrace_testing.runlog.recorded_run import progress_of, recorded
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -33,14 +33,13 @@ def published(tmp_path) -> tuple[str, str]:
     weights = np.arange(6, dtype=np.float32).reshape(2, 3)
     policy = publish_policy(
         store,
-        prefix="millrace",
-        uid="u1",
-        lineage=0,
-        version=3,
+        PolicyPlace(prefix="millrace", uid="u1", lineage=0, version=3),
+        PolicyContents(
+            tensors=[("w", TensorBytes(dtype="float32", shape=(2, 3), data=memoryview(weights.tobytes())))],
+            files={"config.json": b"{}"},
+            probe=Probe(token_ids=(1,), logprobs=()),
+        ),
         epoch=1,
-        tensors=[("w", TensorBytes(dtype="float32", shape=(2, 3), data=memoryview(weights.tobytes())))],
-        files={"config.json": b"{}"},
-        probe=Probe(token_ids=(1,), logprobs=()),
     )
     key = "millrace/runs/u1/checkpoints/00000003/manifest.json"
     store.create(key, b"{}")

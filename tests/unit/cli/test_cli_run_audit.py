@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from fake_runs import FakeRuns, serving
 
 from millrace.cli.main import main
 from millrace.cli.offline.audit_report import report_lines
@@ -15,6 +14,7 @@ from millrace.runlog.names import Deployment
 from millrace.storage import open_store
 from millrace.v1 import audit_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
+from millrace_testing.runlog.fake_runs import FakeRuns, serving
 
 CONFIG = {
     "model": {"name": "m"},

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_runs import FakeRuns, serving
-from recorded_run import state
 
 from millrace.cli.log_files import process_logs
 from millrace.cli.main import main
 from millrace.cli.names import choose
-from millrace.cli.session import follow
+from millrace.client import runs
 from millrace.errors import NotFoundError
 from millrace.v1 import run_pb2
 from millrace.v1 import run_service_pb2 as rs
+from millrace_testing.runlog.fake_runs import FakeRuns, serving
+from millrace_testing.runlog.recorded_run import state
 
 
 @pytest.fixture
@@ -109,11 +109,15 @@ def test_watch_prints_progress_and_ends_with_the_run(server, capsys):
     server.add("alpha").config_json = '{"orchestrator": {"async_level": 1, "max_off_policy_steps": 2}}'
     code, out, _ = run(capsys, "watch", "alpha")
     assert code == 0
-    assert "step   3/3  reward 0.700  staleness 0.8/2" in out and out.splitlines()[-1] == "STOPPING -> SUCCEEDED  done"
+    assert "step   3/3  reward 0.700  staleness 0.8/2" in out
+    told, _, closing = out.partition("\n\n")
+    assert told.splitlines()[-1] == "STOPPING -> SUCCEEDED  done"
+    assert closing.splitlines()[0].split() == ["run", "alpha", "SUCCEEDED"] and "\nsteps            3 in " in closing
+    assert "plot" not in closing, "nothing was drawn here"
 
 
 def test_watch_of_a_queued_run_says_why_at_once_and_when_it_changes(monkeypatch, capsys):
-    monkeypatch.setattr(follow, "QUEUED_PERIOD_S", 0.01)
+    monkeypatch.setattr(runs, "WHY_QUEUED_PERIOD_S", 0.01)
     server = QueuedRuns()
     server.add("alpha", run_pb2.RUN_STATE_QUEUED)
     with serving(server) as address:

@@ -1,13 +1,21 @@
 """The client against a small in-process RunService: a second implementation of the protocol."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
 
-from millrace.client import Client
-from millrace.errors import AlreadyExistsError, InvalidSpecError, NotFoundError, UnavailableError, Violation
+from millrace.client import Client, state_name
+from millrace.errors import (
+    AlreadyExistsError,
+    InvalidSpecError,
+    InvalidStateError,
+    NotFoundError,
+    UnavailableError,
+    Violation,
+)
 from millrace.rpc.status import abort
 from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
@@ -239,3 +247,62 @@ def test_sync_facade():
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
+
+
+async def test_a_config_is_a_dict_a_file_or_several(fake, tmp_path):
+    servicer, address = fake
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text("max_steps = 3\nasync_level = 0\n[orchestrator]\nrollouts_per_example = 8\nbatch_size = 16\n")
+    with first.open("a") as file:
+        file.write("[[orchestrator.env]]\nid = 'reverse-text'\n")
+    second.write_text("max_steps = 5\n")
+    async with Client(address) as client:
+        sent = (await client.runs.create({"max_steps": 2}, run_id="a")).config_json
+        assert json.loads(sent) == {"max_steps": 2}, "the server fills in what a dict leaves out"
+        sent = json.loads((await client.runs.create([first, second], run_id="b")).config_json)
+        assert (sent["max_steps"], sent["async_level"]) == (5, 0), "later files win"
+        second.write_text("max_stepps = 5\nseq_len = -1\n")
+        with pytest.raises(InvalidSpecError) as caught:
+            await client.runs.create([first, second], run_id="c")
+        assert {v.source for v in caught.value.violations} == {f"{second}:1", f"{second}:2"}
+    assert "runs/c" not in servicer.runs
+
+
+async def test_states_may_be_named(fake):
+    _, address = fake
+    async with Client(address) as client:
+        await client.runs.list(states=["RUNNING", run_pb2.RUN_STATE_QUEUED])
+        with pytest.raises(ValueError, match="RUN_STATE_RUNING"):
+            await client.runs.list(states=["RUNING"])
+    assert state_name(run_pb2.RUN_STATE_RUNNING) == "RUNNING"
+
+
+async def test_wait_tells_states_and_returns_the_run(fake):
+    servicer, address = fake
+    servicer.script = [state(run_pb2.RUN_STATE_RUNNING), step(0), state(run_pb2.RUN_STATE_SUCCEEDED)]
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_SUCCEEDED)
+    said: list[str] = []
+    async with Client(address) as client:
+        assert (await client.runs.wait("runs/x", on_note=said.append)).name == "runs/x"
+    assert said == ["RUNNING", "SUCCEEDED"]
+
+
+async def test_wait_raises_the_reason_of_a_run_that_failed(fake):
+    servicer, address = fake
+    servicer.script = [state(run_pb2.RUN_STATE_FAILED)]
+    error = run_pb2.RunError(reason="ROLLOUTS_FAILED", message="the reward is NaN")
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_FAILED, error=error)
+    async with Client(address) as client:
+        with pytest.raises(InvalidStateError, match="FAILED: the reward is NaN") as caught:
+            await client.runs.wait("runs/x")
+    assert caught.value.reason == "ROLLOUTS_FAILED"
+
+
+async def test_wait_has_a_deadline(fake):
+    servicer, address = fake
+    servicer.how = "silent"
+    servicer.script, servicer.break_after = [state(run_pb2.RUN_STATE_RUNNING)], [1]
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_RUNNING)
+    async with Client(address) as client:
+        with pytest.raises(TimeoutError):
+            await client.runs.wait("runs/x", timeout_s=0.5)

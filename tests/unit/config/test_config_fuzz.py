@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from millrace.config import RLConfig, load, validate_document
 from millrace.config.layers import put
+from millrace.config.prime_rl.rl_keys import RL_KEYS
 from millrace.config.tree import schema_tree
 from millrace.errors import InvalidSpecError
 
@@ -18,7 +19,7 @@ SCALARS = (
 
 
 PATHS = st.lists(st.sampled_from([*NAMES, "no-ckpt", "0"]), min_size=1, max_size=4).map(".".join)
-KNOWN = st.sampled_from([".".join(node.path) for node in ROOT.walk()])
+KNOWN = st.sampled_from([*(".".join(node.path) for node in ROOT.walk()), *(key.replace("[]", "") for key in RL_KEYS)])
 VALUES = st.one_of(
     SCALARS,
     st.lists(SCALARS, max_size=2),

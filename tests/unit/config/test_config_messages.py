@@ -1,9 +1,5 @@
 import pytest
 
-from millrace.config import validate_document
-from millrace.config.suggest import MOVED
-from millrace.errors import InvalidSpecError
-
 EVERYTHING_WRONG = """\
 max_step = 20
 seq_len = "1k"
@@ -138,20 +134,6 @@ def test_an_alias_is_named_where_it_is_written(violations, tmp_path):
     assert [(violation.field, violation.source) for violation in found] == [
         ("orchestrator.rollouts_per_example", "a.toml:3")
     ]
-
-
-@pytest.mark.parametrize("key", sorted(MOVED))
-def test_keys_that_moved_say_where_to(key):
-    document: dict = {"orchestrator": {"env": [{"id": "a"}], "rollouts_per_example": 2, "eval": {}}}
-    here = document
-    *tables, last = key.split(".")
-    for table in tables:
-        here = here.setdefault(table, {})
-    here[last] = {}
-    with pytest.raises(InvalidSpecError) as caught:
-        validate_document(document)
-    assert [violation.field for violation in caught.value.violations] == [key]
-    assert MOVED[key] in caught.value.violations[0].message
 
 
 @pytest.mark.parametrize(

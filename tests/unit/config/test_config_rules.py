@@ -13,7 +13,7 @@ from millrace.errors import InvalidSpecError
         (["--orchestrator.rollouts-per-example", "1"], "orchestrator.rollouts_per_example", "1", "at least 2 for grpo"),
         (["--async-level", "9"], "orchestrator.max_off_policy_steps", "8", "which is 9"),
         (["--orchestrator.seq-len", "4096"], "trainer.model.seq_len", "2048", "which is 4096"),
-        (["--orchestrator.sampling.max-tokens", "2048"], "orchestrator.sampling.max_tokens", "2048", "must be below"),
+        (["--orchestrator.sampling.max-tokens", "2049"], "orchestrator.sampling.max_tokens", "2049", "must be below"),
         (
             ["--orchestrator.eval.sampling.max-tokens", "9999"],
             "orchestrator.eval.sampling.max_tokens",
@@ -72,14 +72,18 @@ def test_env_names(violations, envs, field, says):
     [
         ('[{"id": "a", "args": {"x": 1}}]', []),
         ('[{"id": "a", "args": {"x": 2}, "name": "other"}]', []),
-        ('[{"id": "a", "args": {"x": 2}}]', ["orchestrator.eval.env[0].args"]),
+        ('[{"id": "a", "args": {"x": 2}}]', []),
+        ('[{"id": "a", "args": {"x": 2}, "name": "a"}]', ["orchestrator.eval.env[0].args"]),
         ('[{"id": "c"}, {"id": "b", "name": "a", "args": {"x": 1}}]', ["orchestrator.eval.env[1].id"]),
     ],
 )
 def test_an_eval_env_with_the_name_of_a_training_env_is_that_env(violations, load_rl, envs, fields):
     argv = ["--orchestrator.env", '[{"id": "a", "args": {"x": 1}}]', "--orchestrator.eval.env", envs]
     if not fields:
-        assert load_rl(*argv).config.orchestrator.eval is not None
+        evaluation = load_rl(*argv).config.orchestrator.eval
+        assert evaluation is not None
+        others = [env.name for env in evaluation.env if env.args == {"x": 2}]
+        assert others in ([], ["other"], ["a-eval"]), "the same id with other args is another environment"
         return
     found = violations(*argv)
     assert [violation.field for violation in found] == fields
@@ -157,3 +161,30 @@ def test_server_reports_the_same_violations(violations):
 def test_documents_that_are_no_object(document):
     with pytest.raises(InvalidSpecError, match="config_json"):
         validate_document(document)
+
+
+def test_a_limit_of_just_the_room_is_lowered_with_a_note(load_rl):
+    loaded = load_rl("--orchestrator.sampling.max-tokens", "2048", "--orchestrator.eval")
+    assert loaded.config.orchestrator.sampling.max_tokens == 2047
+    assert loaded.config.orchestrator.eval.sampling.max_tokens == 2047
+    (note,) = loaded.notes
+    assert "is 2047, one below `orchestrator.seq_len`" in str(note) and "command line" in note.source
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (["--orchestrator.algo.kl-coef", "0.5"], "orchestrator.algo.kl_coef"),
+        (["--trainer.policy.delta=false", "--trainer.policy.anchor-interval", "5"], "trainer.policy.anchor_interval"),
+        (["--trainer.policy.delta=false", "--trainer.policy.skip-deltas", "[3]"], "trainer.policy.skip_deltas"),
+    ],
+)
+def test_keys_without_effect_are_refused(violations, argv, field):
+    assert [violation.field for violation in violations(*argv)] == [field]
+
+
+def test_did_you_mean_only_where_place_and_type_fit(violations):
+    (found,) = violations("--orchestrator.evel.interval", "5")
+    assert "`orchestrator.eval`" in found.message
+    (found,) = violations("--models", "[1]")
+    assert "did you mean" not in found.message, "a list is no table"

@@ -7,7 +7,7 @@ import pytest
 
 from millrace.config import RLConfig, SFTConfig, load
 from millrace.config.files import toml_lines
-from millrace.config.tree import Kind, Node, schema_tree
+from millrace.config.tree import Kind, SchemaKey, schema_tree
 
 BASE = """
 max_steps = 10
@@ -114,7 +114,7 @@ def test_wrong_variables_are_named(violations, name, value, says):
     assert says in found[0].message
 
 
-def _flat(value: object, node: Node, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
+def _flat(value: object, node: SchemaKey, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
     """Every leaf, list and free table of a resolved config as text."""
     if not (isinstance(value, dict) and node.kind is Kind.SECTION):
         return {path: value if isinstance(value, str) else json.dumps(value)}

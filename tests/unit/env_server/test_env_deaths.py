@@ -10,7 +10,8 @@ import pytest
 
 from millrace.env_server.isolation import census
 from millrace.env_server.isolation.census import Usage
-from millrace.env_server.isolation.deaths import Cause, describe_death
+from millrace.env_server.isolation.deaths import DeathCause as Cause
+from millrace.env_server.isolation.deaths import describe_death
 from millrace.env_server.isolation.limits import NO_LIMITS, WorkerLimits
 from millrace.processes.table import kill_session
 
@@ -22,7 +23,12 @@ from millrace.processes.table import kill_session
         (-11, None, Cause.ITSELF, "killed by SIGSEGV, peak memory 200 MiB"),
         (-9, None, Cause.OUTSIDE, "killed by SIGKILL, peak memory 200 MiB"),
         (-15, None, Cause.ASKED, "killed by SIGTERM, peak memory 200 MiB"),
-        (-9, (Cause.LIMIT, "ended by its memory limit"), Cause.LIMIT, "ended by its memory limit, peak memory 200 MiB"),
+        (
+            -9,
+            (Cause.LIMIT, "ended by its memory limit"),
+            Cause.LIMIT,
+            "ended by its memory limit, peak memory 200 MiB",
+        ),
         (-9, (Cause.FROZEN, "frozen"), Cause.FROZEN, "frozen, peak memory 200 MiB"),
     ],
 )

@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 
 from millrace.env_server import meters, play_meters
+from millrace.env_server.requests import EnvSpec
 
 
 def test_deaths_of_workers_are_counted_from_0() -> None:
     """A first burst of deaths is seen as a rise only if the series was there before."""
-    env = SimpleNamespace(name="new-here", id="some-env")
+    env = EnvSpec(name="new-here", id="some-env")
     pool = SimpleNamespace(env=env, num_playing=0, quarantined_tasks=(), num_workers=1, idle_since=None)
     pool.workers = [SimpleNamespace(memory_bytes=5)]
     service = SimpleNamespace(pools=[pool], num_rollouts=0, capacity=1)

@@ -19,25 +19,27 @@ from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.deaths import describe_exit
 from millrace.env_server.isolation.limits import WorkerLimits
-from millrace.env_server.isolation.view import View, view_of
+from millrace.env_server.isolation.visible import VisibleFiles, visible_to_workers
+from millrace.env_server.requests import EnvSpec, PlayRequest
 from millrace.env_server.settings import EnvServerSettings
+from millrace.env_server.wire import group_to_wire
 from millrace.env_server.workers.frames import encode_frame, read_frame
 from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, NotFoundError
-from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
-from millrace.rollouts.types import RolloutStatus
+from millrace.internal.v1 import env_worker_pb2, rollout_pb2
+from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
 
 
-def request(**changes: Any) -> env_service_pb2.PlayGroupRequest:
+def request(**changes: Any) -> PlayRequest:
     values: dict[str, Any] = {
         "run_uid": "r1",
-        "purpose": rollout_pb2.PURPOSE_TRAIN,
+        "purpose": Purpose.TRAIN,
         "ordinal": 4,
         "members": [0, 1],
         "group_size": 2,
-        "env": env_service_pb2.EnvSpec(name="n", id="i"),
+        "env": EnvSpec(name="n", id="i"),
     }
-    return env_service_pb2.PlayGroupRequest(**{**values, **changes})
+    return PlayRequest(**{**values, **changes})
 
 
 # Tasks.
@@ -117,9 +119,9 @@ def test_group_ends_with_its_last_member_and_is_remembered() -> None:
     groups = Groups()
     group = PlayingGroup(request=request(), left={0, 1})
     groups.add(group)
-    assert groups.num_rollouts == 2 and groups.is_known(GroupKey("r1", 1, "", 4, 0))
+    assert groups.num_rollouts == 2 and groups.is_known(GroupKey("r1", Purpose.TRAIN, "", 4, 0))
     groups.finish_member(group, 0)
-    assert list(group.to_proto().members) == [1]
+    assert list(group_to_wire(group).members) == [1]
     groups.finish_member(group, 1)
     assert groups.num_rollouts == 0 and groups.of_run("r1") == []
     assert groups.is_known(group.key) and not groups.is_known(group.key._replace(attempt=1))
@@ -183,7 +185,7 @@ def test_unknown_module_says_how_it_was_looked_up() -> None:
 @pytest.mark.parametrize("text", ["[1]", "{", '"x"', "3"])
 def test_args_must_be_an_object(text: str) -> None:
     with pytest.raises(InvalidSpecError, match="must be a JSON object"):
-        adapter.parse_args(env_service_pb2.EnvSpec(id="e", args_json=text))
+        adapter.parse_args(EnvSpec(id="e", args_json=text))
 
 
 # Reward functions.
@@ -289,15 +291,15 @@ def test_what_a_container_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "MILLRACE_TLS_CA": f"{tmp_path}/secrets/file",
         "MILLRACE_ENV_VISIBLE": f"{tmp_path}/envs",
     }
-    view = view_of(environ, ["/data"])
-    assert {"/usr", "/data", f"{tmp_path}/envs", sys.prefix} <= set(view.shown)
-    assert str(tmp_path) not in view.shown, "where the env-server was started is its own business"
-    assert not {"/", "/home", "/root", "/etc", "/var", "/run", "/tmp"} & set(view.shown)
+    visible = visible_to_workers(environ, ["/data"])
+    assert {"/usr", "/data", f"{tmp_path}/envs", sys.prefix} <= set(visible.shown)
+    assert str(tmp_path) not in visible.shown, "where the env-server was started is its own business"
+    assert not {"/", "/home", "/root", "/etc", "/var", "/run", "/tmp"} & set(visible.shown)
     hidden = {"/var/spool/x", "/var/store", f"{tmp_path}/redis/file", f"{tmp_path}/redis", f"{tmp_path}/envs/file"}
-    assert set(view.hidden) == {*hidden, f"{tmp_path}/secrets/file"}
-    given = view.with_shown([f"{tmp_path}/secrets/file"])
+    assert set(visible.hidden) == {*hidden, f"{tmp_path}/secrets/file"}
+    given = visible.with_shown([f"{tmp_path}/secrets/file"])
     assert set(given.hidden) == hidden and f"{tmp_path}/secrets/file" in given.shown
-    assert View.from_json(json.loads(json.dumps(given.to_json()))) == given
+    assert VisibleFiles.from_json(json.loads(json.dumps(given.to_json()))) == given
 
 
 def test_isolation_settings() -> None:

@@ -5,28 +5,43 @@ import contextlib
 import hashlib
 import multiprocessing
 import resource
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from millrace.env_server.spool.files import Spool
 from millrace.errors import CapacityError, InvalidStateError
-from millrace.internal.v1 import rollout_pb2
+from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
+from millrace.rollouts.wire import encode_rollout
 from millrace.telemetry import waits
 
 LIMIT = 1 << 20
 
 
-def make_rollout(ordinal: int, *, uid: str = "run1", size: int = 100, purpose: int = rollout_pb2.PURPOSE_TRAIN):
-    return rollout_pb2.Rollout(
-        run_uid=uid, ordinal=ordinal, purpose=purpose, messages_json="x" * size, planned_step=ordinal // 4
+def make_rollout(ordinal: int, *, uid: str = "run1", size: int = 100, purpose: Purpose = Purpose.TRAIN) -> Rollout:
+    return Rollout(
+        run_uid=uid,
+        purpose=purpose,
+        ordinal=ordinal,
+        member=0,
+        attempt=0,
+        group_size=1,
+        env="e",
+        task_index=0,
+        task_id="t" * size,
+        status=RolloutStatus.ENV_ERROR,
+        error=RolloutError(type="E", message="failed"),
+        temperature=4.0,
+        planned_step=ordinal // 4,
     )
 
 
-def encoded(rollout: rollout_pb2.Rollout) -> bytes:
-    return rollout.SerializeToString(deterministic=True)
+def encoded(rollout: Rollout) -> bytes:
+    return encode_rollout(rollout)
 
 
 @contextlib.contextmanager
@@ -42,7 +57,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 async def test_a_successor_finds_exactly_the_bytes(tmp_path: Path) -> None:
     first = Spool(tmp_path, limit_bytes=LIMIT)
-    rollouts = [make_rollout(3), make_rollout(12_345_678_901_234), make_rollout(0, purpose=rollout_pb2.PURPOSE_EVAL)]
+    rollouts = [make_rollout(3), make_rollout(12_345_678_901_234), make_rollout(0, purpose=Purpose.EVAL)]
     for rollout in rollouts:
         await first.keep(rollout)
     await first.keep(make_rollout(1, uid="run2"))
@@ -189,7 +204,7 @@ async def test_a_slow_disk_is_one_wait_with_a_count_and_a_quick_one_is_none(
 ) -> None:
     spool = Spool(tmp_path, limit_bytes=LIMIT)
     goes_on = threading.Event()
-    blocked = asyncio.get_running_loop().run_in_executor(spool._thread, goes_on.wait, 30)
+    blocked = asyncio.get_running_loop().run_in_executor(spool.executor, goes_on.wait, 30)
     keeping = [asyncio.create_task(spool.keep(make_rollout(ordinal))) for ordinal in range(100)]
     await asyncio.sleep(0)
 
@@ -198,8 +213,8 @@ async def test_a_slow_disk_is_one_wait_with_a_count_and_a_quick_one_is_none(
 
     try:
         assert on_disk() == []  # younger than two seconds
-        clock = waits._REGISTRY.clock
-        monkeypatch.setattr(waits._REGISTRY, "clock", lambda: clock() + 3)
+        clock = waits.REGISTRY.clock
+        monkeypatch.setattr(waits.REGISTRY, "clock", lambda: clock() + 3)
         (wait,) = on_disk()
         assert wait.reason == f"100 reads and writes of the spool {tmp_path}" and 3 <= wait.age_s < wait.deadline_s
     finally:
@@ -207,3 +222,42 @@ async def test_a_slow_disk_is_one_wait_with_a_count_and_a_quick_one_is_none(
         goes_on.set()
         await asyncio.gather(blocked, *keeping)
         await spool.close()
+
+
+async def test_the_next_run_does_not_wait_for_the_files_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that deletes thousands of files slowly."""
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    for ordinal in range(20):
+        await spool.keep(make_rollout(ordinal))
+    deleting, may_go_on = threading.Event(), threading.Event()
+    real = shutil.rmtree
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        deleting.set()
+        may_go_on.wait(60)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    dropping = asyncio.create_task(spool.drop_run("run1"))
+    await asyncio.to_thread(deleting.wait, 60)
+    assert spool.num_bytes == 0 and spool.run_uids == []
+    kept = await spool.keep(make_rollout(0, uid="run2"))
+    assert kept.is_written and not dropping.done() and not (tmp_path / "run1").exists()
+    may_go_on.set()
+    await dropping
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run2"]
+    await spool.close()
+
+
+async def test_a_deletion_that_was_cut_short_is_finished_by_a_successor(tmp_path: Path) -> None:
+    left = tmp_path / ".dropped-1-run1"
+    left.mkdir()
+    (left / "t-000000000001.rollout").write_bytes(b"x")
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    assert spool.run_uids == []
+    async with asyncio.timeout(60):
+        while left.exists():
+            await asyncio.sleep(0.01)
+    await spool.close()

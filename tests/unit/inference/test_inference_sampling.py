@@ -6,28 +6,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.inference.embedded.sampling import sample, uniforms
+from millrace.inference.embedded.sampling import Limits, sample, uniforms
 
 VOCAB = 11
 
 
-def draw(logits: torch.Tensor, *, temperature=1.0, top_p=1.0, top_k=0, count=20_000):
+def limits(top_p: list[float], top_k: list[int], min_p: list[float]) -> Limits:
+    return Limits(top_p=np.array(top_p, np.float32), top_k=np.array(top_k, np.int32), min_p=np.array(min_p, np.float32))
+
+
+def draw(logits: torch.Tensor, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, count=20_000):
     """`count` independent draws from one row of logits."""
     rows = logits.expand(count, -1)
     return sample(
         rows,
         temperatures_B=np.full(count, temperature, np.float32),
-        top_ps_B=np.full(count, top_p, np.float32),
-        top_ks_B=np.full(count, top_k, np.int32),
+        limits_B=limits([top_p] * count, [top_k] * count, [min_p] * count),
         uniforms_B=uniforms(np.arange(count).astype(np.uint64) * np.uint64(7919), np.zeros(count, np.int64)),
     )
 
 
-def expected_probs(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> np.ndarray:
-    """By the definition: temperature, then the top_k most likely, then the smallest set that reaches top_p."""
+def expected_probs(logits: torch.Tensor, temperature: float, top_p: float, top_k: int, min_p: float) -> np.ndarray:
+    """By the definition: temperature, min_p, the top_k most likely, the smallest set that reaches top_p."""
     probs = torch.softmax(logits.double() / temperature, -1).numpy()
     order = np.argsort(-probs, kind="stable")
-    keep = order[: top_k or VOCAB]
+    keep = [token for token in order if probs[token] >= min_p * probs.max()][: top_k or VOCAB]
     share = probs[keep] / probs[keep].sum()
     keep = keep[: int(np.searchsorted(np.cumsum(share), top_p)) + 1]
     out = np.zeros_like(probs)
@@ -36,12 +39,21 @@ def expected_probs(logits: torch.Tensor, temperature: float, top_p: float, top_k
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.5, 1.0, 0), (2.0, 1.0, 3), (1.0, 0.7, 0), (0.8, 0.9, 4)]
+    ("temperature", "top_p", "top_k", "min_p"),
+    [
+        (1.0, 1.0, 0, 0.0),
+        (0.5, 1.0, 0, 0.0),
+        (2.0, 1.0, 3, 0.0),
+        (1.0, 0.7, 0, 0.0),
+        (0.8, 0.9, 4, 0.0),
+        (1.5, 1.0, 0, 0.1),
+        (2.0, 0.9, 6, 0.05),
+    ],
 )
-def test_frequencies_and_logprobs_are_those_of_the_distribution(temperature, top_p, top_k):
+def test_frequencies_and_logprobs_are_those_of_the_distribution(temperature, top_p, top_k, min_p):
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
-    probs = expected_probs(logits, temperature, top_p, top_k)
-    tokens, logprobs = draw(logits, temperature=temperature, top_p=top_p, top_k=top_k)
+    probs = expected_probs(logits, temperature, top_p, top_k, min_p)
+    tokens, logprobs = draw(logits, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     frequencies = np.bincount(tokens.numpy(), minlength=VOCAB) / len(tokens)
     bound = 5 * np.sqrt(probs * (1 - probs) / len(tokens)) + 1e-9  # five standard deviations; 0 where nothing may come
     assert (np.abs(frequencies - probs) <= bound).all()
@@ -57,13 +69,13 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(temperature, top
     temperature=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
     top_p=st.sampled_from([1e-6, 0.5, 1.0]),
     top_k=st.integers(0, VOCAB + 3),
+    min_p=st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_no_impossible_token_is_ever_drawn(logits, uniform, temperature, top_p, top_k):
+def test_no_impossible_token_is_ever_drawn(logits, uniform, temperature, top_p, top_k, min_p):
     tokens, logprobs = sample(
         torch.tensor([logits]),
         temperatures_B=np.array([temperature], np.float32),
-        top_ps_B=np.array([top_p], np.float32),
-        top_ks_B=np.array([top_k], np.int32),
+        limits_B=limits([top_p], [top_k], [min_p]),
         uniforms_B=np.array([uniform]),
     )
     assert logits[int(tokens)] > float("-inf")
@@ -75,14 +87,14 @@ def test_no_impossible_token_is_ever_drawn(logits, uniform, temperature, top_p, 
 def test_rows_do_not_influence_each_other():
     logits = torch.randn(4, VOCAB)
     settings_ = {"temperature": [1.0, 0.0, 0.5, 1.0], "top_p": [1.0, 0.5, 0.3, 0.9], "top_k": [0, 2, 0, 3]}
+    settings_["min_p"] = [0.0, 0.5, 0.1, 0.0]
     numbers = np.array([0.1, 0.9, 0.5, 0.7])
 
     def run(rows: slice):
         return sample(
             logits[rows],
             temperatures_B=np.array(settings_["temperature"], np.float32)[rows],
-            top_ps_B=np.array(settings_["top_p"], np.float32)[rows],
-            top_ks_B=np.array(settings_["top_k"], np.int32)[rows],
+            limits_B=limits(settings_["top_p"][rows], settings_["top_k"][rows], settings_["min_p"][rows]),
             uniforms_B=numbers[rows],
         )
 

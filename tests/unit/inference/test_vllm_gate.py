@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import UnavailableError
-from millrace.inference.vllm.gate import Gate, GatedClient, abort, unbegun
+from millrace.inference.vllm.gate import GatedClient, GenerationGate, abort, unbegun
 
 PROMPT = {"type": "token", "prompt_token_ids": [1]}
 
@@ -44,8 +44,8 @@ def output(token: int, reason: str | None) -> Any:
 
 
 @pytest.fixture
-def gate() -> Gate:
-    gate = Gate()
+def gate() -> GenerationGate:
+    gate = GenerationGate()
     gate.open("v0")
     return gate
 
@@ -55,7 +55,7 @@ def client() -> Client:
     return Client()
 
 
-async def collect(gate: Gate, client: Client, into: list[int]) -> None:
+async def collect(gate: GenerationGate, client: Client, into: list[int]) -> None:
     async for found in GatedClient(client, gate).generate(PROMPT, None, "a"):
         into.append(found.outputs[0].token)  # noqa: PERF401 - seen as they come
 
@@ -66,7 +66,7 @@ async def begun(client: Client, number: int) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_request_without_a_token_begins_again_with_the_new_salt(gate: Gate, client: Client) -> None:
+async def test_a_request_without_a_token_begins_again_with_the_new_salt(gate: GenerationGate, client: Client) -> None:
     found: list[int] = []
     task = asyncio.create_task(collect(gate, client, found))
     await begun(client, 1)
@@ -85,7 +85,7 @@ async def test_a_request_without_a_token_begins_again_with_the_new_salt(gate: Ga
     assert (found, client.salts, gate.num_open) == ([7], ["v0", "v1"], 0)
 
 
-async def test_a_request_with_a_token_goes_on(gate: Gate, client: Client) -> None:
+async def test_a_request_with_a_token_goes_on(gate: GenerationGate, client: Client) -> None:
     found: list[int] = []
     task = asyncio.create_task(collect(gate, client, found))
     await begun(client, 1)
@@ -105,7 +105,7 @@ async def test_a_request_with_a_token_goes_on(gate: Gate, client: Client) -> Non
     assert (found, client.salts) == ([7, 8], ["v0"])
 
 
-async def test_a_requeued_request_is_refused_when_the_update_fails(gate: Gate, client: Client) -> None:
+async def test_a_requeued_request_is_refused_when_the_update_fails(gate: GenerationGate, client: Client) -> None:
     task = asyncio.create_task(collect(gate, client, []))
     await begun(client, 1)
     gate.wait()
@@ -118,7 +118,7 @@ async def test_a_requeued_request_is_refused_when_the_update_fails(gate: Gate, c
     assert (len(client.queues), gate.num_open) == (1, 0)
 
 
-async def test_choices_that_begin_on_both_sides_of_an_update_are_given_up(gate: Gate, client: Client) -> None:
+async def test_choices_that_begin_on_both_sides_of_an_update_are_given_up(gate: GenerationGate, client: Client) -> None:
     found: list[int] = []
     task = asyncio.create_task(collect(gate, client, found))
     await begun(client, 1)

@@ -13,7 +13,8 @@ from millrace.inference.launch.node import Node
 from millrace.inference.vllm.orders import OrderFiles, write_order
 from millrace.inference.vllm.workers.node_copy import NodeCopy
 from millrace.policies.host_copy import HostCopy
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
 
@@ -67,13 +68,9 @@ class Run:
         tensor = TensorBytes(dtype="bfloat16", shape=(data.size,), data=data.view(np.uint8).data)
         published = publish_policy(
             self.store,
-            prefix="t",
-            uid="u",
-            lineage=0,
-            version=len(self.keys),
+            PolicyPlace(prefix="t", uid="u", lineage=0, version=len(self.keys)),
+            PolicyContents(tensors=[("w", tensor)], files={}),
             epoch=1,
-            tensors=[("w", tensor)],
-            files={},
         )
         self.keys.append(published.manifest_key)
 
@@ -112,7 +109,7 @@ async def test_one_rank_pulls_for_all_of_its_node(run: Run, tmp_path: Path) -> N
         second.here(order)
     second.begin(order)
     first.begin(order)
-    assert second._is_puller and not first._is_puller
+    assert second.is_puller and not first.is_puller
     await fetched(first, order)
     for copy in (first, second):
         files = OrderFiles(copy.here(order))

@@ -6,28 +6,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm_fakes as fakes
 
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference import pauses
 from millrace.inference.engine import EngineState, PolicyIdentity
 from millrace.inference.pauses import CallerPause
-from millrace.inference.vllm import beside, ranks
+from millrace.inference.vllm import ranks, verification
 from millrace.inference.vllm.engine import VllmEngine
-from millrace.inference.vllm.gate import Gate
+from millrace.inference.vllm.gate import GenerationGate
 from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.ranks import Ranks
 from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
 from millrace.telemetry import waits
+from millrace_testing.inference import vllm_fakes as fakes
 
 client, gate, engine = fakes.client, fakes.gate, fakes.engine
 FIRST, SECOND, policy, update = fakes.FIRST, fakes.SECOND, fakes.policy, fakes.update
 
 
-def refusal(gate: Gate) -> str:
+def refusal(gate: GenerationGate) -> str:
     """Why nothing begins."""
-    return gate._refusal
+    return gate.refusal
 
 
 async def test_an_update_pauses_once_and_says_for_how_long(engine: VllmEngine, client: Any) -> None:
@@ -48,7 +48,7 @@ async def test_an_update_pauses_once_and_says_for_how_long(engine: VllmEngine, c
     assert engine.status().pause_s == told
 
 
-async def test_an_operators_resume_during_a_proof_counts(engine: VllmEngine, client: Any, gate: Gate) -> None:
+async def test_an_operators_resume_during_a_proof_counts(engine: VllmEngine, client: Any, gate: GenerationGate) -> None:
     await engine.pause("operator")
     reached, going_on = client.block("probe")
     task = asyncio.create_task(update(engine))
@@ -134,12 +134,12 @@ async def test_a_delta_is_proved_by_what_was_foreseen_and_the_probe_of_the_first
     assert (paused, written, handed_in) == ("pause", "millrace_activate", "probe handed in")
     assert (resumed, probed) == ("resume", "probe"), "nothing is read back whole"
     async with asyncio.timeout(5):
-        while not client.num_read_beside:
+        while not client.num_verified:
             await asyncio.sleep(0.001)
     assert engine.status().state is EngineState.READY
 
 
-async def test_damage_that_is_found_beside_the_serving_ends_it(engine: VllmEngine, client: Any, gate: Gate) -> None:
+async def test_damage_that_verification_finds_ends_it(engine: VllmEngine, client: Any, gate: GenerationGate) -> None:
     client.damage = "w is damaged"
     await update(engine)
     async with asyncio.timeout(5):
@@ -148,7 +148,7 @@ async def test_damage_that_is_found_beside_the_serving_ends_it(engine: VllmEngin
     assert refusal(gate) == engine.status().error == "w is damaged"
 
 
-async def test_a_probe_that_differs_keeps_the_gate_shut(engine: VllmEngine, client: Any, gate: Gate) -> None:
+async def test_a_probe_that_differs_keeps_the_gate_shut(engine: VllmEngine, client: Any, gate: GenerationGate) -> None:
     entering = asyncio.create_task(gate.enter("early"))
     await entering
     staged = policy(probe=Probe(token_ids=(1, 2), logprobs=(-3.0,)))
@@ -156,14 +156,14 @@ async def test_a_probe_that_differs_keeps_the_gate_shut(engine: VllmEngine, clie
         await update(engine, staged)
     late = asyncio.create_task(gate.enter("late"))
     await asyncio.sleep(0)
-    assert not late.done() and not gate._may_leave.is_set(), "what the unproved version made stays here"
+    assert not late.done() and not gate.may_leave.is_set(), "what the unproved version made stays here"
     await engine.fail("unproved")
     with pytest.raises(UnavailableError, match="unproved"):
         await late
 
 
 async def test_weights_of_a_directory_do_not_open_the_gate_of_a_run(
-    client: Any, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Any, gate: GenerationGate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "write_order", lambda *_: {})
     engine = VllmEngine(client, gate, directory=tmp_path)
@@ -229,7 +229,7 @@ async def test_a_caller_that_goes_away_while_vllm_answers_fails_nothing(
             assert engine.status().is_paused and client.is_paused, "it lasts until its limit"
         while client.pauses() != ["pause", "resume"] or client.is_paused:
             await asyncio.sleep(0.01)
-    assert engine.status().state is EngineState.READY and not engine.status().is_paused and not refusal(engine._gate)
+    assert engine.status().state is EngineState.READY and not engine.status().is_paused and not refusal(engine.gate)
 
 
 async def test_a_resume_after_a_pause_whose_caller_went_away_goes_on(engine: VllmEngine, client: Any) -> None:
@@ -257,30 +257,32 @@ async def test_a_pause_that_fails_leaves_no_wait_and_no_end(engine: VllmEngine, 
     assert not [one for one in waits.snapshot("me") if "paused by" in one.reason]
 
 
-async def test_a_base_whose_adapter_is_to_come_is_not_served(engine: VllmEngine, gate: Gate, tmp_path: Path) -> None:
+async def test_a_base_whose_adapter_is_to_come_is_not_served(
+    engine: VllmEngine, gate: GenerationGate, tmp_path: Path
+) -> None:
     await engine.load(tmp_path, policy(), identity=SECOND)
     await engine.prove(policy(), opens=False)
-    assert refusal(gate) and not gate._may_leave.is_set()
+    assert refusal(gate) and not gate.may_leave.is_set()
     await engine.prove(policy())
-    assert not refusal(gate) and gate._may_leave.is_set()
+    assert not refusal(gate) and gate.may_leave.is_set()
 
 
 async def test_reading_back_goes_on_after_an_error_and_says_so(
     engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "_FIRST_RETRY_S", 0.01)
-    client.beside_error = UnavailableError("busy", reason="ENGINE_SILENT")
-    client.num_read_beside = 0
+    monkeypatch.setattr(verification, "FIRST_RETRY_S", 0.01)
+    client.verify_error = UnavailableError("busy", reason="ENGINE_SILENT")
+    client.num_verified = 0
     await update(engine)
 
     def shown() -> list[str]:
         return [one.reason for one in waits.snapshot("me") if "busy" in one.reason]
 
     async with asyncio.timeout(20):
-        while client.num_read_beside < 2:
+        while client.num_verified < 2:
             await asyncio.sleep(0.001)
         assert shown()
-        client.beside_error = None
+        client.verify_error = None
         while shown():
             await asyncio.sleep(0.001)
     assert engine.status().state is EngineState.READY

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm_fakes as fakes
 
 from millrace.errors import InternalError, UnavailableError
 from millrace.inference.engine import EngineState
@@ -14,6 +13,7 @@ from millrace.inference.replica_parts import ReplicaParts
 from millrace.inference.vllm import prober
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings
+from millrace_testing.inference import vllm_fakes as fakes
 
 client, gate, engine = fakes.client, fakes.gate, fakes.engine
 policy, update = fakes.policy, fakes.update
@@ -27,7 +27,7 @@ async def test_an_error_of_a_worker_before_the_pause_refuses_the_version_alone(
     client.error = InternalError("no space left on device", reason="WORKER_FAILED")
     with pytest.raises(InternalError, match="no space left"):
         await engine.check(policy())
-    assert engine.status().state is EngineState.READY and not gate._refusal
+    assert engine.status().state is EngineState.READY and not gate.refusal
     assert client.calls[-1] == "millrace_discard"
     staged = policy()
     await engine.check(staged)
@@ -46,7 +46,7 @@ async def test_memory_that_is_not_what_was_proved_shows_before_the_pause(engine:
 async def test_a_large_delta_is_staged_in_small_calls(
     engine: Any, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client.answers["millrace_stage"] = {"units": [], "pieces": [10 << 20] * 3, "seconds": 0.5}
+    client.answers["millrace_stage"] = {"units": [], "slices": [10 << 20] * 3, "seconds": 0.5}
     client.answers["millrace_gather"] = 0.25
     staged = policy()
     await engine.check(staged)
@@ -65,7 +65,7 @@ async def test_an_engine_that_fails_while_a_probe_is_computed_is_told_as_an_erro
         await engine.fail("damaged")
         with pytest.raises(UnavailableError, match="taken back"):
             await task
-    assert engine.status().state is EngineState.FAILED and engine._gate._refusal == "damaged"
+    assert engine.status().state is EngineState.FAILED and engine.gate.refusal == "damaged"
 
 
 def busy(client: Any) -> Any:
@@ -79,7 +79,7 @@ def busy(client: Any) -> Any:
 async def test_a_probe_waits_for_a_slot_as_long_as_tokens_come(
     engine: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("_LOOK_S", 0.01), ("_SHOWN_S", 0.0), ("_STALL_S", 2.0)):
+    for name, value in (("LOOK_S", 0.01), ("_SHOWN_S", 0.0), ("_STALL_S", 2.0)):
         monkeypatch.setattr(prober, name, value)
     state = busy(client)
     reached, going_on = client.block("probe")
@@ -101,12 +101,12 @@ async def test_a_probe_waits_for_a_slot_as_long_as_tokens_come(
 async def test_a_probe_that_nothing_speaks_for_ends_with_the_reason(
     engine: Any, client: Any, monkeypatch: pytest.MonkeyPatch, limit: str, word: str
 ) -> None:
-    monkeypatch.setattr(prober, "_LOOK_S", 0.01)
+    monkeypatch.setattr(prober, "LOOK_S", 0.01)
     monkeypatch.setattr(prober, limit, 0.05)
     busy(client)
     if limit == "_SILENT_S":
-        engine._ping.stop()
-        engine._ping._asked_at = 0.0
+        engine.ping.stop()
+        engine.ping.asked_at = 0.0
     client.block("probe")
     async with asyncio.timeout(20):
         with pytest.raises(UnavailableError, match=word):

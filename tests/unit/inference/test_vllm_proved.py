@@ -1,4 +1,4 @@
-"""What a vLLM worker proves of its weights: by what a version changes, and by reading everything beside the serving."""
+"""What a vLLM worker proves of its weights: by what a version changes, and by verifying all in the background."""
 
 import math
 from pathlib import Path
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from millrace.errors import InternalError
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.workers import memory
-from millrace.inference.vllm.workers import proved as module
 from millrace.inference.vllm.workers.layout import Region, Slot
-from millrace.inference.vllm.workers.memory import Write, box_of, writes_of
-from millrace.inference.vllm.workers.proved import ProvedBoxes
+from millrace.inference.vllm.workers.memory import ModelMemory, Write, box_of, writes_of
+from millrace.policies import proof
 from millrace.policies.digest import bits_digest
+from millrace.policies.proof import ContinuedDigests, NextDigests, Row
 
 SIZE, FIRST = 5000, 1000  # elements of the tensor, and where the rank's half begins
 DTYPE = "bfloat16"
@@ -35,9 +35,11 @@ class Rank:
             target_offset=50,
             target_strides=(1,),
         )
-        self.parameter = torch.zeros(SIZE, dtype=torch.bfloat16)
+        self.model = torch.nn.ModuleDict({"m": torch.nn.Linear(1, 1)})
+        self.parameter = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.bfloat16), requires_grad=False)
+        self.model["m"].weight = self.parameter
         self.memory[:] = bits[FIRST:]
-        self.boxes = ProvedBoxes([self.region], lambda region: box_of(self.parameter, region).reshape(-1))
+        self.digests = ContinuedDigests([self.region], ModelMemory(lambda: self.model))
 
     @property
     def memory(self) -> np.ndarray:
@@ -47,34 +49,39 @@ class Rank:
     def writes(self, files: OrderFiles) -> list[Write]:
         return list(writes_of(files, self.region, 2))
 
-    def update(self, files: OrderFiles) -> list[list]:
+    def update(self, files: OrderFiles) -> list[Row]:
         """What the worker does; the digests that were foreseen."""
         writes = self.writes(files)
-        foreseen = foresee(self.boxes, files, writes)
-        assert foreseen is not None
-        foreseen.digests.result(20)
-        rows = self.boxes.rows(foreseen)
-        self.boxes.begin_writing()
+        following = foresee(self.digests, files, writes)
+        assert following is not None
+        following.result()
+        rows = following.rows()
+        self.digests.begin_writing()
         for write in writes:
             write.put(files, self.parameter)
-        self.boxes.take(foreseen)
+        self.digests.accept(following)
         assert rows is not None
         return rows
 
     def read_all(self) -> str:
-        """Reads everything beside the serving; what is damaged."""
+        """Verifies everything in the background; what is damaged."""
         for _ in range(1000):
-            left, problem, _ = self.boxes.read_next()
+            left, problem, _ = self.digests.verify_next()
             if problem or not left:
                 return problem
-            if (reading := self.boxes._reading) is not None:
+            if (reading := self.digests._reading) is not None:
                 reading.found.result(60)
         raise AssertionError("it does not come to an end")
 
 
-def foresee(boxes: ProvedBoxes, files: OrderFiles, writes: list[Write]) -> module.Foreseen | None:
+def foresee(digests: ContinuedDigests[Region], files: OrderFiles, writes: list[Write]) -> NextDigests[Region] | None:
     """What the worker does before the pause."""
-    return boxes.begin_digesting(boxes.jobs(files, writes)) if boxes.is_known else None
+    following = digests.next()
+    if following is not None:
+        for write in writes:
+            write.add_to(following, files)
+        following.compute()
+    return following
 
 
 def order(directory: Path, new: np.ndarray, positions: np.ndarray | None) -> OrderFiles:
@@ -97,13 +104,13 @@ def bits_of(seed: int) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHARE_ELEMENTS", 700)
+    monkeypatch.setattr(proof, "SHARE_ELEMENTS", 700)
 
 
 @pytest.fixture
 def rank() -> Rank:
     rank = Rank(bits_of(0))
-    [[name, key, count, digest]] = rank.boxes.read(["w"])
+    [[name, key, count, digest]] = rank.digests.read(["w"])
     assert (name, key, count) == ("w", f"{FIRST}:({SIZE - FIRST},)", SIZE - FIRST)
     assert int(digest, 16) == bits_digest(bits_of(0)[FIRST:], start=FIRST)
     return rank
@@ -115,7 +122,7 @@ def test_foreseen_digests_are_those_of_what_is_then_held(
 ) -> None:
     old, rng = bits_of(seed), np.random.default_rng(seed)
     rank = Rank(old)
-    rank.boxes.read(["w"])
+    rank.digests.read(["w"])
     positions = None if share is None else np.flatnonzero(rng.random(SIZE) < share)
     new = bits_of(seed + 1) if positions is None else old.copy()
     if positions is not None:
@@ -136,7 +143,7 @@ def test_a_damaged_element_that_changes_shows_before_the_pause(rank: Rank, tmp_p
 
 
 @pytest.mark.parametrize("position", [FIRST, 3333, SIZE - 1])
-def test_a_damaged_element_that_does_not_change_is_found_beside_the_serving(
+def test_a_damaged_element_that_does_not_change_is_found_in_the_background(
     rank: Rank, tmp_path: Path, position: int
 ) -> None:
     new = bits_of(0)
@@ -154,7 +161,7 @@ def test_a_write_that_does_not_take_is_an_error(
     [write] = rank.writes(files)
     write.put(files, rank.parameter)
     assert rank.memory[500] == bits_of(1)[1500]
-    monkeypatch.setattr(memory, "_scatter", lambda *_: None)
+    monkeypatch.setattr(memory, "scatter", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda tensor, _: tensor)
     with pytest.raises(InternalError, match=r"other bits than were written at [0-9]+ elements of w"):
         write.put(files, torch.zeros(SIZE, dtype=torch.bfloat16))
@@ -163,10 +170,10 @@ def test_a_write_that_does_not_take_is_an_error(
 def test_nothing_is_foreseen_from_what_was_not_proved(rank: Rank, tmp_path: Path) -> None:
     files = order(tmp_path, bits_of(1), np.array([1500]))
     unread = Rank(bits_of(0))
-    assert foresee(unread.boxes, files, unread.writes(files)) is None
-    rank.boxes.begin_writing()  # and then it failed
-    assert foresee(rank.boxes, files, rank.writes(files)) is None
-    assert rank.boxes.read_next() == (0, "", False)
+    assert foresee(unread.digests, files, unread.writes(files)) is None
+    rank.digests.begin_writing()  # and then it failed
+    assert foresee(rank.digests, files, rank.writes(files)) is None
+    assert rank.digests.verify_next() == (0, "", False)
     assert rank.read_all() == ""
 
 
@@ -178,22 +185,22 @@ def test_a_version_that_comes_meanwhile_has_everything_read_again(rank: Rank, tm
         new[FIRST + version] ^= 1
         rank.update(order(tmp_path, new, np.array([FIRST + version])))
         old = new
-        left, problem, _ = rank.boxes.read_next()
+        left, problem, _ = rank.digests.verify_next()
         assert 0 < left <= shares and not problem
     assert rank.read_all() == ""
     rank.memory[0] ^= 1
-    rank.boxes.take(_foreseen(rank, tmp_path, old))
+    rank.digests.accept(_foreseen(rank, tmp_path, old))
     assert "elements from 1000 on" in rank.read_all()
 
 
 def test_a_box_that_is_named_twice_is_one(rank: Rank) -> None:
-    twice = ProvedBoxes([rank.region, rank.region], lambda region: box_of(rank.parameter, region).reshape(-1))
-    assert twice.read(["w"]) == rank.boxes.read(["w"])
+    twice = ContinuedDigests([rank.region, rank.region], ModelMemory(lambda: rank.model))
+    assert twice.read(["w"]) == rank.digests.read(["w"])
 
 
-def _foreseen(rank: Rank, directory: Path, bits: np.ndarray) -> module.Foreseen:
+def _foreseen(rank: Rank, directory: Path, bits: np.ndarray) -> NextDigests[Region]:
     """A version in which nothing changes."""
     files = order(directory, bits, np.array([], np.int64))
-    foreseen = foresee(rank.boxes, files, rank.writes(files))
+    foreseen = foresee(rank.digests, files, rank.writes(files))
     assert foreseen is not None
     return foreseen

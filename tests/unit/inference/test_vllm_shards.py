@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from millrace.errors import InternalError
 from millrace.inference.vllm.orders import OrderFiles
-from millrace.inference.vllm.proofs import combine
 from millrace.inference.vllm.workers import memory
-from millrace.inference.vllm.workers import proved as module
 from millrace.inference.vllm.workers.layout import Region, Slot
-from millrace.inference.vllm.workers.memory import box_of, pieces_of, source_of, writes_of
-from millrace.inference.vllm.workers.proved import ProvedBoxes
+from millrace.inference.vllm.workers.memory import ModelMemory, box_of, slices_of, source_of, writes_of
+from millrace.policies import proof
 from millrace.policies.digest import bits_digest, digest_hex
+from millrace.policies.manifest import TensorEntry
+from millrace.policies.proof import ContinuedDigests, Row, combine
 
 ROWS, COLUMNS = 40, 30
 
@@ -38,31 +38,35 @@ class Rank:
             target_offset=7,
             target_strides=(part.shape[1], 1),
         )
-        self.parameter = torch.zeros(7 + part.numel() + 5, dtype=torch.bfloat16)
-        self.boxes = ProvedBoxes([self.region], lambda region: box_of(self.parameter, region).reshape(-1))
+        zeros = torch.zeros(7 + part.numel() + 5, dtype=torch.bfloat16)
+        self.model = torch.nn.ModuleDict({"m": torch.nn.Linear(1, 1)})
+        self.model["m"].weight = self.parameter = torch.nn.Parameter(zeros, requires_grad=False)
+        self.digests = ContinuedDigests([self.region], ModelMemory(lambda: self.model))
         box_of(self.parameter, self.region).copy_(part)
 
-    def rows(self) -> list[list[Any]]:
-        return self.boxes.read(["w"])
+    def rows(self) -> list[Row]:
+        return self.digests.read(["w"])
 
-    def update(self, files: OrderFiles) -> list[list[Any]]:
-        assert self.boxes.is_known
-        parts = [list(writes_of(files, self.region, 2, piece)) for piece in pieces_of(files, "w")]
-        foreseen = self.boxes.begin_digesting([job for part in parts for job in self.boxes.jobs(files, part)])
-        writes = [write for part in parts for write in part]
-        foreseen.digests.result(20)
-        rows = self.boxes.rows(foreseen)
+    def update(self, files: OrderFiles) -> list[Row]:
+        following = self.digests.next()
+        assert following is not None
+        writes = [write for part in slices_of(files, "w") for write in writes_of(files, self.region, 2, part)]
+        for write in writes:
+            write.add_to(following, files)
+        following.compute()
+        following.result()
+        rows = following.rows()
         assert rows is not None
-        self.boxes.begin_writing()
+        self.digests.begin_writing()
         for write in writes:
             write.put(files, self.parameter)
-        self.boxes.take(foreseen)
+        self.digests.accept(following)
         return rows
 
     def read_all(self) -> str:
         ends = time.monotonic() + 60
         while time.monotonic() < ends:
-            left, problem, _ = self.boxes.read_next()
+            left, problem, _ = self.digests.verify_next()
             if problem or not left:
                 return problem
             time.sleep(0)  # for the thread that digests
@@ -74,7 +78,7 @@ def bits_of(seed: int) -> np.ndarray:
 
 
 def manifest(bits: np.ndarray) -> Any:
-    entry = SimpleNamespace(name="w", shape=bits.shape, digest=digest_hex(bits_digest(bits.reshape(-1))))
+    entry = TensorEntry(name="w", shape=bits.shape, dtype="bfloat16", digest=digest_hex(bits_digest(bits.reshape(-1))))
     return SimpleNamespace(tensors=(entry,))
 
 
@@ -102,8 +106,8 @@ def cut(bits: np.ndarray, how: str, at: int) -> list[Rank]:
 @pytest.fixture(autouse=True, scope="module")
 def small_shares() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SHARE_ELEMENTS", 77)  # ends within rows, and within gaps between runs
-        patch.setattr(memory, "PIECE_ELEMENTS", 50)
+        patch.setattr(proof, "SHARE_ELEMENTS", 77)  # ends within rows, and within gaps between runs
+        patch.setattr(memory, "SLICE_ELEMENTS", 50)
         yield
 
 

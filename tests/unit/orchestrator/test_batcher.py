@@ -1,10 +1,10 @@
 import numpy as np
-from orchestrator_builders import make_play, make_rollout
 
 from millrace.algorithms import Grpo
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.batcher import count_dropped, cut, resolutions, score_samples
 from millrace.orchestrator.play.play import Play
+from millrace_testing.orchestrator.builders import make_play, make_rollout
 
 
 def make_group(ordinal: int, rewards: list[float]) -> Play:

@@ -1,11 +1,10 @@
 import time
 from dataclasses import replace
 
-from orchestrator_builders import archived, book_with, make_rollout
-
 from millrace.orchestrator.play.play import Arrival
 from millrace.rollouts.types import RolloutStatus
 from millrace.runlog import Frontier
+from millrace_testing.orchestrator.builders import archived, book_with, make_rollout
 
 
 def test_a_group_is_finished_by_its_last_member() -> None:

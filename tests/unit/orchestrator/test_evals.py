@@ -2,20 +2,20 @@ import time
 from dataclasses import replace
 
 import pytest
-from orchestrator_builders import make_play, make_rollout
 
 from millrace.config.load import validate_document
 from millrace.errors import InvalidSpecError, Violation
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.env_pool import OpenedEnv
+from millrace.orchestrator.play.env_servers import OpenedEnv
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
 from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Play
 from millrace.orchestrator.play.player import Player, RunIdentity
-from millrace.orchestrator.play.routing import Replica, Router
+from millrace.orchestrator.play.routing import ReadyReplica, Router
 from millrace.orchestrator.play.settings import PLAY_SLACK_S, of_training, plays_of_training
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
+from millrace_testing.orchestrator.builders import make_play, make_rollout
 
 CONFIG = validate_document(
     {
@@ -46,8 +46,8 @@ class OneReplica:
     def suspect(self, worker_id: str) -> None:
         self.suspected.append(worker_id)
 
-    def ready(self) -> list[Replica]:
-        return [Replica(worker_id="inference-0", http_url="http://x/v1", model="policy", version=0)]
+    def ready(self) -> list[ReadyReplica]:
+        return [ReadyReplica(worker_id="inference-0", http_url="http://x/v1", model="policy", version=0)]
 
 
 class ReadStream:
@@ -160,7 +160,9 @@ class Evaluated:
     """One evaluation, the player that places its tasks, and the intake that brings it rollouts."""
 
     def __init__(self, envs: HastyEnvs, num_examples: int = 1) -> None:
-        settings = replace(of_training(CONFIG), num_examples=num_examples)
+        settings = of_training(CONFIG)
+        assert settings is not None
+        settings = replace(settings, envs=tuple(replace(env, num_examples=num_examples) for env in settings.envs))
         evaluations: dict[str, Evaluation] = {}
         self.player = player_of(envs)
         evaluator = Evaluator(settings=settings, epoch=1, envs=envs, player=self.player, evaluations=evaluations)
@@ -182,6 +184,28 @@ async def test_a_task_goes_to_an_env_server_that_has_room() -> None:
     envs = CountedEnvs(room={"full": 0, "free": 9}, num_eval=4)
     await Evaluated(envs, num_examples=4).place()
     assert envs.placed == [("free", ordinal, 0) for ordinal in range(4)]
+
+
+def test_each_environment_has_its_own_counts_and_interval() -> None:
+    document = {
+        "orchestrator": {
+            "rollouts_per_example": 2,
+            "env": [{"id": "a"}],
+            "eval": {
+                "interval": 4,
+                "num_examples": 3,
+                "env": [{"id": "a"}, {"id": "b", "num_examples": -1, "group_size": 8, "interval": 6}],
+            },
+        }
+    }
+    settings = of_training(validate_document(document).orchestrator)
+    assert settings is not None
+    counts = [(env.name, env.num_examples, env.rollouts_per_example, env.interval) for env in settings.envs]
+    assert counts == [("a", 3, 1, 4), ("b", -1, 8, 6)]
+    envs = CountedEnvs(room={})
+    evaluator = Evaluator(settings=settings, epoch=1, envs=envs, player=player_of(envs), evaluations={})
+    assert evaluator.interval == 2
+    assert [evaluator.due(step) for step in (2, 4, 6, 12)] == [[], ["a"], ["b"], ["a", "b"]]
 
 
 async def test_tasks_begin_at_env_servers_in_turn_and_stop_when_all_are_full() -> None:

@@ -6,9 +6,10 @@ from millrace.config.load import validate_document
 from millrace.config.schema import RLConfig
 from millrace.errors import InvalidSpecError, InvalidStateError
 from millrace.orchestrator.runs.forks import as_create, check_config
-from millrace.orchestrator.runs.run_view import RunRecord, RunView
+from millrace.orchestrator.runs.run_view import RunView
 from millrace.runlog import Frontier
 from millrace.runlog.fork import ForkPlan
+from millrace.runlog.records.run_record import RunRecord
 from millrace.v1 import run_service_pb2
 
 DOCUMENT = {

@@ -1,12 +1,11 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from orchestrator_builders import book_with, make_rollout
-
 from millrace.internal.v1 import env_service_pb2
-from millrace.orchestrator.play.play import State
+from millrace.orchestrator.play.play import PlayState
 from millrace.orchestrator.play.player import Player, RunIdentity
-from millrace.orchestrator.play.routing import Replica, Router
+from millrace.orchestrator.play.routing import ReadyReplica, Router
+from millrace_testing.orchestrator.builders import book_with, make_rollout
 
 RUN = RunIdentity(uid="r1", epoch=1, generation=1)
 
@@ -14,8 +13,8 @@ RUN = RunIdentity(uid="r1", epoch=1, generation=1)
 class Policies:
     desired = None
 
-    def ready(self) -> list[Replica]:
-        return [Replica(worker_id="inf", http_url="http://inf/v1", model="policy", version=0)]
+    def ready(self) -> list[ReadyReplica]:
+        return [ReadyReplica(worker_id="inf", http_url="http://inf/v1", model="policy", version=0)]
 
     def known(self) -> set[str]:
         return {"inf"}
@@ -68,6 +67,6 @@ async def test_members_that_come_while_one_env_server_is_asked_are_not_asked_for
             return True
 
     player = player_of(Envs(), SimpleNamespace(newest=""))
-    while group.state is State.UNPLACED:
+    while group.state is PlayState.UNPLACED:
         assert await player.place(group, book.plays.values())
     assert asked == [("a", [0, 1]), ("a", [1])], "member 0 is in the log already"

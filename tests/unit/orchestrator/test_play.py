@@ -5,14 +5,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from orchestrator_builders import PLAYS, archived, make_play, make_rollout
 
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.intake import Intake
-from millrace.orchestrator.play.play import Arrival, Play, State
+from millrace.orchestrator.play.play import Arrival, Play, PlayState
 from millrace.rollouts.types import RolloutStatus
 from millrace.runlog import Frontier
+from millrace_testing.orchestrator.builders import PLAYS, archived, make_play, make_rollout
 
 VERBS = {
     "place": lambda play: play.place("b", replica="y", timeout_s=60.0),
@@ -20,31 +20,31 @@ VERBS = {
     "resolve": lambda play: play.resolve("stale"),
 }
 AFTER = {
-    (State.UNPLACED, "place"): State.PLACED,
-    (State.UNPLACED, "lose"): State.UNPLACED,
-    (State.UNPLACED, "resolve"): State.RESOLVED,
-    (State.PLACED, "lose"): State.UNPLACED,
-    (State.PLACED, "resolve"): State.RESOLVED,
-    (State.WHOLE, "resolve"): State.RESOLVED,
+    (PlayState.UNPLACED, "place"): PlayState.PLACED,
+    (PlayState.UNPLACED, "lose"): PlayState.UNPLACED,
+    (PlayState.UNPLACED, "resolve"): PlayState.RESOLVED,
+    (PlayState.PLACED, "lose"): PlayState.UNPLACED,
+    (PlayState.PLACED, "resolve"): PlayState.RESOLVED,
+    (PlayState.WHOLE, "resolve"): PlayState.RESOLVED,
 }
 
 
-def in_state(state: State) -> Play:
+def in_state(state: PlayState) -> Play:
     play = make_play()
-    if state is State.PLACED:
+    if state is PlayState.PLACED:
         play.place("a", replica="x", timeout_s=60.0)
-    if state in (State.WHOLE, State.RESOLVED):
+    if state in (PlayState.WHOLE, PlayState.RESOLVED):
         for member in range(2):
             play.add(make_rollout(0, member, group_size=2))
-    if state is State.RESOLVED:
+    if state is PlayState.RESOLVED:
         play.resolve("")
     assert play.state is state
     return play
 
 
-@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("state", PlayState)
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_leads_from_a_state_to_the_one_of_the_table_or_is_refused(state: State, verb: str) -> None:
+def test_a_verb_leads_from_a_state_to_the_one_of_the_table_or_is_refused(state: PlayState, verb: str) -> None:
     play = in_state(state)
     if (state, verb) in AFTER:
         VERBS[verb](play)
@@ -55,8 +55,8 @@ def test_a_verb_leads_from_a_state_to_the_one_of_the_table_or_is_refused(state: 
         assert play.state is state
 
 
-@pytest.mark.parametrize("state", [State.WHOLE, State.RESOLVED])
-def test_what_is_over_takes_nothing_and_follows_no_attempt(state: State) -> None:
+@pytest.mark.parametrize("state", [PlayState.WHOLE, PlayState.RESOLVED])
+def test_what_is_over_takes_nothing_and_follows_no_attempt(state: PlayState) -> None:
     play = in_state(state)
     assert play.add(make_rollout(0, 0, group_size=2, attempt=1)) is Arrival.DUPLICATE
     play.follow(3)
@@ -64,11 +64,11 @@ def test_what_is_over_takes_nothing_and_follows_no_attempt(state: State) -> None
 
 
 def test_the_last_failure_of_a_placed_attempt_unplaces_it() -> None:
-    play = in_state(State.PLACED)
+    play = in_state(PlayState.PLACED)
     play.add(make_rollout(0, 0, group_size=2))
     assert play.num_playing == 1
     assert play.add(make_rollout(0, 1, group_size=2, status=RolloutStatus.TIMEOUT)) is Arrival.RETRY
-    assert (play.state, play.attempt, play.env_server, play.num_playing) == (State.UNPLACED, 1, "", 0)
+    assert (play.state, play.attempt, play.env_server, play.num_playing) == (PlayState.UNPLACED, 1, "", 0)
 
 
 def intake_of(book: Book, *, has_predecessor: bool) -> Intake:
@@ -99,11 +99,11 @@ async def test_a_takeover_leaves_plays_that_go_on_to_who_plays_them_and_begins_t
     await intake.take_over(cast("Any", ReadStream()), {"a": playing})
     found = {ordinal: (play.state, play.env_server, play.attempt) for ordinal, play in book.plays.items()}
     assert found == {
-        1: (State.PLACED, "a", 1),
-        2: (State.UNPLACED, "", 2),
-        3: (State.UNPLACED, "", 3),  # its member had failed: attempt 2 was due, and nobody plays that
-        4: (State.UNPLACED, "", 2),  # member 1 is played by nobody
-        5: (State.PLACED, "a", 1),
+        1: (PlayState.PLACED, "a", 1),
+        2: (PlayState.UNPLACED, "", 2),
+        3: (PlayState.UNPLACED, "", 3),  # its member had failed: attempt 2 was due, and nobody plays that
+        4: (PlayState.UNPLACED, "", 2),  # member 1 is played by nobody
+        5: (PlayState.PLACED, "a", 1),
     }
 
 
@@ -112,7 +112,7 @@ async def test_a_rollout_that_nobody_here_asked_for_opens_its_play_where_it_came
     intake = intake_of(book, has_predecessor=False)
     intake.take(make_rollout(7, 0, group_size=2, attempt=2, env_server="a"))
     play = book.plays[7]
-    assert (play.state, play.env_server, play.attempt, play.missing) == (State.PLACED, "a", 2, [1])
+    assert (play.state, play.env_server, play.attempt, play.missing) == (PlayState.PLACED, "a", 2, [1])
     assert book.next_ordinal() == 0
 
 

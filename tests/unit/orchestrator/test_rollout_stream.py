@@ -2,12 +2,11 @@ import asyncio
 import hashlib
 from dataclasses import dataclass, field, replace
 
-from orchestrator_builders import make_rollout
-
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import encode_rollout
 from millrace.runlog import Entry
+from millrace_testing.orchestrator.builders import make_rollout
 
 
 @dataclass

@@ -3,15 +3,16 @@
 from collections import Counter
 from dataclasses import replace
 
-from orchestrator_builders import make_play, make_rollout
-
 from millrace.orchestrator.play.play import Arrival, Play, load_of
-from millrace.orchestrator.play.routing import Replica, Router
+from millrace.orchestrator.play.routing import ReadyReplica, Router
 from millrace.rollouts.types import RolloutStatus
+from millrace_testing.orchestrator.builders import make_play, make_rollout
 
 
-def replica(name: str, *, version: int = 5, seqs: int = 64) -> Replica:
-    return Replica(worker_id=name, http_url=f"http://{name}/v1", model="policy", version=version, max_num_seqs=seqs)
+def replica(name: str, *, version: int = 5, seqs: int = 64) -> ReadyReplica:
+    return ReadyReplica(
+        worker_id=name, http_url=f"http://{name}/v1", model="policy", version=version, max_num_seqs=seqs
+    )
 
 
 def router(**load: int) -> Router:
@@ -20,7 +21,7 @@ def router(**load: int) -> Router:
     return made
 
 
-def picked(made: Router, *replicas: Replica, min_version: int = 0, home: str = "") -> str:
+def picked(made: Router, *replicas: ReadyReplica, min_version: int = 0, home: str = "") -> str:
     found = made.pick(replicas, min_version=min_version, home=home)
     return found.worker_id if found is not None else ""
 

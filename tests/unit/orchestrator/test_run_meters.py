@@ -11,8 +11,9 @@ from millrace.orchestrator import manager as manager_module
 from millrace.orchestrator import meters, run_meters
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.run_meters import RunMeters
-from millrace.orchestrator.runs.run_view import RunRecord, RunView
+from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerRegistry
+from millrace.runlog.records.run_record import RunRecord
 from millrace.v1 import event_pb2, run_pb2
 
 STARTING, RUNNING, PAUSED = run_pb2.RUN_STATE_STARTING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED
@@ -72,17 +73,17 @@ def test_a_run_that_cannot_be_read_counts_as_damaged_until_it_can() -> None:
 def test_a_new_drive_does_not_make_a_stall_young() -> None:
     view = _view("again-and-again")
     _state(view, 90.0, STARTING)
-    assert view.batches.moved is None, "a large model may load for long"
+    assert view.status.batches.moved is None, "a large model may load for long"
     _state(view, 100.0, RUNNING)
-    assert view.batches.moved == 100.0
+    assert view.status.batches.moved == 100.0
     _batch(view, 200.0, 0)
     for crash in range(5):
         _state(view, 300.0 + crash, STARTING)
-        assert view.batches.moved == 200.0
+        assert view.status.batches.moved == 200.0
         _state(view, 300.5 + crash, RUNNING)
-        assert view.batches.moved == 200.0
+        assert view.status.batches.moved == 200.0
     _batch(view, 400.0, 1)
-    assert view.batches.moved == 400.0
+    assert view.status.batches.moved == 400.0
 
 
 def test_a_pause_and_the_last_batch_are_no_stall() -> None:
@@ -90,16 +91,16 @@ def test_a_pause_and_the_last_batch_are_no_stall() -> None:
     _state(view, 100.0, RUNNING)
     _batch(view, 200.0, 0)
     _state(view, 300.0, PAUSED)
-    assert view.batches.moved is None
+    assert view.status.batches.moved is None
     _state(view, 90000.0, STARTING)
-    assert view.batches.moved is None
+    assert view.status.batches.moved is None
     _state(view, 90001.0, RUNNING)
-    assert view.batches.moved == 90001.0
+    assert view.status.batches.moved == 90001.0
     _batch(view, 90002.0, 2)
-    assert view.batches.moved is None, "batch 2 is the last of three"
+    assert view.status.batches.moved is None, "batch 2 is the last of three"
     _state(view, 90003.0, STARTING)
     _state(view, 90004.0, RUNNING)
-    assert view.batches.moved is None
+    assert view.status.batches.moved is None
 
 
 async def test_an_orchestrator_that_claims_a_run_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:

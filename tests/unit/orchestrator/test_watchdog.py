@@ -8,8 +8,9 @@ from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator.explain import watchdog as watchdog_module
 from millrace.orchestrator.explain.watchdog import Watchdog
 from millrace.orchestrator.explain.why import explain, stood_still
-from millrace.orchestrator.runs.run_view import RunRecord, RunView
+from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerRegistry
+from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis.connection import OUTAGES, Outage
 from millrace.telemetry import waits
 from millrace.telemetry.standstill import METER, Meter
@@ -125,7 +126,7 @@ async def test_a_replaced_worker_is_named_with_its_successor(world):
     del world.reported["env-server-a"]
     world.add("env-server-b", ws.WORKER_KIND_ENV_SERVER, slot="host/1")
     world.registry.lost.pop("env-server-a", None)
-    world.registry._records.pop("env-server-a", None)
+    world.registry.by_id.pop("env-server-a", None)
     await world.run(2)
     assert world.events.reasons == ["WORKER_REPLACED"]
     assert "env-server env-server-a ended and env-server-b took its place" in world.events.warnings[0][1]
@@ -267,7 +268,7 @@ def view(state: run_pb2.RunState) -> RunView:
         labels={},
     )
     made = RunView(record)
-    made.run.state = state
+    made.status.state = state
     return made
 
 
@@ -286,6 +287,10 @@ async def test_explain_says_what_is_special_of_the_state(world):
     named = summary(world, run_pb2.RUN_STATE_QUEUED, name_of={"r-other": "theirs"}.__getitem__)
     assert named == "queued: no trainer worker is free (trainer-9 has run theirs); see: millrace run why theirs"
     assert summary(world).startswith("no trainer is assigned to the run (trainer-9 has run r-other)")
+    world.registry.release("r-other")
+    world.registry.claim(ws.WORKER_KIND_TRAINER, UID)
+    named = summary(world, run_pb2.RUN_STATE_QUEUED)
+    assert named.startswith("queued: a trainer is free"), "a run never waits for itself"
 
 
 async def test_explain_shows_waits_of_the_run_and_of_no_run_only(world):

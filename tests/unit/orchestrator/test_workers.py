@@ -2,7 +2,7 @@ import time
 
 from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator import workers
-from millrace.orchestrator.workers import EVERYTHING, WorkerRegistry
+from millrace.orchestrator.workers import WorkerRegistry
 
 
 def registry_with(*names: str, kind: int = ws.WORKER_KIND_ENV_SERVER, slot: str = "") -> WorkerRegistry:
@@ -79,18 +79,18 @@ def test_assignments_say_which_copy_of_the_log_redis_holds() -> None:
 def test_workers_let_go_of_paused_and_ended_runs_for_a_while() -> None:
     registry = registry_with("a")
     record = registry.records()[0]
-    registry.let_go("paused", has_ended=False)
-    registry.let_go("ended", has_ended=True)
-    assert registry.runs_to_let_go() == ["paused", "ended"]
-    marks = {a.run_uid: a.resolved_below for a in registry.assignments(record)}
-    assert marks == {"ended": EVERYTHING}, "rollouts of a paused run are kept"
+    registry.retire("paused", has_ended=False)
+    registry.retire("ended", has_ended=True)
+    assert registry.retired_runs() == ["paused", "ended"]
+    marks = {a.run_uid: a.is_over for a in registry.assignments(record)}
+    assert marks == {"ended": True}, "rollouts of a paused run are kept"
     registry.claim(ws.WORKER_KIND_TRAINER, "paused")
-    assert registry.runs_to_let_go() == ["ended"], "it was resumed"
+    assert registry.retired_runs() == ["ended"], "it was resumed"
 
 
-def test_the_runs_to_let_go_are_bounded() -> None:
+def test_the_retired_runs_are_bounded() -> None:
     registry = registry_with("a")
-    for number in range(workers.MAX_LET_GO + 10):
-        registry.let_go(f"run-{number}", has_ended=True)
-    told = registry.runs_to_let_go()
-    assert len(told) == workers.MAX_LET_GO and told[-1] == f"run-{workers.MAX_LET_GO + 9}"
+    for number in range(workers.MAX_RETIRED + 10):
+        registry.retire(f"run-{number}", has_ended=True)
+    told = registry.retired_runs()
+    assert len(told) == workers.MAX_RETIRED and told[-1] == f"run-{workers.MAX_RETIRED + 9}"

@@ -1,13 +1,10 @@
-"""The store of these tests; what they share is imported by name, as test directories are no packages."""
+"""The store of these tests."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from millrace.storage.local import LocalStore
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

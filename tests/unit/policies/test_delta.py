@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError
 from millrace.policies.change import TensorChange
 from millrace.policies.delta import codec as delta_module
-from millrace.policies.delta import dense as delta_dense
+from millrace.policies.delta import kinds
 from millrace.policies.delta.codec import EncodedPiece, decode_piece, encode_piece
 from millrace.policies.delta.codings import Bits, decode_gaps, encode_gaps, ulp_map, unzigzag, zigzag
 from millrace.policies.digest import bits_digest
@@ -26,9 +26,9 @@ def blocks(request: pytest.FixtureRequest) -> Iterator[None]:
     """With blocks of seven elements every test crosses block boundaries."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param is not None:
-            patch.setattr(delta_module, "_BLOCK_ELEMENTS", request.param)
-            patch.setattr(delta_module, "_BATCH_CHANGES", 5)
-            patch.setattr(delta_dense, "_BLOCK_ELEMENTS", request.param)
+            patch.setattr(delta_module, "BLOCK_ELEMENTS", request.param)
+            patch.setattr(delta_module, "BATCH_CHANGES", 5)
+            patch.setattr(kinds, "BLOCK_ELEMENTS", request.param)
         yield
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from millrace.errors import ConflictError, CorruptObjectError
 from millrace.policies.delta.codec import decode_piece, encode_piece
 from millrace.policies.delta.codings import Bits, ulp_map
-from millrace.policies.delta.frame import PieceHeader, Section, pack_frame, read_frame
+from millrace.policies.delta.frame import FrameSection, PieceHeader, pack_frame, read_frame
 
 _LEAD_BYTES = 8  # magic and checksum
 _U64_MAX = 2**64 - 1
@@ -127,7 +127,7 @@ def test_a_compression_bomb_is_not_expanded(declared: bool) -> None:
     try:
         for number, section in enumerate(sections):
             hostile = [*sections]
-            hostile[number] = Section(raw_bytes=section.raw_bytes, stored=bomb, compressed=True)
+            hostile[number] = FrameSection(raw_bytes=section.raw_bytes, stored=bomb, compressed=True)
             with pytest.raises(CorruptObjectError, match="from 0 to"):
                 decode_piece(pack_frame(header, hostile), base)
         assert tracemalloc.get_traced_memory()[1] < 2_000_000

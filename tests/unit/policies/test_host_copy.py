@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from committed_versions import NAMES, SHAPES, Trainer
 
 from millrace.errors import ConflictError, UnavailableError
 from millrace.policies.chain import Manifests
@@ -14,6 +13,7 @@ from millrace.policies.manifest import CODEC_DELTA, Encoding, PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors
 from millrace.policies.tensors import TensorBytes, read_places
 from millrace.storage.local import LocalStore
+from millrace_testing.committed_versions import NAMES, SHAPES, Trainer
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -187,7 +187,7 @@ def test_manifests_are_held_up_to_a_number_of_pieces(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, bound: int, num_reads: int
 ) -> None:
     Trainer(store).publish_to(1)
-    monkeypatch.setattr("millrace.policies.chain._MAX_HELD_ENTRIES", bound)
+    monkeypatch.setattr("millrace.policies.chain.MAX_HELD_ENTRIES", bound)
     manifests, read, get = Manifests(store), list[str](), store.get
     monkeypatch.setattr(store, "get", lambda key, **bound: read.append(key) or get(key, **bound))
     for version in (0, 1, 0):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from committed_versions import NAMES, Trainer
 
 from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError, UnavailableError
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.local import LocalStore
 from millrace.trainer.publish import commit
 from millrace.trainer.publish.commit import VersionInput
+from millrace_testing.committed_versions import NAMES, Trainer
 
 
 def _damage(trainer: Trainer, version: int, base: int | None) -> str:
@@ -133,13 +133,13 @@ def test_what_fails_at_one_rank_fails_at_all(
     whole = getattr(commit, where)
     of_thread = threading.local()
     for rank, committer in enumerate(trainer.committers):
-        publish = committer._publish
+        publish = committer.publish
 
         def note(version: VersionInput, key: str, rank: int = rank, publish=publish):
             of_thread.rank = rank
             return publish(version, key)
 
-        monkeypatch.setattr(committer, "_publish", note)
+        monkeypatch.setattr(committer, "publish", note)
 
     def fail(*args, **kwargs):
         if of_thread.rank == failing:

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import mutated_bytes, mutated_json
 
 from millrace.errors import CorruptObjectError
 from millrace.policies.adapter import AdapterSpec, parse_adapter_config
 from millrace.policies.host_copy import HostCopy
-from millrace.policies.manifest import AdapterEntry, PolicyManifest, Probe
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import AdapterEntry, PolicyManifest, PolicyPlace, Probe
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.pull import pull_files
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 from millrace.storage.local import LocalStore
+from millrace_testing.mutations import mutated_bytes, mutated_json
 
 _TENSORS = [
     ("a.weight", TensorBytes.from_numpy(np.arange(12, dtype=np.float32).reshape(3, 4))),
@@ -42,15 +42,14 @@ def _publish(store: LocalStore) -> bytes:
     )
     published = publish_policy(
         store,
-        prefix="t",
-        uid="u",
-        lineage=0,
-        version=1,
+        PolicyPlace(prefix="t", uid="u", lineage=0, version=1),
+        PolicyContents(
+            tensors=_TENSORS,
+            files={"config.json": b"{}"},
+            probe=Probe(token_ids=(1, 2), logprobs=(-0.5,)),
+            adapter=adapter,
+        ),
         epoch=1,
-        tensors=_TENSORS,
-        files={"config.json": b"{}"},
-        probe=Probe(token_ids=(1, 2), logprobs=(-0.5,)),
-        adapter=adapter,
     )
     return store.get(published.manifest_key)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
-from millrace.policies.manifest import PolicyManifest, Probe
-from millrace.policies.publishing.publish import PublishedPolicy, publish_policy, upload_files
+from millrace.policies.manifest import PolicyManifest, PolicyPlace, Probe
+from millrace.policies.publishing.publish import PolicyContents, PublishedPolicy, publish_policy, upload_files
 from millrace.policies.pull import download_hf, pull_files, pull_tensors, read_manifest, write_hf
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 from millrace.storage.local import LocalStore
@@ -32,14 +32,13 @@ def _tensors(seed: int = 0) -> list[tuple[str, TensorBytes]]:
 def _publish(store: LocalStore, *, seed: int = 0, epoch: int = 1, shard_bytes: int = 1 << 30) -> PublishedPolicy:
     return publish_policy(
         store,
-        prefix="p",
-        uid="u",
-        lineage=0,
-        version=3,
+        PolicyPlace(prefix="p", uid="u", lineage=0, version=3),
+        PolicyContents(
+            tensors=_tensors(seed),
+            files={"config.json": b"{}"},
+            probe=Probe(token_ids=(1, 2, 3), logprobs=(-0.5, -1.25)),
+        ),
         epoch=epoch,
-        tensors=_tensors(seed),
-        files={"config.json": b"{}"},
-        probe=Probe(token_ids=(1, 2, 3), logprobs=(-0.5, -1.25)),
         shard_bytes=shard_bytes,
     )
 
@@ -111,7 +110,10 @@ def test_versions_share_files_that_were_uploaded_once(store: LocalStore) -> None
     files = upload_files(store, prefix="p", uid="u", epoch=1, files={"config.json": b"{}", "tokenizer.json": b"[]"})
     published = [
         publish_policy(
-            store, prefix="p", uid="u", lineage=0, version=v, epoch=1, tensors=_tensors(v), files=files
+            store,
+            PolicyPlace(prefix="p", uid="u", lineage=0, version=v),
+            PolicyContents(tensors=_tensors(v), files=files),
+            epoch=1,
         ).manifest
         for v in (1, 2)
     ]

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from committed_versions import NAMES, Trainer
 
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.local import LocalStore
 from millrace.trainer.publish.commit import VersionInput
+from millrace_testing.committed_versions import NAMES, Trainer
 
 METHODS = ("get", "get_range", "head", "list", "list_prefixes", "create", "put")
 

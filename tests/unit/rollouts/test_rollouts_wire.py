@@ -52,7 +52,11 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         task_index=draw(st.integers(0, 2**64 - 1)),
         task_id=draw(TEXT),
         status=status,
-        error=None if is_ok else RolloutError(type=draw(TEXT), message=draw(TEXT)),
+        error=None
+        if is_ok
+        else RolloutError(
+            type=draw(TEXT), message=draw(TEXT), frames=draw(TEXT), is_infrastructure=draw(st.booleans())
+        ),
         samples=tuple(draw(st.lists(samples(), max_size=3))) if is_ok else (),
         reward=draw(FINITE),
         metrics=draw(st.dictionaries(TEXT, FINITE, max_size=3)),
@@ -194,6 +198,7 @@ MALFORMED = {
     "error but ok": (_rollout(error=RolloutError(type="E", message="")), "status is OK"),
     "failed with samples": (_rollout(status=RolloutStatus.TIMEOUT), "must be empty"),
     "failed without error": (_rollout(**FAILED), "must be set"),
+    "long frames": (_rollout(**FAILED, error=RolloutError(type="E", message="", frames="x" * 1001)), "1000"),
     "long error": (_rollout(**FAILED, error=RolloutError(type="E", message="x" * 2001)), "2000"),
     "long messages": (_rollout(messages_json="ä" * 40_000), "messages_json"),
 }
@@ -228,9 +233,9 @@ def test_an_evaluation_may_lack_spans():
 
 def test_every_enum_value_has_a_wire_value():
     for status in RolloutStatus:
-        assert wire._STATUS_FROM_WIRE[rollout_pb2.RolloutStatus.Value(f"ROLLOUT_STATUS_{status.name}")] is status
+        assert wire.STATUS_FROM_WIRE[rollout_pb2.RolloutStatus.Value(f"ROLLOUT_STATUS_{status.name}")] is status
     assert len(RolloutStatus) == len(rollout_pb2.RolloutStatus.keys()) - 1
-    assert all(wire.purpose_from_wire(wire._PURPOSE_TO_WIRE[purpose]) is purpose for purpose in Purpose)
+    assert all(wire.purpose_from_wire(wire.PURPOSE_TO_WIRE[purpose]) is purpose for purpose in Purpose)
 
 
 def _bomb(size: int) -> bytes:
@@ -268,3 +273,22 @@ def test_a_rollout_above_its_bound_is_not_parsed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(wire, "MAX_ROLLOUT_BYTES", 100)
     with pytest.raises(CorruptObjectError, match="at most 100 are read"):
         wire.decode_rollout(bytes(101))
+
+
+@pytest.mark.parametrize(
+    ("status", "is_infrastructure", "counts"),
+    [
+        (RolloutStatus.ENV_ERROR, False, True),
+        (RolloutStatus.WORKER_DIED, False, True),
+        (RolloutStatus.MODEL_ERROR, False, True),
+        (RolloutStatus.MODEL_ERROR, True, False),
+        (RolloutStatus.ENGINE_LOST, False, False),
+        (RolloutStatus.CANCELLED, False, False),
+    ],
+)
+def test_only_what_the_environment_did_is_its_failure(
+    status: RolloutStatus, is_infrastructure: bool, counts: bool
+) -> None:
+    error = RolloutError(type="E", message="m", is_infrastructure=is_infrastructure)
+    assert _rollout(samples=(), status=status, error=error).is_environment_failure is counts
+    assert not _rollout().is_environment_failure

@@ -179,3 +179,25 @@ async def test_an_abandoned_stream_may_be_closed_by_another_task():
     assert await asyncio.create_task(anext(responses)) == 1
     await asyncio.create_task(responses.aclose())
     assert logging.bound("request_id") is None
+
+
+def test_a_message_that_comes_again_and_again_is_counted():
+    now = [0.0]
+    limit = logging.RateLimit(clock=lambda: now[0])
+
+    def written(
+        count: int, text: str = "rollout {} failed", level: int = stdlib_logging.WARNING
+    ) -> list[tuple[int, int]]:
+        """The numbers of the lines that pass, and what they say that was left out."""
+        found = []
+        for number in range(1, count + 1):
+            record = stdlib_logging.LogRecord("env", level, "x", 1, text.format(number), (), None)
+            if limit.filter(record):
+                found.append((number, getattr(record, "left_out", 0)))
+        return found
+
+    assert written(1000) == [(n, 0) for n in range(1, 21)] + [(32, 11), (64, 31), (128, 63), (256, 127), (512, 255)]
+    assert len(written(30, "another message")) == 20, "each message has its own lines"
+    assert len(written(1000, level=stdlib_logging.INFO)) == 1000, "what is no warning is never left out"
+    now[0] = 61.0
+    assert written(1) == [(1, 488)], "the next minute's first line says how many were left out"

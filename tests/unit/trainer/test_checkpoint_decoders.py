@@ -6,12 +6,12 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import mutated_bytes, mutated_json
 
 from millrace.errors import CorruptObjectError
 from millrace.storage.commit_points import with_checksum
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index, encode_index
 from millrace.trainer.checkpoint.manifest import FORMAT, CheckpointManifest, CheckpointObject
+from millrace_testing.mutations import mutated_bytes, mutated_json
 
 _SIZES = {"rank-00000.bin": 56, "rank-00001.bin": 40}
 _INDEX = encode_index(

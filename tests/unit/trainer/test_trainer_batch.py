@@ -1,6 +1,7 @@
 """Micro-batches: every sample once, bounded, equal for all ranks; log-probs independent of the padding."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,10 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.rollouts.types import TrainSample
+from millrace.config.sections.trainer import LossConfig
+from millrace.rollouts.types import TrainSample, Truncation
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch, plan_micro_batches
 from millrace.trainer.learning.forward import select_logprobs, token_logprobs
+from millrace.trainer.learning.loss import LossInputs, token_losses, total_loss
+from millrace.trainer.learning.metrics import StepMetrics
 from millrace.trainer.learning.score import Score
 
 CPU = torch.device("cpu")
@@ -136,3 +140,62 @@ def test_score_by_hand() -> None:
     assert result.num_tokens == 2 and result.num_other_version_tokens == 2
     assert result.mismatch_kl == pytest.approx((math.exp(0.5) - 0.5 - 1) / 2, rel=1e-6)
     assert result.max_abs_logprob_diff == pytest.approx(0.5)
+
+
+def test_a_sampled_token_that_is_cut_away_is_counted_and_masked() -> None:
+    whole = replace(_sample(8, prompt=3), truncation=Truncation(top_k=4))
+    model = _tiny()
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(whole.token_ids.astype(np.int64))[None]).logits[0]
+    tokens = whole.token_ids.copy()
+    tokens[-1] = int(logits[-2].argmin())  # position 6 has the same tokens before it
+    tokens[-2] = int(logits[-3].argmax())
+    micro_batch = build_micro_batch([replace(whole, token_ids=tokens), _sample(8)], seq_len=8, device=CPU)
+    logprobs_BT, entropy_BT = token_logprobs(model, micro_batch)
+    assert logprobs_BT[0, -1] == -math.inf and torch.isfinite(entropy_BT).all()
+    assert torch.isfinite(logprobs_BT[0, 1:3]).all(), "what nobody sampled was not cut"
+    losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), LossConfig())
+    assert losses.rl[0, -1] == 0 and not losses.rl_members[0, -1]
+    total_loss(losses, num_rl_tokens=11, num_ce_tokens=0).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    metrics = StepMetrics(["e"])
+    metrics.add(
+        micro_batch,
+        losses=losses,
+        loss=losses.rl.sum(),
+        trainer_logprobs_BT=logprobs_BT.detach(),
+        entropy_BT=entropy_BT,
+    )
+    found = metrics.reduce(Gang())
+    outside = int((logprobs_BT[0, 3:] == -math.inf).sum())
+    assert found["is_outside_support/mean"] == pytest.approx(outside / 11)
+    assert math.isfinite(found["mismatch_kl/mean"]) and math.isfinite(found["mismatch_kl/max"])
+
+
+def test_masked_advantages_are_shares_of_the_masked_tokens() -> None:
+    micro_batch = build_micro_batch([_sample(6)], seq_len=6, device=CPU)
+    micro_batch.advantages_BT[0] = torch.tensor([0.0, 0.0, 1.0, 1.0, -1.0, -1.0])
+    micro_batch.inference_logprobs_BT[0, 2:] = math.log(0.5)
+    logprobs_BT = torch.full((1, 6), math.log(0.5))
+    logprobs_BT[0, 2], logprobs_BT[0, 3], logprobs_BT[0, 4] = math.log(0.9), math.log(0.95), math.log(0.1)
+    losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), LossConfig())
+    metrics = StepMetrics(["e"])
+    metrics.add(
+        micro_batch, losses=losses, loss=losses.rl.sum(), trainer_logprobs_BT=logprobs_BT, entropy_BT=logprobs_BT * 0
+    )
+    found = metrics.reduce(Gang())
+    assert found["is_masked/mean"] == pytest.approx(3 / 4)
+    assert found["masked_advantage_positive/mean"] == pytest.approx(2 / 3)
+    assert found["masked_advantage_negative/mean"] == pytest.approx(1 / 3)
+
+
+def test_a_log_ratio_to_a_reference_is_that_of_the_trainers_policy() -> None:
+    plain = _sample(5)
+    distilled = replace(plain, reference_kl=0.5)
+    micro_batch = build_micro_batch([plain, distilled], seq_len=5, device=CPU)
+    logprobs_BT = torch.full((2, 5), -1.0, requires_grad=True)
+    advantages = LossInputs.of(micro_batch, logprobs_BT).advantages
+    assert advantages[0].tolist() == [0, 0, 0.5, 0.5, 0.5]
+    # 0.5 * (teacher - behaviour) = 0.5 was recorded, the trainer is at -1 and the behaviour policy was at -1.5.
+    assert advantages[1].tolist() == pytest.approx([0, 0, 0.25, 0.25, 0.25])
+    assert not advantages.requires_grad

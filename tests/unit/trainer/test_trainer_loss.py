@@ -164,3 +164,12 @@ def test_ordinary_tokens_are_bit_for_bit_those_of_the_formula() -> None:
     assert torch.equal(losses.rl, expected)
     assert inputs.trainer_logprobs.grad is not None and leaf.grad is not None
     assert torch.equal(inputs.trainer_logprobs.grad, leaf.grad)
+
+
+def test_the_mismatch_of_nearly_equal_log_probs_is_half_the_square_and_never_negative() -> None:
+    differences = [0.0, 1e-7, -1e-7, 3e-4, -3e-4, 1e-3]
+    inputs = _float32([-20.0 + d for d in differences], [-20.0] * len(differences), [0.0] * len(differences))
+    exact = (inputs.trainer_logprobs - inputs.inference_logprobs).double().tolist()  # as float32 has them
+    found = token_losses(inputs, LossConfig()).mismatch_kl
+    assert found.dtype == torch.float64 and (found >= 0).all()
+    assert found.tolist() == pytest.approx([math.expm1(d) - d for d in exact], rel=1e-6, abs=1e-18)

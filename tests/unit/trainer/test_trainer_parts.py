@@ -12,7 +12,7 @@ from millrace.trainer.checkpoint.files import load_shards, needed_files, save_sh
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.log.background import BackgroundLoop
-from millrace.trainer.model.pretrained import policy_files, policy_tensors, resolve_model_directory
+from millrace.trainer.model.pretrained import policy_files, policy_tensors, resolve_model_directory, with_tokenizer
 from millrace.trainer.reporter import staleness
 
 
@@ -112,6 +112,13 @@ def test_published_files_say_the_published_dtype_and_leave_weights_out(tmp_path:
     files = policy_files(tmp_path, dtype=torch.bfloat16)
     assert set(files) == {"config.json", "tokenizer.json", "chat_template.jinja"}
     assert b'"dtype": "bfloat16"' in files["config.json"] and b"torch_dtype" not in files["config.json"]
+
+
+def test_the_tokenizer_may_come_from_another_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    (tmp_path / "tokenizer.json").write_text('{"other": 1}')
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "chat_template.jinja": b"x"}
+    assert with_tokenizer(files, tmp_path) == {"config.json": b"{}", "tokenizer.json": b'{"other": 1}'}
 
 
 def test_tied_tensors_are_published_once_in_the_asked_dtype() -> None:

@@ -12,9 +12,12 @@ from millrace.config.sections.sft import SFTConfig, SFTDataConfig
 from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.pretrained import load_tokenizer
-from millrace.trainer.sft.data import Order, RowEncoder, load_rows
-from millrace.trainer.sft.fine_tune import SFTStep, replace_directory, run_sft
+from millrace.trainer.sft.encoder import RowEncoder
+from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 from millrace.trainer.sft.main import load_config
+from millrace.trainer.sft.order import Order
+from millrace.trainer.sft.rows import load_rows
+from millrace.trainer.sft.saving import replace_directory
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +187,7 @@ def test_rows_without_any_completion_are_named_as_such(tokenizer: Any) -> None:
     row = {"prompt": [{"role": "user", "content": "a"}], "completion": []}
     encoder = RowEncoder(tokenizer, seq_len=64)
     with pytest.raises(InvalidSpecError, match="none of 3 rows has a completion token") as raised:
-        encoder.require_completion([row] * 3)
+        encoder.require_completion([(row, "")] * 3)
     assert raised.value.violations[0].field == "data.name"
 
 

@@ -6,7 +6,8 @@ from millrace.cli.session.raw import RawCommand
 
 _HELP = """\b
 Options:
-  --KEY VALUE     Any key of the section, such as --engine vllm or --vllm.enable-prefix-caching true.
+  --KEY VALUE     Any key of the section, such as --model.name DIR or --parallel.tp 4 (docs/configuration.md).
+  --FLAG [VALUE]  Any flag of `vllm serve`, such as --tensor-parallel-size 4 or --headless.
   --dry-run       Print the resolved config and do nothing.
   --debug         Show tracebacks.
 
@@ -22,9 +23,13 @@ def inference(arguments: tuple[str, ...]) -> int:
     It registers with the orchestrator and serves the policy of its run; the model comes with the policy, or is the
     one that the config names. Without an orchestrator it serves that model as an OpenAI-compatible server.
     """
+    from millrace.cli.session.config_file import refuse_check
+    from millrace.cli.session.notes import say_notes
     from millrace.cli.session.replica import load_replica, start_replica
 
     loaded = load_replica(arguments)
+    refuse_check(loaded)
+    say_notes(loaded.notes)
     if loaded.flags.get("dry-run"):
         import json
 

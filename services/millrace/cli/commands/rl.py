@@ -18,10 +18,15 @@ def rl(arguments: tuple[str, ...]) -> int:
     from millrace.cli.session.prepare import prepare, warn_of_wandb
 
     prepared = prepare(arguments)
+    warn_of_wandb(prepared.config)
+    if prepared.is_checked:
+        from millrace.cli import interrupts
+        from millrace.cli.session.environment_check import check_environments
+
+        interrupts.run(lambda signals: check_environments(prepared, server=prepared.server))
     if prepared.is_dry_run:
         print_config(prepared.config)
         return 0
-    warn_of_wandb(prepared.config)
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable
     from millrace.cli.session.results import summary_lines

@@ -14,6 +14,7 @@ from millrace.cli.commands.run_fork import fork
 from millrace.cli.commands.run_pause import pause, resume
 from millrace.cli.commands.run_repair import repair
 from millrace.cli.commands.run_replay import replay
+from millrace.cli.commands.run_samples import samples
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
@@ -53,6 +54,7 @@ run.add_command(attest)
 run.add_command(repair)
 run.add_command(pause)
 run.add_command(resume)
+run.add_command(samples)
 
 
 @run.command(cls=RawCommand, epilog=OPTIONS_HELP + "\n  --follow        Follow the run to its end; Ctrl-C detaches.")
@@ -66,6 +68,11 @@ def submit(arguments: tuple[str, ...]) -> int:
     if arguments and os.path.isfile(arguments[0]):
         arguments = ("@", *arguments)
     prepared = prepare(arguments, command="millrace run submit", default_server=DEFAULT_LISTEN)
+    if prepared.is_checked:
+        from millrace.cli import interrupts
+        from millrace.cli.session.environment_check import check_environments
+
+        interrupts.run(lambda signals: check_environments(prepared, server=prepared.server or DEFAULT_LISTEN))
     if prepared.is_dry_run:
         print_config(prepared.config)
         return 0
@@ -143,6 +150,7 @@ def watch(name: str, plain: bool, server: str | None) -> None:
 
     from millrace.cli.names import resolve
     from millrace.cli.session.follow import require_success
+    from millrace.cli.session.results import watched_summary
     from millrace.cli.session.run_session import follow_or_detach
     from millrace.cli.view.progress import Progress
     from millrace.cli.view.view import make_view
@@ -152,6 +160,8 @@ def watch(name: str, plain: bool, server: str | None) -> None:
         progress = Progress.of(found)
         with make_view(progress, plain=plain, stream=sys.stdout) as view:
             await follow_or_detach(client, progress, view)
+        if progress.steps:
+            click.echo("\n".join(["", *watched_summary(progress)]))
         require_success(progress, where=f"see its events: millrace run logs {found.name.removeprefix('runs/')}")
 
     _with_client(server, act)
@@ -200,12 +210,12 @@ def logs(name: str, follow: bool, component: str | None, server: str | None) -> 
 
 @run.command()
 @_NAME
-@click.option("--reason", default="", help="Why, for whoever looks at the run later.")
+@click.option("--reason", default="", help="Why; shown with the run later.")
 @_server
 def cancel(name: str, reason: str, server: str | None) -> None:
     """Ask a run to end; it ends as CANCELLED at its next step boundary."""
     from millrace.cli.names import resolve
-    from millrace.cli.view.progress import state_name
+    from millrace.runlog.events.run_status import state_name
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     "--out",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write it here, to be kept where who can write to the store cannot.",
+    help="Also write it here, to be kept where nobody who can write to the store can change it.",
 )
 @click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store.")
 @click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
 def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: str | None) -> int:
     """Sign the chain hash of a run, and its seal if it has ended, and store that beside the run.
 
-    Whoever may write to the store can make another history whose hashes all fit, but cannot sign it. `millrace run
+    Someone who may write to the store can make another history whose hashes all fit, but cannot sign it. `millrace run
     audit RUN --attest-key FILE` checks the signatures in the store, and `--attestation FILE` what --out wrote.
     """
     from millrace.cli.offline.run_store import find_uid, open_run_store, store_prefix

@@ -1,11 +1,12 @@
 """`millrace run audit`: check the promises of a run against its log, by its server or from the store itself."""
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +18,53 @@ if TYPE_CHECKING:
     from millrace.v1 import audit_pb2
 
 
+_FROM_HERE = (
+    click.option("--store", metavar="URL", help="Audit this object store from here, without any server."),
+    click.option(
+        "--redis",
+        metavar="URL|FILE",
+        help="From here: also compare this Redis with the store; a file that holds its URL keeps a password out of the "
+        "command line, such as redis/redis.url of a stack's directory.",
+    ),
+    click.option("--prefix", metavar="NAME", help="From here: the deployment; else MILLRACE_PREFIX, else millrace."),
+    click.option("--deep", "is_deep", is_flag=True, help="From here: read every byte, and decode every policy."),
+    click.option(
+        "--replay",
+        "num_replays",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=None,
+        help="With --deep: also compute N steps again, spread over the run; needs the trainer's packages.",
+    ),
+    click.option(
+        "--attestation",
+        "attestations",
+        metavar="FILE",
+        multiple=True,
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="From here: what `run attest --out` wrote must be so. May be given several times.",
+    ),
+    click.option(
+        "--attest-key",
+        "key",
+        metavar="FILE",
+        envvar="MILLRACE_ATTEST_KEY_FILE",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="From here: the key that attestations are signed with; else MILLRACE_ATTEST_KEY_FILE.",
+    ),
+)
+
+
+def _from_here(command: Callable[..., int]) -> Callable[..., int]:
+    """Add the options of an audit by this process, and hand them on as one `AuditRequest`."""
+
+    @functools.wraps(command)
+    def with_request(name: str, as_json: bool, server: str | None, **options: Any) -> int:
+        return command(AuditRequest(name=name, **options), as_json=as_json, server=server)
+
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(_FROM_HERE), with_request)
+
+
 @click.command()
 @click.argument("name", metavar="RUN")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -25,49 +73,8 @@ if TYPE_CHECKING:
     metavar="ADDR",
     help=f"host:port of the orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN} (millrace up).",
 )
-@click.option("--store", metavar="URL", help="Audit this object store from here, without any server.")
-@click.option(
-    "--redis",
-    metavar="URL|FILE",
-    help="From here: also compare this Redis with the store; a file that holds its URL keeps a password out of the "
-    "command line, such as redis/redis.url of a stack's directory.",
-)
-@click.option("--prefix", metavar="NAME", help="From here: the deployment; else MILLRACE_PREFIX, else millrace.")
-@click.option("--deep", is_flag=True, help="From here: read every byte, and decode every policy.")
-@click.option(
-    "--replay",
-    "num_replays",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="With --deep: also compute N steps again, spread over the run; needs the trainer's packages.",
-)
-@click.option(
-    "--attestation",
-    "attestations",
-    metavar="FILE",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="From here: what `run attest --out` wrote must be so. May be given several times.",
-)
-@click.option(
-    "--attest-key",
-    metavar="FILE",
-    envvar="MILLRACE_ATTEST_KEY_FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="From here: the key that attestations are signed with; else MILLRACE_ATTEST_KEY_FILE.",
-)
-def audit(
-    name: str,
-    as_json: bool,
-    server: str | None,
-    store: str | None,
-    redis: str | None,
-    prefix: str | None,
-    deep: bool,
-    num_replays: int | None,
-    attestations: tuple[Path, ...],
-    attest_key: Path | None,
-) -> int:
+@_from_here
+def audit(request: AuditRequest, *, as_json: bool, server: str | None) -> int:
     """Check that nothing of a run was lost, counted twice, or changed.
 
     Reads everything that the run has written, in Redis and in the object store, and changes nothing. Exits 0 if the log
@@ -76,38 +83,28 @@ def audit(
     A server audits without reading the bytes of weights. --deep, --attestation and --store audit from here: the store
     is --store, else MILLRACE_STORE_URL, else outputs/local/store.
     """
-    is_here = store is not None or deep or bool(attestations)
-    if not is_here and (redis is not None or prefix is not None):
+    if not request.is_here and (request.redis is not None or request.prefix is not None):
         raise click.UsageError("--redis and --prefix belong to --store, --deep or --attestation")
-    if is_here and server is not None:
+    if request.is_here and server is not None:
         raise click.UsageError("--store, --deep and --attestation audit without a server: leave --server out")
-    if num_replays and not deep:
+    if request.num_replays and not request.is_deep:
         raise click.UsageError("--replay belongs to --deep")
-    from millrace.cli.offline.audit_report import report_lines
+    with _patience(request.name) as say:
+        report = audit_here(request, say) if request.is_here else _by_server(request.name, server)
+    _print(report, as_json=as_json)
+    return EXIT_FAILED if report.violations else 0
 
-    with _patience(name) as say:
-        if is_here:
-            request = AuditRequest(
-                name=name,
-                store=store,
-                redis=redis,
-                prefix=prefix,
-                is_deep=deep,
-                num_replays=num_replays or 0,
-                attestations=attestations,
-                key=attest_key,
-            )
-            report = audit_here(request, say)
-        else:
-            report = _by_server(name, server)
+
+def _print(report: "audit_pb2.AuditReport", *, as_json: bool) -> None:
     if as_json:
         from google.protobuf.json_format import MessageToDict
 
         document = MessageToDict(report, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         click.echo(json.dumps(document, indent=2))
     else:
+        from millrace.cli.offline.audit_report import report_lines
+
         click.echo("\n".join(report_lines(report)))
-    return EXIT_FAILED if report.violations else 0
 
 
 def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":

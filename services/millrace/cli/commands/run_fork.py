@@ -90,14 +90,14 @@ async def _fork(
 
 def _config(parent: "run_pb2.Run", rest: tuple[str, ...]) -> "RLConfig":
     """The parent's resolved config with files and flags on top; the environment has no say in it."""
-    from millrace.config.layers import Layer, Origin, Strength
+    from millrace.config.layers import Layer, Provenance, Strength
     from millrace.config.load import load
     from millrace.config.schema import RLConfig
 
     document: dict[str, Any] = json.loads(parent.config_json)
     if isinstance(document.get("run"), dict):
         document["run"].pop("name", None)  # names are unique
-    base = Layer(tree=document, origin=Origin(label=f"config of {parent.name}", strength=Strength.ENVIRONMENT))
+    base = Layer(tree=document, origin=Provenance(label=f"config of {parent.name}", strength=Strength.ENVIRONMENT))
     return load(RLConfig, rest, {}, reserved=_FLAGS, base=base).config
 
 

@@ -26,7 +26,7 @@ def _server(function: F) -> F:
 
 @click.command()
 @_NAME
-@click.option("--reason", default="", help="Why, for whoever looks at the run later.")
+@click.option("--reason", default="", help="Why; shown with the run later.")
 @_server
 def pause(name: str, reason: str, server: str | None) -> None:
     """Ask a run to stop at a step boundary and to give its workers back; nothing of it is lost.
@@ -62,7 +62,7 @@ def resume(name: str, server: str | None) -> None:
 
 
 def _state(run: "run_pb2.Run") -> str:
-    from millrace.cli.view.progress import state_name
+    from millrace.runlog.events.run_status import state_name
 
     return state_name(run.state)
 

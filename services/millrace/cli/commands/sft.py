@@ -1,4 +1,4 @@
-"""`millrace sft`: supervised fine-tuning in one trainer process on this machine."""
+"""`millrace sft`: supervised fine-tuning on this machine, in one trainer process or in one per GPU."""
 
 import click
 
@@ -7,23 +7,33 @@ from millrace.cli.session.raw import RawCommand
 _HELP = """\b
 Options:
   --KEY VALUE     Any key of the config, such as --optim.lr 1e-3.
+  --nproc-per-node N
+                  Train with N processes on this machine, one per GPU where there are GPUs; 1 if left out.
   --dry-run       Print the resolved config and do nothing.
   --debug         Show tracebacks."""
+
+_NUM_RANKS = "nproc-per-node"
 
 
 @click.command(cls=RawCommand, epilog=_HELP)
 def sft(arguments: tuple[str, ...]) -> int:
     """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
-    from millrace.cli.session.config_file import require_file_or_model
+    from millrace.cli.session.config_file import refuse_check, require_file_or_model
     from millrace.cli.session.dry_run import print_config
     from millrace.cli.session.model_path import check_models
+    from millrace.cli.session.notes import refuse_blocked, say_notes
+    from millrace.config.argv import RESERVED_FLAGS
     from millrace.config.load import load
     from millrace.config.schema import SFTConfig
 
-    loaded = load(SFTConfig, arguments)
+    loaded = load(SFTConfig, arguments, reserved={**RESERVED_FLAGS, _NUM_RANKS: True})
+    num_ranks = _num_ranks(loaded.flags.get(_NUM_RANKS, "1"))
+    refuse_check(loaded)
+    say_notes(loaded.notes)
     if loaded.flags.get("dry-run"):
         print_config(loaded.config)
         return 0
+    refuse_blocked(loaded.notes)
     require_file_or_model(loaded, example="millrace sft @ examples/reverse_text/sft.toml")
     names = {"model.name": loaded.config.model.name}
     check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=False)
@@ -31,4 +41,18 @@ def sft(arguments: tuple[str, ...]) -> int:
     from millrace.cli import interrupts
     from millrace.cli.session.fine_tune import fine_tune
 
-    return interrupts.run(lambda signals: fine_tune(loaded.config, signals))
+    return interrupts.run(lambda signals: fine_tune(loaded.config, signals, num_ranks=num_ranks))
+
+
+def _num_ranks(text: str | bool) -> int:
+    from millrace.errors import InvalidSpecError, Violation
+
+    if isinstance(text, str) and text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    problem = Violation(
+        field=f"--{_NUM_RANKS}",
+        value=str(text),
+        message="must be a number of processes, 1 or more",
+        source="command line",
+    )
+    raise InvalidSpecError([problem])

@@ -26,9 +26,14 @@ class AuditRequest:
     redis: str | None
     prefix: str | None
     is_deep: bool
-    num_replays: int
+    num_replays: int | None
     attestations: tuple[Path, ...]
     key: Path | None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process audits, and not the run's server."""
+        return self.store is not None or self.is_deep or bool(self.attestations)
 
 
 def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
@@ -53,7 +58,7 @@ def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
 
     report = interrupts.run(work)
     if request.is_deep:
-        _replay(report, objects, Names(deployment, uid), count=request.num_replays, say=say)
+        _replay(report, objects, Names(deployment, uid), count=request.num_replays or 0, say=say)
     return report
 
 
@@ -63,7 +68,7 @@ def _depth(request: AuditRequest) -> "Depth":
 
     prove = None
     if request.is_deep:
-        from millrace.policies.prove import prove_policies
+        from millrace.policies.verify import prove_policies
 
         prove = prove_policies
     kept = tuple(Attestation.decode(path.read_bytes(), where=str(path)) for path in request.attestations)

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 from millrace.errors import AlreadyExistsError, InvalidStateError, NotFoundError
 from millrace.orchestrator.runs.forks import check_config
-from millrace.orchestrator.runs.run_view import TERMINAL, RunRecord
+from millrace.runlog.events.run_status import is_terminal
 from millrace.runlog.fork import ForkPlan
 from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier
+from millrace.runlog.records.run_record import RL, RunRecord
 
 if TYPE_CHECKING:
     from millrace.client import Client
@@ -47,7 +48,7 @@ async def check_fork(client: "Client", parent: "run_pb2.Run", config: "RLConfig"
 def _require_kept(parent: "run_pb2.Run", saved: list[int], step: int) -> None:
     """InvalidStateError for a step ahead of everything that is committed, or before everything that is kept."""
     orchestrator = json.loads(parent.config_json).get("orchestrator", {})
-    ahead = 0 if parent.state in TERMINAL else int(orchestrator.get("async_level") or 1)
+    ahead = 0 if is_terminal(parent.state) else int(orchestrator.get("async_level") or 1)
     oldest = min(saved, default=0)
     is_whole = not parent.HasField("parent")  # only a run that is no fork begins with the start model
     newest = int(parent.progress.step)
@@ -73,14 +74,5 @@ async def _require_free(client: "Client", name: str) -> None:
 
 
 def _record(parent: "run_pb2.Run", name: str) -> RunRecord:
-    return RunRecord(
-        uid=parent.uid,
-        name=name,
-        kind="RL",
-        config=json.loads(parent.config_json),
-        run_hash=parent.run_hash,
-        request_id="",
-        create_time="",
-        code_version="",
-        labels={},
-    )
+    config = json.loads(parent.config_json)
+    return RunRecord(uid=parent.uid, name=name, kind=RL, config=config, run_hash=parent.run_hash)

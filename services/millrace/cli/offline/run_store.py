@@ -1,7 +1,6 @@
 """Which object store a command reads without a server, and which run there is meant."""
 
 import contextlib
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 _UID = re.compile(r"[a-z0-9]{20,60}")
 
+_OUTPUTS = Path("outputs")
 DEFAULT_STORE = Path("outputs/local/store")
 """Where `millrace up` keeps its objects, seen from the directory that it is started in."""
 
@@ -74,6 +74,7 @@ def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ)
 
 def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     """The uid of a run: by name, `runs/{name}`, a unique beginning of one, the uid, or `-` for the newest run."""
+    from millrace.runlog import run_name
     from millrace.runlog.index import read_names
     from millrace.runlog.names import Deployment
 
@@ -84,25 +85,34 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     wanted = text.removeprefix("runs/")
     if wanted in index.damaged:
         raise index.damaged[wanted]
-    if wanted == "-" and uids:
-        return max(uids.values())  # uids sort by creation
-    if wanted in uids:
-        return uids[wanted]
-    if wanted in uids.values():
-        return wanted
-    found = sorted(name for name in uids if name.startswith(wanted))
-    if len(found) == 1:
-        return uids[found[0]]
-    if found:
-        raise CliError(
-            f"{text!r} begins the names of {len(found)} runs: {', '.join(found[:8])}", hint="type more of it"
-        )
-    close = difflib.get_close_matches(wanted, uids, n=3)
-    raise NotFoundError(
-        f"{store.describe()} holds no run {text!r} of the deployment {prefix!r}",
-        reason="RUN_NOT_FOUND",
-        remedy=f"did you mean {' or '.join(close)}?" if close else "check --store and --prefix",
+    name = run_name.resolve(
+        text, uids, holder=f"{store.describe()} holds", remedy=f"check --store and --prefix (now {prefix!r})"
     )
+    return uids[name]
+
+
+def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
+    """The store that holds the run, and the run's name there: a directory of results has a store of its own."""
+    from millrace.storage import open_store
+
+    if url is None and (directory := _directory_of(name)) is not None:
+        return open_store((directory / "store").resolve().as_uri()), directory.resolve().name
+    return open_run_store(url), name
+
+
+def _directory_of(name: str) -> Path | None:
+    """The directory of results that is meant, if it is one: by its path, by the run's name, or as the newest."""
+    from millrace.runlog import run_name
+
+    if (Path(name) / "store").is_dir():
+        return Path(name)
+    found = {path.parent.name: path.parent for path in _OUTPUTS.glob("*/store") if path.parent.name != "local"}
+    if name == "-" and found and not (_OUTPUTS / "local" / "store").is_dir():
+        return max(found.values(), key=lambda directory: directory.stat().st_mtime)
+    try:
+        return found[run_name.resolve(name, {each: each for each in found})]
+    except NotFoundError:
+        return None
 
 
 def _exists(store: "ObjectStore", prefix: str, uid: str) -> bool:

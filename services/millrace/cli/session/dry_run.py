@@ -4,9 +4,9 @@ import json
 
 import click
 
-from millrace.config.schema import EvalRunConfig, RLConfig, SFTConfig
+from millrace.config.section import Document
 
 
-def print_config(config: RLConfig | SFTConfig | EvalRunConfig) -> None:
+def print_config(config: Document) -> None:
     """Print every key with its value as JSON (TOML cannot say null) on standard output."""
     click.echo(json.dumps(json.loads(config.resolved_json()), indent=2))

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cli.errors import CliError
-from millrace.cli.session.new_name import MAX_NAME
 from millrace.client import Client
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import AlreadyExistsError, NotFoundError
+from millrace.runlog.run_name import MAX_NAME
 from millrace.v1 import run_pb2
 
 Note = Callable[[str], None]

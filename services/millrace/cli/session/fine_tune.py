@@ -1,41 +1,79 @@
-"""Runs the trainer's SFT as a supervised child process."""
+"""Runs the trainer's SFT as a supervised child process, or as several that train one model together."""
 
+import asyncio
 import os
-import re
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.cli.interrupts import Interrupts
 from millrace.config.schema import SFTConfig
-from millrace.processes.supervisor import ProcessSpec, Supervisor
+from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
+from millrace.runlog import run_name
 
 TRAINER = ("-m", "millrace.trainer.main", "sft", "--config")
+_TOGETHER_S = 5.0  # between the ends of ranks that fail for the same reason
 
 
-async def fine_tune(config: SFTConfig, interrupts: Interrupts) -> int:
-    """Run it to its end with its output on ours; returns its exit code. Ctrl-C stops it with all that it started."""
-    name = config.run.name or _made_up(config)
+async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int = 1) -> int:
+    """Run it to its end with its output on ours; return its exit code. Ctrl-C stops it with all that it started.
+
+    With several ranks only the first one's output is shown; ProcessDiedError if another one fails by itself.
+    """
+    name = config.run.name or run_name.make(f"sft-{Path(config.model.name).name}", secrets.token_hex(2))
     directory = Path(config.output_dir) / name
     directory.mkdir(parents=True, exist_ok=True)
     if config.run.name is None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     path = directory / "config.json"
     path.write_text(config.resolved_json())
+    gang = {} if num_ranks == 1 else _gang_environ(num_ranks)
     async with Supervisor() as supervisor:
         interrupts.on_second(supervisor.hurry.set)
-        child = await supervisor.start(
-            ProcessSpec(
-                name="trainer",
-                argv=[sys.executable, *TRAINER, str(path)],
-                env={"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ},
-                log_path=None,
+        ranks = [
+            await supervisor.start(
+                ProcessSpec(
+                    name=f"rank {rank}" if rank else "trainer",
+                    argv=[sys.executable, *TRAINER, str(path)],
+                    env={
+                        "OMP_NUM_THREADS": "1",
+                        "PYTHONUNBUFFERED": "1",
+                        **os.environ,
+                        **({**gang, "RANK": str(rank), "LOCAL_RANK": str(rank)} if gang else {}),
+                    },
+                    log_path=directory / f"rank-{rank}.log" if rank else None,
+                )
             )
-        )
-        code = await child.exited
+            for rank in range(num_ranks)
+        ]
+        code = await _exit_code(ranks)
     return code if code >= 0 else 128 - code
 
 
-def _made_up(config: SFTConfig) -> str:
-    base = re.sub(r"[^a-z0-9]+", "-", Path(config.model.name).name.lower()).strip("-")
-    return f"sft-{base[:40].rstrip('-')}-{secrets.token_hex(2)}"
+async def _exit_code(ranks: Sequence[Child]) -> int:
+    """The exit code of the first rank, at once when all ended well or one did not."""
+    running = {child.exited for child in ranks}
+    while running:
+        # unregistered wait: the command waits for as long as the training takes, and shows its progress
+        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        failed = next((child for child in ranks if child.exited in done and child.exited.result() != 0), None)
+        if failed is not None and failed is ranks[0]:
+            return failed.exited.result()
+        if failed is not None:
+            # The ranks fail together if they can; then the first one says why. One that was killed leaves it in the
+            # middle of a collective, whose error says nothing.
+            await asyncio.wait({ranks[0].exited}, timeout=_TOGETHER_S)
+            if not ranks[0].is_alive and ranks[0].exited.result() == failed.exited.result() > 0:
+                return ranks[0].exited.result()
+            raise await asyncio.to_thread(describe_death, failed)
+    return 0
+
+
+def _gang_environ(num_ranks: int) -> dict[str, str]:
+    """What torchrun tells its processes, without the rank."""
+    from millrace.local.ports import free_port
+
+    count = str(num_ranks)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {**address, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}

@@ -9,15 +9,14 @@ from pathlib import Path
 from google.protobuf.json_format import MessageToDict
 
 from millrace.cli.errors import EXIT_FAILED, CliError
-from millrace.cli.view.progress import Progress, state_name
-from millrace.cli.view.view import View
+from millrace.cli.view.progress import Progress
+from millrace.cli.view.view import ProgressView
 from millrace.client import Client
-from millrace.errors import MillraceError, UnavailableError
+from millrace.errors import UnavailableError
+from millrace.runlog.events.run_status import state_name
 from millrace.v1 import event_pb2, run_pb2
 
 REFRESH_S = 0.25
-QUEUED_PERIOD_S = 10.0
-"""Seconds between two looks at why a queued run waits."""
 _METRIC_KINDS = {"step_completed": "step", "eval_completed": "eval", "score_completed": "score"}
 
 
@@ -54,7 +53,7 @@ class MetricsFile:
 async def follow(
     client: Client,
     progress: Progress,
-    view: View,
+    view: ProgressView,
     *,
     metrics: MetricsFile | None = None,
 ) -> None:
@@ -71,38 +70,6 @@ async def follow(
                 metrics.write(event)
 
 
-@contextlib.asynccontextmanager
-async def telling_queued(client: Client, progress: Progress, view: View) -> AsyncIterator[None]:
-    """While the block runs and the run is queued, say why: at once, and again when the reason changes."""
-    teller = asyncio.create_task(_tell_queued(client, progress, view), name="reason of a queued run")
-    try:
-        yield
-    finally:
-        teller.cancel()
-        await asyncio.gather(teller, return_exceptions=True)
-
-
-async def _tell_queued(client: Client, progress: Progress, view: View) -> None:
-    said = ""
-    while True:
-        reason = await _why_queued(client, progress) if progress.state == run_pb2.RUN_STATE_QUEUED else ""
-        if reason and reason != said:
-            view.note(f"QUEUED: {reason}")
-        said = reason or said
-        await asyncio.sleep(QUEUED_PERIOD_S)
-
-
-async def _why_queued(client: Client, progress: Progress) -> str:
-    """The server's reason; empty if the run is not queued, or nobody answers, which the follower of events says."""
-    try:
-        # The events may only have been replayed up to where it was queued: the server knows what it is now.
-        if (await client.runs.get(progress.name)).state != run_pb2.RUN_STATE_QUEUED:
-            return ""
-        return (await client.runs.explain(progress.name)).summary.removeprefix("queued: ")
-    except MillraceError:
-        return ""
-
-
 def require_success(progress: Progress, *, where: str = "") -> None:
     """CliError (exit 1) unless the run ended well; `where` says where to look further."""
     if progress.state == run_pb2.RUN_STATE_SUCCEEDED:
@@ -117,7 +84,7 @@ def require_success(progress: Progress, *, where: str = "") -> None:
 
 
 @contextlib.asynccontextmanager
-async def ticking(view: View) -> AsyncIterator[None]:
+async def ticking(view: ProgressView) -> AsyncIterator[None]:
     """Draw the view four times a second while the block runs, and once at its end."""
     ticker = asyncio.create_task(_tick(view), name="refresh of the view")
     try:
@@ -128,7 +95,7 @@ async def ticking(view: View) -> AsyncIterator[None]:
         view.refresh()
 
 
-async def _tick(view: View) -> None:
+async def _tick(view: ProgressView) -> None:
     while True:
         await asyncio.sleep(REFRESH_S)
         view.refresh()

@@ -1,29 +1,25 @@
 """Names for runs that are to be made."""
 
-import re
+from pathlib import Path
 
 from millrace.errors import InvalidSpecError, Violation
-
-MAX_NAME = 63
-_LEGAL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+from millrace.runlog import run_name
 
 
 def check_new_name(text: str, *, option: str = "--name") -> str:
     """The name; InvalidSpecError that suggests a legal one which looks like it."""
-    if _LEGAL.fullmatch(text):
+    if run_name.is_legal(text):
         return text
-    close = suggestion(text)
-    violation = Violation(
-        field=option,
-        value=repr(text),
-        message=f"lower-case letters, digits and '-', begins with a letter, at most {MAX_NAME}, no '-' at its end",
-        source="command line" if option.startswith("--") else None,
-    )
+    close = run_name.suggest(text)
+    source = "command line" if option.startswith("--") else None
+    violation = Violation(field=option, value=repr(text), message=run_name.RULE, source=source)
     raise InvalidSpecError([violation], remedy=f"for example {option} {close}" if close else "choose such a name")
 
 
-def suggestion(text: str) -> str:
-    """A legal name made of the text, `forkA` → `fork-a`; empty if it has no letter."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", text).lower()
-    words = re.sub(r"[^a-z0-9]+", "-", words).lstrip("-0123456789")
-    return words[:MAX_NAME].rstrip("-")
+def free_name(stem: str, tail: str = "", *, root: Path) -> str:
+    """A name of which no results lie under `root`: `{stem}-{tail}`, else with `-2`, `-3`, … behind it."""
+
+    def is_taken(name: str) -> bool:
+        return (root / name).exists() and any((root / name).iterdir())
+
+    return run_name.make(stem, tail, is_taken=is_taken)

@@ -1,7 +1,6 @@
 """From a command line to a checked config: the part that `rl` and `run submit` share, before anything starts."""
 
 import os
-import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,13 +12,15 @@ from millrace.cli.address import check_address
 from millrace.cli.connection import environ as with_options
 from millrace.cli.session.config_file import missing_file, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
-from millrace.cli.session.new_name import check_new_name
-from millrace.config.layers import Layer, Origin, Strength
+from millrace.cli.session.new_name import check_new_name, free_name
+from millrace.cli.session.notes import refuse_blocked, say_notes
+from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
 from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings, parse_address
 
+_OF_THE_STACK = ("inference", "log", "inference_gpu_ids", "trainer_gpu_ids")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -36,6 +37,8 @@ class Prepared:
     name: str | None
     """The name that the user chose."""
     is_dry_run: bool
+    is_checked: bool
+    """Whether its environments are to be loaded first."""
     is_plain: bool
     is_follow: bool
     resume_step: int | None = None
@@ -66,11 +69,15 @@ def prepare(
             error.remedy = f"name a config file: {example}"
         raise
     flags = loaded.flags
+    say_notes(loaded.notes)
     if not flags.get("dry-run"):
+        refuse_blocked(loaded.notes)
         require_file_or_model(loaded, example=example)
     server, origin = settings.server or default_server, "MILLRACE_SERVER" if settings.server else "the default"
     if "server" in flags:
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"
+    if server is not None:
+        _say_what_a_running_stack_keeps(loaded)
     is_here = server is None or parse_address(server)[0] in _LOOPBACK
     if is_here and not flags.get("dry-run"):
         names = {"model.name": loaded.config.model.name, "trainer.model.name": loaded.config.trainer.model.name}
@@ -94,9 +101,23 @@ def prepare(
         server_origin=origin,
         name=str(name) if name else None,
         is_dry_run=bool(flags.get("dry-run")),
+        is_checked=bool(flags.get("check-environments")),
         is_plain=bool(flags.get("plain")),
         is_follow=bool(flags.get("follow")),
     )
+
+
+def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig]) -> None:
+    """Name the keys that are about the stack of `millrace rl`, where the run goes to one that runs already."""
+    kept = sorted(
+        key
+        for key, source in loaded.sources.items()
+        if key.partition(".")[0] in _OF_THE_STACK and key != "inference.model.name" and source != "MILLRACE_ENGINE"
+    )
+    if kept:
+        print(
+            f"note: a stack that runs keeps its own settings; without effect there: {', '.join(kept)}", file=sys.stderr
+        )
 
 
 def _engine_of(environ: Mapping[str, str]) -> Layer | None:
@@ -104,7 +125,7 @@ def _engine_of(environ: Mapping[str, str]) -> Layer | None:
     engine = environ.get("MILLRACE_ENGINE")
     if not engine:
         return None
-    origin = Origin(label="MILLRACE_ENGINE", strength=Strength.ENVIRONMENT)
+    origin = Provenance(label="MILLRACE_ENGINE", strength=Strength.ENVIRONMENT)
     return Layer(tree={"inference": {"engine": engine}}, origin=origin)
 
 
@@ -133,11 +154,7 @@ def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
     """The run's id for a local stack: the chosen name, or environment and a random tail without a directory yet."""
     if name is not None:
         return name
-    env = re.sub(r"[^a-z0-9]+", "-", config.orchestrator.env[0].id.lower()).strip("-")
-    env = env if env[:1].isalpha() else f"run-{env}"
-    while (root / (made := f"{env[:50].rstrip('-')}-{secrets.token_hex(2)}")).exists():
-        continue
-    return made
+    return free_name(config.orchestrator.env[0].id, secrets.token_hex(2), root=root)
 
 
 def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:

@@ -25,6 +25,8 @@ Options:
   --name NAME     Name of the run; made up if left out.
   --resume        Go on with the run of that name; --ckpt.resume_step K begins a fork of it at step K.
   --dry-run       Print the resolved config and do nothing.
+  --check-environments
+                  Load the environments first, on the orchestrator's env-servers or here; also with --dry-run.
   --plain         One line per step also on a terminal.
   --debug         Show tracebacks.
   --token-file, --tls-ca, --insecure

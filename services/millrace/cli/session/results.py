@@ -8,8 +8,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from millrace.cli.view.plot import write_plot
-from millrace.cli.view.progress import Moved, Progress, state_name
+from millrace.cli.view.progress import Moved, Progress
 from millrace.cli.view.text import duration, size
+from millrace.runlog.events.run_status import state_name
 from millrace.v1 import run_pb2
 
 
@@ -107,6 +108,9 @@ def summary(progress: Progress, artifacts: Artifacts, *, seconds: float, phases:
         "num_tokens": sum(point.num_tokens for point in progress.steps),
         "staleness_max": max((point.staleness_max for point in progress.steps), default=None),
         "dropped": dict(sorted(progress.dropped.items())),
+        "failed_rollouts": {
+            env: dict(sorted(each.failed.items())) for env, each in sorted(progress.environments.items())
+        },
         "evals": [
             {"env": p.env, "policy_version": p.version, "reward": p.reward, "num_rollouts": p.num_rollouts}
             for p in progress.evals
@@ -135,6 +139,18 @@ def phases_of(progress: Progress) -> dict[str, float]:
     ]
     at = progress.entered
     return {name: at[end] - at[begin] for name, begin, end in marks if begin in at and end in at}
+
+
+def watched_summary(progress: Progress) -> list[str]:
+    """The summary of a run that was followed only: nothing of it was copied to this machine."""
+    artifacts = Artifacts(
+        policy_path=progress.policy.uri if progress.policy is not None else None,
+        checkpoint_path=checkpoint_path(progress),
+        plot_path=None,
+    )
+    phases = phases_of(progress)
+    lines = summary_lines(summary(progress, artifacts, seconds=sum(phases.values()), phases=phases))
+    return [line for line in lines if not line.startswith("plot ")]
 
 
 def write_summary(data: dict[str, Any], path: Path) -> None:

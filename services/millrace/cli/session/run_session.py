@@ -1,6 +1,7 @@
 """A run from its submission to its summary: on a local stack that lives as long as the run, or on a server."""
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -11,11 +12,11 @@ from millrace.cli.connection import open_client
 from millrace.cli.errors import CliError
 from millrace.cli.interrupts import Interrupts
 from millrace.cli.session.existing import Note, begin, exists_error, find_home
-from millrace.cli.session.follow import MetricsFile, follow, require_success, telling_queued, ticking
+from millrace.cli.session.follow import MetricsFile, follow, require_success, ticking
 from millrace.cli.session.prepare import Prepared, choose_run_id
 from millrace.cli.session.results import collect, phases_of, summary, write_summary
 from millrace.cli.view.progress import Progress
-from millrace.cli.view.view import View, make_view
+from millrace.cli.view.view import ProgressView, make_view
 from millrace.client import Client
 from millrace.errors import UnavailableError
 from millrace.telemetry import waits
@@ -102,7 +103,7 @@ async def submit(client: Client, prepared: Prepared, *, run_id: str, request_id:
     )
 
 
-async def submit_for_sure(client: Client, prepared: Prepared, view: View, *, run_id: str) -> run_pb2.Run:
+async def submit_for_sure(client: Client, prepared: Prepared, view: ProgressView, *, run_id: str) -> run_pb2.Run:
     """Create the run on a stack of our own, which starts a dead orchestrator again; UnavailableError after 60 s."""
     request_id = str(uuid.uuid4())
     ends = time.monotonic() + SUBMIT_DEADLINE_S
@@ -117,11 +118,16 @@ async def submit_for_sure(client: Client, prepared: Prepared, view: View, *, run
                 await asyncio.sleep(SUBMIT_PAUSE_S)
 
 
-async def follow_or_detach(client: Client, progress: Progress, view: View, *, directory: Path | None = None) -> None:
+async def follow_or_detach(
+    client: Client, progress: Progress, view: ProgressView, *, directory: Path | None = None
+) -> None:
     """Follow to the end; a Ctrl-C says how to come back, and how to end the run."""
     metrics = MetricsFile(directory / "metrics.jsonl") if directory else None
     try:
-        async with ticking(view), telling_queued(client, progress, view):
+        queued = client.runs.telling_queued(
+            progress.name, view.note, is_queued=lambda: progress.state == run_pb2.RUN_STATE_QUEUED
+        )
+        async with ticking(view), queued:
             await follow(client, progress, view, metrics=metrics)
     except asyncio.CancelledError:
         name = progress.name.removeprefix("runs/")
@@ -139,7 +145,9 @@ def submitted_line(run: run_pb2.Run) -> str:
     return f"submitted {run.name} (uid {run.uid})    watch: millrace run watch {run.name.removeprefix('runs/')}"
 
 
-async def _submit_and_follow(client: Client, prepared: Prepared, progress: Progress, view: View, run_id: str) -> None:
+async def _submit_and_follow(
+    client: Client, prepared: Prepared, progress: Progress, view: ProgressView, run_id: str
+) -> None:
     run = await begin(
         client,
         prepared.config,
@@ -199,17 +207,20 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 
 def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
     """The stack of a run: its place from the environment, its engine and its logs from the config."""
-    from millrace.inference.launch_env import engine_environ
+    from millrace.inference.launch_env import engine_environ, with_engine
     from millrace.local.stack import StackOptions
 
     config = prepared.config
+    inference = with_engine(config.inference, os.environ)
+    visible = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
     return StackOptions.with_settings(
         prepared.settings,
         directory=directory,
         http_host=config.inference.server.host,
         http_port=config.inference.server.port,
-        engine=config.inference.engine,
-        engine_environ=engine_environ(config.inference, max_model_len=config.orchestrator.seq_len),
+        engine=inference.engine,
+        gpus={name: tuple(ids) for name, ids in visible.items() if ids is not None},
+        engine_environ=engine_environ(inference, max_model_len=config.orchestrator.seq_len),
         log_level=config.log.level,
         log_json=config.log.json_logging,
         is_durable=False,  # the run ends with the stack, and its log is in the store

@@ -2,8 +2,9 @@
 
 import datetime
 
-from millrace.cli.view.progress import Progress, StepPoint, state_name
+from millrace.cli.view.progress import Progress, StepPoint
 from millrace.cli.view.text import count, duration, size
+from millrace.runlog.events.run_status import state_name
 from millrace.v1 import event_pb2
 
 LONG_WAIT_S = 10.0  # shorter waits are ordinary and no news
@@ -57,6 +58,8 @@ def event_line(event: event_pb2.Event, progress: Progress) -> str:
                 f"eval {done.env}  policy v{done.policy_version}  reward {done.reward_mean:.3f}"
                 f"  ({done.num_rollouts} rollouts{failed}, {done.seconds:.1f}s)"
             )
+        case "rollouts_failed":
+            return f"rollouts fail: {event.rollouts_failed.message}"
         case "policy_published":
             new = event.policy_published
             line = f"policy v{new.version} published  {size(new.size_bytes)} in {new.seconds:.2f}s"

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace.cli.view.lines import LONG_WAIT_S, progress_line, wait_line
-from millrace.cli.view.progress import Progress, state_name
+from millrace.cli.view.progress import Progress
 from millrace.cli.view.text import count, duration, sparkline
+from millrace.runlog.events.run_status import state_name
 from millrace.v1 import event_pb2, run_pb2
 
 _STATE_STYLES = {

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from google.protobuf.json_format import MessageToDict
 
 from millrace.cli.view.lines import wait_line
-from millrace.cli.view.progress import state_name
 from millrace.cli.view.text import count, duration, table
+from millrace.runlog.events.run_status import state_name
 from millrace.v1 import checkpoint_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 
@@ -42,6 +42,7 @@ def run_details(run: run_pb2.Run, checkpoints: Sequence[checkpoint_pb2.Checkpoin
         ("reward", _reward(run)),
         ("policy", f"v{progress.policy_version}, served at least v{progress.min_inference_version}"),
         ("rollouts", f"{progress.num_rollouts} with {count(progress.num_tokens)} tokens"),
+        *(("failed", failed_rollouts(each)) for each in progress.environments),
         ("created", _time(run.create_time.ToDatetime(datetime.UTC)) if run.HasField("create_time") else "–"),
         ("age", _age(run, now)),
         ("config", f"sha256 {run.run_hash}" if run.run_hash else "–"),
@@ -54,6 +55,14 @@ def run_details(run: run_pb2.Run, checkpoints: Sequence[checkpoint_pb2.Checkpoin
     if run.HasField("error"):
         lines.append(("error", f"{run.error.message} [{run.error.reason}] ({run.error.component})"))
     return "\n".join(f"{label:<12} {value}" for label, value in lines)
+
+
+def failed_rollouts(each: run_pb2.EnvRollouts) -> str:
+    """What came of the rollouts of an environment of which some failed."""
+    by_status = ", ".join(f"{number} {status}" for status, number in sorted(each.failed.items()))
+    return (
+        f"{each.num_failed} of {each.num_rollouts} rollouts of {each.env} ({by_status}); the first: {each.first_error}"
+    )
 
 
 def explanation(answer: rs.ExplainRunResponse) -> str:

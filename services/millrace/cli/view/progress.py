@@ -6,13 +6,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Self
 
+from millrace.runlog.events.run_status import RunStatus
 from millrace.v1 import event_pb2, run_pb2
 
 _KL_NAMES = ("mismatch_kl/mean", "mismatch_kl/all/mean", "mismatch_kl")
 _RECENT_STEPS = 8
 LAST_EVENTS = 5
-GONE_BEHIND = 8
-"""A replica that is more versions behind the newest one is gone, or replaced under another id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +71,15 @@ class Moved:
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
-    """The state of one run as its events tell it. `apply` is the only writer."""
+class Progress(RunStatus):
+    """The status of a run as its events tell it, with the series that views draw. `apply` is the only writer."""
 
     name: str
     uid: str = ""
-    max_steps: int = 0
-    """0 is unlimited."""
     staleness_bound: int | None = None
     """`max_off_policy_steps`: rollouts that are older are dropped."""
-    state: run_pb2.RunState = run_pb2.RUN_STATE_QUEUED
     steps: list[StepPoint] = field(default_factory=list)
     evals: list[EvalPoint] = field(default_factory=list)
-    committed: int = 0
-    """Batches committed."""
     policy: event_pb2.PolicyPublished | None = None
     """The newest published version."""
     published: Moved = field(default_factory=Moved)
@@ -94,16 +88,8 @@ class Progress:
     """What all replicas read."""
     checkpoint: event_pb2.CheckpointSaved | None = None
     score: event_pb2.ScoreCompleted | None = None
-    error: run_pb2.RunError | None = None
-    served: dict[str, int] = field(default_factory=dict)
-    """Version by replica."""
     waits: dict[str, event_pb2.Wait] = field(default_factory=dict)
     """The newest wait of each owner."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Ordinals dropped, by reason."""
-    entered: dict[run_pb2.RunState, float] = field(default_factory=dict)
-    """When each state was entered, on the writers' clocks (seconds since the epoch)."""
-    last_time: float = 0.0
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_EVENTS))
     """The last events in words, kept by the views."""
 
@@ -119,12 +105,12 @@ class Progress:
 
     def apply(self, event: event_pb2.Event) -> None:
         """Take an event in. Events of a kind that this version does not know change nothing."""
-        self.last_time = event.time.ToNanoseconds() / 1e9
+        RunStatus.apply(self, event)
         match event.WhichOneof("body"):
             case "state_changed":
-                self._change_state(event.state_changed)
+                self.waits.clear()
             case "step_completed":
-                self._add_step(event.step_completed)
+                self._add_point(event.step_completed)
             case "eval_completed":
                 self._add_eval(event.eval_completed)
             case "policy_published":
@@ -134,16 +120,10 @@ class Progress:
                     self.policy = new
             case "policy_served":
                 self.fetched.add(event.policy_served.fetched_bytes, event.policy_served.full_bytes)
-                self.served[event.policy_served.replica] = newest = event.policy_served.version
-                self.served = {name: at for name, at in self.served.items() if at >= newest - GONE_BEHIND}
             case "checkpoint_saved":
                 self.checkpoint = event.checkpoint_saved
             case "score_completed":
                 self.score = event.score_completed
-            case "batch_committed":
-                self.committed = max(self.committed, event.batch_committed.step + 1)
-                for reason, number in event.batch_committed.dropped.items():
-                    self.dropped[reason] = self.dropped.get(reason, 0) + number
             case "wait_reported":
                 self.waits[event.wait_reported.wait.owner] = event.wait_reported.wait
 
@@ -177,21 +157,7 @@ class Progress:
         versions = {point.version for point in self.evals}
         return self._eval_mean(max(versions)) if len(versions) > 1 else None
 
-    @property
-    def inference_version(self) -> int | None:
-        """Oldest version that a replica serves."""
-        return min(self.served.values()) if self.served else None
-
-    def _change_state(self, change: event_pb2.StateChanged) -> None:
-        self.state = change.new_state
-        if change.old_state == run_pb2.RUN_STATE_FAILED:
-            self.error = None  # it was reopened
-        self.entered.setdefault(change.new_state, self.last_time)
-        self.waits.clear()
-        if change.HasField("error"):
-            self.error = change.error
-
-    def _add_step(self, done: event_pb2.StepCompleted) -> None:
+    def _add_point(self, done: event_pb2.StepCompleted) -> None:
         point = StepPoint(
             number=done.step + 1,
             reward=done.reward_mean,
@@ -222,8 +188,3 @@ class Progress:
 
     def _eval_mean(self, version: int) -> float:
         return statistics.fmean({p.env: p.reward for p in self.evals if p.version == version}.values())
-
-
-def state_name(state: run_pb2.RunState) -> str:
-    """RUNNING for RUN_STATE_RUNNING."""
-    return run_pb2.RunState.Name(state).removeprefix("RUN_STATE_")

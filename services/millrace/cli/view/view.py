@@ -10,7 +10,7 @@ from millrace.cli.view.progress import Progress
 from millrace.v1 import event_pb2
 
 
-class View(Protocol):
+class ProgressView(Protocol):
     """What follows a run on behalf of a person."""
 
     def __enter__(self) -> Self: ...
@@ -62,7 +62,7 @@ def is_fancy(stream: TextIO, *, plain: bool, environ: Mapping[str, str] = os.env
     return not plain and stream.isatty() and environ.get("TERM") != "dumb"
 
 
-def make_view(progress: Progress, *, plain: bool, stream: TextIO | None = None) -> View:
+def make_view(progress: Progress, *, plain: bool, stream: TextIO | None = None) -> ProgressView:
     """The view for a stream (standard error if None). NO_COLOR keeps the picture and drops its colours."""
     out = stream or sys.stderr
     if not is_fancy(out, plain=plain):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from millrace.config.section import Section, option, required
+from millrace.config.section import ConfigSection, option, required
 from millrace.config.sections.client import VARIABLE_PATTERN, WITHHELD_KEY_PREFIX, ClientConfig
 from millrace.config.tree import Facts, OnlyFor
 
@@ -23,17 +23,21 @@ class TeacherConfig(ClientConfig):
     )
 
 
-class AlgoConfig(Section):
+class AlgoConfig(ConfigSection):
     """How rollouts become advantages."""
 
-    type: Literal["grpo", "opd"] = option(
+    type: Literal["grpo", "opd", "max_rl", "rae", "echo", "hierarchical_grpo", "opsd", "sft"] = option(
         "grpo",
         "grpo: reward minus the mean reward of the rollouts of the same task, not divided by a deviation. opd: "
-        "on-policy distillation, per token the teacher's log-probability minus the policy's; rewards only show.",
+        "on-policy distillation, per token the teacher's log-probability minus the policy's; rewards only show. "
+        "The others are not there yet: "
+        "runs with them are refused when they are submitted.",
     )
     teacher: TeacherConfig | None = option(
         None,
         "The teacher of opd, required there; off for the others.",
         facts=Facts(only_for=OnlyFor(".type", ("opd",))),
     )
-    kl_coef: float = option(1.0, "opd only: multiplies every advantage.", gt=0)
+    kl_coef: float = option(
+        1.0, "opd only: multiplies every advantage.", facts=Facts(only_for=OnlyFor(".type", ("opd",))), gt=0
+    )

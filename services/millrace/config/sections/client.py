@@ -6,15 +6,15 @@ from urllib.parse import urlsplit
 from pydantic import model_validator
 
 from millrace.config.layers import as_tree
-from millrace.config.rules import Finding, finding
-from millrace.config.section import Section, option, required
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import ConfigSection, option, required
 
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 WITHHELD_KEY_PREFIX = "MILLRACE_KEY_"
 """Begins the variables of keys that the env-server itself uses: environments do not inherit them."""
 
 
-class ClientConfig(Section):
+class ClientConfig(ConfigSection):
     """OpenAI-compatible endpoints to evaluate. Without this section the model is served by the stack itself."""
 
     base_url: list[str] = required(
@@ -39,13 +39,13 @@ class ClientConfig(Section):
             tree["base_url"] = [url.rstrip("/") if isinstance(url, str) else url for url in found]
         return tree
 
-    def broken_rules(self, path: str) -> list[Finding]:
+    def broken_rules(self, path: str) -> list[BrokenRule]:
         """What is wrong with the URLs; `path` is where this section stands in the config."""
         problems = [_problem(url, f"{path}.api_key_var") for url in self.base_url]
         problems += [
             f"must not name {url} twice" for index, url in enumerate(self.base_url) if url in self.base_url[:index]
         ]
-        return [finding(problem, f"{path}.base_url") for problem in problems if problem]
+        return [broken(problem, f"{path}.base_url") for problem in problems if problem]
 
 
 def _problem(url: str, variable: str) -> str | None:

@@ -1,14 +1,16 @@
 """The config of `millrace eval`: environments played with one fixed model, and no training."""
 
-from millrace.config.rules import Finding, finding
-from millrace.config.section import Document, FreeTable, Section, option, required, table
+from typing import Self
+
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import ConfigSection, Document, FreeTable, option, required, table
 from millrace.config.sections.client import ClientConfig
-from millrace.config.sections.orchestrator import EvalEnvConfig, env_names
+from millrace.config.sections.orchestrator import EvalEnvConfig, env_names, extra_body_rules
 from millrace.config.sections.shared import LogConfig, RunConfig
 from millrace.config.tree import Facts
 
 
-class FixedModelConfig(Section):
+class FixedModelConfig(ConfigSection):
     """The model that is evaluated."""
 
     name: str = required(
@@ -17,7 +19,7 @@ class FixedModelConfig(Section):
     )
 
 
-class FixedSamplingConfig(Section):
+class FixedSamplingConfig(ConfigSection):
     """How the model is sampled."""
 
     temperature: float = option(1.0, "0 takes the likeliest token.", ge=0)
@@ -28,6 +30,11 @@ class FixedSamplingConfig(Section):
         ge=1,
     )
     top_p: float = option(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
+    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1 is all.", ge=-1, lt=2**31)
+    min_p: float = option(
+        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
+    )
+    repetition_penalty: float = option(1.0, "Divides the logits of tokens that are there already.", gt=0, le=100)
     extra_body: FreeTable = table(dict, "More fields of the request to the endpoint, passed on as they are.")
 
 
@@ -49,9 +56,14 @@ class EvalRunConfig(Document):
     run: RunConfig = table(RunConfig, "What the run is called.")
     log: LogConfig = table(LogConfig, "Logs.")
 
-    def broken_rules(self) -> list[Finding]:
+    def with_model(self, name: str) -> Self:
+        """The same evaluation of another model."""
+        return self.model_copy(update={"model": FixedModelConfig(name=name)})
+
+    def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
-        findings = [] if self.client is None else self.client.broken_rules("client")
+        rules = [] if self.client is None else self.client.broken_rules("client")
         if self.num_examples == 0 or self.num_examples < -1:
-            findings.append(finding("must be -1 for all tasks, or at least 1", "num_examples"))
-        return [*super().broken_rules(), *findings, *env_names(self.env, ("env",))]
+            rules.append(broken("must be -1 for all tasks, or at least 1", "num_examples"))
+        rules += extra_body_rules(self.sampling, "sampling")
+        return [*super().broken_rules(), *rules, *env_names(self.env, ("env",))]

@@ -2,19 +2,20 @@
 
 from typing import Literal
 
-from millrace.config.section import Document, FreeTable, Section, option, table
+from millrace.config.rules import value_at
+from millrace.config.section import ConfigSection, Document, FreeTable, option, table
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL, LogConfig
-from millrace.config.tree import Facts, Limit, OnlyFor
+from millrace.config.tree import Facts, Limit, OnlyFor, schema_tree
 
 _VLLM = OnlyFor(
     key="inference.engine",
-    values=("vllm",),
+    values=("vllm", "auto"),
     says='means nothing to the {value} engine; set `inference.engine` to "vllm", or leave it out',
 )
 _VLLM_ONLY = Facts(only_for=_VLLM)
 
 
-class InferenceModelConfig(Section):
+class InferenceModelConfig(ConfigSection):
     """The engine's copy of the model."""
 
     name: str = option(
@@ -57,14 +58,14 @@ class InferenceModelConfig(Section):
     )
 
 
-class ParallelConfig(Section):
+class ParallelConfig(ConfigSection):
     """vLLM: the devices of one replica."""
 
     tp: int = option(1, "Tensor parallel ranks.", facts=_VLLM_ONLY, ge=1)
     dp: int = option(1, "Data parallel ranks.", facts=_VLLM_ONLY, ge=1)
 
 
-class ServerConfig(Section):
+class ServerConfig(ConfigSection):
     """Where the engine listens for HTTP."""
 
     host: str = option("127.0.0.1", "Address to listen on.", min_length=1)
@@ -73,16 +74,17 @@ class ServerConfig(Section):
     )
 
 
-class InferenceConfig(Section):
+class InferenceConfig(ConfigSection):
     """The engine of the stack that `millrace rl` starts for the run, and the replica of `millrace inference`.
 
     A stack that runs already (`--server`, `millrace up`) keeps its own settings: MILLRACE_ENGINE, MILLRACE_VLLM_FLAGS,
     MILLRACE_MAX_NUM_SEQS, MILLRACE_MAX_MODEL_LEN and MILLRACE_HTTP_LISTEN of its inference process.
     """
 
-    engine: Literal["embedded", "vllm"] = option(
-        "embedded",
-        "Which engine. embedded is transformers-based, for laptops and tests; vllm is vLLM 0.32, from the Python "
+    engine: Literal["auto", "embedded", "vllm"] = option(
+        "auto",
+        "Which engine. auto: vllm where one of its keys is set, or where a GPU and vLLM are there; else embedded. "
+        "embedded is transformers-based, for laptops and tests; vllm is vLLM 0.32, from the Python "
         "environment that MILLRACE_VLLM_PYTHON names.",
     )
     model: InferenceModelConfig = table(InferenceModelConfig, "The model.")
@@ -102,6 +104,14 @@ class InferenceConfig(Section):
         "parser checks them before it starts.",
         facts=_VLLM_ONLY,
     )
+
+    @property
+    def needs_vllm(self) -> bool:
+        """Whether a key is set that only vLLM has."""
+        return any(
+            node.facts.only_for is _VLLM and (value := value_at(self, node.path)) and value != node.default
+            for node in schema_tree(type(self)).walk()
+        )
 
 
 class ReplicaConfig(Document):

@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import model_validator
 
-from millrace.config.rules import Finding, finding
-from millrace.config.section import IDENTIFIER_PATTERN, FreeTable, Section, option, required, table
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import IDENTIFIER_PATTERN, ConfigSection, FreeTable, option, required, table
 from millrace.config.sections.algo import AlgoConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
@@ -14,10 +14,13 @@ from millrace.config.tree import Facts, Limit, Path, dotted
 
 _UNNAMED = "unnamed"
 _ALL = "all"
+_AS_FOR_ALL = "as for all environments"
 _GROUP = "orchestrator.rollouts_per_example"
 _ALGO = "orchestrator.algo.type"
 _ROLLOUTS = Facts(aliases=("group_size",))
-_ROOM = Limit("below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`")
+_ROOM = Limit(
+    "below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`", is_clamped=True
+)
 
 
 def _as_in_training(name: str, **facts: Any) -> Facts:
@@ -25,7 +28,7 @@ def _as_in_training(name: str, **facts: Any) -> Facts:
     return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
 
 
-class SamplingConfig(Section):
+class SamplingConfig(ConfigSection):
     """How the policy is sampled in training rollouts."""
 
     temperature: float = option(1.0, "The trainer divides its logits by the same value.", gt=0)
@@ -37,15 +40,21 @@ class SamplingConfig(Section):
     )
     top_p: float = option(
         1.0,
-        "Sample from the smallest set of tokens with this much probability. Below 1 the recorded log-probabilities "
-        "stay those of the full distribution.",
+        "Sample from the smallest set of tokens with this much probability. Log-probabilities, the engine's and the "
+        "trainer's, are those of what is left, renormalised.",
         gt=0,
         le=1,
     )
-    extra_body: FreeTable = table(dict, "More fields of the request to the engine, passed on as they are.")
+    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1 is all.", ge=-1, lt=2**31)
+    min_p: float = option(
+        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
+    )
+    extra_body: FreeTable = table(
+        dict, "More fields of the request to the engine, passed on as they are; none that changes what is sampled."
+    )
 
 
-class EvalSamplingConfig(Section):
+class EvalSamplingConfig(ConfigSection):
     """How the policy is sampled in evaluations. What is left out is taken from `orchestrator.sampling`."""
 
     temperature: float = option(1.0, "0 takes the likeliest token.", facts=_as_in_training("temperature"), ge=0)
@@ -62,12 +71,29 @@ class EvalSamplingConfig(Section):
         gt=0,
         le=1,
     )
+    top_k: int = option(
+        0,
+        "Sample from this many of the likeliest tokens; 0 or -1 is all.",
+        facts=_as_in_training("top_k"),
+        ge=-1,
+        lt=2**31,
+    )
+    min_p: float = option(
+        0.0,
+        "Sample from tokens with at least this share of the likeliest one's probability.",
+        facts=_as_in_training("min_p"),
+        ge=0,
+        le=1,
+    )
+    repetition_penalty: float = option(
+        1.0, "Divides the logits of tokens that are there already; not on the embedded engine.", gt=0, le=100
+    )
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
     )
 
 
-class NamedEnv(Section):
+class NamedEnv(ConfigSection):
     """What training and evaluation environments share."""
 
     id: str = required(
@@ -107,13 +133,32 @@ class EvalEnvConfig(NamedEnv):
     One with the name of a training environment is that environment: `id` and `args` have to be the same.
     """
 
+    num_examples: int | None = option(
+        None, "Tasks of this environment: -1 for all held-out tasks.", facts=Facts(default_text=_AS_FOR_ALL), ge=-1
+    )
+    rollouts_per_example: int | None = option(
+        None,
+        "Rollouts per task of this environment.",
+        facts=Facts(aliases=("group_size",), default_text=_AS_FOR_ALL),
+        ge=1,
+    )
 
-class EvalConfig(Section):
+
+class PeriodicEvalEnvConfig(EvalEnvConfig):
+    """One environment that is evaluated during training."""
+
+    interval: int | None = option(
+        None, "Steps between evaluations on this environment.", facts=Facts(default_text=_AS_FOR_ALL), ge=1
+    )
+
+
+class EvalConfig(ConfigSection):
     """Evaluation of the policy during the run: before the first step, every `interval` steps, at the end."""
 
-    env: list[EvalEnvConfig] = table(
+    env: list[PeriodicEvalEnvConfig] = table(
         list,
-        "Environments to evaluate on.",
+        "Environments to evaluate on. One without a name, with the id of a training environment and other `args`, is "
+        "called `ID-eval`.",
         facts=Facts(follows="orchestrator.env", default_text="the training environments"),
     )
     num_examples: int = option(-1, "Tasks per environment: -1 for all held-out tasks.", ge=-1)
@@ -123,7 +168,7 @@ class EvalConfig(Section):
     sampling: EvalSamplingConfig = table(EvalSamplingConfig, "How the policy is sampled.")
 
 
-class OrchestratorModelConfig(Section):
+class OrchestratorModelConfig(ConfigSection):
     """The model whose policies are sampled: the trainer publishes them, so there is nothing to choose here."""
 
     name: str = option(
@@ -131,7 +176,7 @@ class OrchestratorModelConfig(Section):
     )
 
 
-class OrchestratorConfig(Section):
+class OrchestratorConfig(ConfigSection):
     """The loop of an RL run: which rollouts are played and what becomes a batch."""
 
     model: OrchestratorModelConfig = table(OrchestratorModelConfig, "The model.")
@@ -179,18 +224,46 @@ class OrchestratorConfig(Section):
     filter_zero_advantages: bool = option(
         True, "Leave out samples whose advantages are all zero; the batch gets smaller, it is not refilled."
     )
+    max_failed_share: float = option(
+        0.9,
+        "Share of failed rollouts, over the last `orchestrator.failure_window` groups, from which the run fails: it "
+        "cannot learn. What the infrastructure loses is not counted.",
+        gt=0,
+        le=1,
+    )
+    failure_window: int | None = option(
+        None, "Groups over which failed rollouts are counted; the larger of two steps' worth and 64 if left out.", ge=1
+    )
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
 
-    def broken_rules(self) -> Iterator[Finding]:
+    @model_validator(mode="before")
+    @classmethod
+    def _name_evaluated(cls, data: Any) -> Any:
+        """Name an evaluated environment apart from the training environment whose id it has with other args."""
+        evaluation = data.get("eval") if isinstance(data, dict) else None
+        envs = evaluation.get("env") if isinstance(evaluation, dict) else None
+        trained = data.get("env") if isinstance(data, dict) else None
+        if not isinstance(evaluation, dict) or not isinstance(envs, list) or not isinstance(trained, list):
+            return data
+        args = {env.get("name", env.get("id")): env.get("args", {}) for env in trained if isinstance(env, dict)}
+
+        def named(env: Any) -> Any:
+            is_bare = isinstance(env, dict) and env.get("name") is None and isinstance(env.get("id"), str)
+            is_other = is_bare and env["id"] in args and args[env["id"]] != env.get("args", {})
+            return {**env, "name": f"{env['id']}-eval"} if is_other else env
+
+        return {**data, "eval": {**evaluation, "env": [named(env) for env in envs]}}
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
         """Rules over several keys of this section that do not hold."""
         size, group = self.batch_size, self.rollouts_per_example
         if size % group:
             lower, upper = size // group * group, -(-size // group) * group
             near = f"{lower} or {upper}" if lower else f"{upper}"
             message = f"must be a multiple of `{_GROUP}`, which is {group}; use {near}"
-            yield finding(message, "orchestrator.batch_size", _GROUP)
+            yield broken(message, "orchestrator.batch_size", _GROUP)
         if self.algo.type == "grpo" and group < 2:
-            yield finding(
+            yield broken(
                 "must be at least 2 for grpo: it compares rollouts of the same task, so with one every advantage is 0; "
                 "set it to 8 or 16",
                 _GROUP,
@@ -198,35 +271,49 @@ class OrchestratorConfig(Section):
             )
         if self.algo.type == "opd":
             yield from self._teacher_rules()
+        yield from extra_body_rules(self.sampling, "orchestrator.sampling", is_training=True)
         yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
         if self.eval:
+            yield from extra_body_rules(self.eval.sampling, "orchestrator.eval.sampling")
             yield from self._eval_rules(self.eval)
 
-    def _teacher_rules(self) -> Iterator[Finding]:
+    def _teacher_rules(self) -> Iterator[BrokenRule]:
         """A teacher, and a policy whose log-probs mean the same as the teacher's."""
         teacher = "orchestrator.algo.teacher"
         if self.algo.teacher is None:
             message = (
                 "is required for opd: name the model and the base_url of the server that scores the policy's tokens"
             )
-            yield finding(message, teacher, _ALGO)
+            yield broken(message, teacher, _ALGO)
         else:
             yield from self.algo.teacher.broken_rules(teacher)
+        if self.sampling.top_p < 1 or self.sampling.top_k > 0 or self.sampling.min_p > 0:
+            yield broken(
+                "must be off for opd: the teacher's log-probabilities are those of its full distribution",
+                "orchestrator.sampling.top_p",
+                "orchestrator.sampling.top_k",
+                "orchestrator.sampling.min_p",
+                _ALGO,
+            )
         if self.sampling.temperature != 1.0:
-            yield finding(
+            yield broken(
                 "must be 1.0 for opd: the teacher's log-probabilities are those of temperature 1, and the two would be "
                 "of different distributions",
                 "orchestrator.sampling.temperature",
                 _ALGO,
             )
 
-    def _eval_rules(self, evaluation: EvalConfig) -> Iterator[Finding]:
+    def _eval_rules(self, evaluation: EvalConfig) -> Iterator[BrokenRule]:
         """A task count that means something; one name is one environment, which a run loads as training says."""
         if evaluation.num_examples == 0:
-            yield finding(
+            yield broken(
                 "must be -1 for all held-out tasks, or at least 1; leave out [orchestrator.eval] for no evaluation",
                 "orchestrator.eval.num_examples",
             )
+        for index, env in enumerate(evaluation.env):
+            if env.num_examples == 0:
+                message = "must be -1 for all held-out tasks, or at least 1; leave the environment out otherwise"
+                yield BrokenRule(paths=(("orchestrator", "eval", "env", index, "num_examples"),), message=message)
         names = [env.name for env in self.env]
         if [env.name for env in evaluation.env] != names:
             yield from env_names(evaluation.env, ("orchestrator", "eval", "env"), reserved=(_ALL,))
@@ -235,23 +322,55 @@ class OrchestratorConfig(Section):
             first, trained = known.get(env.name, (0, env))
             for key in ("id", "args"):
                 if getattr(env, key) != getattr(trained, key):
-                    yield Finding(
+                    yield BrokenRule(
                         paths=(("orchestrator", "eval", "env", index, key), ("orchestrator", "env", first, key)),
                         message=f"must be equal to `orchestrator.env[{first}].{key}`, because both environments are "
                         f"called `{env.name}`; leave [[orchestrator.eval.env]] out, or give this one another `name`",
                     )
 
 
-def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[Finding]:
+# Fields of a request that have a key of their own, that Millrace sets, or that change what is sampled.
+_OWN_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "repetition_penalty")
+_TAKEN_OVER = ("top_k", "min_p")
+_ONE_EACH = ("n", "best_of", "use_beam_search", "stream", "logprobs", "top_logprobs", "return_token_ids")
+_CHANGE_SAMPLING = (
+    *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("logits_processors", "response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
+def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) -> Iterator[BrokenRule]:
+    """What `extra_body` of a sampling section may not say: what other keys say, and what the trainer must know."""
+    for name, value in sampling.extra_body.items():
+        path = f"{where}.extra_body.{name}"
+        key = "max_tokens" if name == "max_completion_tokens" else name
+        if name in _ONE_EACH:
+            yield broken("is set by Millrace: a request has one answer, whole, with its tokens and log-probs", path)
+        elif is_training and name == "seed":
+            yield broken("would give all rollouts of a group the same tokens; leave it out", path)
+        elif is_training and (name in _CHANGE_SAMPLING or name == "repetition_penalty"):
+            yield broken("changes what is sampled in a way that the trainer does not compute; leave it out", path)
+        elif name in _OWN_KEYS:
+            yield broken(f"has a key of its own: write `{where}.{key}`", path)
+        elif name in _TAKEN_OVER:
+            known = getattr(sampling, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -1 <= value <= (1 << 31):
+                yield broken(f"must be a number: write `{where}.{name}`", path)
+            elif known > 0 and known != value:
+                yield broken(f"differs from `{where}.{name}`; leave this one out", path)
+
+
+def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[BrokenRule]:
     """Names that metrics cannot tell apart."""
     first: dict[str, int] = {}
     for index, env in enumerate(envs):
         where, same = (*path, index, "name"), first.setdefault(env.name, index)
         if env.name in reserved:
-            yield Finding(
+            yield BrokenRule(
                 paths=(where,), message=f"must not be `{env.name}`: metrics over all environments are called so"
             )
         elif same != index:
             other = f"`{dotted((*path, same))}` is called `{env.name}` too"
             message = f"must be unique, but {other}; give one of them another `name`"
-            yield Finding(paths=(where, (*path, same, "name")), message=message)
+            yield BrokenRule(paths=(where, (*path, same, "name")), message=message)

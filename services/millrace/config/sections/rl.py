@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from millrace.config.rules import Finding
+from millrace.config.rules import BrokenRule
 from millrace.config.section import Document, option, required, table
 from millrace.config.sections.inference import InferenceConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
@@ -27,6 +27,12 @@ class RLConfig(Document):
         1, "Steps that sampling may run ahead of training.", facts=Facts(aliases=("max_async_level",)), ge=0
     )
     seed: int = option(0, "Seed of the task order and of the trainer; sampled tokens are not seeded.", ge=0)
+    inference_gpu_ids: list[int] | None = option(
+        None, "GPUs that the engine sees in the stack of `millrace rl`; all if left out. `[]` hides them."
+    )
+    trainer_gpu_ids: list[int] | None = option(
+        None, "GPUs that the trainer sees in the stack of `millrace rl`; all if left out. Its process uses the first."
+    )
     output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
     run: RunConfig = table(RunConfig, "What the run is called.")
     log: LogConfig = table(LogConfig, "Logs.")
@@ -36,7 +42,7 @@ class RLConfig(Document):
     orchestrator: OrchestratorConfig = required("The loop.")
     inference: InferenceConfig = table(InferenceConfig, "The engine.")
 
-    def broken_rules(self) -> list[Finding]:
+    def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")
         return [*self.orchestrator.broken_rules(), *schedule, *super().broken_rules()]

@@ -1,40 +1,132 @@
-"""The config of `millrace sft`: supervised fine-tuning on prompts and completions."""
+"""The config of `millrace sft`: supervised fine-tuning on prompts and completions, or on conversations."""
 
-from millrace.config.rules import Finding
-from millrace.config.section import Document, Section, option, table
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import field_validator
+
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import ConfigSection, Document, option, table
 from millrace.config.sections.shared import DEFAULT_MODEL, CheckpointConfig, LogConfig, RunConfig, WandbConfig
-from millrace.config.sections.trainer import Dtype, OptimConfig, SchedulerConfig, micro_batch_tokens
+from millrace.config.sections.trainer import Dtype, LoraConfig, OptimConfig, SchedulerConfig, micro_batch_tokens
 from millrace.config.tree import Facts
 
 
-class SFTModelConfig(Section):
+class SFTModelConfig(ConfigSection):
     """The model that is trained."""
 
     name: str = option(DEFAULT_MODEL, "Directory with a Hugging Face model, or a Hub id.", min_length=1)
     dtype: Dtype = option("auto", "Number format of forward and backward. auto: float32 on a CPU, bfloat16 on a GPU.")
     publish_dtype: Dtype = option("auto", "Number format of the saved model. auto: as computed.")
+    lora: LoraConfig | None = option(
+        None,
+        "Train adapters only, all weights if left out. `model` is saved with the adapters merged into it, and "
+        "`adapter` beside it holds them alone, as PEFT has them.",
+    )
 
 
-class SFTDataConfig(Section):
-    """Prompts and completions. Each row has `prompt` and `completion`, both text or both lists of chat messages."""
+class DataSourceConfig(ConfigSection):
+    """Where rows come from.
+
+    A row has `messages`, or `prompt` and `completion`, both text or both lists of messages; beside them it may have
+    `tools` and `chat_template_kwargs`, each as it is or as JSON text.
+    """
 
     name: str = option(
         "PrimeIntellect/Reverse-Text-SFT",
         "A JSONL file, a directory of JSONL files, or the id of a dataset on the Hugging Face Hub.",
         min_length=1,
     )
-    split: str = option("train", "Split of a Hub dataset; JSONL files have none.", min_length=1)
-    batch_size: int = option(128, "Samples per optimizer step.", ge=1)
+    split: str = option(
+        "train", "Split of a Hub dataset where `splits` is left out; a directory is read whole then.", min_length=1
+    )
+    subsets: list[str] | None = option(
+        None,
+        "Subsets that are mixed: configurations of a Hub dataset, or names in a local directory "
+        "(`<subset>.jsonl`, or a directory `<subset>` of JSONL files). The data set as a whole if left out.",
+    )
+    splits: list[str] | None = option(
+        None,
+        "Splits that are mixed: of a Hub dataset, or `<split>.jsonl` in a local directory. With `subsets`, as many: "
+        "the n-th split is read of the n-th subset.",
+    )
+
+    @field_validator("subsets", "splits")
+    @classmethod
+    def _some_names(cls, names: list[str] | None) -> list[str] | None:
+        """Refuse a list without names, or with an empty one."""
+        if names is not None and not (names and all(names)):
+            raise ValueError("must name at least one, and no name may be empty; leave it out for the whole data set")
+        return names
+
+    @property
+    def num_sources(self) -> int:
+        """How many subsets or splits are mixed."""
+        return len(self.subsets or self.splits or [""])
+
+    def broken_source_rules(self, prefix: str) -> Iterator[BrokenRule]:
+        """Subsets and splits that do not pair up; `prefix` is the table of this section."""
+        if self.subsets and self.splits and len(self.subsets) != len(self.splits):
+            message = f"has {len(self.splits)} names, `{prefix}.subsets` has {len(self.subsets)}; give one per subset"
+            yield broken(message, f"{prefix}.splits", f"{prefix}.subsets")
+
+
+class LossMaskConfig(ConfigSection):
+    """Messages of which roles are trained on."""
+
+    system: bool = option(False, "Train on system messages.")
+    user: bool = option(False, "Train on user messages, and on the prompt of a row of text.")
+    assistant: bool = option(True, "Train on assistant messages with their stop token, but not on their header.")
+    tool: bool = option(False, "Train on what tools answered.")
+
+
+class SFTDataConfig(DataSourceConfig):
+    """The rows that are trained on, and how steps take them."""
+
+    probabilities: list[float] | None = option(
+        None,
+        "How often each subset or split is drawn, one number above 0 for each; they are scaled to the sum of 1. "
+        "If left out they take turns.",
+    )
+    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = option(
+        "all_exhausted",
+        "When a pass over several subsets or splits ends: once the rows of all were taken (those of small ones are "
+        "repeated), or once the rows of one were.",
+    )
+    loss_mask: LossMaskConfig = table(LossMaskConfig, "Messages of which roles are trained on.")
+    batch_size: int = option(128, "Samples per optimizer step; with pack_function cat, `seq_len` tokens each.", ge=1)
     seq_len: int = option(128, "Longest sample in tokens; a longer one is cut.", ge=2)
+    pack_function: Literal["stack", "cat"] = option(
+        "stack",
+        "stack: a step takes `batch_size` samples. cat: a step takes as many whole samples as fit into `batch_size` "
+        "rows of `seq_len` tokens; no sample sees another one.",
+    )
     shuffle: bool = option(True, "Draw the rows in a random order, a new one in every pass.")
     seed: int = option(0, "Seed of the order.", facts=Facts(follows="seed", default_text="`seed`"), ge=0)
 
+    @field_validator("probabilities")
+    @classmethod
+    def _above_zero(cls, values: list[float] | None) -> list[float] | None:
+        """Refuse a share of nothing, whose rows a pass could never exhaust."""
+        if values is not None and not (values and all(value > 0 for value in values)):
+            raise ValueError("must be numbers above 0; leave a subset out that is not wanted")
+        return values
+
+
+class SFTValConfig(ConfigSection):
+    """The mean loss on rows that are not trained on, as `val/loss`. Roles, `seq_len` and cuts are those of `data`."""
+
+    interval: int = option(50, "Steps between two validations; the trained model is validated always.", ge=1)
+    eval_on_start: bool = option(False, "Validate the model before the first step, too.")
+    data: DataSourceConfig = table(DataSourceConfig, "The rows, all of which are taken each time.")
+
 
 class SFTConfig(Document):
-    """A supervised fine-tuning run. The loss counts completion tokens only."""
+    """A supervised fine-tuning run. The loss is the mean cross-entropy of the tokens that `data.loss_mask` selects."""
 
     model: SFTModelConfig = table(SFTModelConfig, "The model.")
     data: SFTDataConfig = table(SFTDataConfig, "The data.")
+    val: SFTValConfig | None = option(None, "Validation; off if left out.")
     optim: OptimConfig = table(OptimConfig, "The optimizer.")
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.")
@@ -46,6 +138,23 @@ class SFTConfig(Document):
     log: LogConfig = table(LogConfig, "Logs.")
     wandb: WandbConfig | None = option(None, "Weights & Biases; off if left out.")
 
-    def broken_rules(self) -> list[Finding]:
+    def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
-        return [*self.scheduler.broken_rules(self.optim, self.max_steps), *super().broken_rules()]
+        return [
+            *self.scheduler.broken_rules(self.optim, self.max_steps),
+            *self._broken_data_rules(),
+            *super().broken_rules(),
+        ]
+
+    def _broken_data_rules(self) -> Iterator[BrokenRule]:
+        data = self.data
+        yield from data.broken_source_rules("data")
+        if self.val is not None:
+            yield from self.val.data.broken_source_rules("val.data")
+        if data.probabilities and len(data.probabilities) != data.num_sources:
+            message = (
+                f"has {len(data.probabilities)} numbers for {data.num_sources} subsets or splits; give one for each"
+            )
+            yield broken(message, "data.probabilities", "data.subsets", "data.splits")
+        if not any(data.loss_mask.model_dump().values()):
+            yield broken("trains on no role; set one of its keys to true", "data.loss_mask")

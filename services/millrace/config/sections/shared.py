@@ -2,14 +2,14 @@
 
 from typing import Literal
 
-from millrace.config.section import RUN_NAME_PATTERN, Section, option, table
+from millrace.config.section import RUN_NAME_PATTERN, ConfigSection, option, table
 from millrace.config.tree import Facts
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 SHARED_MODEL = Facts(shared="model.name")
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The model that is trained."""
 
     name: str = option(
@@ -19,7 +19,7 @@ class ModelConfig(Section):
     )
 
 
-class RunConfig(Section):
+class RunConfig(ConfigSection):
     """What the run is called."""
 
     name: str | None = option(
@@ -30,14 +30,14 @@ class RunConfig(Section):
     )
 
 
-class LogConfig(Section):
+class LogConfig(ConfigSection):
     """Logs of the processes that `millrace rl` and `millrace sft` start. Services elsewhere read MILLRACE_LOG_*."""
 
     level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe level that is written.")
     json_logging: bool = option(False, "One JSON object per line instead of plain text.")
 
 
-class WandbConfig(Section):
+class WandbConfig(ConfigSection):
     """Weights & Biases. Accepted and checked; the export itself is not there yet, and starting a run says so."""
 
     project: str = option("millrace", "Project that the run is filed under.", min_length=1)
@@ -48,7 +48,7 @@ class WandbConfig(Section):
     offline: bool = option(False, "Write to disk only.")
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(ConfigSection):
     """When resumable checkpoints are written and which are kept. The last step always writes one."""
 
     resume_step: int | None = option(

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from millrace.config.rules import Finding, finding
-from millrace.config.section import Section, option, table
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import ConfigSection, option, table
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL, CheckpointConfig
 from millrace.config.tree import Facts, Limit, OnlyFor
 
@@ -18,7 +18,7 @@ DEFAULT_SEQ_LEN = 2048
 DEFAULT_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class LoraConfig(Section):
+class LoraConfig(ConfigSection):
     """Train low-rank adapters on chosen linear layers of a frozen base, instead of all weights."""
 
     rank: int = option(16, "Rank of the adapters.", ge=1)
@@ -57,7 +57,7 @@ class LoraConfig(Section):
         return patterns
 
 
-class TrainerModelConfig(Section):
+class TrainerModelConfig(ConfigSection):
     """The trainer's copy of the model."""
 
     name: str = option(DEFAULT_MODEL, "Directory or Hub id.", facts=SHARED_MODEL, min_length=1)
@@ -90,7 +90,20 @@ class TrainerModelConfig(Section):
     lora: LoraConfig | None = option(None, "Train adapters only; all weights if left out.")
 
 
-class PolicyConfig(Section):
+class TokenizerConfig(ConfigSection):
+    """The tokenizer that is published with the policy, and that engines and environments use."""
+
+    name: str | None = option(
+        None, "Directory or Hub id of a model that has it; that of the trained model if left out.", min_length=1
+    )
+
+
+_WITH_DELTAS = Facts(
+    only_for=OnlyFor(".delta", (True,), "means nothing with `delta = false`: every version is whole; leave it out")
+)
+
+
+class PolicyConfig(ConfigSection):
     """How versions of the policy are stored for the replicas that serve them. LoRA adapters are always whole."""
 
     delta: bool = option(
@@ -100,13 +113,18 @@ class PolicyConfig(Section):
         "false: every version is a full copy, and replicas give theirs up once it serves.",
     )
     anchor_interval: int = option(
-        20, "Versions from one full copy to the next. Whoever joins late reads the newest one.", ge=1, le=256
+        20,
+        "Versions from one full copy to the next. A replica that joins late reads the newest one.",
+        facts=_WITH_DELTAS,
+        ge=1,
+        le=256,
     )
     skip_deltas: list[int] = table(
         lambda: [4, 16],
         "Also store differences from this many versions before, at every version that is a multiple of it; each number "
         "is 2 to 256. Replicas that fell behind read these. Each costs the trainer up to one more copy, about half of "
         "one at 1 % of changed weights per step. An empty list turns them off.",
+        facts=_WITH_DELTAS,
     )
 
     @field_validator("skip_deltas")
@@ -118,7 +136,7 @@ class PolicyConfig(Section):
         return value
 
 
-class OptimConfig(Section):
+class OptimConfig(ConfigSection):
     """The optimizer."""
 
     type: Literal["adamw"] = option("adamw", "Which optimizer.")
@@ -134,7 +152,7 @@ def _ramp(*types: str) -> Callable[[Mapping[str, Any]], int]:
     return lambda schedule: DEFAULT_RAMP_STEPS if schedule.get("type", "constant") in types else 0
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(ConfigSection):
     """Learning rate over the steps.
 
     ``warmup_steps`` and ``decay_steps`` that are left out become what the type means by them: a constant schedule has
@@ -169,18 +187,18 @@ class SchedulerConfig(Section):
         ge=0,
     )
 
-    def broken_rules(self, optim: OptimConfig, max_steps: int | None, *, prefix: str = "") -> Iterator[Finding]:
+    def broken_rules(self, optim: OptimConfig, max_steps: int | None, *, prefix: str = "") -> Iterator[BrokenRule]:
         """A schedule that does not fit into the run; `prefix` is what stands before the keys of its section."""
         key = f"{prefix}scheduler"
         if self.type != "constant" and max_steps is None:
-            yield finding(
+            yield broken(
                 f"{self.type} needs `max_steps` to know where to end; set `max_steps`, or use constant",
                 f"{key}.type",
                 f"{prefix}max_steps",
             )
         ramps = self.warmup_steps + self.decay_steps
         if self.type != "constant" and max_steps is not None and ramps > max_steps:
-            yield finding(
+            yield broken(
                 f"warm-up ({self.warmup_steps}) and decay ({self.decay_steps}) take {ramps} steps, more than "
                 f"`max_steps`, which is {max_steps}; shorten them",
                 f"{key}.warmup_steps",
@@ -188,15 +206,15 @@ class SchedulerConfig(Section):
                 f"{prefix}max_steps",
             )
         if self.type == "linear" and self.decay_steps < 1:
-            yield finding(
+            yield broken(
                 "must be at least 1 for linear; for no decay use constant", f"{key}.decay_steps", f"{key}.type"
             )
         if self.type != "constant" and self.min_lr > optim.lr:
             message = f"must be at most the peak `{prefix}optim.lr`, which is {optim.lr}"
-            yield finding(message, f"{key}.min_lr", f"{prefix}optim.lr")
+            yield broken(message, f"{key}.min_lr", f"{prefix}optim.lr")
 
 
-class LossConfig(Section):
+class LossConfig(ConfigSection):
     """The policy loss. `default` masks tokens whose probability moved too far and adds a squared log-ratio penalty."""
 
     type: Literal["default"] = option("default", "Which loss.")
@@ -231,10 +249,11 @@ def micro_batch_tokens(key: str, section: str) -> Any:
     )
 
 
-class TrainerConfig(Section):
+class TrainerConfig(ConfigSection):
     """The trainer of an RL run."""
 
     model: TrainerModelConfig = table(TrainerModelConfig, "The model.")
+    tokenizer: TokenizerConfig = table(TokenizerConfig, "The tokenizer.")
     optim: OptimConfig = table(OptimConfig, "The optimizer.")
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     loss: LossConfig = table(LossConfig, "The loss.")

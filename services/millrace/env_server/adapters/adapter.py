@@ -3,28 +3,23 @@
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Protocol
 
 from millrace.env_server.adapters.env_args import parse_args
+from millrace.env_server.adapters.failures import remember_code
 from millrace.env_server.adapters.outcome import Outcome
-from millrace.env_server.adapters.tasks import TaskTable
-from millrace.env_server.isolation.limits import MEMORY_VARIABLE
+from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.errors import NotFoundError
-from millrace.internal.v1 import env_service_pb2
 
 
 class EnvAdapter(Protocol):
     """A loaded environment."""
 
-    api: str
-    requires_group: bool
-    train: TaskTable
-    eval: TaskTable
+    loaded: LoadedEnv
 
-    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play one task for every member of the request. Deadlines are the caller's."""
         ...
 
@@ -51,6 +46,7 @@ def find_module(env_id: str) -> ModuleType:
         except (ImportError, ValueError):
             found = None
         if found is not None:
+            remember_code(found)
             return importlib.import_module(candidate)
     raise NotFoundError(
         f"environment {env_id!r} was not found: no Python module {name!r} in {sys.prefix}",
@@ -60,7 +56,7 @@ def find_module(env_id: str) -> ModuleType:
     )
 
 
-def load_adapter(env: env_service_pb2.EnvSpec) -> EnvAdapter:
+def load_adapter(env: EnvSpec) -> EnvAdapter:
     """Load an environment of either generation. Must run in the main thread: v0 installs signal handlers."""
     args = parse_args(env)
     module = find_module(env.id)
@@ -79,15 +75,3 @@ def load_adapter(env: env_service_pb2.EnvSpec) -> EnvAdapter:
         reason="ENV_NOT_AN_ENVIRONMENT",
         remedy="name a verifiers environment package",
     )
-
-
-def describe_load_error(error: BaseException) -> tuple[str, str]:
-    """(class, message) of a failed load: message and place of the exception that began it, and what to do."""
-    if isinstance(error, NotFoundError):
-        return "EnvironmentNotFound", str(error)
-    if isinstance(error, MemoryError):
-        problem = f"it asked for more memory than a worker may have ({MEMORY_VARIABLE} of the env-server)"
-        error = MemoryError(f"{problem}: {error}" if str(error) else problem).with_traceback(error.__traceback__)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return type(error).__name__, f"{error}{where}; correct the environment's args (orchestrator.env.args), or its code"

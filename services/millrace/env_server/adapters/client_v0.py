@@ -234,7 +234,9 @@ def _status_error(url: str, status: int, raw: bytes, *, attempts: int, is_extern
         return EngineAuthError(message)
     if status == 400 and any(phrase in text for phrase in _TOO_LONG):
         return vf.OverlongPromptError(message)
-    return vf.ModelError(message)
+    error = vf.ModelError(message)
+    error.status_code = status  # type: ignore[attr-defined] - as other clients' errors have it
+    return error
 
 
 def _shown(raw: bytes) -> str:

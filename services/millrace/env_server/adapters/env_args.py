@@ -3,8 +3,8 @@
 from typing import Any
 
 from millrace.decoding import decode_object
+from millrace.env_server.requests import EnvSpec
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
-from millrace.internal.v1 import env_service_pb2
 
 # Keys of an environment's args that are the env-server's own and not passed to the environment.
 RENDERER = "renderer"  # name of a `renderers` renderer, such as "qwen3"; tokenizes on the client side
@@ -16,7 +16,7 @@ MAX_ARGS_BYTES = 1 << 20
 V1_NUM_TASKS = "num_tasks"  # v1: how many tasks of an endless taskset
 
 
-def parse_args(env: env_service_pb2.EnvSpec) -> dict[str, Any]:
+def parse_args(env: EnvSpec) -> dict[str, Any]:
     """The environment's arguments. Raises InvalidSpecError."""
     what = f"what environment {env.id!r} shall be loaded with"
     try:

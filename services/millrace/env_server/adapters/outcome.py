@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.env_server.requests import PlayRequest
 from millrace.rollouts.types import (
+    MAX_ERROR_FRAMES_CHARS,
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
-    Purpose,
     Rollout,
     RolloutError,
     RolloutStatus,
@@ -25,6 +25,10 @@ class Outcome:
     status: RolloutStatus
     error_type: str = ""
     error_message: str = ""
+    frames: str = ""
+    """Last frames of the environment's own code, one per line."""
+    is_infrastructure: bool = False
+    """Not the environment's doing."""
     samples: Sequence[Sample] = ()
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -35,18 +39,52 @@ class Outcome:
     messages: Sequence[Mapping[str, Any]] = ()
 
 
-def failed(status: RolloutStatus, error_type: str, message: str, *, of: Outcome | None = None) -> Outcome:
+def failed(
+    status: RolloutStatus,
+    error_type: str,
+    message: str,
+    *,
+    of: Outcome | None = None,
+    frames: str = "",
+    is_infrastructure: bool = False,
+) -> Outcome:
     """A failure with its typed error; `of` keeps the conversation and counters of what was played."""
-    base = of or Outcome(status=status)
-    return replace(base, status=status, error_type=error_type, error_message=message, samples=(), reward=0.0)
+    error = Outcome(
+        status=status,
+        error_type=error_type,
+        error_message=message,
+        frames=frames,
+        is_infrastructure=is_infrastructure,
+    )
+    return error if of is None else failed_like(error, of=of)
+
+
+def failed_like(error: Outcome, *, of: Outcome) -> Outcome:
+    """What was played (`of`), with another outcome's failure."""
+    return replace(
+        of,
+        status=error.status,
+        error_type=error.error_type,
+        error_message=error.error_message,
+        frames=error.frames,
+        is_infrastructure=error.is_infrastructure,
+        samples=(),
+        reward=0.0,
+    )
 
 
 def checked(outcome: Outcome) -> Outcome:
     """Refuse an OK outcome whose reward is not a finite number: it would poison every advantage of its group."""
     if outcome.status is RolloutStatus.OK and not math.isfinite(outcome.reward):
-        message = f"the reward is {outcome.reward}, not a finite number; fix the environment's reward function"
+        parts = [f"{name} = {value}" for name, value in outcome.metrics.items() if _is_not_finite(value)]
+        which = f" ({', '.join(parts)})" if parts else ""
+        message = f"the reward is {outcome.reward}{which}, not a finite number; fix the environment's reward function"
         return failed(RolloutStatus.ENV_ERROR, "NonFiniteReward", message, of=outcome)
     return outcome
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MAX_MESSAGES_JSON_BYTES) -> str:
@@ -68,7 +106,11 @@ def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MA
             cut.append({"role": "note", "content": f"{len(messages) - 32} more messages were cut"})
         text = encode(cut)
         keep_chars //= 2
-    # A lone surrogate (a model's broken text) cannot be stored as UTF-8.
+    return _storable(text)
+
+
+def _storable(text: str) -> str:
+    """The text without lone surrogates (a model's broken text), which cannot be stored as UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -86,7 +128,7 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def make_rollout(
-    request: env_service_pb2.PlayGroupRequest,
+    request: PlayRequest,
     *,
     member: int,
     task_id: str,
@@ -98,11 +140,15 @@ def make_rollout(
     is_ok = outcome.status is RolloutStatus.OK
     error = None
     if not is_ok:
-        message = outcome.error_message.encode("utf-8", "replace").decode("utf-8")
-        error = RolloutError(type=outcome.error_type, message=message[:MAX_ERROR_MESSAGE_CHARS])
+        error = RolloutError(
+            type=outcome.error_type,
+            message=_storable(outcome.error_message)[:MAX_ERROR_MESSAGE_CHARS],
+            frames=_storable(outcome.frames)[-MAX_ERROR_FRAMES_CHARS:],
+            is_infrastructure=outcome.is_infrastructure,
+        )
     return Rollout(
         run_uid=request.run_uid,
-        purpose=Purpose.EVAL if request.purpose == rollout_pb2.PURPOSE_EVAL else Purpose.TRAIN,
+        purpose=request.purpose,
         ordinal=request.ordinal,
         member=member,
         attempt=request.attempt,
@@ -121,6 +167,8 @@ def make_rollout(
         seconds=seconds,
         model_seconds=outcome.model_s,
         temperature=request.sampling.temperature,
+        truncation=request.sampling.truncation,
+        sampling_json=json.dumps(request.sampling.parameters(is_external=request.is_external), sort_keys=True),
         env_server=env_server,
         planned_step=request.planned_step,
         eval_id=request.eval_id,

@@ -35,6 +35,8 @@ from millrace.env_server.engine_loss import (
 SESSION_HEADER = "X-Session-ID"
 # Marks a provider error that is really a reply without usable tokens, through layers that keep only its text.
 MISSING_TOKENS_MARK = "missing tokens:"
+# Marks one that is a reply which nobody can read: the engine's fault, which trying again does not mend.
+UNREADABLE_MARK = "unreadable reply:"
 DEFAULT = "default"
 # Renderers to try by the model's type, the likeliest first.
 _FAMILIES = {"qwen3": ("qwen3", "prime-qwen3")}
@@ -104,7 +106,7 @@ def _is_refused(error: APIConnectionError) -> bool:
 
 
 def _describe(error: APIConnectionError, base_url: object) -> str:
-    """`Connection error.` alone says neither who nor why."""
+    """The error with its cause and address, as `Connection error.` alone names neither."""
     cause = error.__cause__
     why = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
     return f"{base_url}: {why}"
@@ -124,7 +126,7 @@ async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
         if not remembering.body:
             raise  # nothing was posted yet: not the reply's fault
         shown = remembering.body[:300].decode("utf-8", "replace")
-        raise GenerateResponseError(f"unreadable reply: {type(error).__name__}: {error}: {shown}") from error
+        raise GenerateResponseError(f"{UNREADABLE_MARK} {type(error).__name__}: {error}: {shown}") from error
     session_id = (kwargs.get("extra_headers") or {}).get(SESSION_HEADER)
     if session_id:
         choice = (json.loads(remembering.body).get("choices") or [{}])[0]

@@ -10,15 +10,28 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-_errors: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("millrace_reward_errors", default=None)
+from millrace.env_server.adapters.failures import frames_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFailure:
+    """What one reward function raised."""
+
+    message: str
+    frames: str
+
+
+_Failures = list[RewardFailure] | None
+_errors: contextvars.ContextVar[_Failures] = contextvars.ContextVar("millrace_reward_errors", default=None)
 
 
 @contextlib.contextmanager
-def recorded_reward_errors() -> Iterator[list[str]]:
+def recorded_reward_errors() -> Iterator[list[RewardFailure]]:
     """Collect what reward functions raise inside the block, in this task and the tasks that it starts."""
-    errors: list[str] = []
+    errors: list[RewardFailure] = []
     token = _errors.set(errors)
     try:
         yield errors
@@ -52,7 +65,8 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
             errors = _errors.get()
             if errors is not None:
                 name = getattr(func, "__name__", repr(func))
-                errors.append(f"reward function {name!r} raised {type(error).__name__}: {error}")
+                message = f"reward function {name!r} raised {type(error).__name__}: {error}"
+                errors.append(RewardFailure(message=message, frames=frames_of(error)))
             raise
 
     watched._millrace_watched = True  # type: ignore[attr-defined]

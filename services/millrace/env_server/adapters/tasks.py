@@ -1,4 +1,4 @@
-"""Task sets: who a task is and what the whole set is, by content.
+"""Task sets: ids of tasks and a digest of the whole set, by content.
 
 The env-server owns the data. The orchestrator sees a count and a digest, so two env-servers that disagree about the
 tasks (another version of the package, another seed) are noticed instead of mixed.
@@ -6,9 +6,11 @@ tasks (another version of the package, another seed) are noticed instead of mixe
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from millrace.env_server.requests import TaskSet
 
 # Hex digits of a task id: 64 bits, so a collision within a million tasks has a chance of about 3e-8.
 TASK_ID_DIGITS = 16
@@ -27,15 +29,10 @@ def canonical_json(value: Any) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskTable:
+class TaskTable(TaskSet):
     """The tasks of one set. `row` gives task i in the environment's own form."""
 
-    ids: Sequence[str]
-    digest: str
     row: Callable[[int], Any]
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 def build_task_table(num_tasks: int, *, row: Callable[[int], Any], content: Callable[[int], Any]) -> TaskTable:

@@ -13,7 +13,6 @@ Tokens come from one of two routes; either way `samples.merge_turns` decides by 
 The environment's args overrule that: `renderer = "qwen3"` (or another name), or `renderer = "off"`.
 """
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -27,16 +26,18 @@ import verifiers as vf
 from pydantic import BaseModel
 from verifiers.legacy.clients import Client, resolve_client
 from verifiers.legacy.types import ClientConfig
+from verifiers.legacy.utils.error_utils import ErrorChain
 
 from millrace.env_server.adapters.client_v0 import LeanClient, make_session
 from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER
-from millrace.env_server.adapters.outcome import Outcome, checked, failed
-from millrace.env_server.adapters.rewards_v0 import recorded_reward_errors, watch_rubric
+from millrace.env_server.adapters.failures import frames_of, is_engine_fault
+from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like
+from millrace.env_server.adapters.rewards_v0 import RewardFailure, recorded_reward_errors, watch_rubric
 from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.env_server.requests import LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import RolloutStatus
 
 logger = logging.getLogger(__name__)
@@ -46,24 +47,24 @@ _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyMode
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
 RETRIES_METRIC = "endpoint_retries"
 """Metric of rollouts of external endpoints: tries of model calls that were in vain."""
-_STATE_COLUMNS = ["trajectory", "timed_out"]
+# As a column the error is the exception itself, and not what the library writes of it.
+_STATE_COLUMNS = ["trajectory", "timed_out", "error"]
 
 
 class V0Adapter:
     """A loaded v0 environment."""
-
-    api = "v0"
 
     def __init__(self, env: vf.Environment, *, renderer: str) -> None:
         self._env = env
         self._renderer = renderer
         self._session: aiohttp.ClientSession | None = None
         self._clients: dict[tuple[str, bool, str, str], Client] = {}
-        self.requires_group = bool(env.requires_group_rollouts)
         num_watched = watch_rubric(env.rubric)
         logger.info("reward functions watched", extra={"count": num_watched})
         self.train = _table(env, is_eval=False)
         self.eval = _table(env, is_eval=True)
+        self.requires_group = bool(env.requires_group_rollouts)
+        self.loaded = LoadedEnv(api="v0", requires_group=self.requires_group, train=self.train, eval=self.eval)
 
     @classmethod
     def load(cls, env_id: str, module: ModuleType, args: Mapping[str, Any]) -> Self:
@@ -86,13 +87,11 @@ class V0Adapter:
         if self._session is not None:
             await self._session.close()
 
-    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play the request's members: together if rewards compare them, else there is one."""
-        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
-        row: Any = (self.train if use_train else self.eval).row(request.task_index)
+        row: Any = (self.train if request.has_train_task else self.eval).row(request.task_index)
         client = self._client(request, tokenizer_dir)
-        args = sampling_args(request.sampling)
-        is_training = request.purpose == rollout_pb2.PURPOSE_TRAIN
+        args = sampling_args(request.sampling, is_external=request.is_external)
         with recorded_reward_errors() as reward_errors:
             if self.requires_group:
                 rows: list[Any] = [dict(row) for _ in request.members]
@@ -109,10 +108,10 @@ class V0Adapter:
         if request.is_external:
             outcomes = [_external_outcome(output, reward_errors, client) for output in outputs]
         else:
-            outcomes = [_outcome(output, reward_errors, requires_spans=is_training) for output in outputs]
+            outcomes = [_outcome(output, reward_errors, requires_spans=request.is_training) for output in outputs]
         return fail_together(outcomes) if self.requires_group else outcomes
 
-    def _client(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> Client:
+    def _client(self, request: PlayRequest, tokenizer_dir: str) -> Client:
         renderer = "" if request.is_external else self._choose_renderer(tokenizer_dir)
         key = (request.base_url, request.is_external, request.api_key_var, tokenizer_dir if renderer else "")
         if key not in self._clients:
@@ -143,16 +142,11 @@ class V0Adapter:
         return "" if chosen == DEFAULT else chosen
 
 
-def sampling_args(sampling: env_service_pb2.Sampling) -> dict[str, Any]:
-    """The request's sampling as v0 sampling args."""
-    args: dict[str, Any] = {"temperature": sampling.temperature}
-    if sampling.max_tokens:
-        args["max_tokens"] = sampling.max_tokens
-    if 0 < sampling.top_p < 1:
-        args["top_p"] = sampling.top_p
-    if sampling.extra_body_json:
-        args["extra_body"] = json.loads(sampling.extra_body_json)
-    return args
+def sampling_args(sampling: Sampling, *, is_external: bool = False) -> dict[str, Any]:
+    """The request's sampling as v0 sampling args: what OpenAI's API does not know goes into `extra_body`."""
+    parameters = sampling.parameters(is_external=is_external)
+    args = {name: parameters.pop(name) for name in ("temperature", "max_tokens", "top_p") if name in parameters}
+    return args | ({"extra_body": parameters} if parameters else {})
 
 
 def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -166,10 +160,14 @@ def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
     )
     is_lost = any(outcome.status is RolloutStatus.ENGINE_LOST for outcome in outcomes)
     status = RolloutStatus.ENGINE_LOST if is_lost else RolloutStatus.ENV_ERROR
-    return [
-        failed(status, "GroupMemberFailed", message, of=outcome) if outcome.status is RolloutStatus.OK else outcome
-        for outcome in outcomes
-    ]
+    error = Outcome(
+        status=status,
+        error_type="GroupMemberFailed",
+        error_message=message,
+        frames=broken.frames,
+        is_infrastructure=broken.is_infrastructure,
+    )
+    return [failed_like(error, of=each) if each.status is RolloutStatus.OK else each for each in outcomes]
 
 
 def _renderer_client(base_url: str, tokenizer_dir: str, renderer: str) -> Client:
@@ -206,7 +204,7 @@ def _table(env: vf.Environment, *, is_eval: bool) -> TaskTable:
     return build_task_table(len(dataset), row=row, content=row)
 
 
-def _outcome(output: Mapping[str, Any], reward_errors: Sequence[str], *, requires_spans: bool) -> Outcome:
+def _outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure], *, requires_spans: bool) -> Outcome:
     """The usable-for-training rule: an error, a timeout, a reward that raised or a missing token is a failure."""
     played = _judged(output, reward_errors)
     if played.status is not RolloutStatus.OK:
@@ -218,7 +216,7 @@ def _outcome(output: Mapping[str, Any], reward_errors: Sequence[str], *, require
     return checked(replace(played, samples=samples))
 
 
-def _external_outcome(output: Mapping[str, Any], reward_errors: Sequence[str], client: Client) -> Outcome:
+def _external_outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure], client: Client) -> Outcome:
     """The same without tokens, which nobody asked the endpoint for; repeated tries are a metric of the rollout."""
     played = _judged(output, reward_errors)
     steps = output.get("trajectory") or []
@@ -230,7 +228,7 @@ def _external_outcome(output: Mapping[str, Any], reward_errors: Sequence[str], c
     return checked(played)
 
 
-def _judged(output: Mapping[str, Any], reward_errors: Sequence[str]) -> Outcome:
+def _judged(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure]) -> Outcome:
     """How the rollout ended, without its tokens."""
     steps = output.get("trajectory") or []
     played = Outcome(
@@ -248,16 +246,16 @@ def _judged(output: Mapping[str, Any], reward_errors: Sequence[str]) -> Outcome:
     if output.get("timed_out") or played.stop_condition == "timeout_reached":
         return failed(RolloutStatus.TIMEOUT, "EnvironmentTimeout", "the environment's own deadline passed", of=played)
     if reward_errors:
-        return failed(RolloutStatus.ENV_ERROR, "RewardError", "; ".join(reward_errors), of=played)
+        message = "; ".join(dict.fromkeys(error.message for error in reward_errors))
+        return failed(RolloutStatus.ENV_ERROR, "RewardError", message, of=played, frames=reward_errors[0].frames)
     if not steps and played.stop_condition == "prompt_too_long":
         message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
         return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", message, of=played)
     return played
 
 
-def _error_outcome(error: Mapping[str, Any], played: Outcome) -> Outcome:
-    kind = str(error.get("error") or "Error")
-    message = str(error.get("error_chain_repr") or error.get("message") or kind)
+def _error_outcome(error: BaseException, played: Outcome) -> Outcome:
+    kind, message = type(error).__name__, repr(ErrorChain(error))
     if ENGINE_LOST_MARK in message:
         kind, status = "EngineLostError", RolloutStatus.ENGINE_LOST
     elif kind == "OverlongPromptError":
@@ -268,7 +266,7 @@ def _error_outcome(error: Mapping[str, Any], played: Outcome) -> Outcome:
         status = RolloutStatus.MODEL_ERROR
     else:
         status = RolloutStatus.ENV_ERROR
-    return failed(status, kind, message, of=played)
+    return failed(status, kind, message, of=played, frames=frames_of(error), is_infrastructure=is_engine_fault(error))
 
 
 def _turns(steps: Sequence[Mapping[str, Any]]) -> list[Turn]:

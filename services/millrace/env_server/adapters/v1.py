@@ -7,8 +7,8 @@ policy's own tokenizer and asks the engine for exact tokens. Args of the environ
 
 import contextlib
 import itertools
-import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -19,14 +19,20 @@ from verifiers.v1.configs.agent import AgentConfig
 
 from millrace.env_server.adapters import harness_v1
 from millrace.env_server.adapters.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
+from millrace.env_server.adapters.failures import frames_of, our_spelling, trace_text
 from millrace.env_server.adapters.outcome import Outcome, checked, failed
-from millrace.env_server.adapters.renderer import MISSING_TOKENS_MARK, install_span_capture, renderer_config
+from millrace.env_server.adapters.renderer import (
+    MISSING_TOKENS_MARK,
+    UNREADABLE_MARK,
+    install_span_capture,
+    renderer_config,
+)
 from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.env_server.requests import LoadedEnv, PlayRequest
 from millrace.rollouts.types import RolloutStatus
 
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
@@ -46,16 +52,14 @@ def exports_taskset(module: ModuleType) -> bool:
 class V1Adapter:
     """A loaded v1 environment."""
 
-    api = "v1"
-    # v1 has no group rewards: every trace is scored alone.
-    requires_group = False
-
     def __init__(self, env: Any, *, eval_taskset: Any | None, renderer: str, num_tasks: int) -> None:
         self._env = env
         self._renderer = renderer
         self._stack = contextlib.AsyncExitStack()
         self.train = _table(env.taskset, num_tasks)
         self.eval = no_tasks() if eval_taskset is None else _table(eval_taskset, num_tasks)
+        # v1 has no group rewards: every trace is scored alone.
+        self.loaded = LoadedEnv(api="v1", requires_group=False, train=self.train, eval=self.eval)
 
     @classmethod
     def load(cls, env_id: str, args: Mapping[str, Any]) -> Self:
@@ -75,31 +79,30 @@ class V1Adapter:
         """Start the interception server and shared tools, for the life of the process."""
         os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
         install_span_capture()
+        _keep_whole_traces()
         await self._stack.enter_async_context(self._env.serving())
 
     async def close(self) -> None:
         """Stop them."""
         await self._stack.aclose()
 
-    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play one episode per member."""
         if not tokenizer_dir and not request.is_external:
             raise ValueError("v1 environments tokenize on the client side: the request needs a tokenizer_manifest_key")
-        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
-        task = (self.train if use_train else self.eval).row(request.task_index)
+        task = (self.train if request.has_train_task else self.eval).row(request.task_index)
         context = vf.ModelContext(
             model=request.model,
             client=self._client_config(request, tokenizer_dir),
-            sampling=_sampling(request.sampling),
+            sampling=vf.SamplingConfig(**request.sampling.parameters(is_external=request.is_external)),
         )
-        requires_spans = request.purpose == rollout_pb2.PURPOSE_TRAIN
         outcomes: list[Outcome] = []
         for _ in request.members:
             episode = await self._env.run_episode(task, context)
-            outcomes.append(_outcome(episode, requires_spans=requires_spans, has_tokens=not request.is_external))
+            outcomes.append(_outcome(episode, requires_spans=request.is_training, has_tokens=not request.is_external))
         return outcomes
 
-    def _client_config(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> Any:
+    def _client_config(self, request: PlayRequest, tokenizer_dir: str) -> Any:
         """The train client, which gives exact tokens; for an endpoint that is not ours the relaying one."""
         if request.is_external:
             return vf.EvalClientConfig(base_url=request.base_url, api_key_var=request.api_key_var or _API_KEY_VARIABLE)
@@ -123,15 +126,23 @@ def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, An
     return vf.resolve_env_config(base)
 
 
-def _sampling(sampling: env_service_pb2.Sampling) -> Any:
-    args: dict[str, Any] = {"temperature": sampling.temperature}
-    if sampling.max_tokens:
-        args["max_tokens"] = sampling.max_tokens
-    if 0 < sampling.top_p < 1:
-        args["top_p"] = sampling.top_p
-    if sampling.extra_body_json:
-        args |= json.loads(sampling.extra_body_json)
-    return vf.SamplingConfig(**args)
+def _keep_whole_traces() -> None:
+    """Have recorded errors tell what began them.
+
+    The library wraps what a task's code raises in an error that it does not raise, or whose cause it overwrites.
+    """
+    stock_init, stock_record = vf.TaskError.__init__, vf.Trace.record_error
+
+    def init(self: Any, *args: object) -> None:
+        stock_init(self, *args)
+        self.__context__ = sys.exc_info()[1]
+
+    def record_error(self: Any, error: Exception) -> None:
+        stock_record(self, error)
+        if self.errors[-1].traceback:
+            self.errors[-1].traceback = trace_text(error)
+
+    vf.TaskError.__init__, vf.Trace.record_error = init, record_error
 
 
 def _table(taskset: Any, num_tasks: int) -> TaskTable:
@@ -180,7 +191,7 @@ def _played(trace: Any) -> Outcome:
 def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
     """The typed failure of an episode, or None. The order is: deadline, context length, lost engine, error, reward."""
     errors = [*(error for each in episode.traces for error in each.errors), *episode.errors]
-    error = errors[-1] if errors else None
+    error = errors[0] if errors else None
     stop = played.stop_condition
     # 0.4 marks a timed-out trace and still calls the episode ok; 0.3 records an error that says so.
     is_timeout = any(getattr(thing, "is_timeout", False) for thing in (episode, *episode.traces))
@@ -188,6 +199,7 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
     says_timeout = says_timeout or (error is not None and "agent timeout" in error.message)
     if is_timeout or says_timeout or stop.endswith("_timeout"):
         message = error.message if error else f"stopped by {stop or 'a deadline'} of the environment"
+        message = f"{our_spelling(message)}; {_timeout_remedy(message, trace)}"
         return failed(RolloutStatus.TIMEOUT, "EnvironmentTimeout", message, of=played)
     if stop == _CONTEXT_LENGTH and not played.num_turns:
         message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
@@ -195,7 +207,17 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
     if lost := next((each for each in errors if ENGINE_LOST_MARK in each.message), None):
         return failed(RolloutStatus.ENGINE_LOST, "EngineLostError", lost.message, of=played)
     if error is not None:
-        return failed(_error_status(error), error.type, error.message, of=played)
+        frames = frames_of(error.traceback or "")
+        is_fault = error.type == "ProviderError" and (error.status_code or 0) >= 500
+        is_fault = is_fault and not any(mark in error.message for mark in (MISSING_TOKENS_MARK, UNREADABLE_MARK))
+        return failed(
+            _error_status(error),
+            error.type,
+            our_spelling(error.message),
+            of=played,
+            frames=frames,
+            is_infrastructure=is_fault,
+        )
     if not episode.ok or trace is None or not trace.ok:
         message = "the episode did not complete and recorded no error"
         return failed(RolloutStatus.ENV_ERROR, "EpisodeNotOk", message, of=played)
@@ -203,6 +225,15 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
         message = f"rewards without a value: {', '.join(missing)}"
         return failed(RolloutStatus.ENV_ERROR, "RewardError", message, of=played)
     return None
+
+
+def _timeout_remedy(message: str, trace: Any) -> str:
+    """Which of the environment's args sets the deadline."""
+    role = str(getattr(getattr(trace, "agent", None), "name", None) or "agent")
+    stages = [stage for stage in ("setup", "finalize", "scoring") if stage in message]
+    return (
+        f"raise args.env.{role}.timeout.{stages[0] if stages else 'rollout'} (in seconds), or find what takes so long"
+    )
 
 
 def _error_status(error: Any) -> RolloutStatus:

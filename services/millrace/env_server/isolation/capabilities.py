@@ -6,8 +6,9 @@ With the others it could raise its own limits, read the memory of processes arou
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Collection
+
+from millrace.env_server.isolation.system import libc, prctl
 
 KEPT = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18, 31})
 """chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service, sys_chroot, setfcap."""
@@ -33,30 +34,23 @@ def has(wanted: Collection[int]) -> bool:
 
 
 def drop(*, keep: Collection[int] = KEPT) -> None:
-    """Give the others up, for this process and all that it starts. Nothing for who has none. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    """Give up all others, for this process and what it starts. Raises OSError."""
     header, sets = _own()
     if not any(half.permitted for half in sets):
         return
     for capability in range(_MAX_CAPABILITY + 1):
         if capability not in keep:
             with contextlib.suppress(OSError):  # unknown to this kernel, or not ours to give up
-                _check(libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0))
+                prctl(_PR_CAPBSET_DROP, capability)
     for index, half in enumerate(sets):
         kept = sum(1 << (capability % 32) for capability in keep if capability // 32 == index)
         half.effective &= kept
         half.permitted &= kept
         half.inheritable = 0
-    _check(libc.capset(ctypes.byref(header), sets))
+    libc("capset", ctypes.byref(header), sets)
 
 
 def _own() -> tuple[_Header, "ctypes.Array[_Sets]"]:
     header, sets = _Header(_VERSION_3, 0), (_Sets * 2)()
-    _check(ctypes.CDLL(None, use_errno=True).capget(ctypes.byref(header), sets))
+    libc("capget", ctypes.byref(header), sets)
     return header, sets
-
-
-def _check(result: int) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))

@@ -1,6 +1,6 @@
 """What the processes of a worker use: its session and their descendants, see `millrace.processes.table`.
 
-Whoever left the session and whose parent ended is not found any more; only another user's limits hold for those.
+A process that left the session and whose parent ended is not found any more; only another user's limits hold for those.
 """
 
 import contextlib

@@ -50,7 +50,7 @@ def _try(confinement: Confinement, directory: str) -> None:
     ours.close()
     os.environ["HOME"] = os.environ["TMPDIR"] = "/tmp"
     confinement.enter(directory, control=control.detach())
-    command = [sys.executable, "-c", "import millrace.env_server.workers.worker"]
+    command = [sys.executable, "-c", "import millrace.env_server.workers.env_worker"]
     os.execv(sys.executable, command)
 
 

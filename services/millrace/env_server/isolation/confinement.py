@@ -14,7 +14,6 @@ A worker puts it on by itself, before it reads anything of the environment and w
 """
 
 import contextlib
-import ctypes
 import os
 import resource
 import sys
@@ -25,7 +24,8 @@ from typing import Any, Self
 
 from millrace.env_server.isolation import capabilities, landlock, namespaces
 from millrace.env_server.isolation.limits import WorkerLimits
-from millrace.env_server.isolation.view import View
+from millrace.env_server.isolation.system import prctl
+from millrace.env_server.isolation.visible import VisibleFiles
 from millrace.processes.parent_death import die_with_parent
 
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
@@ -52,7 +52,7 @@ class Confinement:
     """uid and gid of level `user`, and of `container` where the env-server is root."""
     connect_ports: tuple[int, ...] = ()
     """TCP ports that may be connected to; empty: all."""
-    view: View = field(default_factory=View)
+    visible: VisibleFiles = field(default_factory=VisibleFiles)
     """What is seen at level `container`."""
 
     @property
@@ -67,7 +67,7 @@ class Confinement:
             "limits": self.limits.to_json(),
             "user": self.user,
             "connect_ports": list(self.connect_ports),
-            "view": self.view.to_json(),
+            "visible": self.visible.to_json(),
         }
 
     @classmethod
@@ -79,7 +79,7 @@ class Confinement:
             limits=WorkerLimits.from_json(values["limits"]),
             user=None if user is None else (int(user[0]), int(user[1])),
             connect_ports=tuple(int(port) for port in values["connect_ports"]),
-            view=View.from_json(values["view"]),
+            visible=VisibleFiles.from_json(values["visible"]),
         )
 
     def enter(self, directory: str, *, files: Sequence[int] = (), control: int | None = None) -> None:
@@ -89,7 +89,7 @@ class Confinement:
         is theirs.
         """
         if control is not None:
-            namespaces.enter(self.view, directory, control=control, keep=files)
+            namespaces.enter(self.visible, directory, control=control, keep=files)
             directory = namespaces.DIRECTORY
         os.chdir(directory)
         os.umask(0o077)
@@ -103,7 +103,7 @@ class Confinement:
         die_with_parent()  # even while its code blocks; after the change of user, which forgets it
         if self.isolation is not Isolation.NONE and sys.platform == "linux":
             capabilities.drop(keep=frozenset() if self.is_container else capabilities.KEPT)
-            _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+            prctl(_PR_SET_NO_NEW_PRIVS, 1)
             with _unless_needed(is_needed=bool(self.connect_ports)):
                 landlock.restrict(connect_ports=self.connect_ports or None)
 
@@ -119,7 +119,7 @@ class Confinement:
         os.setgroups([])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
-        _prctl(_PR_SET_DUMPABLE, 1)  # else its own files in /proc would be root's
+        prctl(_PR_SET_DUMPABLE, 1)  # else its own files in /proc would be root's
 
 
 @contextlib.contextmanager
@@ -130,10 +130,3 @@ def _unless_needed(*, is_needed: bool) -> Any:
     except OSError:
         if is_needed:
             raise
-
-
-def _prctl(option: int, value: int) -> None:
-    """Raise OSError."""
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))

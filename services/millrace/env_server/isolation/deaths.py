@@ -9,7 +9,7 @@ from millrace.processes import sessions
 _ASKED = frozenset({-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 
 
-class Cause(Enum):
+class DeathCause(Enum):
     """Who ended a worker."""
 
     ITSELF = "itself"
@@ -30,17 +30,17 @@ class Cause(Enum):
 class Death:
     """The end of a worker."""
 
-    cause: Cause
+    cause: DeathCause
     how: str
     """`exit code 17, peak memory 210 MiB`, for people."""
 
     @property
     def is_from_outside(self) -> bool:
         """Whether the environment's code may be innocent of it."""
-        return self.cause in (Cause.FROZEN, Cause.OUTSIDE, Cause.ASKED)
+        return self.cause in (DeathCause.FROZEN, DeathCause.OUTSIDE, DeathCause.ASKED)
 
 
-def describe_death(returncode: int | None, *, killed: tuple[Cause, str] | None, peak_bytes: int) -> Death:
+def describe_death(returncode: int | None, *, killed: tuple[DeathCause, str] | None, peak_bytes: int) -> Death:
     """The end of a process with this return code; `killed` says why we killed it, if we did.
 
     `peak_bytes` is the most memory that was seen of it; 0 if nothing was.
@@ -49,11 +49,11 @@ def describe_death(returncode: int | None, *, killed: tuple[Cause, str] | None, 
     if killed is not None:
         cause, reason = killed
         return Death(cause=cause, how=f"{reason}{memory}")
-    cause = Cause.ITSELF
+    cause = DeathCause.ITSELF
     if returncode in _ASKED:
-        cause = Cause.ASKED
+        cause = DeathCause.ASKED
     elif returncode == -signal.SIGKILL:
-        cause = Cause.OUTSIDE
+        cause = DeathCause.OUTSIDE
     return Death(cause=cause, how=f"{describe_exit(returncode)}{memory}")
 
 

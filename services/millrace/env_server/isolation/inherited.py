@@ -79,6 +79,26 @@ def is_ours(name: str) -> bool:
     return is_placement or name in _PLACEMENT or name.startswith(_STORE_CREDENTIALS)
 
 
+def api_key_problem(variable: str) -> str:
+    """Why the endpoint's key is not there, or "". What a worker must not see is no key of an endpoint either."""
+    if not variable or worker_environ(os.environ).get(variable):
+        return ""
+    if os.environ.get(variable):
+        return "names a variable that environments do not get; put the endpoint's key into one of its own"
+    return _unset_problem(variable)
+
+
+def teacher_key_problem(variable: str) -> str:
+    """Why the teacher's key is not there, or "". Only this process asks the teacher: workers need not see the key."""
+    if variable and is_ours(variable):  # a run's config names it, and the URL that it would be sent to
+        return "is a variable of the deployment; put the teacher's key into one of its own"
+    return "" if not variable or os.environ.get(variable) else _unset_problem(variable)
+
+
+def _unset_problem(variable: str) -> str:
+    return f"is not set in the env-server's environment; start it with {variable}=<the endpoint's API key>"
+
+
 def _is_below(value: str, directories: Sequence[str]) -> bool:
     """Whether a part of the value is one of these directories, or a path in one."""
     parts = value.split(os.pathsep)

@@ -11,6 +11,8 @@ import platform
 import struct
 from collections.abc import Iterable
 
+from millrace.env_server.isolation.system import libc
+
 CONNECT_VERSION = 4
 """From this version on TCP connections can be limited to ports."""
 _SCOPE_VERSION = 6
@@ -27,7 +29,9 @@ def version() -> int:
     """Version of Landlock that the kernel offers; 0 if it has none."""
     if platform.system() != "Linux":
         return 0
-    return max(0, _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION)))
+    with contextlib.suppress(OSError):
+        return libc("syscall", _CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION))
+    return 0
 
 
 def restrict(*, connect_ports: Iterable[int] | None) -> bool:
@@ -48,24 +52,13 @@ def restrict(*, connect_ports: Iterable[int] | None) -> bool:
         attributes += struct.pack("Q", 0 if connect_ports is None else _NET_CONNECT)
     if has >= _SCOPE_VERSION:
         attributes += struct.pack("Q", _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS)
-    rules = _checked(_libc().syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)))
+    rules = libc("syscall", _CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     try:
         for port in connect_ports or ():
             rule = struct.pack("QQ", _NET_CONNECT, port)
-            _checked(_libc().syscall(_ADD_RULE, rules, _RULE_NET_PORT, rule, ctypes.c_uint32(0)))
-        _checked(_libc().syscall(_RESTRICT_SELF, rules, ctypes.c_uint32(0)))
+            libc("syscall", _ADD_RULE, rules, _RULE_NET_PORT, rule, ctypes.c_uint32(0))
+        libc("syscall", _RESTRICT_SELF, rules, ctypes.c_uint32(0))
     finally:
         with contextlib.suppress(OSError):
             os.close(rules)
     return True
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result

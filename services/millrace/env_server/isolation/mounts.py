@@ -1,4 +1,4 @@
-"""A root directory of a worker's own (level `container`): what `View` shows, read-only, and a private /tmp."""
+"""A root directory of a worker's own (level `container`): what `VisibleFiles` shows, read-only, and a private /tmp."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from millrace.env_server.isolation.system import libc, named
-from millrace.env_server.isolation.view import View
+from millrace.env_server.isolation.visible import VisibleFiles
 
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
@@ -22,7 +22,7 @@ _DEVICE_LINKS |= {"stderr": "/proc/self/fd/2"}
 _SHM_BYTES = 256 << 20
 
 
-def enter_root(view: View, directory: str) -> None:
+def enter_root(visible: VisibleFiles, directory: str) -> None:
     """Make it and go there. `directory` holds `root` (empty), `tmp` (the worker's) and `hosts`.
 
     Of a process with a mount namespace of its own and the right to mount in it. Raises OSError, which names the step.
@@ -30,7 +30,7 @@ def enter_root(view: View, directory: str) -> None:
     root = f"{directory}/root"
     _mount("", "/", flags=_REC | _PRIVATE)
     _mount("tmpfs", root, kind="tmpfs", options="mode=755,size=4m")
-    bound = _show(view, root)
+    bound = _show(visible, root)
     for name in ("proc", "tmp", "dev", "dev/shm"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
     for name in (*(f"dev/{name}" for name in _DEVICES), "etc/hosts"):
@@ -39,7 +39,7 @@ def enter_root(view: View, directory: str) -> None:
     for name, target in _DEVICE_LINKS.items():
         os.symlink(target, f"{root}/dev/{name}")
     _bind(f"{directory}/hosts", f"{root}/etc/hosts")
-    _hide(view, bound)
+    _hide(visible, bound)
     _make_read_only(root)
     for name in _DEVICES:
         _bind(f"/dev/{name}", f"{root}/dev/{name}")
@@ -50,10 +50,10 @@ def enter_root(view: View, directory: str) -> None:
     _change_root(root)
 
 
-def _show(view: View, root: str) -> list[tuple[str, str]]:
+def _show(visible: VisibleFiles, root: str) -> list[tuple[str, str]]:
     """Bind what is shown, where it lies and where it was named: (what, where) of each."""
     bound: list[tuple[str, str]] = []
-    for path in sorted(view.shown, key=len):
+    for path in sorted(visible.shown, key=len):
         real = os.path.realpath(path)
         if not os.path.exists(real):
             continue
@@ -70,9 +70,9 @@ def _show(view: View, root: str) -> list[tuple[str, str]]:
     return bound
 
 
-def _hide(view: View, bound: list[tuple[str, str]]) -> None:
+def _hide(visible: VisibleFiles, bound: list[tuple[str, str]]) -> None:
     """Cover what is hidden wherever it would be seen: a directory by an empty one, a file by nothing."""
-    for path in view.hidden:
+    for path in visible.hidden:
         real = os.path.realpath(path)
         for what, where in bound:
             if real != what and not real.startswith(f"{what}/"):

@@ -5,12 +5,11 @@
 `outer` is the process that the env-server knows: it ends as the worker ended, and with it everything inside. `init`
 reaps what the worker leaves behind, and makes the listening sockets by which engines are reached (`door`).
 
-Whoever may administer the system (root) makes the namespaces as such, and the worker runs as another user. Whoever may
-not makes a user namespace, in which it is itself and nobody else exists.
+A process that may administer the system (root) makes the namespaces as such, and the worker runs as another user. One
+that may not makes a user namespace, in which it is itself and nobody else exists.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -24,8 +23,8 @@ from typing import NoReturn
 from millrace.decoding import decode_object
 from millrace.env_server.isolation import capabilities
 from millrace.env_server.isolation.mounts import enter_root
-from millrace.env_server.isolation.system import libc, named
-from millrace.env_server.isolation.view import View
+from millrace.env_server.isolation.system import libc, named, prctl
+from millrace.env_server.isolation.visible import VisibleFiles
 from millrace.errors import CorruptObjectError
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
@@ -43,7 +42,7 @@ def is_administrator() -> bool:
     return capabilities.has({_SYS_ADMIN, _NET_ADMIN, _SETUID, _SETGID})
 
 
-def enter(view: View, directory: str, *, control: int, keep: Sequence[int]) -> None:
+def enter(visible: VisibleFiles, directory: str, *, control: int, keep: Sequence[int]) -> None:
     """Become a worker in namespaces of its own; returns in the worker, with `keep` and the standard files open.
 
     This process must have one thread. `control` is a socket (SOCK_SEQPACKET) on which `init` takes requests. Raises
@@ -61,8 +60,8 @@ def enter(view: View, directory: str, *, control: int, keep: Sequence[int]) -> N
         _be_outer(init, told, close=[tell, control, *keep])
     os.close(told)
     try:
-        libc("prctl", _PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-        enter_root(view, directory)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        enter_root(visible, directory)
         _start_network()
         worker = os.fork()
     except OSError as error:
@@ -86,7 +85,7 @@ def _be_outer(init: int, told: int, *, close: Sequence[int]) -> NoReturn:
     """Wait, and end as the worker did."""
     for file in close:
         os.close(file)
-    libc("prctl", _PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _guard()
     said = os.read(told, 64)
     _, how = os.waitpid(init, 0)
@@ -128,7 +127,7 @@ def _be_init(worker: int, tell: int, control: int, *, close: Sequence[int]) -> N
 def _guard() -> None:
     """No powers, and nobody may look into this process: what the worker runs must not take it over."""
     capabilities.drop(keep=frozenset())
-    libc("prctl", _PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0)
+    prctl(_PR_SET_DUMPABLE, 0)
 
 
 def _answer(asked: socket.socket) -> bool:

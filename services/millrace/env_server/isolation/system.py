@@ -16,6 +16,11 @@ def libc(function: str, *args: Any) -> int:
     return int(result)
 
 
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process. Raises OSError."""
+    libc("prctl", option, ctypes.c_ulong(value), 0, 0, 0)
+
+
 @contextlib.contextmanager
 def named(step: str) -> Iterator[None]:
     """Say in the error what could not be done."""

@@ -1,4 +1,4 @@
-"""Brings the kept rollouts of one run into its log, once each, and back into it when the log lost them.
+"""Appends the kept rollouts of one run to its log, once each, and again when the log lost them.
 
 One task per run, so nothing here can race with itself. It appends what is pending; whenever the log is another copy
 than the one that it compared with last (this process started, Redis was wiped and the log rebuilt, Redis restarted and
@@ -16,7 +16,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from millrace.env_server.spool.files import Kept, Spool
-from millrace.errors import LogGoneError, NotFoundError, UnavailableError
+from millrace.errors import LogGoneError
 from millrace.runlog.names import Stream
 from millrace.runlog.redis.hashes import read_hashes
 from millrace.runlog.redis.log import AppendResult, RunLog
@@ -30,8 +30,6 @@ MAX_DELAY_S = 5.0
 # RunLog retries a lost connection for 30 s; one append is one such round.
 _CALL_TIMEOUT_S = 60.0
 _PARALLEL_APPENDS = 16
-# While the log cannot be opened, the store is asked this often whether the run has ended.
-_LOOK_FOR_END_S = 10.0
 
 
 class RunAppender:
@@ -42,14 +40,15 @@ class RunAppender:
         run_uid: str,
         spool: Spool,
         open_log: Callable[[str], Awaitable[RunLog]],
-        has_ended: Callable[[str], Awaitable[bool]],
         *,
+        on_closed_log: Callable[[], None],
         max_delay_s: float = MAX_DELAY_S,
     ) -> None:
+        """`on_closed_log` hears whenever the log could not be opened: perhaps the run is over."""
         self._uid = run_uid
         self._spool = spool
         self._open_log = open_log
-        self._has_ended = has_ended
+        self._on_closed_log = on_closed_log
         self._max_delay_s = max_delay_s
         self._log: RunLog | None = None
         self._is_gone = False
@@ -64,7 +63,6 @@ class RunAppender:
         self._backlog: set[str] = set(self._pending)
         """What the last comparison, or the start, made pending."""
         self._problem = ""
-        self._looked_for_end = 0.0
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"append {run_uid}")
@@ -105,10 +103,10 @@ class RunAppender:
             for kept in self._spool.of_run(self._uid)
             if all_of_them or (not kept.is_eval and kept.ordinal < resolved_below)
         ]
+        if lost := [kept.ordinal for kept in gone if kept.h in self._pending]:
+            fields = {"run": self._uid, "rollouts": len(lost), "first_ordinal": lost[0]}
+            logger.warning("finished rollouts given up: not wanted any more", extra=fields)
         for kept in gone:
-            if kept.h in self._pending:
-                where = {"run": kept.run_uid, "ordinal": kept.ordinal}
-                logger.warning("finished rollout given up: not wanted any more", extra=where)
             self._settle(kept.h, is_appended=False)
         return gone
 
@@ -149,9 +147,10 @@ class RunAppender:
                         continue
                     logger.warning("rollouts kept, append failed", extra={"run": self._uid, "problem": self._problem})
                     wait.on(self._describe_pending(), waits_on="redis", key="append")
-                    if not await self._look_for_end():
-                        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-                        delay_s = min(2 * delay_s, self._max_delay_s)
+                    if self._log is None or self._is_gone:
+                        self._on_closed_log()
+                    await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+                    delay_s = min(2 * delay_s, self._max_delay_s)
             finally:
                 wait.over()
 
@@ -163,7 +162,7 @@ class RunAppender:
         return f"append of rollout {first.ordinal}{more}: {self._problem}"
 
     async def _round(self) -> str:
-        """Bring some of the pending rollouts into the log; the problem in words, or ""."""
+        """Append some of the pending rollouts; the problem in words, or ""."""
         try:
             log = await self._opened()
             if self._has_to_compare():
@@ -240,26 +239,6 @@ class RunAppender:
         if answer is not None and not answer.done():
             answer.set_result(is_appended)
         self._notify()
-
-    async def _look_for_end(self) -> bool:
-        """Whether the log cannot be opened because the run is over: then nothing is kept of it any more."""
-        now = asyncio.get_running_loop().time()
-        is_open = self._log is not None and not self._is_gone
-        if is_open or now - self._looked_for_end < _LOOK_FOR_END_S:
-            return False
-        self._looked_for_end = now
-        try:
-            async with asyncio.timeout(_CALL_TIMEOUT_S):
-                if not await self._has_ended(self._uid):
-                    return False
-        except (UnavailableError, NotFoundError, TimeoutError) as error:
-            logger.warning("cannot see whether the run ended", extra={"run": self._uid, "problem": str(error)})
-            return False
-        logger.info("run is over, its spool is emptied", extra={"run": self._uid})
-        self.give_up(0, all_of_them=True)
-        await self._spool.drop_run(self._uid)
-        self._must_compare, self._compared = False, (self._asked, self._asked)
-        return True
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -2,10 +2,11 @@
 
 A finished rollout may have cost minutes of GPU time. It is a file here before its append to the log is sent, and it
 stays one until the run's resolved watermark passes its ordinal: so neither `kill -9` of this process nor a Redis that
-lost its tail or everything costs a finished rollout. `appender` brings the files into the log, and back into it.
+lost its tail or everything costs a finished rollout. `appender` appends the files to the log, again to a rebuilt one.
 
     {MILLRACE_SPOOL_DIR}/.lock                                        one env-server per directory
     {MILLRACE_SPOOL_DIR}/{uid}/{t|e}-{ordinal}-{sha256}.rollout       exactly the bytes of the log's entry
+    {MILLRACE_SPOOL_DIR}/.dropped-{time}-{uid}/                       of a run that ended: being deleted
     {MILLRACE_SPOOL_DIR}/damaged/{uid}-{name}                         what did not have its sha256: never appended
 
 A file appears whole by a rename and is not fsynced: the kernel keeps what a killed process wrote, and a machine that
@@ -21,6 +22,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +31,8 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from millrace.errors import CapacityError, InvalidStateError
-from millrace.internal.v1 import rollout_pb2
+from millrace.rollouts.types import Purpose, Rollout
+from millrace.rollouts.wire import encode_rollout
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ _NAME = re.compile(r"(?P<kind>[te])-(?P<ordinal>\d{12,})-(?P<h>[0-9a-f]{64})\.ro
 _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.tmp")
 _DAMAGED = "damaged"
 _LOCK = ".lock"
+_DROPPED = ".dropped-"
 _SLOW_DISK_S = 10.0  # a write above this is overdue in `run why`; the kernel ends it
 _QUIET_DISK_S = 2.0  # a queue of writes that lasts no longer is ordinary
 _FIRST_RETRY_S, _MAX_RETRY_S = 0.5, 5.0
@@ -83,7 +87,7 @@ class Spool:
         self._unwritten: dict[str, Kept] = {}
         self._disk_problem = ""
         self._rewriting: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "spool")
+        self.executor = ThreadPoolExecutor(1, "spool")
         self._lock_file = self._take()
         self._scan()
 
@@ -123,12 +127,12 @@ class Spool:
                 remedy="wait until the runs resolve them, or raise MILLRACE_SPOOL_BYTES",
             )
 
-    async def keep(self, rollout: rollout_pb2.Rollout) -> Kept:
+    async def keep(self, rollout: Rollout) -> Kept:
         """Write a finished rollout; where the disk refuses it stays in memory, and writing it is tried again."""
-        data = rollout.SerializeToString(deterministic=True)
+        data = encode_rollout(rollout)
         kept = Kept(
             run_uid=rollout.run_uid,
-            is_eval=rollout.purpose == rollout_pb2.PURPOSE_EVAL,
+            is_eval=rollout.purpose is Purpose.EVAL,
             ordinal=rollout.ordinal,
             h=hashlib.sha256(data).hexdigest(),
             size_bytes=len(data),
@@ -179,10 +183,17 @@ class Spool:
         if paths:
             await self._in_thread(lambda: _delete(paths))
 
+    def forget_run(self, run_uid: str) -> None:
+        """Forget everything of a run; its files stay until `drop_run`."""
+        for kept in self.of_run(run_uid):
+            self._forget(kept)
+
     async def drop_run(self, run_uid: str) -> None:
-        """Forget everything of a run."""
-        await self.drop(self.of_run(run_uid))
-        await self._in_thread(lambda: shutil.rmtree(self.directory / run_uid, ignore_errors=True))
+        """Forget everything of a run at once; its files are deleted where nobody waits for it."""
+        self.forget_run(run_uid)
+        aside = self.directory / f"{_DROPPED}{time.time_ns()}-{run_uid}"
+        await self._in_thread(lambda: _move(self.directory / run_uid, aside))
+        await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
 
     async def close(self) -> None:
         """Write what the disk refused, if it takes it now, and give the directory to a successor."""
@@ -192,7 +203,7 @@ class Spool:
         if self._unwritten and not await self._write_again():
             extra = {"rollouts": len(self._unwritten), "problem": self._disk_problem}
             logger.error("finished rollouts die with this process: the disk does not take them", extra=extra)
-        self._thread.shutdown()
+        self.executor.shutdown()
         self._lock_file.close()
         if self._is_private:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -219,7 +230,7 @@ class Spool:
     async def _in_thread(self, function: Callable[[], T]) -> T:
         reason = f"{waits.COUNT} reads and writes of the spool {self.directory}"
         with waits.shared(reason, waits_on="disk", deadline_s=_SLOW_DISK_S, quiet_s=_QUIET_DISK_S):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+            return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
     def _write(self, kept: Kept) -> None:
         """Write its file; runs in the thread."""
@@ -292,6 +303,9 @@ class Spool:
         for directory in self.directory.iterdir():
             if not directory.is_dir() or directory.name == _DAMAGED:
                 continue
+            if directory.name.startswith(_DROPPED):  # a deletion that was cut short
+                threading.Thread(target=shutil.rmtree, args=(directory,), kwargs={"ignore_errors": True}).start()
+                continue
             for path in directory.iterdir():
                 match = _NAME.fullmatch(path.name)
                 if match is None:
@@ -317,8 +331,10 @@ def _move(path: Path, aside: Path) -> None:
     try:
         aside.parent.mkdir(exist_ok=True)
         path.rename(aside)
+    except FileNotFoundError:
+        pass  # nothing of it was written, or somebody else deleted it
     except OSError as error:
-        logger.error("damaged spool file could not be moved", extra={"path": str(path), "problem": str(error)})
+        logger.error("spool file could not be moved", extra={"path": str(path), "problem": str(error)})
 
 
 def _delete(paths: Iterable[Path]) -> None:

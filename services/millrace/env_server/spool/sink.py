@@ -15,17 +15,18 @@ from millrace.env_server.play_meters import APPEND_SECONDS
 from millrace.env_server.spool.appender import MAX_DELAY_S, RunAppender
 from millrace.env_server.spool.files import Spool
 from millrace.errors import MillraceError, UnavailableError
-from millrace.internal.v1 import rollout_pb2
+from millrace.rollouts.types import Rollout
 from millrace.runlog.redis.log import RunLog
 
 logger = logging.getLogger(__name__)
 
-EVERYTHING = 1 << 62
-"""A resolved watermark from here on says that the run is over."""
 # An evaluation has no watermark: its rollouts are read within seconds, and Redis is rebuilt within minutes.
 EVAL_KEPT_S = 600.0
 # A run of which no heartbeat speaks may be over: the store is asked this often.
 _LOOK_FOR_END_S = 60.0
+# So may one whose log cannot be opened.
+_LOOK_AT_CLOSED_LOG_S = 10.0
+_LOOK_TIMEOUT_S = 60.0
 
 
 class RolloutSink:
@@ -49,6 +50,8 @@ class RolloutSink:
         self._resolved_below: dict[str, int] = {}
         self._instances: dict[str, str] = {}
         self._heard_of: dict[str, float] = {}
+        self._ended: set[str] = set()
+        self._looked_for_end: dict[str, float] = {}
         self._dropping: set[asyncio.Task[None]] = set()
         self._tidying = asyncio.create_task(self._tidy(), name="spool tidy")
         for run_uid in spool.run_uids:
@@ -64,9 +67,10 @@ class RolloutSink:
         """Rollouts that wait for their append."""
         return sum(appender.num_pending for appender in self._appenders.values())
 
-    async def append(self, rollout: rollout_pb2.Rollout) -> bool:
+    async def append(self, rollout: Rollout) -> bool:
         """Keep, then append, as long as it takes; False if it was given up because nobody needs it any more."""
-        if not rollout.eval_id and rollout.ordinal < self._resolved_below.get(rollout.run_uid, 0):
+        is_resolved = not rollout.eval_id and rollout.ordinal < self._resolved_below.get(rollout.run_uid, 0)
+        if is_resolved or rollout.run_uid in self._ended:
             return False
         began = time.monotonic()
         kept = await self.spool.keep(rollout)
@@ -76,33 +80,44 @@ class RolloutSink:
         return is_appended
 
     def note_run(self, run_uid: str, resolved_below: int, log_instance: str) -> None:
-        """Take what a heartbeat says about a run; files are deleted in the background."""
+        """Take what a heartbeat says about a run that goes on; files are deleted in the background."""
         self._heard_of[run_uid] = time.monotonic()
+        self.note_driven(run_uid)
         if log_instance:
             self._instances[run_uid] = log_instance
-        known = self._resolved_below.get(run_uid, 0)
-        if known >= EVERYTHING > resolved_below:
-            known = 0  # it had ended as FAILED, and `run resume` reopened it
-        self._resolved_below[run_uid] = below = max(resolved_below, known)
+        self._resolved_below[run_uid] = below = max(resolved_below, self._resolved_below.get(run_uid, 0))
         appender = self._appenders.get(run_uid)
         if appender is None:
-            return
-        if below >= EVERYTHING:
-            self._in_background(self._end_run(run_uid))
             return
         appender.note_instance(log_instance)
         if resolved := appender.give_up(below, all_of_them=False):
             self._in_background(self.spool.drop(resolved))
 
-    def is_resolved(self, run_uid: str, ordinal: int) -> bool:
-        """Whether nobody waits for this training ordinal any more."""
-        return ordinal < self._resolved_below.get(run_uid, 0)
+    def note_driven(self, run_uid: str) -> None:
+        """An orchestrator drives the run: if it had ended (as FAILED), `run resume` has reopened it."""
+        self._ended.discard(run_uid)
+
+    def end_run(self, run_uid: str) -> None:
+        """Forget at once what is kept of a run that has ended; its files are deleted in the background."""
+        self._heard_of[run_uid] = time.monotonic()
+        self._ended.add(run_uid)
+        self._resolved_below.pop(run_uid, None)
+        appender = self._appenders.pop(run_uid, None)
+        if appender is None and run_uid not in self.spool.run_uids:
+            return
+        logger.info("run is over, its spool is emptied", extra={"run": run_uid})
+        if appender is not None:
+            appender.give_up(0, all_of_them=True)
+            self._in_background(appender.close())
+        self.spool.forget_run(run_uid)
+        self._in_background(self.spool.drop_run(run_uid))
 
     async def catch_up(self, run_uid: str, log_instance: str, *, timeout_s: float) -> None:
         """Have that copy of the run's log hold everything that is kept of the run.
 
         UnavailableError (RESYNC_RUNNING) after `timeout_s`; it goes on, so asking again is right.
         """
+        self.note_driven(run_uid)
         if log_instance:
             self._instances[run_uid] = log_instance
         appender = self._appenders.get(run_uid)
@@ -119,9 +134,10 @@ class RolloutSink:
             ) from None
 
     async def recover(self, *, timeout_s: float) -> None:
-        """Append what a predecessor left, as far as that is possible in `timeout_s`."""
+        """Append what a predecessor left of runs that go on, as far as that is possible in `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(self._end_if_over(run_uid) for run_uid in self.spool.run_uids))
                 for appender in list(self._appenders.values()):
                     await appender.caught_up("")
         except TimeoutError:
@@ -139,7 +155,11 @@ class RolloutSink:
     def _appender(self, run_uid: str) -> RunAppender:
         if run_uid not in self._appenders:
             self._appenders[run_uid] = appender = RunAppender(
-                run_uid, self.spool, self._open_log, self._has_ended, max_delay_s=self._max_delay_s
+                run_uid,
+                self.spool,
+                self._open_log,
+                on_closed_log=lambda: self._note_closed_log(run_uid),
+                max_delay_s=self._max_delay_s,
             )
             appender.note_instance(self._instances.get(run_uid, ""))
         return self._appenders[run_uid]
@@ -149,12 +169,11 @@ class RolloutSink:
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
 
-    async def _end_run(self, run_uid: str) -> None:
-        self._resolved_below[run_uid] = EVERYTHING
-        if appender := self._appenders.pop(run_uid, None):
-            appender.give_up(0, all_of_them=True)
-            await appender.close()
-            await self.spool.drop_run(run_uid)
+    def _note_closed_log(self, run_uid: str) -> None:
+        now = time.monotonic()
+        if now - self._looked_for_end.get(run_uid, -_LOOK_AT_CLOSED_LOG_S) >= _LOOK_AT_CLOSED_LOG_S:
+            self._looked_for_end[run_uid] = now
+            self._in_background(self._end_if_over(run_uid))
 
     async def _tidy(self) -> None:
         """Drop evaluations that were read long ago, and runs that ended while nobody told us."""
@@ -167,14 +186,14 @@ class RolloutSink:
                 old = [k for k in kept if k.is_eval and k.appended_at and now - k.appended_at > EVAL_KEPT_S]
                 await self.spool.drop(old)
                 if now - self._heard_of.get(run_uid, 0.0) > self._look_for_end_s:
-                    await self._drop_if_over(run_uid)
+                    await self._end_if_over(run_uid)
 
-    async def _drop_if_over(self, run_uid: str) -> None:
+    async def _end_if_over(self, run_uid: str) -> None:
         try:
-            is_over = await self._has_ended(run_uid)
-        except MillraceError as error:
+            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                is_over = await self._has_ended(run_uid)
+        except (MillraceError, TimeoutError) as error:
             logger.warning("cannot see whether the run ended", extra={"run": run_uid, "problem": str(error)})
             return
         if is_over:
-            logger.info("run is over, its spool is emptied", extra={"run": run_uid})
-            await self._end_run(run_uid)
+            self.end_run(run_uid)

@@ -14,9 +14,9 @@ TEACHER = "orchestrator.algo.teacher"
 """Where it stands in the config."""
 _TOKENIZER_DIFFERS, _VOCABULARY_DIFFERS = "TEACHER_TOKENIZER_DIFFERS", "TEACHER_VOCABULARY_DIFFERS"
 IS_ANOTHER = frozenset({_TOKENIZER_DIFFERS, _VOCABULARY_DIFFERS})
-"""Reasons of refusals that say who the teacher is; it may take back every other one (a key, a gateway, a route)."""
+"""Reasons of refusals that mean another teacher; it may take back every other one (a key, a gateway, a route)."""
 ABOUT_THE_TOKENS = frozenset({200, 400, 422})
-"""Statuses of refusals that are about the tokens that were sent, and not about who sends them or where."""
+"""Statuses of refusals that are about the tokens that were sent, and not about the key or the address."""
 # Scripts, digits, blanks and marks that vocabularies cut differently. Short: some teachers have little context.
 _PROBE = "The 2,048 naïve cats'  saw\n\tπ≈3.14159, Ünïcode, 日本語, def f(x): return x**2 🙂"
 _MAX_SPECIAL = 16

@@ -22,15 +22,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.config.sections.algo import AlgoConfig, TeacherConfig
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
+from millrace.env_server.requests import PlayRequest
 from millrace.env_server.teacher.check import ABOUT_THE_TOKENS, IS_ANOTHER, TEACHER, check_teacher, refusal
 from millrace.env_server.teacher.client import TeacherClient, TeacherLostError, TeacherRefusedError
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, UnavailableError
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.rollouts.types import MAX_ERROR_MESSAGE_CHARS, Float32Array, Rollout, RolloutError, RolloutStatus, Sample
-from millrace.rollouts.wire import rollout_from_proto, rollout_to_proto
 from millrace.runlog.names import Names
+from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.records.scores import store_scores
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import waits
@@ -88,12 +88,12 @@ class Teachers:
         self._key_problem = key_problem
         self._runs: dict[str, _RunTeacher] = {}
 
-    async def require_ready(self, request: env_service_pb2.PlayGroupRequest) -> None:
+    async def require_ready(self, request: PlayRequest) -> None:
         """Return if the run needs no teacher, or its teacher was checked and answers.
 
         CapacityError while it does not answer; InvalidSpecError if it cannot do its work.
         """
-        if request.purpose != rollout_pb2.PURPOSE_TRAIN:
+        if not request.is_training:
             return
         run = self._runs.setdefault(request.run_uid, _RunTeacher())
         run.asked_at = time.monotonic()
@@ -115,12 +115,10 @@ class Teachers:
             run.opening = None  # what went wrong is tried again when somebody asks again
         opening.result()
 
-    async def score(
-        self, part: env_service_pb2.PlayGroupRequest, rollouts: Sequence[rollout_pb2.Rollout]
-    ) -> Sequence[rollout_pb2.Rollout]:
+    async def score(self, part: PlayRequest, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """The rollouts with their scores in the store; one that could not be scored ends as a failure."""
         run = self._runs.get(part.run_uid)
-        if part.purpose != rollout_pb2.PURPOSE_TRAIN or run is None or run.scoring is None or run.client is None:
+        if not part.is_training or run is None or run.scoring is None or run.client is None:
             return rollouts
         scorer = _Scorer(self._store, Names(self._prefix, part.run_uid), run.client, run.scoring.seq_len)
         timeout_s = part.rollout_timeout_seconds
@@ -135,14 +133,14 @@ class Teachers:
         for run in self._runs.values():
             if run.opening is not None:
                 run.opening.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):  # whoever asked has had its answer
+                with contextlib.suppress(asyncio.CancelledError, Exception):  # the caller has had its answer
                     await run.opening
             if run.client is not None:
                 # unregistered wait: an HTTP session, which closes at once
                 await run.client.close()
 
-    async def _open(self, request: env_service_pb2.PlayGroupRequest, run: _RunTeacher) -> None:
-        """Find out who the run's teacher is, and wait until it was checked."""
+    async def _open(self, request: PlayRequest, run: _RunTeacher) -> None:
+        """Look up the run's teacher, and wait until it was checked."""
         with waits.of_run(request.run_uid):
             if run.scoring is None:
                 run.scoring = await asyncio.to_thread(self._read_scoring, request.run_uid)
@@ -150,9 +148,7 @@ class Teachers:
                 await self._await_teacher(request, run, run.scoring)
             run.is_ready, run.was_ready, run.problem = True, True, ""
 
-    async def _await_teacher(
-        self, request: env_service_pb2.PlayGroupRequest, run: _RunTeacher, scoring: _Scoring
-    ) -> None:
+    async def _await_teacher(self, request: PlayRequest, run: _RunTeacher, scoring: _Scoring) -> None:
         teacher = scoring.teacher
         variable = teacher.api_key_var or ""
         if problem := self._key_problem(variable):
@@ -185,8 +181,8 @@ class Teachers:
             data = self._store.get(Names(self._prefix, run_uid).run_json, max_bytes=MAX_JSON_BYTES)
         except NotFoundError:  # deleted: what is played for it is nobody's any more
             return None
-        record = decode_object(data, what=f"run.json of run {run_uid}", reason="RUN_JSON_CORRUPT")
-        orchestrator = record.get("config", {}).get("orchestrator", {})
+        record = RunRecord.parse(data, where=f"run.json of run {run_uid}")
+        orchestrator = (record.config or {}).get("orchestrator", {})
         if not orchestrator.get("algo", {}).get("teacher"):
             return None
         algo = AlgoConfig.model_validate(orchestrator["algo"])
@@ -204,11 +200,10 @@ class _Scorer:
         self._seq_len = seq_len
         self.is_lost = False
 
-    async def score(self, message: rollout_pb2.Rollout, *, timeout_s: float) -> rollout_pb2.Rollout:
+    async def score(self, rollout: Rollout, *, timeout_s: float) -> Rollout:
         """The rollout, scored or failed; takes until its deadline, and `_SCORE_S` at least."""
-        rollout = rollout_from_proto(message)
         if rollout.status is not RolloutStatus.OK:
-            return message
+            return rollout
         budget_s = max(_SCORE_S, timeout_s - rollout.seconds)
         try:
             async with asyncio.timeout(budget_s):
@@ -225,7 +220,7 @@ class _Scorer:
             return _failed(rollout, RolloutStatus.MODEL_ERROR, "TeacherRefused", str(error))
         except (UnavailableError, CapacityError) as error:
             return _failed(rollout, RolloutStatus.ENGINE_LOST, "ScoresNotStored", str(error))
-        return rollout_to_proto(replace(rollout, metrics={**rollout.metrics, REVERSE_KL: _reverse_kl(rollout, scores)}))
+        return replace(rollout, metrics={**rollout.metrics, REVERSE_KL: _reverse_kl(rollout, scores)})
 
     async def _refuses_all(self, error: TeacherRefusedError, rollout: Rollout) -> bool:
         """Whether the teacher takes no request at all any more, not even of two tokens."""
@@ -253,7 +248,7 @@ class _Scorer:
         scores[places] = found[places - 1]
         return scores
 
-    def _lost(self, rollout: Rollout, error_type: str, problem: str) -> rollout_pb2.Rollout:
+    def _lost(self, rollout: Rollout, error_type: str, problem: str) -> Rollout:
         self.is_lost = True
         return _failed(rollout, RolloutStatus.ENGINE_LOST, error_type, problem)
 
@@ -263,6 +258,6 @@ def _reverse_kl(rollout: Rollout, scores: Sequence[Float32Array]) -> float:
     return float(np.concatenate(gaps).mean()) if gaps else 0.0
 
 
-def _failed(rollout: Rollout, status: RolloutStatus, error_type: str, problem: str) -> rollout_pb2.Rollout:
+def _failed(rollout: Rollout, status: RolloutStatus, error_type: str, problem: str) -> Rollout:
     error = RolloutError(type=error_type, message=problem[:MAX_ERROR_MESSAGE_CHARS])
-    return rollout_to_proto(replace(rollout, status=status, error=error, samples=(), reward=0.0))
+    return replace(rollout, status=status, error=error, samples=(), reward=0.0)

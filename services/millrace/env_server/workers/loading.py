@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from millrace.env_server.isolation.deaths import EnvLoadError
+from millrace.env_server.requests import EnvSpec, LoadedEnv
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.env_server.workers.supervisor import DEFAULT_BLOCKED_GRACE_S, DEFAULT_FROZEN_S, WorkerProcess
-from millrace.internal.v1 import env_service_pb2, env_worker_pb2
+from millrace.env_server.workers.worker_process import DEFAULT_BLOCKED_GRACE_S, DEFAULT_FROZEN_S, WorkerProcess
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -36,12 +36,12 @@ class PoolLimits:
 class Loader:
     """Of one environment."""
 
-    env: env_service_pb2.EnvSpec
+    env: EnvSpec
     limits: PoolLimits
     starter: WorkerStarter
     is_over: Callable[[], bool]
     """Whether no more workers are wanted."""
-    info: env_worker_pb2.EnvLoaded | None = None
+    info: LoadedEnv | None = None
     """What the first worker has loaded."""
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 

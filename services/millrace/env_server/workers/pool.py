@@ -11,7 +11,7 @@ Every rollout ends, whatever its environment does, and one bad task does not tak
   there is cleared, and its other rollouts go back to the shared workers. A task that kills a probe worker, alone, and
   has been in flight in two deaths, is quarantined, and its rollouts end as QUARANTINED from then on.
 * While an environment's tasks do so often, those that were not tried yet are probed from the start, and when most of
-  them do, the environment is given up: ENV_KILLS_WORKERS names tasks and exit codes (`verdicts`).
+  them do, the environment is given up: ENV_KILLS_WORKERS names tasks and exit codes (`trials`).
 * A worker that was asked to end (SIGTERM, SIGINT, SIGHUP), wherever it played, accuses nobody: the rollout is played
   again, twice at most; after that such an end counts like others.
 * While the env-server leaves, the death of a worker is no news at all: what is around it is being stopped. Workers
@@ -31,15 +31,14 @@ from typing import Any
 
 from millrace.env_server import play_meters
 from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
-from millrace.env_server.isolation.deaths import Cause, EnvLoadError, WorkerDiedError
+from millrace.env_server.isolation.deaths import DeathCause, EnvLoadError, WorkerDiedError
+from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.env_server.workers.loading import Loader, PoolLimits
 from millrace.env_server.workers.probes import Probes
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.env_server.workers.supervisor import WorkerProcess
-from millrace.env_server.workers.verdicts import Verdicts
-from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
-from millrace.rollouts.types import RolloutStatus
-from millrace.rollouts.wire import rollout_to_proto
+from millrace.env_server.workers.trials import TaskTrials
+from millrace.env_server.workers.worker_process import WorkerProcess
+from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class PlayAbandonedError(Exception):
 class EnvPool:
     """The shared workers and the probe workers of one environment."""
 
-    def __init__(self, env: env_service_pb2.EnvSpec, limits: PoolLimits, starter: WorkerStarter) -> None:
+    def __init__(self, env: EnvSpec, limits: PoolLimits, starter: WorkerStarter) -> None:
         self.env = env
         self.failure: EnvLoadError | None = None
         self.failed_at = 0.0
@@ -74,36 +73,36 @@ class EnvPool:
         """Rollouts that workers play."""
         self.runs: set[str] = set()
         """Uids of the runs that played here."""
-        self.verdicts = Verdicts()
+        self.trials = TaskTrials()
         self._limits = limits
         self._loader = Loader(env=env, limits=limits, starter=starter, is_over=lambda: self._is_over)
-        self._workers: list[WorkerProcess | None] = [None] * limits.num_workers
+        self.slots: list[WorkerProcess | None] = [None] * limits.num_workers
         self._changed = asyncio.Condition()
         self._supervisors: list[asyncio.Task[None]] = []
         self.probes = Probes(env.id, self._start_probe, limit=limits.num_probes, idle_s=limits.probe_idle_s)
         self._ending: set[asyncio.Task[None]] = set()
         self._num_plays = 0
         self._used_at = time.monotonic()
-        self._is_leaving = False
+        self.is_leaving = False
 
     def start(self) -> None:
         """Begin to load, in the background; nothing if it is loaded, or being loaded."""
         self._used_at = time.monotonic()
-        if self._supervisors or self._is_leaving or self.failure is not None:
+        if self._supervisors or self.is_leaving or self.failure is not None:
             return
         for slot in range(self._limits.num_workers):
             name = f"supervise {self.env.id} {slot}"
             self._supervisors.append(asyncio.create_task(self._supervise(slot), name=name))
 
     @property
-    def info(self) -> env_worker_pb2.EnvLoaded | None:
+    def info(self) -> LoadedEnv | None:
         """What it consists of, once it is loaded."""
         return self._loader.info
 
     @property
     def _is_over(self) -> bool:
         """Whether no more workers are started."""
-        return self._is_leaving or self.failure is not None
+        return self.is_leaving or self.failure is not None
 
     @property
     def idle_since(self) -> float | None:
@@ -119,14 +118,15 @@ class EnvPool:
     def rest(self) -> asyncio.Task[None]:
         """End the workers of an idle environment; what it is known for stays, and the next play starts them again."""
         supervisors, self._supervisors = self._supervisors, []
-        running = [worker for worker in self._workers if worker is not None]
-        self._workers = [None] * self._limits.num_workers
+        running = [worker for worker in self.slots if worker is not None]
+        self.slots = [None] * self._limits.num_workers
         return self._in_background(self._end(supervisors, running))
 
     async def close(self) -> None:
         """End every worker; rollouts that are still played end as ENV_ERROR."""
         if self.failure is None:
-            await self._fail(EnvLoadError("PoolClosed", "the env-server ended the environment's workers"))
+            message = "the env-server ended the environment's workers"
+            await self._end_as(EnvLoadError("PoolClosed", message, is_from_outside=True))
         await self.rest()
         await asyncio.gather(*self._ending)
 
@@ -144,18 +144,18 @@ class EnvPool:
 
     async def leave(self) -> None:
         """The env-server is about to end: what workers play may finish, and their deaths accuse nobody from now on."""
-        self._is_leaving = True
+        self.is_leaving = True
         await self._notify()
 
     @property
     def quarantined_tasks(self) -> Sequence[str]:
         """Ids of the tasks that are not played any more."""
-        return tuple(self.verdicts.quarantined)
+        return tuple(self.trials.quarantined)
 
     @property
     def workers(self) -> list[WorkerProcess]:
         """Workers that have loaded the environment and live, probe workers included."""
-        shared = [worker for worker in self._workers if worker is not None and worker.is_ready]
+        shared = [worker for worker in self.slots if worker is not None and worker.is_ready]
         return [*shared, *self.probes.workers]
 
     @property
@@ -163,7 +163,7 @@ class EnvPool:
         """How many `workers` there are."""
         return len(self.workers)
 
-    async def play(self, request: env_service_pb2.PlayGroupRequest, *, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> list[Rollout]:
         """Play the request's members together; one rollout per member, whatever happens.
 
         Raises PlayAbandonedError while the env-server leaves, and only then.
@@ -177,7 +177,7 @@ class EnvPool:
             self._num_plays -= 1
             self._used_at = time.monotonic()
 
-    async def _play(self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str) -> list[rollout_pb2.Rollout]:
+    async def _play(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout]:
         """Play it until it ends."""
         task_id = self.task_id(request)
         num_deaths = num_asked = 0
@@ -185,12 +185,11 @@ class EnvPool:
             if self._is_forsaken:
                 raise PlayAbandonedError
             if self.failure is not None:
-                kind, message = self.failure.error_type, str(self.failure)
-                return self._failures(request, failed(RolloutStatus.ENV_ERROR, kind, message))
-            if reason := self.verdicts.why_not(task_id):
+                return self._failures(request, _load_failure(self.failure))
+            if reason := self.trials.why_not(task_id):
                 return self._failures(request, failed(RolloutStatus.QUARANTINED, "TaskQuarantined", reason))
             must_probe = num_deaths >= _MAX_SHARED_DEATHS
-            is_probed = must_probe or self.verdicts.is_suspect(task_id)
+            is_probed = must_probe or self.trials.is_suspect(task_id)
             began = time.monotonic()
             try:
                 if is_probed:
@@ -198,38 +197,35 @@ class EnvPool:
                 else:
                     rollouts = await self._play_shared(request, tokenizer_dir)
                 if rollouts is not None:
-                    self.verdicts.clear(task_id)
+                    self.trials.clear(task_id)
                     return rollouts
             except WorkerDiedError as error:
                 logger.warning("rollout lost its worker", extra={"task": task_id, "reason": str(error)})
-                if self._is_leaving:
+                if self.is_leaving:
                     raise PlayAbandonedError from error
-                if error.death.cause is Cause.ASKED and num_asked < _MAX_ASKED_ENDS:
+                if error.death.cause is DeathCause.ASKED and num_asked < _MAX_ASKED_ENDS:
                     num_asked += 1
                 elif self.failure is not None:
                     continue  # its workers are ended for that
-                elif is_probed and (num_deaths or task_id in self.verdicts.suspects):
+                elif is_probed and (num_deaths or task_id in self.trials.suspects):
                     return await self._condemn(request, task_id, error, seconds=time.monotonic() - began)
                 else:
                     num_deaths += 1
                     if not error.death.is_from_outside or num_deaths > 1:
-                        self.verdicts.suspect(task_id)
+                        self.trials.suspect(task_id)
 
-    def task_id(self, request: env_service_pb2.PlayGroupRequest) -> str:
+    def task_id(self, request: PlayRequest) -> str:
         """Id of the request's task; the pool must be READY and the index in range."""
         if self.info is None:
             raise RuntimeError("the environment is not loaded")
-        use_train = request.use_train_tasks or request.purpose == rollout_pb2.PURPOSE_TRAIN
-        return (self.info.train_task_ids if use_train else self.info.eval_task_ids)[request.task_index]
+        return self.info.task_id(request)
 
     @property
     def _is_forsaken(self) -> bool:
         """The env-server leaves, and there is no worker left that could play: none is started any more."""
-        return self._is_leaving and (self.failure is not None or not any(self._workers))
+        return self.is_leaving and (self.failure is not None or not any(self.slots))
 
-    async def _play_shared(
-        self, request: env_service_pb2.PlayGroupRequest, tokenizer_dir: str
-    ) -> list[rollout_pb2.Rollout] | None:
+    async def _play_shared(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout] | None:
         """Play in a shared worker; None if there will be none. Raises WorkerDiedError."""
         worker = await self._free_worker()
         if worker is None:
@@ -241,68 +237,68 @@ class EnvPool:
             await self._notify()
 
     async def _play_probed(
-        self, request: env_service_pb2.PlayGroupRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
-    ) -> list[rollout_pb2.Rollout] | None:
+        self, request: PlayRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
+    ) -> list[Rollout] | None:
         """Play alone in a probe worker; None if its standing, or the environment's, changed meanwhile.
 
         Raises WorkerDiedError; PlayAbandonedError while the env-server leaves.
         """
         async with self.probes.turn(task_id):
-            is_settled = not must_probe and not self.verdicts.is_suspect(task_id)
-            if is_settled or self.failure is not None or self.verdicts.why_not(task_id):
+            is_settled = not must_probe and not self.trials.is_suspect(task_id)
+            if is_settled or self.failure is not None or self.trials.why_not(task_id):
                 return None
             try:
                 async with self.probes.worker() as worker:
                     with self._playing(request):
                         rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
             except EnvLoadError as error:
-                if self._is_leaving:
+                if self.is_leaving:
                     raise PlayAbandonedError from error
                 if self.failure is not None:
                     return None  # that is the reason
-                return self._failures(request, failed(RolloutStatus.ENV_ERROR, error.error_type, str(error)))
+                return self._failures(request, _load_failure(error))
             except OSError as error:
                 message = f"cannot start a probe worker: {error}"
-                return self._failures(request, failed(RolloutStatus.ENV_ERROR, type(error).__name__, message))
-            self.verdicts.clear(task_id)  # before the next one of its task has its turn
+                outcome = failed(RolloutStatus.ENV_ERROR, type(error).__name__, message, is_infrastructure=True)
+                return self._failures(request, outcome)
+            self.trials.clear(task_id)  # before the next one of its task has its turn
             return rollouts
 
     async def _condemn(
-        self, request: env_service_pb2.PlayGroupRequest, task_id: str, error: WorkerDiedError, *, seconds: float
-    ) -> list[rollout_pb2.Rollout]:
-        play_meters.worker_died(self.env.name or self.env.id)
+        self, request: PlayRequest, task_id: str, error: WorkerDiedError, *, seconds: float
+    ) -> list[Rollout]:
+        play_meters.worker_died(self.env.label)
         reason = (
             f"task {task_id} of environment {self.env.id} ended two worker processes, the second one alone ({error}); "
             "it is not played again until the env-server restarts: fix the environment or drop the task"
         )
-        self.verdicts.quarantine(task_id, reason, end=error.death.how)
+        self.trials.quarantine(task_id, reason, end=error.death.how)
         logger.error("task quarantined", extra={"task": task_id, "env": self.env.id, "reason": str(error)})
-        hopeless = self.verdicts.hopeless(num_probing=self.probes.num_probing)
+        hopeless = self.trials.hopeless(num_probing=self.probes.num_probing)
         if hopeless and self.failure is None:
             remedy = "mend the environment, or raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
             await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}; {remedy}"))
             self.rest()
-        if error.death.cause is Cause.BLOCKED:
+        if error.death.cause is DeathCause.BLOCKED:
             outcome = failed(RolloutStatus.TIMEOUT, "WorkerBlocked", str(error))
         else:
-            outcome = failed(RolloutStatus.WORKER_DIED, "WorkerDied", str(error))
+            # What was stopped or asked to end is not the environment's doing; SIGKILL may be the kernel's, for memory.
+            is_innocent = error.death.cause in (DeathCause.FROZEN, DeathCause.ASKED)
+            outcome = failed(RolloutStatus.WORKER_DIED, "WorkerDied", str(error), is_infrastructure=is_innocent)
         return self._failures(request, outcome, seconds=seconds)
 
-    def _failures(
-        self, request: env_service_pb2.PlayGroupRequest, outcome: Outcome, *, seconds: float = 0.0
-    ) -> list[rollout_pb2.Rollout]:
+    def _failures(self, request: PlayRequest, outcome: Outcome, *, seconds: float = 0.0) -> list[Rollout]:
         """The same failure for every member."""
         task_id = self.task_id(request)
-        rollouts = (
+        return [
             make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
             for member in request.members
-        )
-        return [rollout_to_proto(rollout) for rollout in rollouts]
+        ]
 
     @contextmanager
-    def _playing(self, request: env_service_pb2.PlayGroupRequest) -> Iterator[None]:
+    def _playing(self, request: PlayRequest) -> Iterator[None]:
         """All that is played with one engine is one wait, for that engine."""
-        reason = f"{waits.COUNT} rollouts of {request.env.name or self.env.id} with the engine at {request.base_url}"
+        reason = f"{waits.COUNT} rollouts of {request.env.label} with the engine at {request.base_url}"
         deadline_s = request.rollout_timeout_seconds + self._limits.blocked_grace_s
         self.num_playing += len(request.members)
         try:
@@ -323,7 +319,7 @@ class EnvPool:
                 while self.failure is None and not self._is_forsaken:
                     is_v1 = self.info is not None and self.info.api == "v1"
                     most = _MAX_PLAYS_V1 if is_v1 else _MAX_PLAYS_V0
-                    ready = [w for w in self._workers if w is not None and w.is_ready and w.num_playing < most]
+                    ready = [w for w in self.slots if w is not None and w.is_ready and w.num_playing < most]
                     if ready:
                         return min(ready, key=lambda worker: worker.num_playing)
                     await self._changed.wait()
@@ -336,24 +332,24 @@ class EnvPool:
             began = time.monotonic()
             try:
                 # `rest` finds it in its slot while it loads.
-                worker = await self._loader.start("", lambda started: self._workers.__setitem__(slot, started))
+                worker = await self._loader.start("", lambda started: self.slots.__setitem__(slot, started))
             except EnvLoadError as error:
                 if not self._is_over:
                     await self._fail(error)
                     return
-                self._workers[slot] = None
+                self.slots[slot] = None
                 break
             except OSError as error:
                 await self._fail(EnvLoadError(type(error).__name__, f"cannot start a worker process: {error}"))
                 return
             await self._notify()
             await worker.wait_ended()
-            self._workers[slot] = None
+            self.slots[slot] = None
             self.num_deaths += 1
             await self._notify()
-            if self._is_leaving:
+            if self.is_leaving:
                 break
-            play_meters.worker_died(self.env.name or self.env.id)
+            play_meters.worker_died(self.env.label)
             pause_s = _FIRST_RESTART_S if time.monotonic() - began > _STABLE_S else min(pause_s * 2, _MAX_RESTART_S)
             with waits.waiting(f"another start of a worker of {self.env.id} ({self.num_deaths} died)"):
                 await asyncio.sleep(pause_s)
@@ -361,6 +357,9 @@ class EnvPool:
 
     async def _fail(self, error: EnvLoadError) -> None:
         logger.error("environment failed", extra={"env": self.env.id, "error": f"{error.error_type}: {error}"})
+        await self._end_as(error)
+
+    async def _end_as(self, error: EnvLoadError) -> None:
         self.failure = error
         self.failed_at = time.monotonic()
         await self._notify()
@@ -374,3 +373,7 @@ class EnvPool:
             for worker in started:
                 self._in_background(worker.close())
             raise
+
+
+def _load_failure(error: EnvLoadError) -> Outcome:
+    return failed(RolloutStatus.ENV_ERROR, error.error_type, str(error), is_infrastructure=error.is_from_outside)

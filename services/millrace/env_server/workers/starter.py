@@ -20,7 +20,7 @@ from millrace.env_server.isolation.check import furnish
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.isolation.inherited import worker_environ
 from millrace.env_server.isolation.namespaces import DIRECTORY
-from millrace.env_server.workers.forkserver import WORKER_MODULE, ForkServer
+from millrace.env_server.workers.template import WORKER_MODULE, WorkerTemplate
 from millrace.processes import sessions
 from millrace.processes.forked import ForkServerError
 from millrace.processes.sessions import Process
@@ -63,7 +63,7 @@ class WorkerStarter:
         self.shared = self.directory / "shared"
         """For files that workers read."""
         self.shared.mkdir()
-        self._fork_server = ForkServer(self._environ, self.directory / "template") if forks else None
+        self.template = WorkerTemplate(self._environ, self.directory / "template") if forks else None
         if self.confinement.user is not None:
             self.directory.chmod(0o711)
             self.shared.chmod(0o755)
@@ -72,8 +72,8 @@ class WorkerStarter:
 
     async def warm(self) -> None:
         """Prepare for the first worker."""
-        if self._fork_server is not None:
-            await self._fork_server.warm()
+        if self.template is not None:
+            await self.template.warm()
 
     async def start(self, files: Sequence[int]) -> Started:
         """Start a worker with these sockets (`worker.run`). Raises OSError."""
@@ -95,18 +95,18 @@ class WorkerStarter:
 
     async def close(self) -> None:
         """End the template and remove all private directories; the workers have ended before."""
-        if self._fork_server is not None:
-            self._fork_server.close()
+        if self.template is not None:
+            self.template.close()
         await asyncio.to_thread(self._owned.close)
 
     async def _fork(self, files: Sequence[int], environ: Mapping[str, str], directory: Path) -> Process | None:
         """A copy of the template; None if there is none to be had."""
-        if self._fork_server is None:
+        if self.template is None:
             return None
         numbers = range(_FIRST_FILE, _FIRST_FILE + len(files))  # theirs in the worker
         try:
             argv = self._argv(numbers, directory)
-            process = await self._fork_server.fork(argv, environ, dict(zip(numbers, files, strict=True)))
+            process = await self.template.fork(argv, environ, dict(zip(numbers, files, strict=True)))
         except ForkServerError as error:
             logger.warning("env worker is started by itself, not forked", extra={"problem": str(error)})
             return None
@@ -146,8 +146,8 @@ class WorkerStarter:
     def _confinement_json(self) -> dict[str, Any]:
         """With what a worker of level `container` is shown by this env-server: tokenizers, its token, certificates."""
         given = engine_token_for_workers().visible()
-        view = self.confinement.view.with_shown([str(self.shared), *given])
-        return replace(self.confinement, view=view).to_json()
+        visible = self.confinement.visible.with_shown([str(self.shared), *given])
+        return replace(self.confinement, visible=visible).to_json()
 
     def _owned_by_user(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)

@@ -109,9 +109,7 @@ class EmbeddedEngine:
 
         def swap() -> None:
             old, self._scheduler = self._scheduler, scheduler
-            if self._weights is not None:
-                self._weights.close()
-            self._weights = held = HeldWeights(scheduler.model, report=lambda problem: self._report(held, problem))
+            self._weights = HeldWeights(scheduler.model)
             self._state, self._error = EngineState.READY, ""
             self._model_len, self._vocab_size = model_len, vocab_size
             if old is not None:
@@ -123,7 +121,6 @@ class EmbeddedEngine:
         """See `PolicyEngine.check`."""
         held = self._held_weights()
         await asyncio.to_thread(held.check, staged)  # beside the thread, which it does not disturb
-        await asyncio.to_thread(held.prepare, staged)
 
     async def apply_policy(
         self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
@@ -225,8 +222,6 @@ class EmbeddedEngine:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._weights is not None:
-            self._weights.close()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.error("the engine's thread did not end", extra={"timeout_s": _CLOSE_TIMEOUT_S})
@@ -281,11 +276,6 @@ class EmbeddedEngine:
                 field="token_ids", value=str(unknown), message=f"token ids are 0 to {self._vocab_size - 1}"
             )
             raise InvalidSpecError([wrong], reason="TOKEN_UNKNOWN", remedy="use this model's tokenizer")
-
-    def _report(self, held: HeldWeights, problem: str) -> None:
-        """Damage that the reader beside the serving found; called in its thread."""
-        with contextlib.suppress(UnavailableError):  # a thread that ends serves nothing any more
-            self._post(_Command(lambda: self._fail(problem) if held is self._weights else None, lambda _: None))
 
     # ---- what follows runs in the engine's thread, except _require_thread, _post and _in_thread ----
 

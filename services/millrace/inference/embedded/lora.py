@@ -14,7 +14,6 @@ from torch.nn import functional
 from millrace.inference.adapters import require_fitting
 from millrace.inference.embedded.weights import as_tensor_bytes
 from millrace.policies.adapter import HIGH, LOW, model_name
-from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes
 
@@ -93,13 +92,9 @@ class Adapters:
             self._model.get_parameter(name).copy_(value)
         self._held, self._layers, self._replaced = {}, {}, {}
 
-    def read_digest(self) -> str:
-        """Digest (hex) of what the layers compute with, in the form of the adapter's manifest."""
-        found: dict[str, tuple[str, tuple[int, ...], str]] = {}
-        for name in self._held:
-            tensor = as_tensor_bytes(self._live(_own_name(name)))
-            found[name] = (tensor.dtype, tensor.shape, digest_hex(tensor_digest(tensor)))
-        return policy_digest(found)
+    def held(self) -> dict[str, TensorBytes]:
+        """What the layers compute with, by published name."""
+        return {name: as_tensor_bytes(self._live(_own_name(name))) for name in self._held}
 
     def _live(self, name: str) -> torch.Tensor:
         """The tensor that the model computes with, by its name in the model."""

@@ -5,9 +5,13 @@ One uniform number per request and token decides, by inversion of the cumulative
 no random state has to move when requests join and leave.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from millrace.rollouts.truncation import kept_tokens
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _UNIFORM_BITS = np.uint64(48)  # u <= 1 - 2**-48, so u * total < total holds in float64 after rounding, too
@@ -23,17 +27,25 @@ def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[
     return (x >> (np.uint64(64) - _UNIFORM_BITS)).astype(np.float64) * 2.0**-48
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Limits:
+    """Which tokens may be sampled, of each row: `top_p` 1, `top_k` 0 and `min_p` 0 are off."""
+
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    min_p: NDArray[np.float32]
+
+
 def sample(
     logits_BV: torch.Tensor,
     *,
     temperatures_B: NDArray[np.float32],
-    top_ps_B: NDArray[np.float32],
-    top_ks_B: NDArray[np.int32],
+    limits_B: Limits,
     uniforms_B: NDArray[np.float64],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens int64 [B] and their log-probs float32 [B].
 
-    Log-probs are those of log_softmax(logits / temperature) in float32, renormalised over what top-k and top-p keep;
+    Log-probs are those of log_softmax(logits / temperature) in float32, renormalised over what the limits keep;
     rows of temperature 0 take the most likely token and its log-prob at temperature 1.
     """
     logits_BV = logits_BV.float()
@@ -42,8 +54,8 @@ def sample(
         divisors = torch.from_numpy(np.where(is_greedy, np.float32(1), temperatures_B))
         logits_BV = logits_BV / divisors[:, None]
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
-    if ((top_ps_B < 1) | (top_ks_B > 0)).any():
-        logprobs_BV = _truncate(logprobs_BV, top_ps_B, top_ks_B, is_greedy)
+    if ((limits_B.top_p < 1) | (limits_B.top_k > 0) | (limits_B.min_p > 0)).any():
+        logprobs_BV = _truncate(logprobs_BV, limits_B, is_greedy)
     if is_greedy.all():
         tokens_B = logits_BV.argmax(dim=-1)  # of the logits: rounding in log_softmax can make ties of near ones
     else:
@@ -57,23 +69,12 @@ def sample(
     return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
 
 
-def _truncate(
-    logprobs_BV: torch.Tensor,
-    top_ps_B: NDArray[np.float32],
-    top_ks_B: NDArray[np.int32],
-    is_greedy_B: NDArray[np.bool_],
-) -> torch.Tensor:
-    """Log-probs renormalised over the tokens that top-k, then top-p, keep; greedy rows stay whole."""
-    sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
-    vocab = logprobs_BV.shape[-1]
-    kept_count_B = np.where((top_ks_B > 0) & ~is_greedy_B, np.minimum(top_ks_B, vocab), vocab)
-    keep_BV = torch.arange(vocab)[None, :] < torch.from_numpy(kept_count_B)[:, None]
-    probs_BV = sorted_BV.exp().masked_fill_(~keep_BV, 0)
-    probs_BV /= probs_BV.sum(dim=-1, keepdim=True)
-    before_BV = probs_BV.cumsum(dim=-1) - probs_BV
-    limits_B = torch.from_numpy(np.where(is_greedy_B, np.float32(1), top_ps_B))
-    # The smallest prefix that reaches top_p; the first token always stays. At top_p = 1 rounding must not cut the tail.
-    keep_BV &= (before_BV < limits_B[:, None]) | (limits_B[:, None] >= 1)
-    keep_BV[:, 0] = True
-    kept_BV = torch.zeros_like(keep_BV).scatter_(1, order_BV, keep_BV)
+def _truncate(logprobs_BV: torch.Tensor, limits_B: Limits, is_greedy_B: NDArray[np.bool_]) -> torch.Tensor:
+    """Log-probs renormalised over the tokens that the limits leave; greedy rows stay whole."""
+    kept_BV = kept_tokens(
+        logprobs_BV,
+        top_p=torch.from_numpy(np.where(is_greedy_B, np.float32(1), limits_B.top_p)),
+        top_k=torch.from_numpy(np.where(is_greedy_B, 0, limits_B.top_k)),
+        min_p=torch.from_numpy(np.where(is_greedy_B, np.float32(0), limits_B.min_p)),
+    )
     return torch.log_softmax(logprobs_BV.masked_fill(~kept_BV, float("-inf")), dim=-1)

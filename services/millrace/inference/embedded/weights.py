@@ -1,6 +1,6 @@
 """Weights of a torch model by name: check, write in place, read back. Tied parameters are one tensor of many names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -71,15 +71,17 @@ def copy_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> 
 
 def write_changes(model: torch.nn.Module, changes: Mapping[str, tuple[TensorChange, ...]]) -> None:
     """Write only what differs, as bits, into the model's own memory; positions are checked against its shapes."""
-    bits = held_bits(model)
+    held = model.state_dict(keep_vars=True)
     for name, parts in changes.items():
+        bits = _flat_bits(held[name])
         for part in parts:
-            part.apply(bits[name])  # a fifth of the time that torch's indexing takes
+            part.apply(bits)  # a fifth of the time that torch's indexing takes
 
 
-def held_bits(model: torch.nn.Module) -> dict[str, NDArray[np.unsignedinteger]]:
-    """The memory of every weight as flat bits, by name, without a copy."""
-    return {name: _flat_bits(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> dict[str, TensorBytes]:
+    """The weights of these names as the model holds them, without a copy."""
+    held = model.state_dict(keep_vars=True)
+    return {name: as_tensor_bytes(held[name]) for name in names}
 
 
 def prompt_logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:

@@ -11,7 +11,6 @@ _MAX_SHOWN_CHARS = 200
 
 # Fields that change what is sampled and that this engine does not implement: refused unless neutral.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "min_p": (0,),
     "min_tokens": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -68,6 +67,7 @@ class Sampling(Body):
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | Texts | None = None
     stop_token_ids: Tokens | None = Field(default=None, max_length=MAX_STOP_TOKENS)
@@ -98,6 +98,7 @@ class Sampling(Body):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
             seed=None if self.seed is None else self.seed + choice,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),

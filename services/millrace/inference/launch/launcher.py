@@ -44,7 +44,9 @@ from millrace.telemetry.settings import Settings, parse_address
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "millrace.inference.vllm.workers.worker.PolicyWorker"
+# A rollout ends where its policy or its sampling says, not at the `max_new_tokens` of the model's generation config.
+_NO_LIMIT = '--override-generation-config={"max_new_tokens": null}'
+WORKER_EXTENSION = "millrace.inference.vllm.workers.extension.PolicyExtension"
 _Job = Callable[[VllmProcess], Coroutine[Any, Any, None]]
 
 _MAX_SOCKET_PLACE = 103 - len("/") - 36
@@ -247,6 +249,7 @@ class Launcher:
         host, port = parse_address(self._settings.require("http_listen"))
         name = self._own.model_name
         is_scheduled = launch_env.is_given("scheduling_policy", self._own.vllm_flags)
+        has_limits = launch_env.is_given("override_generation_config", self._own.vllm_flags)
         others = [name] if name and name != POLICY_NAME else []
         return [
             f"--host={host.strip('[]')}",
@@ -257,6 +260,7 @@ class Launcher:
             *others,
             "--enable-scale-out",
             "--logprobs-mode=processed_logprobs",
+            *([] if has_limits else [_NO_LIMIT]),
             f"--worker-extension-cls={WORKER_EXTENSION}",
             *([] if is_scheduled else ["--scheduling-policy=priority"]),  # a policy's probe goes before all that waits
         ]

@@ -5,7 +5,7 @@
     apply_policy   paused: write what is new and read that back, set vLLM's weight version (its spans come from that),
                    KV cache by mode; the probe is handed in, to be computed before all that waits
     prove          generation goes on, answers are kept back until the probe is computed; then the gate opens, and the
-                   workers read everything back beside the serving. After a load they read it before the gate opens.
+                   workers verify everything in the background. After a load they read it before the gate opens.
 
 Everything runs in the event loop of vLLM's API server, over its documented `EngineClient`.
 """
@@ -21,17 +21,17 @@ from millrace.inference.engine import EngineState, EngineStatus, HeldDigest, Inf
 from millrace.inference.pauses import OPERATOR
 from millrace.inference.updater import PAUSE_HOLDER
 from millrace.inference.vllm import gate as gates
-from millrace.inference.vllm.beside import BesideReader
-from millrace.inference.vllm.gate import Gate
+from millrace.inference.vllm.gate import GenerationGate
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.lora import AdapterSlot
 from millrace.inference.vllm.model_config import config_problem, has_weights
 from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.prober import Prober, settled
-from millrace.inference.vllm.proofs import MISMATCH, Readback, read_back
 from millrace.inference.vllm.ranks import Ranks, misfits
-from millrace.inference.vllm.staging import bring
+from millrace.inference.vllm.staging import read_back, stage
 from millrace.inference.vllm.times import UpdateTimes
+from millrace.inference.vllm.verification import BackgroundVerifier
+from millrace.policies.proof import MISMATCH, Readback
 from millrace.policies.staged import StagedPolicy
 
 logger = logging.getLogger(__name__)
@@ -43,14 +43,14 @@ _RELOAD_DEADLINE_S = 1800.0
 class VllmEngine:
     """Implements `PolicyEngine`. `directory` is where files for the workers are written.
 
-    `is_fixed` is for a model that was chosen where the replica was started: a restart would bring it again, so a policy
+    `is_fixed` is for a model that was chosen where the replica was started: a restart would load it again, so a policy
     of another architecture is refused.
     """
 
-    def __init__(self, client: Any, gate: Gate, *, directory: Path, is_fixed: bool = False) -> None:
+    def __init__(self, client: Any, gate: GenerationGate, *, directory: Path, is_fixed: bool = False) -> None:
         self._is_fixed = is_fixed
         self._client = client
-        self._gate = gate
+        self.gate = gate
         self._directory = directory
         self._ranks = Ranks(client)
         self._adapters = AdapterSlot(client, directory=directory)
@@ -65,12 +65,12 @@ class VllmEngine:
         self._num_loads = 0
         self._times = UpdateTimes()
         self._foreseen: tuple[StagedPolicy, Readback] | None = None
-        self._ping = Ping(client, self._ranks)
-        self._prober = Prober(client, self._ranks, self._adapters, ping=self._ping)
+        self.ping = Ping(client, self._ranks)
+        self._prober = Prober(client, self._ranks, self._adapters, ping=self.ping)
         self._num_applied = 0
         self._is_busy = False
-        self._beside = BesideReader(
-            lambda: self._bounded(self._ranks.call("millrace_read_beside")),
+        self._verifier = BackgroundVerifier(
+            lambda: self._bounded(self._ranks.call("millrace_verify_next")),
             is_free=lambda: not self._pauses and not self._is_busy and not self._is_proving,
             report=self.fail,
         )
@@ -90,19 +90,19 @@ class VllmEngine:
         if staged is None:  # the model that vLLM was started with
             await self._set_version(identity)
             self._state, self._error, self._identity = EngineState.READY, "", identity
-            self._gate.open(self._salt(identity))
+            self.gate.open(self._salt(identity))
             return
         self._require_same_config(model_dir)
         order = await self._ranks.order(staged, self._directory)
         order |= {"changed": None}
         self._num_loads += 1  # whatever `load_directory` does meanwhile, the gate stays shut from here on
-        self._gate.refuse(f"policy {identity} is being loaded")
+        self.gate.refuse(f"policy {identity} is being loaded")
         async with self._loading:
             await self._load(staged, order, identity)
 
     async def _load(self, staged: StagedPolicy, order: dict[str, Any], identity: PolicyIdentity) -> None:
         await self._abort_all(f"policy {identity} replaced the model")
-        self._gate.hold()
+        self.gate.hold()
         await self.pause("load")
         try:
             await self._bounded(self._adapters.remove())
@@ -146,7 +146,7 @@ class VllmEngine:
             logger.info("weights of a directory loaded", extra={"standstill_s": round(time.monotonic() - began, 4)})
             self._state, self._error, self._identity = EngineState.READY, "", identity
             self._require_no_run(num_loads)
-            self._gate.open(self._salt(identity))
+            self.gate.open(self._salt(identity))
 
     async def check(self, staged: StagedPolicy) -> None:
         """See `PolicyEngine.check`; ends with the version staged in the workers."""
@@ -165,7 +165,7 @@ class VllmEngine:
                 remedy="publish the policy with the tensors of its config.json, in the model's dtype",
             )
         try:
-            found = await bring(self._rpc, self._ranks, staged, directory=self._directory, times=self._times)
+            found = await stage(self._rpc, self._ranks, staged, directory=self._directory, times=self._times)
         except InternalError as error:  # then raises: the new version is refused
             if error.reason == MISMATCH:  # what serves is not what was proved
                 await self.fail(f"the engine's memory is damaged: {error}")
@@ -180,7 +180,7 @@ class VllmEngine:
         self._require_ready()
         await self.pause("apply")
         try:
-            self._gate.hold()
+            self.gate.hold()
             if staged.manifest.adapter is None:
                 await self._rpc("millrace_activate", identity.version)
             self._times.mark("write")
@@ -227,9 +227,9 @@ class VllmEngine:
                 await self._follow_pauses()
         assert self._identity is not None
         if opens:
-            self._gate.open(self._salt(self._identity))
+            self.gate.open(self._salt(self._identity))
             self._times.report(self._identity.version)
-        self._beside.begin()
+        self._verifier.begin()
         proof = "+".join(name for name, is_given in (("readback", found.is_whole), ("probe", probing)) if is_given)
         return HeldDigest(digest=staged.manifest.digest, proof=proof)
 
@@ -244,7 +244,7 @@ class VllmEngine:
         """See `PolicyEngine.fail`."""
         self._state, self._error, self._identity = EngineState.FAILED, error, None
         self._prober.end()
-        self._gate.refuse(error)
+        self.gate.refuse(error)
         await self._abort_all(error)
 
     async def abort_all(self) -> None:
@@ -254,7 +254,7 @@ class VllmEngine:
     async def pause(self, holder: str) -> None:
         """See `PolicyEngine.pause`. An update's pause shuts the gate first: what comes meanwhile gets the new salt."""
         if holder != OPERATOR:
-            self._gate.wait()
+            self.gate.wait()
         if holder == PAUSE_HOLDER:
             self._times.begin()
         self._pauses.add(holder)
@@ -286,31 +286,31 @@ class VllmEngine:
             state=EngineState.FAILED if is_dead else self._state,
             identity=self._identity if self._state is EngineState.READY and not is_dead else None,
             is_paused=bool(self._pauses),
-            num_running=self._gate.num_open,
-            num_waiting=self._gate.num_waiting,
+            num_running=self.gate.num_open,
+            num_waiting=self.gate.num_waiting,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
-            progress_age_s=0.0 if self._is_busy else self._ping.age_s,
+            progress_age_s=0.0 if self._is_busy else self.ping.age_s,
             num_generated_tokens=0,
-            num_finished=self._gate.num_finished,
-            error="vLLM's engine is dead" if is_dead else self._error or self._ping.error,
+            num_finished=self.gate.num_finished,
+            error="vLLM's engine is dead" if is_dead else self._error or self.ping.error,
             is_dead=is_dead,
             pause_s=self._times.standstill_s,
         )
 
     async def close(self) -> None:
         """See `PolicyEngine.close`; vLLM ends itself."""
-        self._ping.stop()
-        self._beside.stop()
-        self._gate.refuse("this replica is shutting down")
+        self.ping.stop()
+        self._verifier.stop()
+        self.gate.refuse("this replica is shutting down")
         await self.abort_all()
 
     async def _requeue_unbegun(self) -> None:
         """Have requests without a token begin again, with the new version from their prompt on. Only while paused."""
-        await gates.abort(self._client, self._gate.requeue(gates.unbegun(self._client)))
+        await gates.abort(self._client, self.gate.requeue(gates.unbegun(self._client)))
 
     async def _abort_all(self, reason: str) -> None:
-        await gates.abort(self._client, self._gate.abort_all(reason))
+        await gates.abort(self._client, self.gate.abort_all(reason))
 
     async def _follow_pauses(self) -> None:
         """Have vLLM pause or go on, as the holders want it; `keep` leaves requests and their KV cache alone."""
@@ -330,7 +330,7 @@ class VllmEngine:
     async def _put_adapter(self, staged: StagedPolicy | None) -> None:
         """The adapter of all that begins or goes on from now on; None is a whole policy's, which adds nothing."""
         await self._bounded(self._adapters.unload() if staged is None else self._adapters.load(staged))
-        self._gate.lora_request = self._adapters.request
+        self.gate.lora_request = self._adapters.request
 
     async def _set_version(self, identity: PolicyIdentity) -> None:
         self._num_applied += 1

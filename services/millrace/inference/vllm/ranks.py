@@ -9,21 +9,25 @@ number of the call; and the engine cores are asked one by one.
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.orders import write_order
-from millrace.inference.vllm.polling import until
 from millrace.policies.staged import StagedPolicy
+from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 
 _FETCH_DEADLINE_S = 1800.0  # that of a whole model over a slow network
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 0.5
+_POLL_GROWTH = 2.0
+
+T = TypeVar("T")
 
 
 class AnsweringWorker:
@@ -51,6 +55,30 @@ def misfits(found: Sequence[Sequence[Sequence[str]]]) -> list[str]:
 def units_of(found: Sequence[Sequence[int]]) -> list[int]:
     """Bytes of each unit that `millrace_prepare` builds, where they are most: stages of a pipeline differ."""
     return [max(sizes) for sizes in zip_longest(*found, fillvalue=0)]
+
+
+async def poll(
+    ask: Callable[[], Awaitable[T]],
+    is_done: Callable[[T], bool],
+    *,
+    what: str,
+    deadline_s: float,
+    rests_s: tuple[float, float],
+    late: UnavailableError,
+) -> T:
+    """Ask until an answer is done, and return it; raise `late` after `deadline_s`. `what` is waited for, visibly.
+
+    A call of the workers has to be short, what they do meanwhile need not be. Rests grow from the first of `rests_s`
+    to the last.
+    """
+    began, (rest_s, last_s) = time.monotonic(), rests_s
+    with waits.waiting(what, waits_on="inference", deadline_s=deadline_s):
+        while not is_done(answer := await ask()):
+            if time.monotonic() - began > deadline_s:
+                raise late
+            await asyncio.sleep(rest_s)
+            rest_s = min(_POLL_GROWTH * rest_s, last_s)
+    return answer
 
 
 class Ranks:
@@ -101,10 +129,10 @@ class Ranks:
         """The order for a staged policy, whose bits every worker can read when this returns."""
         order = await asyncio.to_thread(write_order, staged, directory)
         if self.is_spread:
-            await self._bring(order, staged)
+            await self._fetch(order, staged)
         return order
 
-    async def _bring(self, order: dict[str, Any], staged: StagedPolicy) -> None:
+    async def _fetch(self, order: dict[str, Any], staged: StagedPolicy) -> None:
         """Have the other nodes pull the policy by themselves, while the old one serves."""
         manifest = staged.manifest
         order["number"] = number = secrets.token_hex(8)
@@ -114,13 +142,12 @@ class Ranks:
             "base": None if staged.changes is None or staged.base is None else list(staged.base),
         }
         await self.call("millrace_fetch", order)
-        await until(
+        await poll(
             lambda: self.call("millrace_fetched", number),
             all,
             what=f"the other nodes to fetch policy {manifest.version}",
             deadline_s=_FETCH_DEADLINE_S,
-            first_s=_FIRST_POLL_S,
-            last_s=_LAST_POLL_S,
+            rests_s=(_FIRST_POLL_S, _LAST_POLL_S),
             late=UnavailableError(
                 f"the other nodes of this replica did not fetch the policy within {_FETCH_DEADLINE_S:.0f} s",
                 reason="NODE_SILENT",

@@ -1,3 +1,4 @@
+from millrace.internal.v1 import rollout_pb2 as _rollout_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -37,7 +38,7 @@ RUN_OUTCOME_FAILED: RunOutcome
 RUN_OUTCOME_CANCELLED: RunOutcome
 
 class SampleEntry(_message.Message):
-    __slots__ = ("chunk", "offset", "length", "ordinal", "member", "attempt", "env", "reward", "min_policy_version", "max_policy_version", "lineage", "temperature")
+    __slots__ = ("chunk", "offset", "length", "ordinal", "member", "attempt", "env", "reward", "min_policy_version", "max_policy_version", "lineage", "temperature", "truncation", "reference_kl")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +51,8 @@ class SampleEntry(_message.Message):
     MAX_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_KL_FIELD_NUMBER: _ClassVar[int]
     chunk: int
     offset: int
     length: int
@@ -62,7 +65,9 @@ class SampleEntry(_message.Message):
     max_policy_version: int
     lineage: int
     temperature: float
-    def __init__(self, chunk: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., env: _Optional[int] = ..., reward: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., max_policy_version: _Optional[int] = ..., lineage: _Optional[int] = ..., temperature: _Optional[float] = ...) -> None: ...
+    truncation: _rollout_pb2.Truncation
+    reference_kl: float
+    def __init__(self, chunk: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., env: _Optional[int] = ..., reward: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., max_policy_version: _Optional[int] = ..., lineage: _Optional[int] = ..., temperature: _Optional[float] = ..., truncation: _Optional[_Union[_rollout_pb2.Truncation, _Mapping]] = ..., reference_kl: _Optional[float] = ...) -> None: ...
 
 class ChunkRef(_message.Message):
     __slots__ = ("key", "sha256", "size_bytes", "num_tokens")

@@ -38,10 +38,14 @@ class TaskSet(_message.Message):
     def __init__(self, num_tasks: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class OpenEnvRequest(_message.Message):
-    __slots__ = ("env",)
+    __slots__ = ("env", "api_key_var", "teacher_key_var")
     ENV_FIELD_NUMBER: _ClassVar[int]
+    API_KEY_VAR_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_KEY_VAR_FIELD_NUMBER: _ClassVar[int]
     env: EnvSpec
-    def __init__(self, env: _Optional[_Union[EnvSpec, _Mapping]] = ...) -> None: ...
+    api_key_var: str
+    teacher_key_var: str
+    def __init__(self, env: _Optional[_Union[EnvSpec, _Mapping]] = ..., api_key_var: _Optional[str] = ..., teacher_key_var: _Optional[str] = ...) -> None: ...
 
 class OpenEnvResponse(_message.Message):
     __slots__ = ("state", "train", "eval", "api", "requires_group", "error_type", "error_message")
@@ -62,16 +66,22 @@ class OpenEnvResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[EnvState, str]] = ..., train: _Optional[_Union[TaskSet, _Mapping]] = ..., eval: _Optional[_Union[TaskSet, _Mapping]] = ..., api: _Optional[str] = ..., requires_group: bool = ..., error_type: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "max_tokens", "top_p", "extra_body_json")
+    __slots__ = ("temperature", "max_tokens", "top_p", "extra_body_json", "top_k", "min_p", "repetition_penalty")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     EXTRA_BODY_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     max_tokens: int
     top_p: float
     extra_body_json: str
-    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., extra_body_json: _Optional[str] = ...) -> None: ...
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., extra_body_json: _Optional[str] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class PlayGroupRequest(_message.Message):
     __slots__ = ("run_uid", "purpose", "eval_id", "ordinal", "attempt", "members", "group_size", "env", "use_train_tasks", "task_index", "base_url", "model", "sampling", "rollout_timeout_seconds", "epoch", "generation", "planned_step", "tokenizer_manifest_key", "dispatched_after", "is_external", "api_key_var")

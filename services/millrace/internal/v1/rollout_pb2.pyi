@@ -66,15 +66,29 @@ class Sample(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ...) -> None: ...
 
 class RolloutError(_message.Message):
-    __slots__ = ("type", "message")
+    __slots__ = ("type", "message", "frames", "is_infrastructure")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    IS_INFRASTRUCTURE_FIELD_NUMBER: _ClassVar[int]
     type: str
     message: str
-    def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    frames: str
+    is_infrastructure: bool
+    def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., frames: _Optional[str] = ..., is_infrastructure: bool = ...) -> None: ...
+
+class Truncation(_message.Message):
+    __slots__ = ("top_p", "top_k", "min_p")
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    top_p: float
+    top_k: int
+    min_p: float
+    def __init__(self, top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("run_uid", "purpose", "ordinal", "member", "attempt", "group_size", "env", "task_index", "task_id", "status", "error", "samples", "reward", "metrics", "stop_condition", "is_truncated", "num_turns", "seconds", "model_seconds", "temperature", "env_server", "planned_step", "eval_id", "messages_json", "dispatched_after", "entry_id", "is_duplicate")
+    __slots__ = ("run_uid", "purpose", "ordinal", "member", "attempt", "group_size", "env", "task_index", "task_id", "status", "error", "samples", "reward", "metrics", "stop_condition", "is_truncated", "num_turns", "seconds", "model_seconds", "temperature", "env_server", "planned_step", "eval_id", "messages_json", "dispatched_after", "entry_id", "is_duplicate", "truncation", "sampling_json")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +123,8 @@ class Rollout(_message.Message):
     DISPATCHED_AFTER_FIELD_NUMBER: _ClassVar[int]
     ENTRY_ID_FIELD_NUMBER: _ClassVar[int]
     IS_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     purpose: Purpose
     ordinal: int
@@ -136,7 +152,9 @@ class Rollout(_message.Message):
     dispatched_after: str
     entry_id: str
     is_duplicate: bool
-    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., group_size: _Optional[int] = ..., env: _Optional[str] = ..., task_index: _Optional[int] = ..., task_id: _Optional[str] = ..., status: _Optional[_Union[RolloutStatus, str]] = ..., error: _Optional[_Union[RolloutError, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., is_truncated: bool = ..., num_turns: _Optional[int] = ..., seconds: _Optional[float] = ..., model_seconds: _Optional[float] = ..., temperature: _Optional[float] = ..., env_server: _Optional[str] = ..., planned_step: _Optional[int] = ..., eval_id: _Optional[str] = ..., messages_json: _Optional[str] = ..., dispatched_after: _Optional[str] = ..., entry_id: _Optional[str] = ..., is_duplicate: bool = ...) -> None: ...
+    truncation: Truncation
+    sampling_json: str
+    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., group_size: _Optional[int] = ..., env: _Optional[str] = ..., task_index: _Optional[int] = ..., task_id: _Optional[str] = ..., status: _Optional[_Union[RolloutStatus, str]] = ..., error: _Optional[_Union[RolloutError, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., is_truncated: bool = ..., num_turns: _Optional[int] = ..., seconds: _Optional[float] = ..., model_seconds: _Optional[float] = ..., temperature: _Optional[float] = ..., env_server: _Optional[str] = ..., planned_step: _Optional[int] = ..., eval_id: _Optional[str] = ..., messages_json: _Optional[str] = ..., dispatched_after: _Optional[str] = ..., entry_id: _Optional[str] = ..., is_duplicate: bool = ..., truncation: _Optional[_Union[Truncation, _Mapping]] = ..., sampling_json: _Optional[str] = ...) -> None: ...
 
 class RolloutArchive(_message.Message):
     __slots__ = ("rollouts",)

@@ -90,18 +90,20 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., waits: _Optional[_Iterable[_Union[_event_pb2.Wait, _Mapping]]] = ..., policy: _Optional[_Union[_policy_service_pb2.PolicyStatus, _Mapping]] = ..., trainer: _Optional[_Union[TrainerStatus, _Mapping]] = ..., num_playing: _Optional[int] = ..., is_leaving: bool = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("run_uid", "resolved_below", "log_instance", "damaged_policy", "num_damage_reports")
+    __slots__ = ("run_uid", "resolved_below", "log_instance", "damaged_policy", "num_damage_reports", "is_over")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     RESOLVED_BELOW_FIELD_NUMBER: _ClassVar[int]
     LOG_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_POLICY_FIELD_NUMBER: _ClassVar[int]
     NUM_DAMAGE_REPORTS_FIELD_NUMBER: _ClassVar[int]
+    IS_OVER_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     resolved_below: int
     log_instance: str
     damaged_policy: _policy_pb2.PolicyEntry
     num_damage_reports: int
-    def __init__(self, run_uid: _Optional[str] = ..., resolved_below: _Optional[int] = ..., log_instance: _Optional[str] = ..., damaged_policy: _Optional[_Union[_policy_pb2.PolicyEntry, _Mapping]] = ..., num_damage_reports: _Optional[int] = ...) -> None: ...
+    is_over: bool
+    def __init__(self, run_uid: _Optional[str] = ..., resolved_below: _Optional[int] = ..., log_instance: _Optional[str] = ..., damaged_policy: _Optional[_Union[_policy_pb2.PolicyEntry, _Mapping]] = ..., num_damage_reports: _Optional[int] = ..., is_over: bool = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("register_again", "assignments", "let_go")

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc.aio
+from redis.asyncio import Redis
 
 from millrace.errors import first_error
 from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
@@ -19,7 +21,7 @@ from millrace.rpc.serve import serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog import open_redis
-from millrace.storage import open_store
+from millrace.storage import ObjectStore, open_store
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
 
@@ -29,18 +31,54 @@ STALL_S = 60.0
 """Silence of the manager's scan after which the process counts as hung."""
 GIVE_BACK_S = 15.0
 """How long a stop waits for leases to be released and the last events to be written; Redis may be away."""
+_RUN_SERVICE = run_service_pb2.DESCRIPTOR.services_by_name["RunService"].full_name
+_WORKER_SERVICE = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
-async def serve_orchestrator(
-    settings: Settings, *, on_started: Callable[[int], None] | None = None, handle_signals: bool = True
-) -> None:
-    """Serve RunService and WorkerService until a signal; raises what ends the manager. `on_started` gets the port."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Process:
+    """What an orchestrator consists of."""
+
+    settings: Settings
+    owner: str
+    redis: Redis
+    store: ObjectStore
+    registry: WorkerRegistry
+    catalog: RunCatalog
+    board: HealthBoard
+    manager: RunManager
+
+    def register(self, server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:
+        """Add both services to the server; returns their names."""
+        servicer = RunServicer(
+            redis=self.redis,
+            store=self.store,
+            prefix=self.settings.prefix,
+            catalog=self.catalog,
+            manager=self.manager,
+            registry=self.registry,
+            owner=self.owner,
+            draining=draining,
+        )
+        run_service_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self.registry), server)
+        return [_RUN_SERVICE, _WORKER_SERVICE]
+
+    def start(self, port: int) -> None:
+        """The server listens: only who has bound the address holds the place, and takes over from a predecessor."""
+        host = self.settings.require("listen").rpartition(":")[0]
+        self.manager.slot = worker_slot(f"{host}:{port}")
+        self.board.set_ready(_RUN_SERVICE)
+        self.board.set_ready(_WORKER_SERVICE)
+        self.board.expect_progress(PROCESS, within_s=STALL_S)
+
+
+def _assemble(settings: Settings) -> _Process:
     owner = new_worker_id("orchestrator")
     redis = open_redis(settings.require("redis_url"))
     store = open_store(settings.require("store_url"))
-    registry = WorkerRegistry()
+    registry, board = WorkerRegistry(), HealthBoard()
     catalog = RunCatalog(redis=redis, store=store, prefix=settings.prefix, owner=owner)
-    board = HealthBoard()
     manager = RunManager(
         owner=owner,
         redis=redis,
@@ -50,49 +88,43 @@ async def serve_orchestrator(
         registry=registry,
         on_scan=lambda: board.touch(PROCESS),
     )
-    run_service = run_service_pb2.DESCRIPTOR.services_by_name["RunService"].full_name
-    worker_service = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+    return _Process(
+        settings=settings,
+        owner=owner,
+        redis=redis,
+        store=store,
+        registry=registry,
+        catalog=catalog,
+        board=board,
+        manager=manager,
+    )
 
-    def register(server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:
-        servicer = RunServicer(
-            redis=redis,
-            store=store,
-            prefix=settings.prefix,
-            catalog=catalog,
-            manager=manager,
-            registry=registry,
-            owner=owner,
-            draining=draining,
-        )
-        run_service_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)
-        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(registry), server)
-        return [run_service, worker_service]
 
-    listen = settings.require("listen")
+async def serve_orchestrator(
+    settings: Settings, *, on_started: Callable[[int], None] | None = None, handle_signals: bool = True
+) -> None:
+    """Serve RunService and WorkerService until a signal; raises what ends the manager. `on_started` gets the port."""
+    process, listen = _assemble(settings), settings.require("listen")
     started_once, stopping = asyncio.Event(), asyncio.Event()
 
     def started(port: int) -> None:
-        # Only who has bound the address holds the place, and may take over what a predecessor there left.
-        manager.slot = worker_slot(f"{listen.rpartition(':')[0]}:{port}")
+        process.start(port)
         started_once.set()
-        board.set_ready(run_service)
-        board.set_ready(worker_service)
-        board.expect_progress(PROCESS, within_s=STALL_S)
         if on_started is not None:
             on_started(port)
 
-    exported = registry_of(manager, catalog, registry)
+    exported = registry_of(process.manager, process.catalog, process.registry)
     try:
         async with metrics_server(settings.metrics_listen, exported), asyncio.TaskGroup() as tasks:
-            managing = tasks.create_task(_manage(manager, started_once, stopping), name="run manager")
+            managing = tasks.create_task(_manage(process.manager, started_once, stopping), name="run manager")
             await serve(
                 listen,
-                register,
+                process.register,
                 drain_s=settings.drain_s,
                 grace_s=settings.grace_s,
                 on_started=started,
                 stopping=stopping,
-                health_board=board,
+                health_board=process.board,
                 handle_signals=handle_signals,
             )
             started_once.set()
@@ -100,7 +132,7 @@ async def serve_orchestrator(
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     finally:
-        await redis.aclose()
+        await process.redis.aclose()
 
 
 async def _manage(manager: RunManager, started: asyncio.Event, stopping: asyncio.Event) -> None:

@@ -22,6 +22,7 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
+from millrace.orchestrator.api.environments import check_environments
 from millrace.orchestrator.api.watch import EventFeed
 from millrace.orchestrator.explain.why import explain, unanswered
 from millrace.orchestrator.manager import RunManager
@@ -29,12 +30,14 @@ from millrace.orchestrator.runs import forks
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.orchestrator.runs.intent_calls import IntentCalls
 from millrace.orchestrator.runs.new_run import make_record, validate
-from millrace.orchestrator.runs.run_view import EVAL, TERMINAL, RunRecord, RunView
+from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.audit import audit_run
+from millrace.runlog.events.run_status import is_terminal
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request
 from millrace.runlog.names import Names, check_request_id, new_uid
+from millrace.runlog.records.run_record import EVAL, RunRecord
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import newest_revision, require_checksum
 from millrace.telemetry import waits
@@ -88,7 +91,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.CreateRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.CreateRunResponse:
         """Validate and queue a run."""
-        _, record = await self._validated(request)
+        config, record = await self._validated(request)
+        if request.check_environments:
+            await check_environments(config, self._registry)
         if request.validate_only:
             return run_service_pb2.CreateRunResponse(run=RunView(record).run)
         if request.request_id:
@@ -208,9 +213,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             view = self._catalog.known(uid) or view  # a rebuilt log makes a new one
             has_ended = view.is_terminal  # then what is there is all
             for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
-                is_end = event.HasField("state_changed") and event.state_changed.new_state in TERMINAL
+                is_end = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
                 if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
-                    continue  # nobody's: whoever heard of it would stop to watch
+                    continue  # nobody's: a watcher that heard of it would stop
                 last_sent, has_ended = time.monotonic(), is_end
                 yield run_service_pb2.WatchRunResponse(event=event)
             if has_ended:

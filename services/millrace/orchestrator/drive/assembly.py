@@ -15,8 +15,9 @@ from millrace.orchestrator.drive.policy_driver import PolicyDriver
 from millrace.orchestrator.drive.trainer_watch import Trainer, TrainerWatch
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.env_pool import EnvPool, env_spec
+from millrace.orchestrator.play.env_servers import EnvServers, env_spec
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
+from millrace.orchestrator.play.failures import Failures
 from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Play, load_of
 from millrace.orchestrator.play.player import Player, RunIdentity
@@ -25,7 +26,10 @@ from millrace.orchestrator.play.routing import Policies, Router
 from millrace.orchestrator.play.settings import of_run, of_training, plays_of_training
 from millrace.orchestrator.play.tasks import TaskOrder, TaskSource
 from millrace.orchestrator.run_context import RunContext
+from millrace.rollouts.types import Rollout
 
+MIN_FAILURE_WINDOW = 64
+"""Fewest groups that say whether a run can learn, unless its config names another number."""
 NO_SAMPLES = 1
 """Length to which the samples of a run without samples are cut."""
 
@@ -38,9 +42,10 @@ class RunParts:
     training: RLConfig | None
     """None where nothing is trained."""
     trainer: Trainer
-    envs: EnvPool
+    envs: EnvServers
     policies: Policies
     book: Book
+    failures: Failures
     intake: Intake
     stream: RolloutStream
     player: Player
@@ -59,8 +64,14 @@ class RunParts:
 def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
     """Make the parts of a run's driver; nothing of them works yet."""
     run_log, uid, epoch, events = context.log, context.record.uid, context.epoch.number, context.events
-    book, router = Book(count=events.meters.rollout), Router()
-    envs = EnvPool(run_uid=uid, epoch=epoch, registry=context.registry)
+    failures, router = _failures(config), Router()
+
+    def count(rollout: Rollout) -> None:
+        events.meters.rollout(rollout)
+        failures.note(rollout)
+
+    book = Book(count=count, on_resolved=failures.resolve)
+    envs = EnvServers(run_uid=uid, epoch=epoch, registry=context.registry)
     policies: Policies
     trainer: Trainer
     if isinstance(config, EvalRunConfig):
@@ -91,13 +102,14 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         envs=envs,
         policies=policies,
         book=book,
+        failures=failures,
         intake=intake,
         stream=stream,
         player=player,
         evals=evals,
-        writer=BatchWriter(context, book=book, envs=envs, stream=stream, seq_len=seq_len),
+        writer=BatchWriter(context, book=book, envs=envs, stream=stream, failures=failures, seq_len=seq_len),
         damage=damage,
-        specs=_specs(config),
+        specs=env_specs(config),
     )
 
 
@@ -117,13 +129,7 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
         ],
         seed=settings.seed,
     )
-    rule = AdmissionRule(
-        groups_per_step=settings.batch_size // settings.rollouts_per_example,
-        async_level=settings.async_level,
-        max_off_policy_steps=settings.max_off_policy_steps,
-        oversampling_factor=settings.oversampling_factor,
-        max_steps=config.max_steps,
-    )
+    rule = _rule(config)
     plays = plays_of_training(settings)
 
     def make_play(ordinal: int, planned_step: int) -> Play:
@@ -142,6 +148,7 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
         rule=rule,
         make_play=make_play,
         book=parts.book,
+        failures=parts.failures,
         player=parts.player,
         policies=parts.policies,
         writer=parts.writer,
@@ -153,7 +160,31 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
     )
 
 
-def _specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]:
+def _rule(config: RLConfig) -> AdmissionRule:
+    settings = config.orchestrator
+    return AdmissionRule(
+        groups_per_step=settings.batch_size // settings.rollouts_per_example,
+        async_level=settings.async_level,
+        max_off_policy_steps=settings.max_off_policy_steps,
+        oversampling_factor=settings.oversampling_factor,
+        max_steps=config.max_steps,
+    )
+
+
+def _failures(config: RLConfig | EvalRunConfig) -> Failures:
+    """What counts the rollouts that fail; an evaluation counts its own."""
+    if isinstance(config, EvalRunConfig):
+        return Failures(num_groups=1, group_size=1, max_share=1.0)
+    settings = config.orchestrator
+    groups_per_step = settings.batch_size // settings.rollouts_per_example
+    return Failures(
+        num_groups=settings.failure_window or max(2 * groups_per_step, MIN_FAILURE_WINDOW),
+        group_size=settings.rollouts_per_example,
+        max_share=settings.max_failed_share,
+    )
+
+
+def env_specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]:
     """Environments to train on, then those that are only evaluated."""
     if isinstance(config, EvalRunConfig):
         envs = list(config.env)

@@ -11,15 +11,17 @@ from typing import Any, TypeVar
 from millrace.errors import FencedError, InternalError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.batcher import (
-    Batch,
+    CutBatch,
     count_dropped,
     decode_state,
     encode_state,
     resolutions,
     score_samples,
 )
+from millrace.orchestrator.events import is_told
 from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.env_pool import EnvPool
+from millrace.orchestrator.play.env_servers import EnvServers
+from millrace.orchestrator.play.failures import Failures
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.batch_wire import pack_batch
@@ -45,12 +47,22 @@ COMMIT_GRACE_S = 5.0
 class BatchWriter:
     """Turns what the book resolves into headers, and knows the chain that they form."""
 
-    def __init__(self, context: RunContext, *, book: Book, envs: EnvPool, stream: RolloutStream, seq_len: int) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        book: Book,
+        envs: EnvServers,
+        stream: RolloutStream,
+        failures: Failures,
+        seq_len: int,
+    ) -> None:
         self._context = context
         self._log = context.log
         self._book = book
         self._envs = envs
         self._stream = stream
+        self._failures = failures
         self._seq_len = seq_len
         self.lineage = 0
         """Lineage of the newest published policy; the driver keeps it up to date."""
@@ -81,20 +93,21 @@ class BatchWriter:
         self.closing = last if is_closing and not committed.is_reopened else None
         self.lineage = last.lineage
         self._revision = last.revision + 1 if committed.is_reopened else 0
-        num_duplicates, counted_until = decode_state(last.orchestrator_state)
+        state = decode_state(last.orchestrator_state)
+        self._failures.restore(state.failures, is_reopened=committed.is_reopened)
         self._book.restore(
             step=last.step + (not committed.is_reopened),
             frontier=Frontier.from_header(last),
-            num_duplicates=num_duplicates,
-            counted_until=counted_until,
+            num_duplicates=state.num_duplicates,
+            counted_until=state.read_until,
         )
 
-    async def commit(self, batch: Batch) -> None:
+    async def commit(self, batch: CutBatch) -> None:
         """Commit batch n: its ordinals are resolved with it, and those dropped since batch n-1."""
         await self._hold_lease()
         self._book.settle(batch.resolved)
         if not batch.samples:
-            self._count_empty()
+            await self._count_empty()
             return
         self._num_empty = 0
         header = self._header(batch_pb2.BATCH_KIND_TRAIN)
@@ -135,10 +148,16 @@ class BatchWriter:
         await self._write(header, score_samples(evaluation, seq_len=self._seq_len))
         self.closing = header
 
-    def _count_empty(self) -> None:
+    async def _count_empty(self) -> None:
         self._num_empty += 1
         step = self._book.step
-        logger.warning("every group of the batch had zero advantage", extra={"step": step, "count": self._num_empty})
+        if is_told(self._num_empty):
+            await self._context.events.warning(
+                "ZERO_ADVANTAGE",
+                f"{self._num_empty} batches in a row at step {step} had no advantage: in every group all rewards are "
+                f"equal, so there is nothing to learn from; the run fails after {MAX_EMPTY_BATCHES}. Check the reward "
+                "function, or raise orchestrator.rollouts_per_example or the temperature",
+            )
         if self._num_empty >= MAX_EMPTY_BATCHES:
             raise InternalError(
                 f"{MAX_EMPTY_BATCHES} batches in a row at step {step} had no advantage: in every group all "
@@ -164,6 +183,7 @@ class BatchWriter:
                 num_duplicates=book.num_duplicates,
                 read_until=self._stream.newest,
                 scored_whole=[name for name, env in self._envs.envs.items() if env.requires_group],
+                failures=self._failures.tally,
             ),
         )
         book.frontier.resolve(item.ordinal for item in book.pending).fill(header)

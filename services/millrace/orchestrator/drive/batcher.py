@@ -12,12 +12,13 @@ from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.play.book import Resolved
+from millrace.orchestrator.play.failures import Tally, decode_tally, encode_tally
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout, Sample, TrainSample
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class CutBatch:
     """One step's samples and everything that its header says about them."""
 
     step: int
@@ -54,6 +55,8 @@ def train_sample(rollout: Rollout, sample: Sample, credit: Credit, *, seq_len: i
         env=rollout.env,
         reward=rollout.reward,
         temperature=rollout.temperature,
+        truncation=rollout.truncation,
+        reference_kl=credit.reference_kl,
         min_version=sample.min_version or 0,
         max_version=sample.max_version or 0,
         lineage=sample.lineage or 0,
@@ -64,9 +67,9 @@ def train_sample(rollout: Rollout, sample: Sample, credit: Credit, *, seq_len: i
 
 def cut(
     groups: Sequence[Play], algorithm: Algorithm, *, step: int, filter_zero_advantages: bool, seq_len: int
-) -> Batch:
+) -> CutBatch:
     """Make a batch of whole groups. Groups without any advantage are resolved as dropped, and not replaced."""
-    batch = Batch(step=step, samples=[], rewards=[])
+    batch = CutBatch(step=step, samples=[], rewards=[])
     for group in groups:
         samples = credit_group(group, algorithm, filter_zero_advantages=filter_zero_advantages, seq_len=seq_len)
         batch.samples += samples
@@ -104,8 +107,19 @@ def score_samples(rollouts: Sequence[Rollout], *, seq_len: int) -> list[TrainSam
     ]
 
 
-def encode_state(*, next_ordinal: int, num_duplicates: int, read_until: str, scored_whole: Sequence[str] = ()) -> bytes:
-    """The bounded orchestrator state of a header, for people and audits; a successor goes on counting duplicates.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterState:
+    """What a successor goes on counting with."""
+
+    num_duplicates: int = 0
+    read_until: str = ""
+    failures: Tally = field(default_factory=Tally)
+
+
+def encode_state(
+    *, next_ordinal: int, num_duplicates: int, read_until: str, failures: Tally, scored_whole: Sequence[str] = ()
+) -> bytes:
+    """The bounded orchestrator state of a header, for people and audits; a successor goes on counting with it.
 
     `read_until` is the newest entry of the rollout stream that was read: duplicates up to there are counted.
     `scored_whole` are the environments whose groups must come from one attempt.
@@ -115,20 +129,22 @@ def encode_state(*, next_ordinal: int, num_duplicates: int, read_until: str, sco
         "num_duplicates": num_duplicates,
         "read_until": read_until,
         "scored_whole": sorted(scored_whole),
+        "failures": encode_tally(failures),
     }
     return json.dumps(state, sort_keys=True).encode()
 
 
-def decode_state(data: bytes) -> tuple[int, str]:
-    """`num_duplicates` and `read_until` of a header's state; 0 and "" of an empty one.
-
-    CorruptObjectError if it is none.
-    """
+def decode_state(data: bytes) -> WriterState:
+    """The state in a header; CorruptObjectError if it is none."""
     if not data:
-        return 0, ""
+        return WriterState()
     what, reason = "the orchestrator's state in the last header", "HEADER_CORRUPT"
     fields = Fields(decode_object(data, what=what, reason=reason))
     try:
-        return fields.integer("num_duplicates"), fields.text("read_until")
+        return WriterState(
+            num_duplicates=fields.integer("num_duplicates"),
+            read_until=fields.text("read_until"),
+            failures=decode_tally(fields.inner("failures")) if fields.has("failures") else Tally(),
+        )
     except ValueError as error:
         raise CorruptObjectError(f"{what} cannot be read: {error}", reason=reason) from error

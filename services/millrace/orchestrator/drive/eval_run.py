@@ -9,7 +9,6 @@ Rollouts go through the log like those of training, so who takes the run over pl
 
 import asyncio
 
-from millrace.config.schema import EvalRunConfig
 from millrace.orchestrator.drive.assembly import assemble
 from millrace.orchestrator.drive.run_driver import RunDriver
 from millrace.orchestrator.play.evals import Evaluation
@@ -28,7 +27,7 @@ class EvalRunDriver(RunDriver):
 
     def __init__(self, context: RunContext, *, done_evals: frozenset[tuple[str, int]]) -> None:
         """`done_evals` are the environments and steps whose evaluation the log holds."""
-        super().__init__(assemble(context, EvalRunConfig.model_validate(context.record.config)))
+        super().__init__(assemble(context, context.record.settings))
         self._done_evals = done_evals
         self._evaluations: list[Evaluation] = []
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from millrace.internal.v1 import policy_pb2
-from millrace.orchestrator.play.routing import Replica
+from millrace.orchestrator.play.routing import ReadyReplica
 
 
 class FixedEndpoints:
@@ -15,13 +15,14 @@ class FixedEndpoints:
     def __init__(self, urls: Sequence[str], *, model: str, max_concurrent: int) -> None:
         """The first rollout finds out whether they answer."""
         self._endpoints = [
-            Replica(worker_id=url, http_url=url, model=model, version=0, max_num_seqs=max_concurrent) for url in urls
+            ReadyReplica(worker_id=url, http_url=url, model=model, version=0, max_num_seqs=max_concurrent)
+            for url in urls
         ]
 
     def publish(self, entry: policy_pb2.PolicyEntry) -> None:
         """Nobody publishes anything."""
 
-    def ready(self) -> list[Replica]:
+    def ready(self) -> list[ReadyReplica]:
         """All of them."""
         return list(self._endpoints)
 

@@ -23,6 +23,7 @@ its end: what the log holds is never generated twice.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,11 +31,12 @@ from millrace.algorithms import Algorithm
 from millrace.config.schema import OrchestratorConfig
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.batcher import cut
-from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.events import RunEvents, is_told
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.failures import Failures
 from millrace.orchestrator.play.intake import MakePlay
-from millrace.orchestrator.play.play import Play, State
+from millrace.orchestrator.play.play import Play, PlayState
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.routing import Policies
 from millrace.telemetry.waits import LastingWait
@@ -57,6 +59,7 @@ class RolloutLoop:
     rule: AdmissionRule
     make_play: MakePlay
     book: Book
+    failures: Failures
     player: Player
     policies: Policies
     writer: BatchWriter
@@ -69,12 +72,14 @@ class RolloutLoop:
     """Whether the run was asked to pause or to end."""
     wait: LastingWait = field(default_factory=LastingWait)
     num_stale_in_a_row: int = 0
+    num_truncated_in_a_row: int = 0
 
     async def run(self) -> None:
         """Cut and commit batches until `max_steps` or until the run is asked to stop."""
         try:
             while self.book.step < self.max_steps and not self.is_stopping():
                 self.book.changed.clear()
+                await self.report_failures()
                 await self.drop_stale()
                 await self.player.place_open(self.book.plays.values())
                 await self.admit()
@@ -86,10 +91,19 @@ class RolloutLoop:
         finally:
             self.wait.over()
 
+    async def report_failures(self) -> None:
+        """Tell of rollouts that fail; RolloutsFailedError if so many do that the run cannot learn."""
+        for count in self.failures.report():
+            await self.events.rollouts_failed(count)
+        if error := self.failures.error():
+            raise error
+
     async def admit(self) -> None:
-        """Start new groups while there is room and somebody to play them."""
+        """Start new groups while there is room and somebody to play them; not at once behind some that failed."""
         plays = self.book.plays
         while (served := self.policies.served_version()) is not None:
+            if self.failures.not_before > time.monotonic():
+                return  # groups may fail, and leave room again, while others are asked for
             room = self.rule.num_allowed(step=self.book.step, served_version=served)
             if len(plays) >= room:
                 return
@@ -103,7 +117,7 @@ class RolloutLoop:
         """Before a pause: let open groups finish for a while; what is whole or finished in part stays in the log."""
         try:
             async with asyncio.timeout(DRAIN_S):
-                while any(group.state is State.PLACED for group in self.book.open):
+                while any(group.state is PlayState.PLACED for group in self.book.open):
                     self.book.changed.clear()
                     count = len(self.book.open)
                     self.wait.on(f"{count} open groups before the pause", waits_on="env-server", key="drain")
@@ -161,7 +175,20 @@ class RolloutLoop:
         await self.writer.commit(batch)
         if self.book.step > batch.step:  # else no group had an advantage, and nothing is trained
             self.events.meters.trained(groups, step=batch.step)
+            await self.note_truncated(groups, step=batch.step)
         self.num_stale_in_a_row = 0
+
+    async def note_truncated(self, groups: Sequence[Play], *, step: int) -> None:
+        """Tell of batches in which no rollout came to its own end."""
+        is_truncated = all(rollout.is_truncated for group in groups for rollout in group.rollouts())
+        self.num_truncated_in_a_row = self.num_truncated_in_a_row + 1 if is_truncated else 0
+        if is_truncated and is_told(self.num_truncated_in_a_row):
+            await self.events.warning(
+                "ALL_TRUNCATED",
+                f"every rollout of batch {step} was cut at its token limit ({self.num_truncated_in_a_row} batches in a "
+                "row): the policy never ends by itself, or has no room to; raise orchestrator.sampling.max_tokens and "
+                "orchestrator.seq_len, or see whether the prompts use the model's own chat template",
+            )
 
     async def wait_for_change(self) -> None:
         """Sleep until a group finishes, a version is served or a worker changes; the wait has a name and an age."""
@@ -180,9 +207,12 @@ class RolloutLoop:
         await self.tick()
 
     async def tick(self) -> None:
-        """Sleep until something changes, or for `TICK_S`."""
+        """Sleep until something changes, or for `TICK_S`, or until what failed may go on."""
+        now = time.monotonic()
+        due = [self.failures.not_before, *(play.not_before for play in self.book.open)]
+        pause_s = min((at - now for at in due if at > now), default=TICK_S)
         try:
-            async with asyncio.timeout(TICK_S):
+            async with asyncio.timeout(min(pause_s, TICK_S)):
                 await self.book.changed.wait()
         except TimeoutError:
             return

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from millrace.errors import MillraceError
 from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_pb2_grpc, worker_service_pb2
 from millrace.orchestrator.events import RunEvents
-from millrace.orchestrator.play.routing import Replica
+from millrace.orchestrator.play.routing import ReadyReplica
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
@@ -60,7 +60,7 @@ class PolicyDriver:
         self._published.set()
         self._published = asyncio.Event()
 
-    def ready(self) -> list[Replica]:
+    def ready(self) -> list[ReadyReplica]:
         """Replicas that serve some version of this run's policy and take work, in order of id."""
         replicas = []
         for record in self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid):
@@ -69,7 +69,7 @@ class PolicyDriver:
             status = self._served.get(record.worker_id)
             if status is not None and status.has_version and status.state != policy_service_pb2.POLICY_STATE_BROKEN:
                 replicas.append(
-                    Replica(
+                    ReadyReplica(
                         worker_id=record.worker_id,
                         http_url=record.worker.http_url,
                         model=status.model_name,
@@ -174,21 +174,7 @@ class PolicyDriver:
         status = response.status
         self._take(record, status)
         if self._serves(record.worker_id, desired):
-            served = (status.lineage, status.version)
-            if self._announced.get(record.worker_id) != served:
-                self._announced[record.worker_id] = served
-                await self._events.policy_served(
-                    event_pb2.PolicyServed(
-                        replica=record.worker_id,
-                        lineage=status.lineage,
-                        version=status.version,
-                        pause_seconds=status.pause_seconds,
-                        proof=status.proof,
-                        fetched_bytes=status.fetched_bytes,
-                        full_bytes=status.full_bytes,
-                        update_seconds=status.update_seconds,
-                    )
-                )
+            await self._announce(record.worker_id, status)
         elif status.error:
             if status.is_damaged:
                 self._registry.report_damage(self._run_uid, desired)
@@ -199,6 +185,25 @@ class PolicyDriver:
             await asyncio.sleep(RETRY_S)
         else:
             await asyncio.sleep(PACE_S)  # the replica answered before it was done: do not ask in a busy loop
+
+    async def _announce(self, worker_id: str, status: policy_service_pb2.PolicyStatus) -> None:
+        """Record once that a replica serves a version."""
+        served = (status.lineage, status.version)
+        if self._announced.get(worker_id) == served:
+            return
+        self._announced[worker_id] = served
+        await self._events.policy_served(
+            event_pb2.PolicyServed(
+                replica=worker_id,
+                lineage=status.lineage,
+                version=status.version,
+                pause_seconds=status.pause_seconds,
+                proof=status.proof,
+                fetched_bytes=status.fetched_bytes,
+                full_bytes=status.full_bytes,
+                update_seconds=status.update_seconds,
+            )
+        )
 
     async def _refresh(self, stub: policy_service_pb2_grpc.PolicyServiceStub, record: WorkerRecord) -> None:
         self._suspected[record.worker_id].clear()

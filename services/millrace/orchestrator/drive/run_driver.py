@@ -25,6 +25,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.drive.housekeeping import Housekeeper
 from millrace.orchestrator.drive.trainer_watch import TrainerFailedError
+from millrace.orchestrator.play.failures import RolloutsFailedError
 from millrace.orchestrator.runs.desired_state import DesiredState
 from millrace.rollouts.types import Rollout
 from millrace.runlog.records.origin import load_origin
@@ -102,7 +103,8 @@ class RunDriver(ABC):
             first = _decisive(error)
             if isinstance(first, ConflictError | UnavailableError | CapacityError) or not self._is_restored:
                 raise first from error
-            logger.error("run failed", extra={"run": self._context.record.name, "error": str(first)}, exc_info=error)
+            fields = {"run": self._context.record.name, "error": str(first)}
+            logger.error("run failed", extra=fields, exc_info=None if isinstance(first, MillraceError) else error)
             await self._fail(_as_millrace(first))
         finally:
             await self._parts.envs.close()
@@ -209,7 +211,8 @@ class RunDriver(ABC):
             await self._record_end(run_pb2.RUN_STATE_FAILED, closing.error_message, error=error)
             return
         succeeded = closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
-        why = self.WRITTEN if succeeded else "cancelled on request"
+        failed = self._parts.failures.describe()
+        why = f"{self.WRITTEN}{f'; {failed}' if failed else ''}" if succeeded else "cancelled on request"
         # After a takeover nobody may know that the trainer had finished: the last checkpoint says so as well.
         is_written = was_closed and await self._keeper.newest_checkpoint() >= closing.final_version
         try:
@@ -224,6 +227,8 @@ class RunDriver(ABC):
 
     async def _record_end(self, state: run_pb2.RunState, why: str, *, error: run_pb2.RunError | None = None) -> None:
         """The terminal state, its event archived, and the seal behind it."""
+        for count in self._parts.failures.report(is_final=True):
+            await self._events.rollouts_failed(count)
         await self._keeper.archive_now()  # what that finds is told before the end, where watchers still listen
         await self._events.state_changed(state, why, error=error, chain_hash=self._writer.chain.hex())
         await self._keeper.archive_now()
@@ -265,4 +270,6 @@ def _as_millrace(error: Exception) -> MillraceError:
 def _component(error: MillraceError) -> str:
     if isinstance(error, TrainerFailedError):
         return "trainer"
+    if isinstance(error, RolloutsFailedError):
+        return "env-server"
     return "env-server" if error.reason.startswith(("ENV_", "TASK_SET", "EVAL_")) else "orchestrator"

@@ -6,9 +6,8 @@ An evaluation that the log has is not done again.
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from millrace.config.schema import RLConfig
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.assembly import assemble, make_loop
 from millrace.orchestrator.drive.loop import RolloutLoop
@@ -30,7 +29,7 @@ class TrainRunDriver(RunDriver):
 
     def __init__(self, context: RunContext, *, done_evals: frozenset[tuple[str, int]]) -> None:
         """`done_evals` are the environments and steps whose evaluation the log holds."""
-        config = RLConfig.model_validate(context.record.config)
+        config = context.record.training
         super().__init__(assemble(context, config))
         self._config = config
         self._done_evals = done_evals
@@ -70,24 +69,28 @@ class TrainRunDriver(RunDriver):
 
     async def _evaluate_periodically(self) -> None:
         """Evaluate during training, whenever a version that is a multiple of the interval is served."""
-        settings = self._config.orchestrator.eval
-        if settings is None:
+        evals = self._parts.evals
+        if self._config.orchestrator.eval is None:
             return
-        step = self._parts.book.step // settings.interval * settings.interval
-        if step == 0 or all((env, step) in self._done_evals for env in self._parts.evals.names):
-            step += settings.interval  # else a predecessor was at it: do again what the log does not have
+        interval = evals.interval
+        step = self._parts.book.step // interval * interval
+        if step == 0 or all((env, step) in self._done_evals for env in evals.due(step)):
+            step += interval  # else a predecessor was at it: do again what the log does not have
         while step < self._parts.max_steps:
             await self._wait_served(step, overdue_s=0.0)  # it comes when it comes: nothing is held up
             try:
-                await self._evaluate(step, done=self._done_evals)
+                await self._evaluate(step, evals.due(step), done=self._done_evals)
             except InvalidStateError as error:
                 await self._events.warning(error.reason, str(error))
-            step = max(step, self._parts.book.step // settings.interval * settings.interval) + settings.interval
+            step = max(step, self._parts.book.step // interval * interval) + interval
 
-    async def _evaluate(self, step: int, *, done: Collection[tuple[str, int]] = ()) -> list[Rollout]:
-        """Evaluate with the policy of `step` what is not `done`; returns the OK rollouts."""
+    async def _evaluate(
+        self, step: int, envs: Sequence[str] | None = None, *, done: Collection[tuple[str, int]] = ()
+    ) -> list[Rollout]:
+        """Evaluate with the policy of `step` what is not `done` on `envs`, or on all; returns the OK rollouts."""
         rollouts: list[Rollout] = []
-        for env in (name for name in self._parts.evals.names if (name, step) not in done):
+        chosen = self._parts.evals.names if envs is None else envs
+        for env in (name for name in chosen if (name, step) not in done):
             report, good = await self._parts.evals.evaluate(env, step=step, min_version=step)
             await self._events.eval_completed(report)
             rollouts += good

@@ -61,7 +61,7 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class WaitLink:
     """One step of the chain. `wait` is what an event would say of it."""
 
     text: str
@@ -72,7 +72,7 @@ class Link:
 class Chain:
     """From who waits to who is waited for; empty if nobody waits."""
 
-    links: tuple[Link, ...] = ()
+    links: tuple[WaitLink, ...] = ()
     severity: Severity = Severity.WORKS
     culprit: str = ""
     """The component at the end: a worker id, `redis`, `object store`, or a kind of which there is none."""
@@ -80,7 +80,7 @@ class Chain:
     def __str__(self) -> str:
         return " ← ".join(link.text for link in self.links)
 
-    def behind(self, link: Link) -> "Chain":
+    def behind(self, link: WaitLink) -> "Chain":
         """This chain with a link in front; a wait is at least a wait, whatever stands behind it."""
         own = Severity.OVERDUE if is_overdue(link.wait) else Severity.WAITS
         return replace(self, links=(link, *self.links), severity=max(self.severity, own))
@@ -124,7 +124,7 @@ class _Graph:
 
     def _along(self, component: Component, wait: event_pb2.Wait, seen: tuple[str, ...]) -> Chain:
         """The worst path that begins with one wait."""
-        link = Link(text=_describe(component, wait), wait=wait)
+        link = WaitLink(text=_describe(component, wait), wait=wait)
         tails = [self._to(target.strip(), component, wait, seen) for target in wait.waits_on.split(",")]
         ends = [tail for tail in tails if tail is not None]
         if not ends:  # nobody is named, or it leads back to who waits: the chain ends here
@@ -179,13 +179,13 @@ def _silent(component: Component, *, observer: str) -> Chain:
         waits_on=component.name,
         age_seconds=component.silence_s,
     )
-    link = Link(text=f"{who} {state}", wait=wait)
+    link = WaitLink(text=f"{who} {state}", wait=wait)
     return Chain(links=(link,), severity=Severity.SILENT, culprit=component.name)
 
 
 def _working(component: Component) -> Chain:
     wait = event_pb2.Wait(owner=component.name, reason=f"nobody: it {component.activity}")
-    link = Link(text=f"{component.name} {component.activity}", wait=wait)
+    link = WaitLink(text=f"{component.name} {component.activity}", wait=wait)
     return Chain(links=(link,), culprit=component.name)
 
 
@@ -196,7 +196,7 @@ def _missing(kind: str, component: Component, wait: event_pb2.Wait) -> Chain:
         waits_on=kind,
         age_seconds=wait.age_seconds,
     )
-    link = Link(text=f"no {kind} worker is registered for this run", wait=missing)
+    link = WaitLink(text=f"no {kind} worker is registered for this run", wait=missing)
     return Chain(links=(link,), severity=Severity.MISSING, culprit=kind)
 
 
@@ -211,4 +211,4 @@ def _idle_engine(engine: Component, component: Component, wait: event_pb2.Wait) 
         waits_on=ENV_WORKER,
         age_seconds=wait.age_seconds,
     )
-    return Chain(links=(Link(text=text, wait=inside),), culprit=component.name)
+    return Chain(links=(WaitLink(text=text, wait=inside),), culprit=component.name)

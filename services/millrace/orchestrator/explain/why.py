@@ -12,6 +12,7 @@ from millrace.orchestrator.explain.chain import REDIS, SILENT_S, STORE, Chain, C
 from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.rpc.waits_wire import to_proto
+from millrace.runlog.events.run_status import state_name
 from millrace.telemetry import waits
 from millrace.telemetry.standstill import METER, Meter
 from millrace.v1 import event_pb2, run_pb2, run_service_pb2
@@ -33,8 +34,10 @@ def explain(
 ) -> run_service_pb2.ExplainRunResponse:
     """Collect what the run's processes wait for; `note` says why the view may be old."""
     if view.is_terminal:
-        state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
-        return run_service_pb2.ExplainRunResponse(summary=f"run {view.record.name} has ended as {state}")
+        ended = f"run {view.record.name} has ended as {state_name(view.status.state)}"
+        if (error := view.status.error) is not None:
+            ended += f": {error.message} [{error.reason}]"
+        return run_service_pb2.ExplainRunResponse(summary=ended)
     uid = view.record.uid
     found = components(uid, registry, owner=owner)
     shown = [wait for component in found for wait in _collapsed(component.waits)]
@@ -148,14 +151,16 @@ def _summary(
     """One line that begins with what is special about the run's state."""
     match view.run.state:
         case run_pb2.RUN_STATE_QUEUED:
-            return f"queued: {_why_queued(registry, name_of)}"
+            return f"queued: {_why_queued(view.record.uid, registry, name_of)}"
         case run_pb2.RUN_STATE_DAMAGED:
             return f"damaged, nothing works on it: {view.run.error.message}"
         case run_pb2.RUN_STATE_PAUSED:
             return f"paused: nothing works on it until `millrace run resume {view.record.name}`"
         case _:
             pass
-    parts = [said] if (said := stood_still(owner)) else []
+    parts = [_failing(count) for count in view.status.environments.values() if _is_failing(count)]
+    if said := stood_still(owner):
+        parts.append(said)
     if not any(component.kind == "trainer" for component in found):
         parts.append(f"no trainer is assigned to the run ({_trainers(registry, name_of)})")
     if chain := str(_chain(found, owner=owner)):
@@ -163,10 +168,23 @@ def _summary(
     return "; ".join(parts) if parts else "nobody waits: every service of the run is working"
 
 
-def _why_queued(registry: WorkerRegistry, name_of: NameOf) -> str:
-    if any(not record.run_uid and not record.reported for record in registry.alive(TRAINER)):
+def _is_failing(count: run_pb2.EnvRollouts) -> bool:
+    """Whether most of the last rollouts of an environment failed."""
+    return count.num_recent_failed * 2 > count.num_recent
+
+
+def _failing(count: run_pb2.EnvRollouts) -> str:
+    return (
+        f"{count.num_recent_failed} of the last {count.num_recent} rollouts of environment {count.env!r} failed; the "
+        f"first: {count.first_error}"
+    )
+
+
+def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
+    """What keeps a queued run: never a trainer that waits for this very run."""
+    held = [run for record in registry.alive(TRAINER) if (run := record.run_uid or record.reported) != uid]
+    if not all(held) or len(held) < len(registry.alive(TRAINER)):
         return "a trainer is free, an orchestrator takes the run as soon as its log can be read"
-    held = [record.run_uid or record.reported for record in registry.alive(TRAINER)]
     see = f"; see: millrace run why {name_of(held[0])}" if held else ""
     return f"no trainer worker is free ({_trainers(registry, name_of)}){see}"
 

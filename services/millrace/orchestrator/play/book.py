@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from millrace.errors import MillraceError
-from millrace.orchestrator.play.play import Arrival, Play, State
+from millrace.orchestrator.play.play import Arrival, Play, PlayState
 from millrace.orchestrator.play.rollout_stream import entry_key
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.runlog import Frontier
@@ -41,9 +41,15 @@ class Resolved:
 class Book:
     """What is played for training, and what every ordinal came to."""
 
-    def __init__(self, *, count: Callable[[Rollout], None] = lambda rollout: None) -> None:
-        """`count` is called with every rollout that is no duplicate."""
+    def __init__(
+        self,
+        *,
+        count: Callable[[Rollout], None] = lambda rollout: None,
+        on_resolved: Callable[[Play], None] = lambda play: None,
+    ) -> None:
+        """`count` is called with every rollout that is no duplicate, `on_resolved` with every play that is over."""
         self._count = count
+        self._on_resolved = on_resolved
         self.plays: dict[int, Play] = {}
         """Open and whole plays by ordinal; the whole ones in the order in which they became it."""
         self.changed = asyncio.Event()
@@ -75,7 +81,7 @@ class Book:
     @property
     def whole(self) -> list[Play]:
         """The plays that can be trained on, in the order in which they became whole."""
-        return [play for play in self.plays.values() if play.state is State.WHOLE]
+        return [play for play in self.plays.values() if play.state is PlayState.WHOLE]
 
     @property
     def pending(self) -> Sequence[Resolved]:
@@ -123,8 +129,10 @@ class Book:
     def settle(self, resolved: Sequence[Resolved]) -> None:
         """Resolve the ordinals of a batch that was cut; the next header says so."""
         for item in resolved:
-            self.plays[item.ordinal].resolve(item.reason)
-            self._archive += self._archived(self.plays.pop(item.ordinal))
+            play = self.plays.pop(item.ordinal)
+            play.resolve(item.reason)
+            self._on_resolved(play)
+            self._archive += self._archived(play)
         self._pending += resolved
 
     def close(self, reason: str) -> None:
@@ -180,6 +188,7 @@ class Book:
     def _remove(self, play: Play) -> None:
         """A resolved play leaves the book for the next header."""
         self._pending.append(Resolved.of(play, play.reason))
+        self._on_resolved(play)
         self._archive += self._archived(self.plays.pop(play.ordinal))
 
     def _archived(self, play: Play) -> list[Rollout]:

@@ -6,6 +6,7 @@ keeps what the log has of it (`begin` before the stream is read).
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from millrace.errors import InvalidStateError
-from millrace.orchestrator.play.env_pool import EnvPool
+from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.eval_stats import figures
-from millrace.orchestrator.play.play import Play, State, load_of
+from millrace.orchestrator.play.failures import describe_error, remedy_of
+from millrace.orchestrator.play.play import Play, PlayState, load_of
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.settings import EvalSettings
 from millrace.orchestrator.play.tasks import TaskRef
@@ -78,7 +80,7 @@ class Evaluator:
         *,
         settings: EvalSettings | None,
         epoch: int,
-        envs: EnvPool,
+        envs: EnvServers,
         player: Player,
         evaluations: dict[str, Evaluation],
     ) -> None:
@@ -92,7 +94,16 @@ class Evaluator:
     @property
     def names(self) -> list[str]:
         """Names of the environments that are evaluated."""
-        return [] if self._settings is None else list(self._settings.envs)
+        return [] if self._settings is None else [env.name for env in self._settings.envs]
+
+    @property
+    def interval(self) -> int:
+        """Steps after which some environment may be due."""
+        return math.gcd(*(env.interval for env in self.settings.envs))
+
+    def due(self, step: int) -> list[str]:
+        """The environments that are evaluated with the policy of a step between the first and the last."""
+        return [] if self._settings is None else [env.name for env in self._settings.envs if step % env.interval == 0]
 
     @property
     def settings(self) -> EvalSettings:
@@ -108,8 +119,9 @@ class Evaluator:
         """Open an evaluation of `env` (on its training tasks if it has no others): from now on it takes rollouts."""
         settings, opened = self.settings, self._envs.envs[env]
         num_tasks = opened.num_eval or opened.num_train
-        if settings.num_examples > 0:
-            num_tasks = min(num_tasks, settings.num_examples)
+        counts = next(each for each in settings.envs if each.name == env)
+        if counts.num_examples > 0:
+            num_tasks = min(num_tasks, counts.num_examples)
         eval_id = f"{env}@{step}" if settings.is_whole_run else f"{env}@{step}-e{self._epoch}"
         plays = replace(settings.plays, eval_id=eval_id, use_train_tasks=opened.num_eval == 0)
         current = self._open[eval_id] = Evaluation(
@@ -120,7 +132,7 @@ class Evaluator:
             plays={
                 index: Play(
                     task=TaskRef(ordinal=index, env=env, task_index=index),
-                    group_size=settings.rollouts_per_example,
+                    group_size=counts.rollouts_per_example,
                     settings=plays,
                     min_version=min_version,
                     is_scored_whole=opened.requires_group,
@@ -161,7 +173,7 @@ class Evaluator:
                     async with asyncio.timeout(TICK_S):
                         await current.changed.wait()
                 except TimeoutError:
-                    if not any(play.state is State.PLACED for play in plays):
+                    if not any(play.state is PlayState.PLACED for play in plays):
                         current.last_answer = time.monotonic()  # nobody plays: no replica or env-server takes it
                     if time.monotonic() - current.last_answer > stall_s:
                         logger.warning(
@@ -176,7 +188,7 @@ class Evaluator:
                 f"evaluation of {current.env} at step {current.step}: none of {current.num_wanted} rollouts finished; "
                 f"first failure: {_first_failure(current)}",
                 reason="EVAL_FAILED",
-                remedy="look at the env-server's log",
+                remedy=next((remedy_of(rollout) for rollout in current.failed()), "look at the env-server's log"),
             )
         return event_pb2.EvalCompleted(
             env=current.env,
@@ -192,6 +204,5 @@ class Evaluator:
 
 def _first_failure(current: Evaluation) -> str:
     for rollout in current.failed():
-        error = rollout.error
-        return f"{rollout.status}: {error.type}: {error.message}" if error else str(rollout.status)
+        return f"{rollout.status}: {describe_error(rollout)}" if rollout.error else str(rollout.status)
     return "no answer within the deadline"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.evals import Evaluation
-from millrace.orchestrator.play.play import Play, State
+from millrace.orchestrator.play.play import Play, PlayState
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.play.routing import Policies
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
@@ -70,7 +70,7 @@ class Intake:
         evaluated = [play for each in self._evaluations.values() for play in each.plays.values() if play.is_open]
         left = [*self._book.open, *evaluated]
         for play in left:
-            if play.state is State.UNPLACED:
+            if play.state is PlayState.UNPLACED:
                 play.lose()
         fields = {"open": len(left), "finished": len(self._book.whole)}
         logger.info("rollouts taken over", extra=fields | {"being_played": sum(bool(play.env_server) for play in left)})

@@ -25,7 +25,12 @@ from millrace.orchestrator.play.tasks import TaskRef
 from millrace.rollouts.types import Rollout, RolloutStatus
 
 MAX_FAILED_ATTEMPTS = 2
-"""Attempts that may end with failed members before the task is given up as `error`."""
+"""Attempts that may end with failed members before the task is given up."""
+GIVEN_UP = "error"
+"""Why a play is resolved that was given up so."""
+
+FAILED_PAUSE_S = 0.25
+"""Pause before a member is played again whose environment failed."""
 
 BLAMELESS = frozenset({RolloutStatus.ENGINE_LOST, RolloutStatus.CANCELLED})
 """Outcomes that say nothing about the task: the member is played again, within `max_blameless_attempts`."""
@@ -34,7 +39,7 @@ BLAMELESS_PAUSE_S = (0.5, 15.0)
 """First and longest pause before a member is played again that an engine lost; it doubles in between."""
 
 
-class State(StrEnum):
+class PlayState(StrEnum):
     """Where a play stands; the table above has the transitions."""
 
     UNPLACED = "unplaced"
@@ -70,7 +75,7 @@ class Play:
     """Oldest policy version that a replica may serve to get it."""
     is_scored_whole: bool = False
     """Its environment compares the members, so all must come from one attempt."""
-    state: State = State.UNPLACED
+    state: PlayState = PlayState.UNPLACED
     reason: str = ""
     """Why it was resolved without becoming whole, in the words of a resolution."""
     attempt: int = 0
@@ -97,7 +102,12 @@ class Play:
     @property
     def is_open(self) -> bool:
         """Whether members may still come."""
-        return self.state in (State.UNPLACED, State.PLACED)
+        return self.state in (PlayState.UNPLACED, PlayState.PLACED)
+
+    @property
+    def has_come_to_nothing(self) -> bool:
+        """Whether it is over because its members failed."""
+        return self.reason == GIVEN_UP or self.reason in self.settings.hopeless
 
     @property
     def missing(self) -> list[int]:
@@ -107,7 +117,7 @@ class Play:
     @property
     def num_playing(self) -> int:
         """Rollouts that an env-server plays."""
-        return len(self.missing) - len(self.failures) if self.state is State.PLACED else 0
+        return len(self.missing) - len(self.failures) if self.state is PlayState.PLACED else 0
 
     @property
     def source(self) -> str:
@@ -126,8 +136,8 @@ class Play:
 
     def place(self, env_server: str, *, replica: str, timeout_s: float) -> None:
         """An env-server plays what is missing of the current attempt; after `timeout_s` it counts as lost."""
-        assert self.state is State.UNPLACED, self.state
-        self.state = State.PLACED
+        assert self.state is PlayState.UNPLACED, self.state
+        self.state = PlayState.PLACED
         self.env_server, self.replica = env_server, replica
         self.deadline = time.monotonic() + timeout_s
 
@@ -148,15 +158,15 @@ class Play:
         `keeps_home`: its replica answers and has the prefix, so that it is preferred; else it goes to any with room.
         """
         assert self.is_open, self.state
-        self.state = State.UNPLACED
+        self.state = PlayState.UNPLACED
         self.home = self.replica if keeps_home else ""
         self.env_server = self.replica = ""
         self.follow(self.attempt + 1)
 
     def resolve(self, reason: str) -> None:
         """Nothing of it is played or taken any more; `reason` is empty if it is trained."""
-        assert self.state is not State.RESOLVED
-        self.state, self.reason = State.RESOLVED, reason
+        assert self.state is not PlayState.RESOLVED
+        self.state, self.reason = PlayState.RESOLVED, reason
 
     def follow(self, attempt: int) -> None:
         """Go on to a later attempt, which may be a predecessor's; what is over stays as it is.
@@ -174,7 +184,7 @@ class Play:
 
         Without a deadline nobody would notice that the members of an earlier attempt failed.
         """
-        if self.state is not State.UNPLACED or not set(self.missing) - set(self.failures) <= set(members):
+        if self.state is not PlayState.UNPLACED or not set(self.missing) - set(self.failures) <= set(members):
             return False
         return attempt == self.attempt or not (self.is_scored_whole or math.isinf(self.settings.timeout_s))
 
@@ -194,7 +204,7 @@ class Play:
         """Draw the consequences of a rollout that was taken."""
         statuses = [failure.status for failure in self.failures.values()]
         if not self.missing:
-            self.state = State.WHOLE
+            self.state = PlayState.WHOLE
             return Arrival.FINISHED
         if hopeless := [status for status in statuses if status in self.settings.hopeless]:
             self.resolve(str(hopeless[0].value))
@@ -207,9 +217,10 @@ class Play:
             self.not_before = time.monotonic() + min(first_s * 2 ** min(self.num_blameless_attempts, 10), longest_s)
             self.num_blameless_attempts += 1
         else:
+            self.not_before = time.monotonic() + FAILED_PAUSE_S
             self.num_failed_attempts = MAX_FAILED_ATTEMPTS if is_blameless else self.num_failed_attempts + 1
         if self.num_failed_attempts >= MAX_FAILED_ATTEMPTS:
-            self.resolve("error")
+            self.resolve(GIVEN_UP)
             return Arrival.HOPELESS
         self.lose(keeps_home=RolloutStatus.ENGINE_LOST not in statuses)
         return Arrival.RETRY

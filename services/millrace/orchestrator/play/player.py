@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from millrace.internal.v1 import env_service_pb2
-from millrace.orchestrator.play.env_pool import EnvPool
-from millrace.orchestrator.play.play import Play, State
+from millrace.orchestrator.play.env_servers import EnvServers
+from millrace.orchestrator.play.play import Play, PlayState
 from millrace.orchestrator.play.rollout_stream import RolloutStream
-from millrace.orchestrator.play.routing import Policies, Replica, Router
+from millrace.orchestrator.play.routing import Policies, ReadyReplica, Router
 from millrace.rollouts.types import Purpose
 from millrace.rollouts.wire import purpose_to_wire
 from millrace.telemetry import faults
@@ -37,7 +37,7 @@ class Player:
     """Places plays on env-servers and replicas."""
 
     def __init__(
-        self, *, run: RunIdentity, envs: EnvPool, policies: Policies, stream: RolloutStream, router: Router
+        self, *, run: RunIdentity, envs: EnvServers, policies: Policies, stream: RolloutStream, router: Router
     ) -> None:
         self._run = run
         self._envs = envs
@@ -56,14 +56,14 @@ class Player:
             await self.stop([play for play, _ in lost if play.env_server in alive])
             await self._stream.catch_up()  # a new attempt of a task that is scored whole begins from nothing
             for play, attempt in lost:
-                if play.state is State.PLACED and play.attempt == attempt:
+                if play.state is PlayState.PLACED and play.attempt == attempt:
                     play.lose()  # else it became whole, was dropped, or failed meanwhile
         now = time.monotonic()
-        unplaced = [play for play in plays if play.state is State.UNPLACED and play.not_before <= now]
+        unplaced = [play for play in plays if play.state is PlayState.UNPLACED and play.not_before <= now]
         if any(play.attempt for play in unplaced):
             await self._stream.catch_up()
         for play in unplaced:
-            if play.state is State.UNPLACED and not await self.place(play, plays):
+            if play.state is PlayState.UNPLACED and not await self.place(play, plays):
                 return
 
     async def place(self, play: Play, plays: Collection[Play]) -> bool:
@@ -85,7 +85,7 @@ class Player:
             if not _is_asked_for(play, request):
                 return True  # members came while another env-server was asked: what is still missing is asked for anew
             if await self._envs.play(worker_id, request):
-                if play.state is State.UNPLACED and play.attempt == request.attempt:
+                if play.state is PlayState.UNPLACED and play.attempt == request.attempt:
                     # else it failed already, before the answer came: place it again
                     timeout_s = play.settings.timeout_s
                     play.place(play.source or worker_id, replica=replica.worker_id, timeout_s=timeout_s)
@@ -98,7 +98,7 @@ class Player:
         """Placed plays whose env-server or replica is gone, or whose deadline passed."""
         now = time.monotonic()
         env_servers, replicas = self._envs.alive(), self._policies.known()
-        placed = [play for play in plays if play.state is State.PLACED]
+        placed = [play for play in plays if play.state is PlayState.PLACED]
         gone = {play.replica for play in placed if play.replica} | self._orphaned.keys()
         self._orphaned = {replica: self._orphaned.get(replica, now) for replica in gone - replicas}
         lost = []
@@ -133,7 +133,7 @@ class Player:
         load = Counter(play.env_server for play in plays if play.is_open)
         return sorted(self._envs.servers_with(env), key=lambda worker_id: (load[worker_id], worker_id))
 
-    def _request(self, play: Play, replica: Replica) -> env_service_pb2.PlayGroupRequest:
+    def _request(self, play: Play, replica: ReadyReplica) -> env_service_pb2.PlayGroupRequest:
         policy, settings = self._policies.desired, play.settings
         return env_service_pb2.PlayGroupRequest(
             run_uid=self._run.uid,

@@ -21,7 +21,7 @@ Load = Callable[[], Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
+class ReadyReplica:
     """A replica that serves a version of this run's policy."""
 
     worker_id: str
@@ -42,7 +42,7 @@ class Policies(Protocol):
         """The policy that they shall serve; None where it never changes."""
         ...
 
-    def ready(self) -> Sequence[Replica]:
+    def ready(self) -> Sequence[ReadyReplica]:
         """Those that serve and take work."""
         ...
 
@@ -85,7 +85,7 @@ class Router:
         """Take somebody's rollouts into account from now on."""
         self._loads.append(load)
 
-    def pick(self, replicas: Iterable[Replica], *, min_version: int, home: str = "") -> Replica | None:
+    def pick(self, replicas: Iterable[ReadyReplica], *, min_version: int, home: str = "") -> ReadyReplica | None:
         """The replica for a play, of those at `min_version` or newer; None if there is none.
 
         `home` is the worker id of the replica that has the prefix already; it is left when it is full and another one
@@ -96,7 +96,7 @@ class Router:
         for part in self._loads:
             load.update(part())
 
-        def share(replica: Replica) -> float:
+        def share(replica: ReadyReplica) -> float:
             return load[replica.worker_id] / (replica.max_num_seqs or DEFAULT_SEQS)
 
         best = min(fit, key=lambda each: (each.is_applying, share(each), each.worker_id), default=None)

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from millrace.config.schema import EvalRunConfig, OrchestratorConfig
 from millrace.config.sections.eval import FixedSamplingConfig
@@ -47,13 +48,22 @@ class PlaySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedEnv:
+    """How much of one environment is played, and how often."""
+
+    name: str
+    num_examples: int
+    """Tasks; -1 is all."""
+    rollouts_per_example: int
+    interval: int = 1
+    """Steps between evaluations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
     """The evaluation of one run."""
 
-    envs: tuple[str, ...]
-    num_examples: int
-    """Tasks per environment; -1 is all."""
-    rollouts_per_example: int
+    envs: tuple[EvaluatedEnv, ...]
     plays: PlaySettings
     pass_threshold: float = 1.0
     is_whole_run: bool = False
@@ -79,9 +89,15 @@ def of_training(config: OrchestratorConfig) -> EvalSettings | None:
     if settings is None:
         return None
     return EvalSettings(
-        envs=tuple(env.name for env in settings.env),
-        num_examples=settings.num_examples,
-        rollouts_per_example=settings.rollouts_per_example,
+        envs=tuple(
+            EvaluatedEnv(
+                name=env.name,
+                num_examples=env.num_examples or settings.num_examples,
+                rollouts_per_example=env.rollouts_per_example or settings.rollouts_per_example,
+                interval=env.interval or settings.interval,
+            )
+            for env in settings.env
+        ),
         plays=PlaySettings(
             purpose=Purpose.EVAL,
             rollout_timeout_s=config.rollout_timeout_s,
@@ -93,9 +109,14 @@ def of_training(config: OrchestratorConfig) -> EvalSettings | None:
 def of_run(config: EvalRunConfig) -> EvalSettings:
     """The evaluation that an evaluation run is."""
     return EvalSettings(
-        envs=tuple(env.name for env in config.env),
-        num_examples=config.num_examples,
-        rollouts_per_example=config.rollouts_per_example,
+        envs=tuple(
+            EvaluatedEnv(
+                name=env.name,
+                num_examples=env.num_examples or config.num_examples,
+                rollouts_per_example=env.rollouts_per_example or config.rollouts_per_example,
+            )
+            for env in config.env
+        ),
         plays=PlaySettings(
             purpose=Purpose.EVAL,
             rollout_timeout_s=config.rollout_timeout_s,
@@ -110,11 +131,24 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
     )
 
 
+def _taken(extra: dict[str, Any], name: str) -> float:
+    """Take a number out of the further fields of a request; 0 without one."""
+    value = extra.get(name)
+    if not isinstance(value, int | float):
+        return 0.0
+    del extra[name]
+    return value
+
+
 def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig) -> env_service_pb2.Sampling:
-    extra = config.extra_body
+    extra = dict(config.extra_body)
+    top_k, min_p = _taken(extra, "top_k"), _taken(extra, "min_p")  # where other servers' users write them
     return env_service_pb2.Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens or 0,
         top_p=config.top_p,
+        top_k=max(config.top_k, int(top_k), 0),
+        min_p=config.min_p or min_p,
+        repetition_penalty=0.0 if isinstance(config, SamplingConfig) else config.repetition_penalty,
         extra_body_json=json.dumps(extra, sort_keys=True) if extra else "",
     )

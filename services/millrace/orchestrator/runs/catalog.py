@@ -1,7 +1,6 @@
 """Every run of the deployment as views that are brought up to date from the log on demand."""
 
 import asyncio
-import difflib
 import logging
 
 import redis.asyncio
@@ -19,11 +18,13 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.runs.run_view import TERMINAL, UNKNOWN, RunRecord, RunView
-from millrace.runlog import EventReader, RunLog
+from millrace.orchestrator.runs.run_view import RunView
+from millrace.runlog import EventReader, RunLog, run_name
+from millrace.runlog.events.run_status import TERMINAL, state_name
 from millrace.runlog.index import RunIndex, read_index
 from millrace.runlog.names import Names
 from millrace.runlog.records.revisions import has_ended, is_end
+from millrace.runlog.records.run_record import UNKNOWN, RunRecord
 from millrace.runlog.recovery.rebuild import open_or_rebuild, open_reopened
 from millrace.runlog.recovery.recover import load_history
 from millrace.storage import ObjectStore
@@ -67,7 +68,7 @@ class RunCatalog:
         self._note_names(index)
         for name, uid in index.runs.items():
             try:
-                await self._look_at(uid, name, is_looked_at=uid == looked_at)
+                await self.look_at(uid, name, is_looked_at=uid == looked_at)
             except MillraceError as error:  # Redis or the store is away: what was seen last stays
                 if self._unread.get(uid) != error.reason:
                     self._unread[uid] = error.reason
@@ -81,29 +82,18 @@ class RunCatalog:
         wanted = name.removeprefix("runs/")
         index = await read_index(self._redis, self._store, self._prefix)
         self._note_names(index)
-        runs = index.runs
         if wanted in index.damaged:
             return self._views[_key_of(wanted)]
-        uid = runs.get(wanted) or (wanted if wanted in runs.values() else None)
-        if uid is None:
-            close = difflib.get_close_matches(wanted, list(runs), n=1)
-            raise NotFoundError(
-                f"run {wanted!r} does not exist",
-                reason="RUN_NOT_FOUND",
-                remedy=f"did you mean {close[0]!r}?" if close else "`millrace run list` shows the runs",
-                metadata={"run": wanted},
-            )
-        return await self._look_at(uid, next(name for name, found in runs.items() if found == uid), is_looked_at=True)
+        found = run_name.resolve(wanted, index.runs, is_exact=True)
+        return await self.look_at(index.runs[found], found, is_looked_at=True)
 
     def known(self, name: str) -> RunView | None:
         """The run as it was at the last look, from memory alone: by name, uid, unique beginning, or `-` the newest."""
-        wanted = name.removeprefix("runs/")
-        views = sorted(self._views.values(), key=lambda view: view.record.uid)
-        exact = [view for view in views if wanted in (view.record.name, view.record.uid)]
-        near = [view for view in views if wanted and view.record.name.startswith(wanted)]
-        if wanted == "-":
-            return views[-1] if views else None
-        return exact[-1] if exact else near[0] if len(near) == 1 else None
+        views = {view.record.name: view for view in self._views.values()}
+        try:
+            return views[run_name.resolve(name, {name: view.record.uid for name, view in views.items()})]
+        except (NotFoundError, InvalidSpecError):
+            return None
 
     async def open_log(self, uid: str) -> RunLog:
         """The run's log, rebuilt from the store if Redis has lost it."""
@@ -115,8 +105,7 @@ class RunCatalog:
 
     async def is_end(self, uid: str, state: run_pb2.RunState) -> bool:
         """Whether an event of this terminal state is true: the headers close the run so, or did before a reopening."""
-        name = run_pb2.RunState.Name(state).removeprefix("RUN_STATE_")
-        return await asyncio.to_thread(is_end, self._store, Names(self._prefix, uid), name)
+        return await asyncio.to_thread(is_end, self._store, Names(self._prefix, uid), state_name(state))
 
     def drive_failed(self, uid: str, error: MillraceError) -> None:
         """A drive found damage that no look at the run reads: it is shown until a drive gets ahead."""
@@ -147,7 +136,7 @@ class RunCatalog:
         view.damage = damage
         return view
 
-    async def _look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
+    async def look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
         """The run as it is now, DAMAGED if it cannot be read; raises where Redis or the store is away."""
         try:
             view = await self._refresh_one(uid, is_looked_at=is_looked_at)
@@ -196,16 +185,16 @@ class RunCatalog:
                 view.apply(event)
                 if event.HasField("state_changed"):
                     self._drive_damage.pop(view.record.uid, None)
-        # Before the look for a reopening: whoever reopens the run in between has ended nothing.
-        is_over = view.logged_state in TERMINAL and await asyncio.to_thread(has_ended, self._store, run_log.names)
+        # Before the look for a reopening: a run that is reopened in between has not ended.
+        is_over = view.status.state in TERMINAL and await asyncio.to_thread(has_ended, self._store, run_log.names)
         if view.has_failed:
             await self._look_for_reopening(view)
-        if view.logged_state in TERMINAL and not is_over:
+        if view.status.state in TERMINAL and not is_over:
             logger.error(
                 "an event says that the run has ended, and no header closes it: somebody else writes to this Redis",
-                extra={"run": view.record.name, "state": run_pb2.RunState.Name(view.logged_state)},
+                extra={"run": view.record.name, "state": state_name(view.status.state)},
             )
-            view.take_end_back()
+            view.status.take_end_back()
         view.damage = self._drive_damage.get(view.record.uid)
         self._views[view.record.uid] = view
         return view

@@ -6,11 +6,10 @@ from typing import Any
 
 from millrace.config.schema import RLConfig
 from millrace.errors import InvalidSpecError, InvalidStateError, Violation
-from millrace.orchestrator.runs.run_view import RunRecord
+from millrace.runlog import run_name
 from millrace.runlog.fork import ForkPlan
+from millrace.runlog.records.run_record import RunRecord
 from millrace.v1 import run_pb2, run_service_pb2
-
-MAX_NAME = 63
 
 
 def as_create(
@@ -19,7 +18,7 @@ def as_create(
     """The request for the new run: the parent's config and a name made of the parent's, unless it names its own."""
     return run_service_pb2.CreateRunRequest(
         kind=run_pb2.RUN_KIND_RL,
-        run_id=request.run_id or _name(parent.name, request.step, uid),
+        run_id=request.run_id or run_name.make(parent.name, f"at-{request.step}-{uid[-4:]}"),
         config_json=request.config_json or parent.config_json,
         request_id=request.request_id,
         labels=request.labels,
@@ -32,7 +31,7 @@ def check_config(config: RLConfig, parent: RunRecord, plan: ForkPlan) -> None:
     The steps from the checkpoint to the fork's first one are computed again by the fork's trainer. They only give the
     parent's version back under the parent's trainer settings, so other settings need a checkpoint at that very step.
     """
-    before = RLConfig.model_validate(parent.config)
+    before = parent.training
     violations = []
     if config.trainer.model.name != before.trainer.model.name:
         violations.append(
@@ -68,11 +67,6 @@ def is_same_fork(record: RunRecord, earlier: RunRecord) -> bool:
     if record.parent is None or earlier.parent is None:
         return record.parent is earlier.parent
     return all(record.parent[name] == earlier.parent[name] for name in ("uid", "step"))
-
-
-def _name(parent: str, step: int, uid: str) -> str:
-    tail = f"-at-{step}-{uid[-4:]}"
-    return f"{parent[: MAX_NAME - len(tail)].rstrip('-')}{tail}"
 
 
 def _relevant(config: RLConfig, plan: ForkPlan) -> dict[str, Any]:

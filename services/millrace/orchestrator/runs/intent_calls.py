@@ -13,6 +13,7 @@ from millrace.errors import InvalidStateError
 from millrace.orchestrator.runs.desired_state import DesiredState
 from millrace.orchestrator.runs.run_view import RunView
 from millrace.runlog import Intent, Names
+from millrace.runlog.events.run_status import state_name
 from millrace.runlog.records.epochs import create_epoch
 from millrace.runlog.records.intents import read_intents, write_intent
 from millrace.runlog.records.revisions import find_closing, load_reopenings, reopen
@@ -105,7 +106,7 @@ class IntentCalls:
 
 def _require_open(view: RunView, verb: str) -> None:
     if view.is_terminal:
-        state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
+        state = state_name(view.status.state)
         raise InvalidStateError(
             f"run {view.record.name!r} has already ended as {state}",
             reason="RUN_ENDED",

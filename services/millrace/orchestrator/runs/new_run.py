@@ -3,7 +3,6 @@
 import datetime
 import hashlib
 import json
-import re
 import uuid
 from collections.abc import Callable
 
@@ -11,12 +10,11 @@ import millrace
 from millrace.config.load import validate_document
 from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.errors import InvalidSpecError, Violation
-from millrace.orchestrator.runs.run_view import EVAL, RL, RunRecord
+from millrace.runlog import run_name
 from millrace.runlog.names import check_request_id, new_uid
+from millrace.runlog.records.run_record import EVAL, RL, RunRecord
 from millrace.v1 import run_pb2, run_service_pb2
 
-RUN_ID = re.compile(r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")
-RUN_ID_RULE = "lower-case letters, digits and '-', begins with a letter, at most 63, no '-' at its end"
 MAX_LABELS, MAX_LABEL_CHARS = 64, 256
 KINDS = {run_pb2.RUN_KIND_RL: RL, run_pb2.RUN_KIND_EVAL: EVAL}
 
@@ -24,8 +22,8 @@ KINDS = {run_pb2.RUN_KIND_RL: RL, run_pb2.RUN_KIND_EVAL: EVAL}
 def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunConfig:
     """The config of the run, or InvalidSpecError with every violation of the request."""
     violations: list[Violation] = []
-    if request.run_id and not RUN_ID.match(request.run_id):
-        violations.append(Violation(field="run_id", value=request.run_id, message=RUN_ID_RULE))
+    if request.run_id and not run_name.is_legal(request.run_id):
+        violations.append(Violation(field="run_id", value=request.run_id, message=run_name.RULE))
     if request.kind not in KINDS:
         known = request.kind in run_pb2.RunKind.values()
         kind = run_pb2.RunKind.Name(request.kind) if known else str(request.kind)
@@ -59,7 +57,7 @@ def make_record(request: run_service_pb2.CreateRunRequest, config: RLConfig | Ev
     uid = new_uid()
     return RunRecord(
         uid=uid,
-        name=request.run_id or config.run.name or _auto_name(config, uid),
+        name=request.run_id or config.run.name or _make_name(config, uid),
         kind=KINDS[request.kind],
         config=document,
         run_hash=hashlib.sha256(config.resolved_json().encode()).hexdigest(),
@@ -70,14 +68,11 @@ def make_record(request: run_service_pb2.CreateRunRequest, config: RLConfig | Ev
     )
 
 
-def _auto_name(config: RLConfig | EvalRunConfig, uid: str) -> str:
-    """`{first env}-{last hex digits of the uid}`, as a legal run id; evaluations begin with `eval-`."""
-    first = config.env[0] if isinstance(config, EvalRunConfig) else config.orchestrator.env[0]
-    stem = re.sub(r"[^a-z0-9]+", "-", (first.name or first.id).lower()).strip("-") or "run"
-    if isinstance(config, EvalRunConfig):
-        stem = f"eval-{stem}"
-    stem = stem if stem[0].isalpha() else f"run-{stem}"
-    return f"{stem[:50].rstrip('-')}-{uid[-6:]}"
+def _make_name(config: RLConfig | EvalRunConfig, uid: str) -> str:
+    """`{first env}-{last hex digits of the uid}`; evaluations begin with `eval-`."""
+    is_eval = isinstance(config, EvalRunConfig)
+    first = config.env[0] if is_eval else config.orchestrator.env[0]
+    return run_name.make(f"{'eval-' if is_eval else ''}{first.name or first.id}", uid[-6:])
 
 
 def _label_problems(request: run_service_pb2.CreateRunRequest) -> list[Violation]:

@@ -1,4 +1,4 @@
-"""Runs that ended without a seal, because whoever ended them died before it was written, get one."""
+"""Runs whose process died between their end and their seal get the seal here."""
 
 import asyncio
 import logging
@@ -6,8 +6,8 @@ import time
 
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.orchestrator.runs.run_view import RunView
+from millrace.runlog.events.run_status import state_name
 from millrace.runlog.seal import seal_late
-from millrace.v1 import run_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Sealer:
         while True:
             view = await self._todo.get()
             uid = view.record.uid
-            state = run_pb2.RunState.Name(view.run.state).removeprefix("RUN_STATE_")
+            state = state_name(view.status.state)
             try:
                 if await seal_late(await self._catalog.open_log(uid), state=state, by=f"{self._owner}, later"):
                     logger.info("run sealed that had ended without", extra={"run": view.record.name})

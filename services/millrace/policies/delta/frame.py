@@ -50,7 +50,7 @@ class PieceHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class FrameSection:
     """One stream: its length in bytes, and what is stored of it."""
 
     raw_bytes: int
@@ -72,7 +72,7 @@ class Section:
         return np.frombuffer(data, np.uint8)
 
 
-def pack_frame(header: PieceHeader, sections: Sequence[Section]) -> bytes:
+def pack_frame(header: PieceHeader, sections: Sequence[FrameSection]) -> bytes:
     """One frame; the checksum is computed here."""
     head = _HEAD.pack(
         _FORMAT,
@@ -101,7 +101,7 @@ def read_header(frame: bytes | memoryview) -> PieceHeader:
     return read_frame(frame)[0]
 
 
-def read_frame(frame: bytes | memoryview) -> tuple[PieceHeader, list[Section]]:
+def read_frame(frame: bytes | memoryview) -> tuple[PieceHeader, list[FrameSection]]:
     """The header and the sections, which are views; nothing is decompressed yet."""
     view = memoryview(frame).cast("B")
     if view.nbytes < _LEAD.size + _HEAD.size:
@@ -134,18 +134,18 @@ def read_frame(frame: bytes | memoryview) -> tuple[PieceHeader, list[Section]]:
     return header, _sections(view, num_sections, compressed)
 
 
-def _sections(view: memoryview, num_sections: int, compressed: int) -> list[Section]:
+def _sections(view: memoryview, num_sections: int, compressed: int) -> list[FrameSection]:
     table = _LEAD.size + _HEAD.size
     position = table + num_sections * _SECTION.size
     if position > view.nbytes:
         raise corrupt(f"its table of {num_sections} sections is cut off")
-    sections: list[Section] = []
+    sections: list[FrameSection] = []
     for number in range(num_sections):
         raw, stored = _SECTION.unpack_from(view, table + number * _SECTION.size)
         if stored > view.nbytes - position:
             raise corrupt(f"section {number} of {stored} bytes is cut off")
         sections.append(
-            Section(
+            FrameSection(
                 raw_bytes=raw,
                 stored=view[position : position + stored],
                 compressed=bool(compressed >> number & 1),
@@ -157,9 +157,9 @@ def _sections(view: memoryview, num_sections: int, compressed: int) -> list[Sect
     return sections
 
 
-def compress_section(data: NDArray[np.uint8]) -> Section:
+def compress_section(data: NDArray[np.uint8]) -> FrameSection:
     """A section of these bytes, compressed where that makes it smaller."""
     stored = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(data.data)
     if len(stored) < data.size:
-        return Section(raw_bytes=data.size, stored=stored, compressed=True)
-    return Section(raw_bytes=data.size, stored=data.tobytes(), compressed=False)
+        return FrameSection(raw_bytes=data.size, stored=stored, compressed=True)
+    return FrameSection(raw_bytes=data.size, stored=data.tobytes(), compressed=False)

@@ -1,11 +1,11 @@
 """What a publisher remembers of the versions that are committed, to publish the next one as deltas. No torch.
 
 A version is published against the one before it, and at every fourth and sixteenth version also against the one four
-and sixteen before: whoever is n versions behind reads O(log n) deltas. An anchor, the full copy, comes every
+and sixteen before: a reader that is n versions behind reads O(log n) deltas. An anchor, the full copy, comes every
 `anchor_interval` versions, at the start of a lineage, and where deltas would not be smaller.
 
 Memory on each rank, per parameter of its shard: one copy of the last committed version (2 bytes at bf16, 4 at float32)
-and what `rewind.py` keeps for each skip: about 0.25 and 1 byte at 1 % of changes per step, at most a copy each.
+and what `Rewind` keeps for each skip: about 0.25 and 1 byte at 1 % of changes per step, at most a copy each.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +20,15 @@ from millrace.policies.change import TensorChange
 from millrace.policies.delta.codec import encode_piece
 from millrace.policies.digest import bits_digest, change_digest
 from millrace.policies.publishing.parts import TensorPart
-from millrace.policies.publishing.rewind import Rewind
 from millrace.policies.publishing.upload import Frame
 
 T = TypeVar("T")
+Bits = NDArray[np.unsignedinteger]
 
 _DENSE = 0.5  # share of changes from which a digest is cheaper made anew
+
+# Parts of up to 2**32 elements; larger ones keep wider positions.
+_POSITION = np.dtype("<u4")
 
 Digests = dict[str, int]
 """Of this rank's parts, by tensor."""
@@ -44,6 +47,48 @@ class Delta:
     def size_bytes(self) -> int:
         """Bytes of all frames."""
         return sum(len(frame.data) for frame in self.frames)
+
+
+class Rewind:
+    """One part as it was when this was made, from what it is now and what was noted between.
+
+    Memory: 4 bytes and one element for every change noted, 6 bytes at bf16: at 1 % of changes per step and 16 steps
+    about 1 byte per parameter. It is never more than one copy of the part: from there on it is that copy.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[NDArray[np.unsignedinteger], Bits]] = []
+        self._whole: Bits | None = None
+        self._size_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that is held."""
+        return self._size_bytes
+
+    def note(self, old: Bits, positions: NDArray[np.int64]) -> None:
+        """Take note that the elements at `positions` of the part, which is `old` now, are about to change."""
+        if self._whole is not None or not positions.size:
+            return
+        held = positions.astype(_POSITION) if old.size <= np.iinfo(_POSITION).max else positions.astype("<u8")
+        size_bytes = held.nbytes + positions.size * old.itemsize
+        if self._size_bytes + size_bytes > old.nbytes:
+            self._whole = self.bits(old).copy()
+            self._steps, self._size_bytes = [], old.nbytes
+            return
+        self._steps.append((held, old[positions]))
+        self._size_bytes += size_bytes
+
+    def bits(self, now: Bits) -> Bits:
+        """The part as it was; `now` itself if nothing was noted. Not to be written to."""
+        if self._whole is not None:
+            return self._whole
+        if not self._steps:
+            return now
+        then = now.copy()
+        for positions, bits in reversed(self._steps):
+            then[positions] = bits
+        return then
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,14 +151,14 @@ class History:
             if base.version != version - skip:
                 continue
 
-            def bits_then(part: TensorPart, rewinds: dict[str, Rewind] = base.rewinds) -> NDArray[np.unsignedinteger]:
+            def bits_then(part: TensorPart, rewinds: dict[str, Rewind] = base.rewinds) -> Bits:
                 return rewinds[part.name].bits(self._parts[part.name].bits)
 
             found.append(self._encode(base, parts, bits_then)[0])
         return found
 
     def advance(self, parts: Sequence[TensorPart], *, version: int, digest: str, digests: Digests) -> None:
-        """Take note that a version is committed. `parts` are held from now on; those before are let go."""
+        """Take note that a version is committed. `parts` are held from now on; those before are released."""
         if not self.fits(parts, version):
             self._skips = {}
         kept = {skip: base for skip, base in self._skips.items() if version < base.version + skip}
@@ -137,7 +182,7 @@ class History:
         self,
         base: _Committed,
         parts: Sequence[TensorPart],
-        bits_of: Callable[[TensorPart], NDArray[np.unsignedinteger]],
+        bits_of: Callable[[TensorPart], Bits],
     ) -> tuple[Delta, Digests]:
         def encode(part: TensorPart) -> tuple[Frame | None, int, int]:
             old_digest = base.digests[part.name]
@@ -161,7 +206,7 @@ class History:
             return list(pool.map(function, parts))
 
 
-def _digest_after(old: NDArray[np.unsignedinteger], part: TensorPart, digest: int) -> int:
+def _digest_after(old: Bits, part: TensorPart, digest: int) -> int:
     positions = np.flatnonzero(old != part.bits)
     if positions.size > _DENSE * part.count:
         return bits_digest(part.bits, start=part.start)

@@ -4,22 +4,19 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import ConflictError, InvalidStateError
-from millrace.policies.digest import digest_hex, policy_digest
+from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import (
-    FORMAT,
     AdapterEntry,
-    Encoding,
     FileEntry,
     PolicyManifest,
+    PolicyPlace,
     Probe,
     TensorEntry,
-    manifest_key,
-    policy_prefix,
     sha256_hex,
+    whole_digest,
 )
 from millrace.policies.publishing.parts import whole_parts
 from millrace.policies.publishing.upload import DEFAULT_SHARD_BYTES, upload_full
@@ -41,34 +38,41 @@ class PublishedPolicy:
     already_existed: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyContents:
+    """What a version is made of.
+
+    `files` are uploaded with the version, or name what `upload_files` uploaded once for many versions.
+    """
+
+    tensors: Iterable[tuple[str, TensorBytes]]
+    files: Mapping[str, bytes] | Sequence[FileEntry]
+    probe: Probe | None = None
+    adapter: AdapterEntry | None = None
+    is_delta_base: bool = True
+
+
 def publish_policy(
     store: ObjectStore,
+    place: PolicyPlace,
+    contents: PolicyContents,
     *,
-    prefix: str,
-    uid: str,
-    lineage: int,
-    version: int,
     epoch: int,
-    tensors: Iterable[tuple[str, TensorBytes]],
-    files: Mapping[str, bytes] | Sequence[FileEntry],
-    probe: Probe | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    adapter: AdapterEntry | None = None,
-    is_delta_base: bool = True,
     successor: str = "",
 ) -> PublishedPolicy:
-    """Write version `version` in full and commit it, or prove that the committed one has equal weights.
+    """Write a version in full and commit it, or prove that the committed one has equal weights.
 
-    For one writer that holds every tensor. `files` are uploaded with the version, or name what `upload_files` uploaded
-    once for many versions. `successor` is the key to commit a damaged version under (`commit_points.next_revision`).
+    For one writer that holds every tensor. `successor` is the key to commit a damaged version under
+    (`commit_points.next_revision`).
 
     A replayed step publishes again (recovery is checkpoint plus replay): nothing is uploaded then, the digests are
     compared, and a difference raises ConflictError naming both, because it means that the replay was not exact.
     """
-    key = successor or manifest_key(prefix, uid, lineage=lineage, version=version)
-    parts = whole_parts(tensors)
+    key = successor or place.manifest_key
+    parts = whole_parts(contents.tensors)
     if not parts:
-        raise InvalidStateError(f"policy {lineage}-{version} has no tensors", reason="POLICY_EMPTY")
+        raise InvalidStateError(f"policy {place.lineage}-{place.version} has no tensors", reason="POLICY_EMPTY")
     entries = tuple(
         TensorEntry(name=part.name, shape=part.shape, dtype=part.dtype, digest=digest_hex(part.digest()))
         for part in parts
@@ -76,66 +80,27 @@ def publish_policy(
     digest = whole_digest(entries)
     if store.head(key) is not None:
         return existing_policy(store, key, digest)
-    base = upload_prefix(prefix, uid, lineage=lineage, version=version, epoch=epoch)
-    encoding = upload_full(store, base, parts, shard_bytes=shard_bytes)
-    file_entries = _put_files(store, base, files) if isinstance(files, Mapping) else tuple(files)
-    manifest = new_manifest(
+    base, files = upload_prefix(place, epoch=epoch), contents.files
+    manifest = PolicyManifest(
         key=key,
-        uid=uid,
-        lineage=lineage,
-        version=version,
-        anchor=version,
+        run_uid=place.uid,
+        lineage=place.lineage,
+        version=place.version,
+        anchor=place.version,
         tensors=entries,
-        encodings=(encoding,),
-        files=file_entries,
-        probe=probe,
-        adapter=adapter,
-        is_delta_base=is_delta_base,
+        encodings=(upload_full(store, base, parts, shard_bytes=shard_bytes),),
+        files=_put_files(store, base, files) if isinstance(files, Mapping) else tuple(files),
+        digest=digest,
+        probe=contents.probe,
+        adapter=contents.adapter,
+        is_delta_base=contents.is_delta_base,
     )
     return commit_policy(store, key, manifest)
 
 
-def new_manifest(
-    *,
-    key: str,
-    uid: str,
-    lineage: int,
-    version: int,
-    anchor: int,
-    tensors: tuple[TensorEntry, ...],
-    encodings: tuple[Encoding, ...],
-    files: tuple[FileEntry, ...],
-    probe: Probe | None,
-    adapter: AdapterEntry | None = None,
-    is_delta_base: bool = True,
-) -> PolicyManifest:
-    """The manifest of a version that is written now."""
-    return PolicyManifest(
-        format=FORMAT,
-        key=key,
-        run_uid=uid,
-        lineage=lineage,
-        version=version,
-        anchor=anchor,
-        tensors=tensors,
-        encodings=encodings,
-        files=files,
-        digest=whole_digest(tensors),
-        probe=probe,
-        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        adapter=adapter,
-        is_delta_base=is_delta_base,
-    )
-
-
-def whole_digest(tensors: Iterable[TensorEntry]) -> str:
-    """The digest of a version from its entries, hex."""
-    return policy_digest({entry.name: (entry.dtype, entry.shape, entry.digest) for entry in tensors})
-
-
-def upload_prefix(prefix: str, uid: str, *, lineage: int, version: int, epoch: int) -> str:
-    """A fresh place for the data objects of a version: no name is used twice, whoever died before."""
-    return f"{policy_prefix(prefix, uid, lineage=lineage, version=version)}e{epoch}-{secrets.token_hex(6)}/"
+def upload_prefix(place: PolicyPlace, *, epoch: int) -> str:
+    """A fresh prefix for the data objects of a version: no name is used twice, whatever died before."""
+    return f"{place.objects_prefix}e{epoch}-{secrets.token_hex(6)}/"
 
 
 def commit_policy(store: ObjectStore, key: str, manifest: PolicyManifest) -> PublishedPolicy:

@@ -12,11 +12,10 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import redis.asyncio as redis_asyncio
 
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.runlog.attest import Attestation, SigningKey
 from millrace.runlog.audit.archives import read_archives
@@ -35,6 +34,7 @@ from millrace.runlog.audit.seals import SealCheck
 from millrace.runlog.audit.told import Told, ToldSteps
 from millrace.runlog.names import Names
 from millrace.runlog.records.origin import RunOrigin, parse_origin
+from millrace.runlog.records.run_record import EVAL, RunRecord
 from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
 
@@ -61,10 +61,8 @@ class Depth:
 class _Run:
     """What run.json says."""
 
-    name: str
-    run_hash: str
+    record: RunRecord
     origin: RunOrigin
-    document: dict[str, Any]
 
 
 async def audit_run(
@@ -86,7 +84,7 @@ async def audit_run(
     report = audit_pb2.AuditReport(run_uid=uid, is_deep=depth.is_deep)
     audit = Audit(store=store, names=names, report=report, on_progress=on_progress, is_deep=depth.is_deep)
     run = await asyncio.to_thread(_read_run, audit)
-    report.run = f"runs/{run.name}"
+    report.run = f"runs/{run.record.name}"
     events, rollouts = EventCheck(audit), {}
     mirror = None if redis is None else await Mirror.open(audit, redis)
     if redis is None:
@@ -118,7 +116,7 @@ def _audit_store(
 ) -> tuple[dict[str, int], int]:
     """Check everything against the store (blocking); return the newest epochs by role, and the generation."""
     try:
-        check_identity(audit, run.document)
+        check_identity(audit, run.record)
         derived = _Derived.read(audit, events, run)
         headers = _check_headers(audit, derived, rollouts, run=run)
         epochs = check_epochs(audit)
@@ -157,7 +155,7 @@ class _Derived:
         events.add(read_archives(audit), archived=True)
         policies = PolicyCheck(audit)
         policies.scan()
-        checkpoints = check_checkpoints(audit, run_hash=run.run_hash)
+        checkpoints = check_checkpoints(audit, run_hash=run.record.run_hash)
         return cls(
             told=events.told,
             named=NamedCheck(audit),
@@ -174,7 +172,7 @@ def _check_headers(
     steps = ToldSteps(audit, derived.told)
     kept_from = derived.checkpoints[0].step if derived.checkpoints else run.origin.base_step
     headers = HeaderCheck(
-        audit, run_hash=run.run_hash, origin=run.origin, kept_from=kept_from, told=steps, named=derived.named
+        audit, run_hash=run.record.run_hash, origin=run.origin, kept_from=kept_from, told=steps, named=derived.named
     )
     headers.run(rollouts)
     steps.finish(base_step=headers.copied_until)
@@ -190,12 +188,12 @@ def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, r
     seals.compare(told, closings=headers.closings, closing_key=headers.closing_key, now=now)
     saved = {step: frozenset(hashes - {""}) for step, hashes in told.saved.items()}
     saved |= {step: saved.get(step, frozenset()) | {sha256} for step, sha256 in seals.saved.items()}
-    removed = compare_saved(audit, checkpoints, saved, kept=read_kept(run.document), base_step=base_step)
+    removed = compare_saved(audit, checkpoints, saved, kept=read_kept(run.record), base_step=base_step)
     manifest = audit.names.checkpoint_manifest
     named.pruned = {manifest(step).removeprefix(audit.names.root) for step in removed}
     repaired = {fact.step for fact in checkpoints if fact.is_repaired}
     named.repaired |= {manifest(step).removeprefix(audit.names.root) for step in repaired}
-    if run.document.get("kind") != "EVAL":  # which publishes nothing
+    if run.record.kind != EVAL:  # which publishes nothing
         derived.policies.compare(first=base_step, next_step=headers.next_step, closing=headers.closing)
     derived.policies.compare_told(told.published, named)
     named.compare()
@@ -230,7 +228,7 @@ def _tell_unseen(audit: Audit, headers: HeaderCheck) -> None:
 def _read_run(audit: Audit) -> _Run:
     """What run.json says; where it cannot be read, a violation, and as if it said nothing."""
     key = audit.names.run_json
-    unreadable = _Run(name=audit.names.uid, run_hash="", origin=RunOrigin(), document={})
+    unreadable = _Run(record=RunRecord(name=audit.names.uid), origin=RunOrigin())
     try:
         data = audit.store.get(key, max_bytes=MAX_JSON_BYTES)
     except CorruptObjectError as error:
@@ -246,12 +244,9 @@ def _read_run(audit: Audit) -> _Run:
             remedy="`millrace run list` shows the runs",
         ) from error
     try:
-        document = decode_object(data, what=audit.uri(key), reason="RUN_JSON_CORRUPT")
-        name, run_hash = document.get("name"), document.get("run_hash")
-        if not isinstance(name, str) or not isinstance(run_hash, str):
-            raise CorruptObjectError(f"{audit.uri(key)} names no run", reason="RUN_JSON_CORRUPT")
-        unreadable = _Run(name=name, run_hash=run_hash, origin=RunOrigin(), document=document)
-        return _Run(name=name, run_hash=run_hash, origin=parse_origin(data, where=audit.uri(key)), document=document)
+        record = RunRecord.parse(data, where=audit.uri(key), needs=["name", "run_hash"])
+        unreadable = _Run(record=record, origin=RunOrigin())
+        return _Run(record=record, origin=parse_origin(data, where=audit.uri(key)))
     except CorruptObjectError as error:
         audit.findings.violation("RUN_JSON_CORRUPT", error.message)
         return unreadable

@@ -2,35 +2,36 @@
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Callable
 
 from millrace.errors import InvalidSpecError
 from millrace.runlog.audit.findings import Audit
 from millrace.runlog.names import Deployment
+from millrace.runlog.records.run_record import RunRecord
 
 
-def check_identity(audit: Audit, document: dict[str, Any]) -> None:
+def check_identity(audit: Audit, record: RunRecord) -> None:
     """Check a run.json that could be parsed against itself and against the index of runs."""
     findings, uid, where = audit.findings, audit.names.uid, audit.uri(audit.names.run_json)
-    if document.get("uid", uid) != uid:
-        findings.violation("RUN_JSON_CHANGED", f"{where} is that of run {document['uid']!r}")
-    if "config" in document:
-        text = json.dumps(document["config"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    if record.uid not in ("", uid):
+        findings.violation("RUN_JSON_CHANGED", f"{where} is that of run {record.uid!r}")
+    if record.config is not None:
+        text = json.dumps(record.config, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         with audit.reading("RUN_JSON_CHANGED", where):
-            if (found := hashlib.sha256(text.encode()).hexdigest()) != document.get("run_hash"):
+            if (found := hashlib.sha256(text.encode()).hexdigest()) != record.run_hash:
                 findings.violation(
-                    "RUN_JSON_CHANGED", f"the config in {where} has the hash {found}, not {document.get('run_hash')}"
+                    "RUN_JSON_CHANGED", f"the config in {where} has the hash {found}, not {record.run_hash}"
                 )
     deployment = Deployment(audit.names.prefix)
-    _check_index(audit, "NAME", document.get("name"), deployment.name_object)
-    if document.get("request_id"):
-        _check_index(audit, "REQUEST", document["request_id"], deployment.request_object)
+    _check_index(audit, "NAME", record.name, deployment.name_object)
+    if record.request_id:
+        _check_index(audit, "REQUEST", record.request_id, deployment.request_object)
 
 
-def _check_index(audit: Audit, kind: str, value: object, key_of: Any) -> None:
+def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], str]) -> None:
     """The object that leads from a name or a request to the run."""
     try:
-        key = key_of(value if isinstance(value, str) else "")
+        key = key_of(value)
     except InvalidSpecError as error:
         audit.findings.violation("RUN_JSON_CORRUPT", f"{audit.uri(audit.names.run_json)}: {error}")
         return
@@ -39,10 +40,10 @@ def _check_index(audit: Audit, kind: str, value: object, key_of: Any) -> None:
         audit.findings.violation(f"{kind}_CHANGED", f"{audit.uri(key)} leads to {data[:80]!r}, not to this run")
 
 
-def read_kept(document: dict[str, Any]) -> tuple[int | None, int | None]:
+def read_kept(record: RunRecord) -> tuple[int | None, int | None]:
     """`keep_last` and `keep_interval` of the checkpoints; (None, None) keeps all, as where the config names nothing."""
     try:
-        settings = document["config"]["trainer"]["ckpt"]
+        settings = (record.config or {})["trainer"]["ckpt"]
         keep_last, keep_interval = settings.get("keep_last"), settings.get("keep_interval")
     except (KeyError, TypeError, AttributeError):
         return None, None

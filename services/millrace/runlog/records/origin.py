@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier, genesis_hash
+from millrace.runlog.records.run_record import REMEDY, RunRecord
 from millrace.storage import ObjectStore
-
-_REMEDY = "restore the object from a replica of the bucket"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,8 @@ def parse_origin(run_json: bytes, *, where: str) -> RunOrigin:
 
     A run without a parent, or whose parent names neither step nor chain, begins at 0. `where` is for the error.
     """
-    document = decode_object(run_json, what=where, reason="RUN_JSON_CORRUPT", remedy=_REMEDY)
+    parent = RunRecord.parse(run_json, where=where).parent or {}
     try:
-        parent = document.get("parent") or {}
         if "chain_hash" not in parent and not parent.get("base_step"):
             return RunOrigin(chain_hash=genesis_hash(ZERO_CHAIN_HASH, run_json))
         chain = bytes.fromhex(parent["chain_hash"])
@@ -64,5 +62,5 @@ def parse_origin(run_json: bytes, *, where: str) -> RunOrigin:
         raise CorruptObjectError(
             f"{where} names no usable parent: {error!r}",
             reason="RUN_JSON_CORRUPT",
-            remedy=_REMEDY,
+            remedy=REMEDY,
         ) from error

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import redis.asyncio as redis_asyncio
 from redis.exceptions import ResponseError
 
-from millrace.decoding import MAX_JSON_BYTES, decode_message, decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_message
 from millrace.errors import (
     AlreadyExistsError,
     CorruptObjectError,
@@ -26,6 +26,7 @@ from millrace.runlog.records import epochs, intents
 from millrace.runlog.records.epochs import Epoch
 from millrace.runlog.records.intents import Intent
 from millrace.runlog.records.origin import parse_origin, require_exists
+from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis import connection, damage, script
 from millrace.runlog.redis.connection import MAX_BLOCK_S, as_text
 from millrace.runlog.redis.entry import (
@@ -403,7 +404,4 @@ class RunLog:
 
 def parse_run_hash(run_json: bytes) -> str:
     """The hash of the resolved config that a `run.json` names."""
-    document = decode_object(run_json, what="run.json", reason="RUN_JSON_INVALID")
-    if not isinstance(document.get("run_hash"), str):
-        raise CorruptObjectError("run.json must have the string run_hash", reason="RUN_JSON_INVALID")
-    return document["run_hash"]
+    return RunRecord.parse(run_json, where="run.json", needs=["run_hash"]).run_hash

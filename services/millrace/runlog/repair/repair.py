@@ -19,6 +19,7 @@ from millrace.runlog.records.known import manifest_digest
 from millrace.runlog.records.listing import list_checkpoints, list_policies
 from millrace.runlog.records.origin import parse_origin
 from millrace.runlog.records.revisions import Reopening, parse_reopening
+from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis.log import RunLog
 from millrace.runlog.repair.headers import Header, Position, repair_headers
 from millrace.runlog.repair.objects import Judge, RedisCopy, Repair, Workbench, of_hash
@@ -86,11 +87,11 @@ def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes
 
     def judge(data: bytes) -> str:
         try:
-            document = decode_object(data, what="it", reason="RUN_JSON_CORRUPT")
-            if document.get("uid", names.uid) != names.uid:
+            record = RunRecord.parse(data, where="it", needs=["name"])
+            if record.uid not in ("", names.uid):
                 return "it is another run's"
             origin = parse_origin(data, where="it")
-            _indexed(document, names)
+            _index_objects(record, names)
         except (CorruptObjectError, InvalidSpecError) as error:
             return error.message
         is_first = first is not None and first[0] == (origin.base_step, 0)
@@ -104,8 +105,8 @@ def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes
 
 def _repair_names(bench: Workbench, run_json: bytes) -> None:
     """The objects that lead from the run's name and request to its uid."""
-    document = decode_object(run_json, what=bench.names.run_json, reason="RUN_JSON_CORRUPT")
-    uid, (name, request) = bench.names.uid.encode(), _indexed(document, bench.names)
+    record = RunRecord.parse(run_json, where=bench.names.run_json, needs=["name"])
+    uid, (name, request) = bench.names.uid.encode(), _index_objects(record, bench.names)
 
     def judge(data: bytes) -> str:
         return "" if data == uid else "it names another run, or none"
@@ -116,12 +117,10 @@ def _repair_names(bench: Workbench, run_json: bytes) -> None:
         bench.examine(request, judge, prover="run.json", candidates=made, may_be_gone=True)
 
 
-def _indexed(document: dict[str, Any], names: Names) -> tuple[str, str]:
-    """The objects that lead to a run by its name and its request ("" without one); raises if it has no such name."""
-    deployment, name, request = Deployment(names.prefix), document.get("name"), document.get("request_id") or ""
-    if not isinstance(name, str) or not isinstance(request, str):
-        raise CorruptObjectError("its name or request_id is no text", reason="RUN_JSON_CORRUPT")
-    return deployment.name_object(name), deployment.request_object(request) if request else ""
+def _index_objects(record: RunRecord, names: Names) -> tuple[str, str]:
+    """The objects that lead to a run by its name and its request ("" without one); raises if no run is called so."""
+    deployment, request = Deployment(names.prefix), record.request_id
+    return deployment.name_object(record.name), deployment.request_object(request) if request else ""
 
 
 def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> None:

@@ -5,9 +5,11 @@ and says what differs. But all checkpoints of a run are alike in that, so that o
 was changed, hashes and all: it is left aside, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+import torch
 from torch import nn
 
 from millrace.errors import CorruptObjectError, InvalidStateError
@@ -26,6 +28,8 @@ from millrace.trainer.learning.learner import restore_random_state, state_tensor
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 
 logger = logging.getLogger(__name__)
+
+_NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +62,18 @@ def resume(
     run_hash: str,
     is_strict: bool,
     base_digest: str = "",
+    more: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> Resumed:
-    """Fill model and optimizer from the newest checkpoint that is whole. Collective in a gang.
+    """Fill model and optimizer, and `more` tensors by name, from the newest checkpoint that is whole.
 
-    If there is none they stay as they are.
+    If there is none they stay as they are. Collective in a gang.
     """
 
     def restore_one(manifest: CheckpointManifest) -> None:
         with agreed(gang):
             if is_strict:
                 require_same_conditions(manifest, world_size=gang.world_size, run_hash=run_hash)
-        restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=base_digest)
+        restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=base_digest, more=more)
 
     found = first_whole(checkpoints, restore_one, gang=gang)
     if found.manifest is not None:
@@ -119,11 +124,12 @@ def restore(
     *,
     gang: Gang,
     base_digest: str = "",
+    more: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> None:
-    """Fill model and optimizer from a checkpoint, which must be on the same base. Collective in a gang."""
+    """Fill model and optimizer, and `more`, from a checkpoint on the same base. Collective in a gang."""
     with agreed(gang):
         require_same_base(manifest, base_digest=base_digest)
-    state = state_tensors(model, optimizer, gang=gang)
+    state = {**state_tensors(model, optimizer, gang=gang), **more}
     checkpoints.load(manifest, state)
     faults.reach(Point.TRAINER_MID_RESUME, step=manifest.step)
     restore_random_state(state, gang=gang)

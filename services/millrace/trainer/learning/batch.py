@@ -13,7 +13,39 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from millrace.rollouts.types import TrainSample
+from millrace.rollouts.truncation import kept_tokens
+from millrace.rollouts.types import FULL, TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncationRows:
+    """What cut the distributions that the rows were sampled from; each is [B]."""
+
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    min_p: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[TrainSample], *, device: torch.device) -> "TruncationRows | None":
+        """Those of samples; None if none was cut. Engines cut nothing of greedy ones."""
+        rows = [sample.truncation if sample.temperature else FULL for sample in samples]
+        if all(row.is_full for row in rows):
+            return None
+        return cls(
+            top_p=torch.tensor([row.top_p for row in rows], dtype=torch.float32, device=device),
+            top_k=torch.tensor([row.top_k for row in rows], dtype=torch.int64, device=device),
+            min_p=torch.tensor([row.min_p for row in rows], dtype=torch.float32, device=device),
+        )
+
+    def kept(self, logprobs_BKV: torch.Tensor) -> torch.Tensor:
+        """Which tokens could be sampled, bool [B, K, V]."""
+        shape = logprobs_BKV.shape[:-1]
+        return kept_tokens(
+            logprobs_BKV,
+            top_p=self.top_p[:, None].expand(shape),
+            top_k=self.top_k[:, None].expand(shape),
+            min_p=self.min_p[:, None].expand(shape),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +56,7 @@ class MicroBatch:
     `rl_weights_BT` is 1 where a sample has no weights of its own; the rl component is where the mask is 1 and the
     weight is not 0, the cross-entropy component where its weight is not 0. `versions_B` are the oldest and newest
     policy version of each row's sampled tokens. A temperature of 0 (greedy) is 1 here, as engines report its log-probs.
+    `truncation_B` is None where no row was sampled from a truncated distribution; `reference_kl_B` is that of `Credit`.
     """
 
     token_ids_BT: torch.Tensor
@@ -35,6 +68,8 @@ class MicroBatch:
     rl_weights_BT: torch.Tensor
     ce_weights_BT: torch.Tensor
     temperature_B: torch.Tensor
+    truncation_B: TruncationRows | None
+    reference_kl_B: torch.Tensor
     env_B: tuple[str, ...]
     versions_B: tuple[tuple[int, int], ...]
 
@@ -118,6 +153,8 @@ def build_micro_batch(samples: Sequence[TrainSample], *, seq_len: int, device: t
         rl_weights_BT=tensor(rl_weights),
         ce_weights_BT=tensor(ce_weights),
         temperature_B=tensor(np.array([s.temperature or 1.0 for s in samples] or [1.0], np.float32)),
+        truncation_B=TruncationRows.of(samples, device=device),
+        reference_kl_B=tensor(np.array([s.reference_kl for s in samples] or [0.0], np.float32)),
         env_B=tuple(sample.env for sample in samples) or ("",),
         versions_B=tuple((sample.min_version, sample.max_version) for sample in samples) or ((0, 0),),
     )

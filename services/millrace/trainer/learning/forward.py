@@ -18,7 +18,8 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of every token given those before it, and the entropy of the distribution it was drawn from, [B, T].
 
-    Both are float32 under the sample's temperature. Columns before the first token that any row needs are not computed:
+    Both are float32 under the sample's temperature and truncation: a sampled token that the truncation leaves out under
+    this model has the log-prob -inf. Columns before the first token that any row needs are not computed:
     they hold log(1/V) and log V, as column 0 does, which no token precedes. The entropy carries no gradient.
     """
     first = micro_batch.first_scored
@@ -37,6 +38,12 @@ def token_logprobs(
         logits = model(**arguments).logits
     logits_BKV = logits[:, -keep:-1].float()
     labels_BK = micro_batch.token_ids_BT[:, first:]
+    if micro_batch.truncation_B is not None:
+        with torch.no_grad():  # which tokens are left is a fact; the gradient is that of what is renormalised
+            scaled_BKV = logits_BKV / micro_batch.temperature_B[:, None, None]
+            kept_BKV = micro_batch.truncation_B.kept(torch.log_softmax(scaled_BKV, dim=-1))
+            kept_BKV |= ~micro_batch.loss_mask_BT[:, first:, None]  # what the policy did not sample was not cut
+        logits_BKV = logits_BKV.masked_fill(~kept_BKV, -math.inf)
     logprobs_BK, entropy_BK = select_logprobs(logits_BKV, labels_BK, temperature_B=micro_batch.temperature_B)
     log_vocabulary = math.log(logits_BKV.shape[-1])
     shape = (labels_BK.shape[0], first)
@@ -49,13 +56,17 @@ def token_logprobs(
 def select_logprobs(
     logits_BKV: torch.Tensor, labels_BK: torch.Tensor, *, temperature_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-softmax of the logits at the labels, and the entropy (without gradient), both [B, K] in the logits' dtype."""
+    """Log-softmax of the logits at the labels, and the entropy (without gradient), both [B, K] in the logits' dtype.
+
+    A logit of -inf is a token that cannot be sampled; it adds nothing to the entropy.
+    """
     logits_BKV = logits_BKV / temperature_B.to(logits_BKV.dtype)[:, None, None]
     normaliser_BK = torch.logsumexp(logits_BKV, dim=-1)
     logprobs_BK = logits_BKV.gather(-1, labels_BK[..., None]).squeeze(-1) - normaliser_BK
     with torch.no_grad():
         probabilities_BKV = torch.exp(logits_BKV - normaliser_BK[..., None])
-        entropy_BK = normaliser_BK - (probabilities_BKV * logits_BKV).sum(-1)
+        weighted_BKV = probabilities_BKV.mul_(logits_BKV)
+        entropy_BK = normaliser_BK - weighted_BKV.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf).sum(-1)
     return logprobs_BK, entropy_BK
 
 

@@ -11,6 +11,7 @@ component is summed over its member tokens, times their weights, and divided by 
 the gradient does not depend on how the batch is cut into micro-batches and ranks.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,23 +34,41 @@ class LossInputs:
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, trainer_logprobs_BT: torch.Tensor) -> "LossInputs":
-        """The inputs of a micro-batch."""
+        """The inputs of a micro-batch.
+
+        Tokens outside of what the truncation leaves under the trainer's policy are masked: they have no log-prob there.
+        Advantages that are log-ratios of a reference to the behaviour policy become those to the trainer's.
+        """
+        is_outside_BT = outside_support(trainer_logprobs_BT)
+        logprobs_BT = torch.where(is_outside_BT, micro_batch.inference_logprobs_BT, trainer_logprobs_BT)
+        moved_BT = (logprobs_BT.detach() - micro_batch.inference_logprobs_BT) * micro_batch.loss_mask_BT
         return cls(
-            trainer_logprobs=trainer_logprobs_BT,
+            trainer_logprobs=logprobs_BT,
             inference_logprobs=micro_batch.inference_logprobs_BT,
-            advantages=micro_batch.advantages_BT,
-            loss_mask=micro_batch.loss_mask_BT,
+            advantages=micro_batch.advantages_BT - micro_batch.reference_kl_B[:, None] * moved_BT,
+            loss_mask=micro_batch.loss_mask_BT & ~is_outside_BT,
             rl_weights=micro_batch.rl_weights_BT,
             ce_weights=micro_batch.ce_weights_BT,
         )
+
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(l) - l - 1 in float64, never negative: in float32 it would be the rounding error of its terms."""
+    exact = log_ratio.double()
+    return (torch.expm1(exact) - exact).clamp_min(0)
+
+
+def outside_support(trainer_logprobs: torch.Tensor) -> torch.Tensor:
+    """Sampled tokens that the truncation leaves out under the trainer's policy (`forward.token_logprobs`)."""
+    return trainer_logprobs == -math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
     """Weighted loss per token of both components (0 outside their members), and what the metrics need.
 
-    `rl_members` and `ce_members` select each component's tokens. `mismatch_kl` is k3 = rho - l - 1. `is_masked_low` and
-    `is_masked_high` say which rl tokens the trust region dropped, and on which side.
+    `rl_members` and `ce_members` select each component's tokens. `mismatch_kl` is k3 of the log-ratio. `is_masked_low`
+    and `is_masked_high` say which rl tokens the trust region dropped, and on which side.
     """
 
     rl: torch.Tensor
@@ -77,7 +96,7 @@ def token_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
         is_masked_high = rl_members & is_positive & (difference > config.dppo_mask_high)
         is_masked_low = rl_members & ~is_positive & (difference < -config.dppo_mask_low)
         keep = rl_members & ~is_masked_high & ~is_masked_low
-        mismatch_kl = torch.exp(log_ratio) - log_ratio - 1
+        mismatch_kl = k3(log_ratio)
     # A dropped token must not reach exp: its ratio may be infinite (log-ratio above 88), and 0 * inf is NaN backwards.
     ratio = torch.exp(torch.where(keep, log_ratio, 0.0))
     policy_term = torch.where(keep, -config.adv_tau * inputs.advantages * ratio, 0.0)

@@ -7,7 +7,7 @@ import torch
 
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
-from millrace.trainer.learning.loss import TokenLosses
+from millrace.trainer.learning.loss import TokenLosses, outside_support
 
 _MEANS = (
     "loss",
@@ -19,6 +19,7 @@ _MEANS = (
     "is_masked_high",
     "masked_advantage_positive",
     "masked_advantage_negative",
+    "is_outside_support",
     "entropy",
     "nll",
 )
@@ -48,7 +49,8 @@ class StepMetrics:
         entropy_BT: torch.Tensor,
     ) -> bool:
         """Add a micro-batch; `loss` is its share of the batch's loss. Whether it is finite, and so is the entropy."""
-        sampled = micro_batch.loss_mask_BT
+        is_outside = micro_batch.loss_mask_BT & outside_support(trainer_logprobs_BT)
+        sampled = micro_batch.loss_mask_BT & ~is_outside
         members = losses.rl_members
         is_masked = losses.is_masked_low | losses.is_masked_high
         advantages = micro_batch.advantages_BT
@@ -61,8 +63,10 @@ class StepMetrics:
         self._add("is_masked", is_masked, members)
         self._add("is_masked_low", losses.is_masked_low, members)
         self._add("is_masked_high", losses.is_masked_high, members)
-        self._add("masked_advantage_positive", is_masked & (advantages > 0), members)
-        self._add("masked_advantage_negative", is_masked & (advantages < 0), members)
+        self._add("masked_advantage_positive", losses.is_masked_high, is_masked)
+        self._add("masked_advantage_negative", losses.is_masked_low & (advantages != 0), is_masked)
+        if micro_batch.truncation_B is not None:
+            self._add("is_outside_support", is_outside, micro_batch.loss_mask_BT)
         own_entropy = self._add("entropy", entropy_BT, sampled)
         self._add("nll", -trainer_logprobs_BT, losses.ce_members)
         for env in self._envs:

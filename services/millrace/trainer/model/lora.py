@@ -71,14 +71,18 @@ def add_adapters(model: nn.Module, config: LoraConfig, *, seed: int) -> AdapterS
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether the model has adapters."""
-    return any(isinstance(module, LoraLinear) for module in model.modules())
+    return bool(adapted_layers(model))
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """The layers with adapters, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def set_learning(model: nn.Module, is_learning: bool) -> None:
     """Switch the adapters' dropout."""
-    for module in model.modules():
-        if isinstance(module, LoraLinear):
-            module.is_learning = is_learning
+    for layer in adapted_layers(model).values():
+        layer.is_learning = is_learning
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

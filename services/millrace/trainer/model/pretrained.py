@@ -15,15 +15,14 @@ from millrace.config.sections.trainer import TrainerModelConfig
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import Probe
 from millrace.policies.tensors import TensorBytes
-from millrace.trainer.model.lora import published_tensors
+from millrace.trainer.model.lora import adapted_layers, published_tensors
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PROBE_TOKENS = 16
 _WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 # What an engine needs beside the tensors; weight indexes are left out because the manifest replaces them.
-_FILE_PATTERNS = (
-    "config.json",
-    "generation_config.json",
+_MODEL_FILES = ("config.json", "generation_config.json")
+_TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -113,24 +112,55 @@ def policy_tensors(model: nn.Module, *, dtype: torch.dtype, version: int = 0) ->
     the live weights: use them before the next step.
     """
     for name, tensor in published_tensors(model, version=version).items():
-        value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if value.is_floating_point():
-            value = value.to(dtype)
-        value = value.cpu().contiguous()
-        if value.dtype == torch.bfloat16:
-            yield name, TensorBytes.from_numpy(value.view(torch.int16).numpy(), dtype="bfloat16")
-        else:
-            yield name, TensorBytes.from_numpy(value.numpy())
+        yield name, _tensor_bytes(_whole(tensor), dtype)
+
+
+def merged_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, TensorBytes]]:
+    """The model's tensors in `dtype` with what the adapters add to them, as the model without adapters has them.
+
+    Collective in a gang, like `policy_tensors`.
+    """
+    layers = adapted_layers(model)
+    for name, tensor in published_tensors(model, version=0).items():
+        value = _whole(tensor)
+        if (layer := layers.get(name.removesuffix(".weight"))) is not None and name.endswith(".weight"):
+            low, high = _whole(layer.lora_A.weight.detach()).float(), _whole(layer.lora_B.weight.detach()).float()
+            value = value.float() + layer.scaling * (high @ low)
+        yield name, _tensor_bytes(value, dtype)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _tensor_bytes(value: torch.Tensor, dtype: torch.dtype) -> TensorBytes:
+    if value.is_floating_point():
+        value = value.to(dtype)
+    value = value.cpu().contiguous()
+    if value.dtype == torch.bfloat16:
+        return TensorBytes.from_numpy(value.view(torch.int16).numpy(), dtype="bfloat16")
+    return TensorBytes.from_numpy(value.numpy())
 
 
 def policy_files(directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
     """The small files of the model by name; `config.json` says the dtype that the tensors are published in."""
-    files = {path.name: path.read_bytes() for pattern in _FILE_PATTERNS for path in sorted(directory.glob(pattern))}
+    files = {
+        path.name: path.read_bytes()
+        for pattern in (*_MODEL_FILES, *_TOKENIZER_FILES)
+        for path in sorted(directory.glob(pattern))
+    }
     config: dict[str, Any] = json.loads(files["config.json"])
     config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
     config["dtype"] = str(dtype).removeprefix("torch.")
     files["config.json"] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
     return files
+
+
+def with_tokenizer(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
+    """The small files of a model with the tokenizer of the one in `directory`."""
+    kept = {name: data for name, data in files.items() if name in _MODEL_FILES}
+    return kept | {path.name: path.read_bytes() for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)}
 
 
 @torch.no_grad()

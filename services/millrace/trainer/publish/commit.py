@@ -13,22 +13,28 @@ from typing import Any
 
 from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
+from millrace.policies.digest import decode_threads
 from millrace.policies.fetch import read_manifest
-from millrace.policies.host_copy import decode_threads
-from millrace.policies.manifest import AdapterEntry, Encoding, FileEntry, PolicyManifest, Probe, TensorEntry
+from millrace.policies.manifest import (
+    AdapterEntry,
+    Encoding,
+    FileEntry,
+    PolicyManifest,
+    PolicyPlace,
+    Probe,
+    TensorEntry,
+    whole_digest,
+)
 from millrace.policies.publishing.history import Delta, Digests, History
-from millrace.policies.publishing.parts import TensorPart
+from millrace.policies.publishing.parts import TensorPart, merge_digests, merge_encodings, pack_digests, pack_encodings
 from millrace.policies.publishing.publish import (
     DIGEST_MISMATCH,
     PublishedPolicy,
     commit_policy,
     digest_conflict,
     existing_policy,
-    new_manifest,
     upload_prefix,
-    whole_digest,
 )
-from millrace.policies.publishing.shares import merge_digests, merge_encodings, pack_digests, pack_encodings
 from millrace.policies.publishing.upload import upload_delta, upload_full
 from millrace.policies.verify import damage_of
 from millrace.runlog.names import Names
@@ -182,7 +188,7 @@ class Committer:
     def _commit(self, version: VersionInput) -> CommittedVersion:
         key, found = self._committed(version.version)
         if found is None:
-            return self._publish(version, key)
+            return self.publish(version, key)
         digests, entries = self._prove(version.parts, version.version)
         digest = whole_digest(entries)
         published = existing_policy(self._store, key, digest) if self._gang.is_leader else None
@@ -219,7 +225,8 @@ class Committer:
 
         return digests, merge_digests(self._gang.agree(prove))
 
-    def _publish(self, version: VersionInput, key: str) -> CommittedVersion:
+    def publish(self, version: VersionInput, key: str) -> CommittedVersion:
+        """Upload and commit a version."""
         parts, deltas, digests = version.parts, list[Delta](), Digests()
 
         def encode() -> list[Any]:
@@ -251,9 +258,8 @@ class Committer:
         *,
         lineage: int,
     ) -> PolicyManifest:
-        return new_manifest(
+        return PolicyManifest(
             key=key,
-            uid=self._names.uid,
             lineage=lineage,
             version=version.version,
             anchor=anchor,
@@ -263,6 +269,8 @@ class Committer:
             probe=version.probe,
             adapter=version.adapter,
             is_delta_base=self._config.delta,
+            run_uid=self._names.uid,
+            digest=whole_digest(entries),
         )
 
     def _upload(
@@ -280,7 +288,9 @@ class Committer:
         )
         uid, prefix = self._names.uid, self._names.prefix
         base = self._gang.from_leader(
-            lambda: upload_prefix(prefix, uid, lineage=self._lineage, version=version.version, epoch=self._epoch)
+            lambda: upload_prefix(
+                PolicyPlace(prefix=prefix, uid=uid, lineage=self._lineage, version=version.version), epoch=self._epoch
+            )
         )
         if not self._gang.is_alone:
             base += f"r{self._gang.rank:05d}-"

@@ -9,8 +9,8 @@ from torch import nn
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.fetch import read_manifest
-from millrace.policies.manifest import AdapterEntry, FileEntry, PolicyManifest, manifest_key
-from millrace.policies.publishing.publish import publish_policy
+from millrace.policies.manifest import AdapterEntry, FileEntry, PolicyManifest, PolicyPlace
+from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.verify import damage_of
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
@@ -89,7 +89,10 @@ class AdapterBase:
         A fork has no version 0: its copy has a place of its own, because what lies under policies/ is announced.
         """
         store, damage = self._store, ""
-        keys = [manifest_key(self._names.prefix, uid, lineage=0, version=0) for uid in (self._names.uid, self._copy)]
+        keys = [
+            PolicyPlace(prefix=self._names.prefix, uid=uid, lineage=0, version=0).manifest_key
+            for uid in (self._names.uid, self._copy)
+        ]
         first_key = next((key for key in keys if find_newest(store, key) is not None), "")
         if not first_key:
             return None, keys[1], ""
@@ -124,13 +127,14 @@ class AdapterBase:
                     )
                 manifest = publish_policy(
                     self._store,
-                    prefix=self._names.prefix,
-                    uid=self._names.uid if key.startswith(self._names.policies) else self._copy,
-                    lineage=0,
-                    version=0,
+                    PolicyPlace(
+                        prefix=self._names.prefix,
+                        uid=self._names.uid if key.startswith(self._names.policies) else self._copy,
+                        lineage=0,
+                        version=0,
+                    ),
+                    PolicyContents(tensors=held, files=self._upload_files()),
                     epoch=self._epoch,
-                    tensors=held,
-                    files=self._upload_files(),
                     successor=key,
                 ).manifest
                 self._require_same(manifest)

@@ -13,7 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.config.sections.rl import RLConfig
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import PolicyManifest
@@ -22,6 +22,7 @@ from millrace.policies.tensors import TensorBytes
 from millrace.runlog import Names
 from millrace.runlog.records.listing import list_policies
 from millrace.runlog.records.origin import RunOrigin, parse_origin
+from millrace.runlog.records.run_record import RunRecord
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
 from millrace.trainer.checkpoint.checkpointer import CheckpointStore
@@ -73,28 +74,33 @@ class Replayer:
         InvalidStateError (STEP_NOT_KEPT) naming the range that can be recomputed, if `step` is not in it.
         """
         try:
-            record = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
+            run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
         except NotFoundError as error:
             raise _no_run(store, names.uid) from error
-        config = parse_config(record, uid=names.uid)
-        origin = parse_origin(record, where=store.uri(names.run_json))
+        config = parse_config(run_json, uid=names.uid)
+        origin = parse_origin(run_json, where=store.uri(names.run_json))
         log = StoreLog(store, names, base_step=origin.base_step)
         kept = log.kept()
         if not kept.first <= step <= kept.last:
             raise log.not_kept(step)
-        document = decode_object(record, what=store.uri(names.run_json), reason="RUN_JSON_CORRUPT")
+        record = RunRecord.parse(run_json, where=store.uri(names.run_json), needs=["run_hash"])
         learner, start = _learner_at(store, names, config, step, origin=origin)
         batches = Batches(
             log,
             gang=learner.gang,
             run_uid=names.uid,
-            run_hash=document["run_hash"],
+            run_hash=record.run_hash,
             previous_chain_hash=start.chain_hash,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             seq_len=config.trainer.model.seq_len,
         )
-        name = str(document.get("name") or names.uid)
-        yield cls(learner, batches, run_name=name, start=start, notes=(*start.notes, *_notes(start.checkpoint)))
+        yield cls(
+            learner,
+            batches,
+            run_name=record.name or names.uid,
+            start=start,
+            notes=(*start.notes, *_notes(start.checkpoint)),
+        )
 
     def read(self) -> Batch:
         """The batch of the next step; InvalidStateError if it is not kept."""

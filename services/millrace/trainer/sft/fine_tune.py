@@ -1,54 +1,57 @@
 """Supervised fine-tuning: the same micro-batches, loss, optimizer and gang as RL, without a log.
 
-Writes `<output_dir>/<run name>/model` (Hugging Face format with the tokenizer) and `metrics.jsonl`, one line per step.
-With `[ckpt]` it saves checkpoints beside them and continues from the newest one of the same config.
+Writes `<output_dir>/<run name>/model` (Hugging Face format with the tokenizer), `adapter` beside it if adapters were
+trained, and `metrics.jsonl`, one line per step. With `[ckpt]` it saves checkpoints beside them, and continues a run
+that is started again.
 """
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+import torch
 from torch import nn
 
-from millrace.config.section import run_hash
 from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import LossConfig
-from millrace.policies.tensors import pack_safetensors
+from millrace.policies.adapter import AdapterSpec
 from millrace.rollouts.types import TrainSample
-from millrace.runlog import ZERO_CHAIN_HASH, Names
-from millrace.storage.local import LocalStore
 from millrace.telemetry import logging
-from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
-from millrace.trainer.checkpoint.manifest import Author
-from millrace.trainer.checkpoint.resume import describe, resume
-from millrace.trainer.gang.determinism import set_determinism
+from millrace.trainer.gang.determinism import seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, plan_micro_batches
 from millrace.trainer.learning.forward import token_logprobs
-from millrace.trainer.learning.learner import state_tensors
+from millrace.trainer.learning.learner import digest_of
 from millrace.trainer.learning.loss import LossInputs, token_losses, total_loss
 from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.model.lora import add_adapters, round_base, set_learning
 from millrace.trainer.model.pretrained import (
     load_model,
     load_tokenizer,
-    policy_files,
     policy_tensors,
     resolve_dtype,
     resolve_model_directory,
 )
-from millrace.trainer.sft.data import Order, RowEncoder, load_rows
+from millrace.trainer.sft.checkpoints import SFTCheckpoints
+from millrace.trainer.sft.encoder import RowEncoder
+from millrace.trainer.sft.order import Order, mix, take_full, take_rows
+from millrace.trainer.sft.rows import Source, load_rows, load_sources
+from millrace.trainer.sft.saving import require_mergeable, save_adapter, save_model
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTStep:
-    """What a step reports: mean loss per completion token, and how it went."""
+    """What a step reports: mean loss per trained token, and how it went.
+
+    `num_steps` is an estimate where the run ends with the data. `val_loss` is that of the weights before the step.
+    """
 
     step: int
     num_steps: int
@@ -59,6 +62,7 @@ class SFTStep:
     num_tokens: int
     num_loss_tokens: int
     seconds: float
+    val_loss: float | None = None
 
     def metrics(self) -> dict[str, float | int]:
         """The step as a line of `metrics.jsonl`, under prime-rl's names."""
@@ -71,113 +75,176 @@ class SFTStep:
             "progress/tokens": self.num_tokens,
             "perf/throughput": self.num_tokens / self.seconds if self.seconds > 0 else 0.0,
             "time/step": self.seconds,
+            **({} if self.val_loss is None else {"val/loss": self.val_loss}),
         }
 
 
 def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]) -> Path:
-    """Fine-tunes as the config says and returns the directory of the model. Every rank of a gang calls it.
+    """Fine-tune as the config says and return the directory of the model. Every rank of a gang calls it.
 
-    InvalidSpecError if no row that it would take has a completion token within `data.seq_len`.
+    InvalidSpecError if no row that it would take has a trained token within `data.seq_len`.
     """
     set_determinism("auto", seed=config.seed, device=gang.device)
-    output = Path(config.output_dir) / (config.run.name or "sft")
     directory = resolve_model_directory(config.model.name)
-    rows = load_rows(config.data)
-    encoder = RowEncoder(load_tokenizer(directory), seq_len=config.data.seq_len)
-    order = Order(len(rows), batch_size=config.data.batch_size, shuffle=config.data.shuffle, seed=config.data.seed)
-    max_steps = config.max_steps or order.steps_per_pass
-    encoder.require_completion(rows[index] for index in order.first_pass(max_steps=max_steps))
-    dtype = resolve_dtype(config.model.dtype, device=gang.device)
-    model = gang.shard(load_model(directory), compute_dtype=dtype)
+    data = _Data(config, load_tokenizer(directory))
+    model, adapter, base_digest = _load(config, directory, gang=gang)
+    max_steps = config.max_steps or data.steps_per_pass
     optimizer = PolicyOptimizer(model, optim=config.optim, scheduler=config.scheduler, max_steps=max_steps)
-    session = _Session(config, gang=gang, model=model, optimizer=optimizer, output=output)
-    start = session.resume()
-    counted = {start + 1, min(start + order.steps_per_pass, max_steps)}  # early, and when every row was seen
-    with session.open_metrics(start) as metrics:
-        for step in range(start, max_steps):
-            samples = [sample for index in order.rows_of(step) if (sample := encoder.encode(rows[index])) is not None]
-            report = session.step(step, samples, max_steps=max_steps)
+    output = Path(config.output_dir) / (config.run.name or "sft")
+    output.mkdir(parents=True, exist_ok=True)
+    checkpoints = SFTCheckpoints(
+        config,
+        output / "checkpoints",
+        model=model,
+        optimizer=optimizer,
+        gang=gang,
+        num_rows=len(data.train.rows),
+        base_digest=base_digest,
+    )
+    step, position = checkpoints.resume(max_steps=max_steps)
+    learner = _Learner(config, gang=gang, model=model, optimizer=optimizer)
+    validate = _validation(config, data, learner, start=step)
+    with _open_metrics(output, step, gang=gang) as metrics:
+        while not data.is_over(step, position, max_steps=max_steps):
+            val_loss = validate(step)
+            samples, following = data.take(position)
+            report = learner.step(step, samples)
+            num_steps = max_steps or max(round(data.rows_per_pass * (step + 1) / following), step + 1)
+            report = replace(report, num_steps=num_steps, val_loss=val_loss)
             if gang.is_leader:
-                metrics.write(json.dumps(report.metrics()) + "\n")
-                metrics.flush()
+                _write_line(metrics, report.metrics())
                 on_step(report)
-                if step + 1 in counted:
-                    encoder.warn_of_losses()
-            session.maybe_save(step + 1, is_last=step + 1 == max_steps)
-    publish = config.model.publish_dtype
-    save_dtype = dtype if publish == "auto" else resolve_dtype(publish, device=gang.device)
-    return save_model(model, source=directory, target=output / "model", dtype=save_dtype, gang=gang)
+                data.warn_of_losses(position, following, is_first=step == 0)
+            step, position = step + 1, following
+            is_last = data.is_over(step, position, max_steps=max_steps)
+            checkpoints.maybe_save(step, position=position, is_last=is_last)
+        val_loss = validate(step, is_last=True)
+        if gang.is_leader and val_loss is not None:
+            _write_line(metrics, {"step": step, "val/loss": val_loss})
+    dtype = _publish_dtype(config, gang)
+    if adapter is not None:
+        save_adapter(model, adapter, base=config.model.name, target=output / "adapter", dtype=dtype, gang=gang)
+    return save_model(model, source=directory, target=output / "model", dtype=dtype, gang=gang)
 
 
-class _Session:
-    """The state of one fine-tuning: model, optimizer, checkpoints."""
+def _load(config: SFTConfig, directory: Path, *, gang: Gang) -> tuple[nn.Module, AdapterSpec | None, str]:
+    """The model that is trained, sharded; with adapters also what these are, and the digest of their base."""
+    compute_dtype = resolve_dtype(config.model.dtype, device=gang.device)
+    model, adapter, base_digest = load_model(directory), None, ""
+    if config.model.lora is not None:
+        publish_dtype = _publish_dtype(config, gang)
+        round_base(model, config.model.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
+        base_digest = digest_of(policy_tensors(model, dtype=publish_dtype))
+        adapter = add_adapters(model, config.model.lora, seed=config.seed)
+        require_mergeable(model)
+    model = gang.shard(model, compute_dtype=compute_dtype)
+    if adapter is not None:
+        seed_rank(config.seed, rank=gang.rank)  # the adapters' dropout
+    return model, adapter, base_digest
 
-    def __init__(
-        self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer, output: Path
-    ) -> None:
+
+def _publish_dtype(config: SFTConfig, gang: Gang) -> torch.dtype:
+    choice = config.model.dtype if config.model.publish_dtype == "auto" else config.model.publish_dtype
+    return resolve_dtype(choice, device=gang.device)
+
+
+class _Data:
+    """The rows that are trained on, and what each step takes of them."""
+
+    def __init__(self, config: SFTConfig, tokenizer: object) -> None:
+        data = config.data
+        sources = load_sources(data)
+        mixed = mix(
+            [len(source.rows) for source in sources],
+            probabilities=data.probabilities,
+            stop_at_first=data.stopping_strategy == "first_exhausted",
+            seed=data.seed,
+        )
+        self.train = Source(
+            rows=[row for source in sources for row in source.rows],
+            places=[place for source in sources for place in source.places],
+        )
+        self.validation = None if config.val is None else load_rows(config.val.data)
+        self._order = Order(mixed, batch_size=data.batch_size, shuffle=data.shuffle, seed=data.seed)
+        self._is_full = data.pack_function == "cat"
+        self._tokenizer, self._data = tokenizer, data
+        self._encoder = self._new_encoder()
+        self._take = (
+            partial(take_full, count=data.batch_size, seq_len=data.seq_len)
+            if self._is_full
+            else partial(take_rows, count=data.batch_size)
+        )
+        taken = self._order.first_pass(max_steps=None if self._is_full else config.max_steps)
+        self._encoder.require_completion((self.train.rows[index], self.train.place(index)) for index in taken)
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows of one pass."""
+        return self._order.rows_per_pass
+
+    @property
+    def steps_per_pass(self) -> int | None:
+        """Steps of one pass; None if that is known only when it is over."""
+        return None if self._is_full else self._order.steps_per_pass
+
+    def is_over(self, step: int, position: int, *, max_steps: int | None) -> bool:
+        """Whether all steps were made, or, if their number is unknown, one pass over the rows."""
+        return position >= self.rows_per_pass if max_steps is None else step >= max_steps
+
+    def take(self, position: int) -> tuple[list[TrainSample], int]:
+        """The samples of the step that begins at a position, and the position behind it."""
+        return self._take(self._order, self._encode, position)
+
+    def validation_samples(self) -> list[TrainSample]:
+        """The samples of all rows of the validation set; InvalidSpecError if there are none."""
+        assert self.validation is not None
+        rows, encoder = self.validation, self._new_encoder()
+        encoder.require_completion((row, rows.place(index)) for index, row in enumerate(rows.rows))
+        samples = [encoder.encode(row, place=rows.place(index)) for index, row in enumerate(rows.rows)]
+        encoder.warn_of_losses()
+        return [sample for sample in samples if sample is not None]
+
+    def warn_of_losses(self, position: int, following: int, *, is_first: bool) -> None:
+        """Log what became of the rows, early and when every one was seen."""
+        if is_first or position < self.rows_per_pass <= following:
+            self._encoder.warn_of_losses()
+
+    def _new_encoder(self) -> RowEncoder:
+        return RowEncoder(self._tokenizer, seq_len=self._data.seq_len, loss_mask=self._data.loss_mask)
+
+    def _encode(self, index: int) -> TrainSample | None:
+        return self._encoder.encode(self.train.rows[index], place=self.train.place(index))
+
+
+class _Learner:
+    """Computes losses of samples, and steps the model."""
+
+    def __init__(self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer) -> None:
         self._config = config
         self._gang = gang
         self._model = model
         self._optimizer = optimizer
-        self._output = output
-        self._run_hash = run_hash(config.resolved_json())
-        self._autocast_dtype = resolve_dtype(config.model.dtype, device=gang.device)
-        output.mkdir(parents=True, exist_ok=True)
-        self._checkpoints: CheckpointStore | None = None
-        self._checkpointer: Checkpointer | None = None
-        if config.ckpt is not None:
-            # One name per config: checkpoints of another one do not fit and must not be continued.
-            names = Names("sft", self._run_hash[:16])
-            self._checkpoints = CheckpointStore(LocalStore(output / "checkpoints"), names, gang=gang)
-            author = Author(run_hash=self._run_hash, epoch=0, determinism="best_effort")
-            self._checkpointer = Checkpointer(self._checkpoints, config.ckpt, gang=gang, author=author)
+        dtype = resolve_dtype(config.model.dtype, device=gang.device)
+        self._autocast_dtype = dtype if gang.is_alone and dtype.itemsize < 4 else None
 
-    def resume(self) -> int:
-        """Fill the state from the newest checkpoint of this config, if there is one; return the next step."""
-        if self._checkpoints is None:
-            return 0
-        found = resume(
-            self._checkpoints,
-            self._model,
-            self._optimizer,
-            gang=self._gang,
-            run_hash=self._run_hash,
-            is_strict=False,
-        )
-        if found.damaged:
-            logger.warning(f"damaged checkpoints are left aside: {describe(found)}; going on from {found.start}")
-        return 0 if found.manifest is None else found.manifest.step
-
-    def open_metrics(self, start: int) -> IO[str]:
-        """`metrics.jsonl`, continued behind step `start`."""
-        path = self._output / "metrics.jsonl" if self._gang.is_leader else Path(os.devnull)
-        kept: list[str] = []
-        if start and path.is_file():
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < start]
-        file = path.open("w", encoding="utf-8")
-        file.writelines(line + "\n" for line in kept)
-        return file
-
-    def step(self, step: int, samples: Sequence[TrainSample], *, max_steps: int) -> SFTStep:
-        """One optimizer step on the mean cross-entropy of the completion tokens."""
+    def step(self, step: int, samples: Sequence[TrainSample]) -> SFTStep:
+        """One optimizer step on the mean cross-entropy of the trained tokens."""
         began = time.monotonic()
         micro_batches = self._micro_batches(samples)
-        counts = [float(sum(getattr(m, name) for m in micro_batches)) for name in ("num_tokens", "num_ce_tokens")]
-        num_tokens, num_loss_tokens = (int(count) for count in self._gang.sum(counts))
+        num_tokens, num_loss_tokens = self._counts(micro_batches)
         total = 0.0
+        set_learning(self._model, True)
         for micro_batch in micro_batches:
-            autocast = self._autocast_dtype if self._gang.is_alone and self._autocast_dtype.itemsize < 4 else None
-            logprobs_BT, _ = token_logprobs(self._model, micro_batch, autocast_dtype=autocast)
-            losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), LossConfig())
-            loss = total_loss(losses, num_rl_tokens=0, num_ce_tokens=num_loss_tokens)
+            loss = self._loss(micro_batch, num_loss_tokens)
             (loss * self._gang.world_size).backward()  # FSDP averages over the ranks; this makes it a sum
             total += float(loss.detach())
+        set_learning(self._model, False)
         report = self._optimizer.step(step)
         if report.was_skipped:
             logger.warning("the gradient was not finite; the step changed nothing", extra={"step": step})
         return SFTStep(
             step=step,
-            num_steps=max_steps,
+            num_steps=step + 1,
             loss=self._gang.sum([total])[0],
             lr=report.lr,
             grad_norm=report.grad_norm,
@@ -187,11 +254,24 @@ class _Session:
             seconds=time.monotonic() - began,
         )
 
-    def maybe_save(self, step: int, *, is_last: bool) -> None:
-        """Save a checkpoint at the interval and at the end, if the config has checkpoints."""
-        if self._checkpointer is not None and (is_last or self._checkpointer.is_due(step)):
-            state = state_tensors(self._model, self._optimizer, gang=self._gang)
-            self._checkpointer.save(state, step=step, lineage=0, chain_hash=ZERO_CHAIN_HASH)
+    @torch.no_grad()
+    def loss(self, samples: Sequence[TrainSample]) -> float:
+        """The mean cross-entropy of the trained tokens."""
+        micro_batches = self._micro_batches(samples)
+        _, num_loss_tokens = self._counts(micro_batches)
+        return self._gang.sum([sum(float(self._loss(each, num_loss_tokens)) for each in micro_batches)])[0]
+
+    def _loss(self, micro_batch: MicroBatch, num_loss_tokens: int) -> torch.Tensor:
+        """A micro-batch's share of the mean over `num_loss_tokens`."""
+        logprobs_BT, _ = token_logprobs(self._model, micro_batch, autocast_dtype=self._autocast_dtype)
+        losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), LossConfig())
+        return total_loss(losses, num_rl_tokens=0, num_ce_tokens=num_loss_tokens)
+
+    def _counts(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
+        """Tokens, and trained tokens, over all ranks."""
+        counts = [sum(each.num_tokens for each in micro_batches), sum(each.num_ce_tokens for each in micro_batches)]
+        num_tokens, num_loss_tokens = self._gang.sum(counts)
+        return int(num_tokens), int(num_loss_tokens)
 
     def _micro_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_micro_batches(
@@ -207,32 +287,30 @@ class _Session:
         ]
 
 
-def save_model(model: nn.Module, *, source: Path, target: Path, dtype: Any, gang: Gang) -> Path:
-    """Write the model with the small files of `source` as a Hugging Face directory, whole or not at all."""
-    tensors = list(policy_tensors(model, dtype=dtype))  # gathering is collective
-    if gang.is_leader:
-        fresh = target.with_name(f".{target.name}.new")
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        data, _ = pack_safetensors(tensors)
-        (fresh / "model.safetensors").write_bytes(data)
-        for name, content in policy_files(source, dtype=dtype).items():
-            (fresh / name).write_bytes(content)
-        replace_directory(fresh, target)
-    gang.barrier()
-    return target
+def _validation(config: SFTConfig, data: _Data, learner: _Learner, *, start: int) -> Callable[..., float | None]:
+    """What gives the validation loss of the weights before a step, or behind the last one, where it is due."""
+    if config.val is None:
+        return lambda step, is_last=False: None
+    val, samples = config.val, data.validation_samples()
+
+    def validate(step: int, is_last: bool = False) -> float | None:
+        is_due = step % val.interval == 0 and (step > 0 or val.eval_on_start)
+        return learner.loss(samples) if is_last or is_due else None
+
+    return validate
 
 
-def replace_directory(fresh: Path, target: Path) -> None:
-    """Put `fresh` in the place of `target`; the old one is deleted last, and stays if the new one cannot be moved."""
-    aside = target.with_name(f".{target.name}.old")
-    if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        target.rename(aside)
-    try:
-        fresh.rename(target)
-    except OSError:
-        if aside.exists():
-            aside.rename(target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
+def _open_metrics(output: Path, start: int, *, gang: Gang) -> IO[str]:
+    """`metrics.jsonl`, continued behind step `start`."""
+    path = output / "metrics.jsonl" if gang.is_leader else Path(os.devnull)
+    kept: list[str] = []
+    if start and path.is_file():
+        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < start]
+    file = path.open("w", encoding="utf-8")
+    file.writelines(line + "\n" for line in kept)
+    return file
+
+
+def _write_line(file: IO[str], metrics: dict[str, float | int]) -> None:
+    file.write(json.dumps(metrics) + "\n")
+    file.flush()

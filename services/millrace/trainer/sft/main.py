@@ -5,25 +5,31 @@ Progress goes to stderr; the last line on stdout is the directory of the model.
 
 import contextlib
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
+from millrace.config.load import validate_document
 from millrace.config.sections.sft import SFTConfig
-from millrace.errors import InvalidSpecError, NotFoundError, Violation
+from millrace.errors import NotFoundError
 from millrace.telemetry.logging import getLogger, setup
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 
 logger = getLogger(__name__)
 
+_ETA_STEPS = 20  # steps whose mean is taken: enough to be steady, few enough to follow a change
+
 
 def run(path: Path) -> int:
-    """Fine-tunes as the resolved config in `path` says; returns the exit code."""
+    """Fine-tune as the resolved config in `path` says; return the exit code."""
     config = load_config(path)
     setup("trainer", level=config.log.level, json_lines=config.log.json_logging)
     if config.wandb is not None:
@@ -43,54 +49,62 @@ def run(path: Path) -> int:
 def load_config(path: Path) -> SFTConfig:
     """The config of a JSON file; InvalidSpecError lists everything that is wrong."""
     try:
-        return SFTConfig.model_validate_json(path.read_bytes())
+        document = path.read_bytes()
     except OSError as error:
         raise NotFoundError(
             f"config {path} cannot be read: {error.strerror}",
             reason="CONFIG_NOT_FOUND",
             remedy="pass the resolved config that `millrace sft --dry-run` prints",
         ) from error
-    except ValidationError as error:
-        violations = [
-            Violation(
-                field=".".join(map(str, part["loc"])),
-                value=str(part["input"])[:80],
-                message=part["msg"],
-                source=str(path),
-            )
-            for part in error.errors()
-        ]
-        raise InvalidSpecError(violations) from error
+    return validate_document(document, SFTConfig, source=str(path))
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[SFTStep], None]]:
     """A callback that shows steps."""
     if not sys.stderr.isatty():
-        yield _print_line
+        yield _Lines().show
         return
     columns = (
         TextColumn("sft"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:.0f} tokens/s"),
+        TextColumn("loss {task.fields[loss]:.4f}{task.fields[val]}  {task.fields[speed]:.0f} tokens/s  eta"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("sft", total=None, loss=float("nan"), speed=0.0)
+        task = bar.add_task("sft", total=None, loss=float("nan"), val="", speed=0.0)
 
         def update(step: SFTStep) -> None:
-            speed = step.num_tokens / step.seconds
-            bar.update(task, total=step.num_steps, completed=step.step + 1, loss=step.loss, speed=speed)
+            fields: dict[str, Any] = {"loss": step.loss, "speed": step.num_tokens / step.seconds}
+            if step.val_loss is not None:
+                fields["val"] = _val(step)
+            bar.update(task, total=step.num_steps, completed=step.step + 1, **fields)
 
         yield update
 
 
-def _print_line(step: SFTStep) -> None:
-    """One plain line per step."""
-    print(
-        f"step {step.step + 1}/{step.num_steps}  loss {step.loss:.4f}  lr {step.lr:.2e}  "
-        f"{step.num_tokens / step.seconds:.0f} tokens/s",
-        file=sys.stderr,
-        flush=True,
-    )
+class _Lines:
+    """Prints one plain line per step, with the time that the rest takes if it goes on as it did lately."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._last_s = time.monotonic()
+
+    def show(self, step: SFTStep) -> None:
+        """Print a step; its time is that since the last one, with what was done between them."""
+        now = time.monotonic()
+        # Before the first step the data is looked at, which no other step does.
+        self._ends.append(now - self._last_s if self._ends else step.seconds)
+        self._last_s = now
+        rest_s = sum(self._ends) / len(self._ends) * (step.num_steps - step.step - 1)
+        print(
+            f"step {step.step + 1}/{step.num_steps}  loss {step.loss:.4f}{_val(step)}  lr {step.lr:.2e}  "
+            f"{step.num_tokens / step.seconds:.0f} tokens/s  eta {timedelta(seconds=round(rest_s))}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _val(step: SFTStep) -> str:
+    return "" if step.val_loss is None else f"  val {step.val_loss:.4f}"

@@ -8,7 +8,7 @@ from millrace.processes.parent_death import die_with_parent
 def register() -> None:
     """vLLM's general plugin, which it calls in each of its processes: engine cores and workers die with who made them.
 
-    The process that serves HTTP belongs to whoever started it, and is left alone.
+    The process that serves HTTP belongs to its starter, and is left alone.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:

@@ -23,9 +23,9 @@ from millrace.inference.registration import http_address
 from millrace.inference.replica_parts import ReplicaParts
 from millrace.inference.settings import InferenceSettings
 from millrace.inference.vllm.engine import VllmEngine
-from millrace.inference.vllm.gate import Gate, GatedClient
+from millrace.inference.vllm.gate import GatedClient, GenerationGate
 from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE, take_over
-from millrace.inference.vllm.server.routes import Replica, attach
+from millrace.inference.vllm.server.routes import VllmReplica, attach
 from millrace.storage.scratch import scratch_parent
 from millrace.telemetry import metrics
 from millrace.telemetry.logging import setup
@@ -53,7 +53,7 @@ class MillracePlugin:
         setup("inference", level=settings.log_level, json_lines=settings.log_json)
         owner = _own_directory(os.environ)
         directory = Path(owner if isinstance(owner, str) else owner.name)
-        gate = Gate()
+        gate = GenerationGate()
         engine = VllmEngine(engine_client, gate, directory=directory, is_fixed=own.vllm_model is not None)
         _put_before(state, engine_client, GatedClient(engine_client, gate))
         stopping = asyncio.Event()
@@ -71,7 +71,7 @@ class MillracePlugin:
             await parts.updater.serve_fixed(Path(args.model))
         for collector in (metrics.common("inference"), *meters.collectors(engine.status)):
             REGISTRY.register(collector)  # vLLM's `GET /metrics` shows them beside its own
-        replica = Replica(engine=engine, gate=gate, slot=slot, updater=parts.updater, owner=owner)
+        replica = VllmReplica(engine=engine, gate=gate, slot=slot, updater=parts.updater, owner=owner)
         state.millrace = replica
         url = http_address(args.host or "0.0.0.0", args.port)
         await take_over()
@@ -86,7 +86,7 @@ def _own_directory(environ: Mapping[str, str]) -> str | tempfile.TemporaryDirect
     return tempfile.TemporaryDirectory(prefix="millrace-policy-", dir=scratch_parent())
 
 
-async def _run(parts: ReplicaParts, replica: Replica, url: Any, stopping: asyncio.Event, state: Any) -> None:
+async def _run(parts: ReplicaParts, replica: VllmReplica, url: Any, stopping: asyncio.Event, state: Any) -> None:
     """The replica from start to drain; then vLLM's server ends, whatever ended the replica."""
     try:
         await parts.run(url, drain=replica.drain, handle_signals=False)

@@ -22,7 +22,7 @@ from millrace.inference.http import limits
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.inference.vllm.engine import VllmEngine
-from millrace.inference.vllm.gate import CALLS, Calls, Gate
+from millrace.inference.vllm.gate import CALLS, Calls, GenerationGate
 from millrace.inference.vllm.server.spans import add_last_spans, add_spans, name_tokens, rewritten
 
 # vllm and what comes with it are in their own environment, which the type checker does not see.
@@ -40,11 +40,11 @@ router = APIRouter()
 
 
 @dataclass(slots=True, kw_only=True)
-class Replica:
+class VllmReplica:
     """What the routes need, at `app.state.millrace`."""
 
     engine: VllmEngine
-    gate: Gate
+    gate: GenerationGate
     slot: ModelSlot
     updater: PolicyUpdater
     owner: object
@@ -179,7 +179,7 @@ def _room(request: Request) -> int:
     return replica.engine.status().max_model_len
 
 
-def _replica(request: Request) -> Replica:
+def _replica(request: Request) -> VllmReplica:
     return request.app.state.millrace
 
 

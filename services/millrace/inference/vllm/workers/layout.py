@@ -48,6 +48,11 @@ class Region:
         return math.prod(self.shape)
 
     @property
+    def key(self) -> str:
+        """The box's name among those of its tensor, which is the same on all ranks that hold it."""
+        return f"{self.source_offset}:{self.shape}"
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether it is one range of the tensor, in order, and one range of the parameter."""
         dense = _dense_strides(self.shape)

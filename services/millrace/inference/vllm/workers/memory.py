@@ -1,21 +1,41 @@
 """A worker's memory and the host copy's file as flat bits, and what a version writes where."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from millrace.errors import InternalError
 from millrace.inference.torch_dtypes import BITS, DTYPES
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.workers.layout import Region
+from millrace.policies.change import TensorChange
+from millrace.policies.proof import NextDigests, mismatch
 
 Bits = NDArray[np.unsignedinteger]
 
-PIECE_ELEMENTS = 1 << 20
+SLICE_ELEMENTS = 1 << 20
 """Changed elements that are looked up at a time: some ten milliseconds."""
+
+
+class ModelMemory:
+    """Reads boxes that lie in one piece out of a model's parameters."""
+
+    def __init__(self, model: Callable[[], torch.nn.Module]) -> None:
+        self._model = model
+
+    def read(self, part: Region, begin: int, end: int) -> Bits:
+        """A copy of the box's elements [begin, end)."""
+        found = self._flat(part)[begin:end]
+        return _as_numpy(found.clone() if found.device.type == "cpu" else found.cpu())
+
+    def gather(self, part: Region, index: NDArray[np.int64]) -> Bits:
+        """A copy of the box's elements `index` [N]."""
+        return gather(self._flat(part), index)
+
+    def _flat(self, part: Region) -> torch.Tensor:
+        return box_of(parameter_of(self._model(), part), part).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,18 +59,22 @@ class Write:
             wrong = 0 if torch.equal(box, source) else int((box != source).sum())
         else:
             flat = flat_bits(parameter)
-            _scatter(flat, self.index, self.bits)
+            scatter(flat, self.index, self.bits)
             wrong = int(np.count_nonzero(gather(flat, self.index) != self.bits))
         if wrong:
-            raise InternalError(
-                f"the engine holds other bits than were written at {wrong} elements of {self.region.tensor}",
-                reason="POLICY_READBACK_MISMATCH",
-                remedy="the policy is loaded anew",
-            )
+            raise mismatch(f"the engine holds other bits than were written at {wrong} elements of {self.region.tensor}")
+
+    def add_to(self, digests: NextDigests[Region], files: OrderFiles) -> None:
+        """Have the digests of the next version know of it; the memory still has the old bits."""
+        if self.positions is not None and self.bits is not None:
+            digests.add_change(self.region, TensorChange(bits=self.bits, positions=self.positions))
+        elif self.region.is_in_runs:
+            source = source_of(files, self.region).reshape(-1).numpy()
+            digests.add_whole(self.region, source.view(f"u{source.itemsize}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ChangeSlice:
     """Elements [first, last) of one part of a tensor's changes; `part` None is a tensor that is copied whole."""
 
     tensor: str
@@ -63,24 +87,24 @@ class Piece:
         return (self.last - self.first) * (8 + width)
 
 
-def pieces_of(files: OrderFiles, name: str) -> Iterator[Piece]:
-    """What the order says of a tensor, in pieces of at most `PIECE_ELEMENTS`."""
+def slices_of(files: OrderFiles, name: str) -> Iterator[ChangeSlice]:
+    """What the order says of a tensor, in slices of at most `SLICE_ELEMENTS`."""
     counts = files.counts(name)
     if counts is None:
-        yield Piece(tensor=name)
+        yield ChangeSlice(tensor=name)
         return
     for part, count in enumerate(counts):
-        for first in range(0, count, PIECE_ELEMENTS):
-            yield Piece(tensor=name, part=part, first=first, last=min(first + PIECE_ELEMENTS, count))
+        for first in range(0, count, SLICE_ELEMENTS):
+            yield ChangeSlice(tensor=name, part=part, first=first, last=min(first + SLICE_ELEMENTS, count))
 
 
-def writes_of(files: OrderFiles, region: Region, width: int, piece: Piece | None = None) -> Iterator[Write]:
-    """What the order, or a piece of it, puts into a box; computed before the pause."""
+def writes_of(files: OrderFiles, region: Region, width: int, of: ChangeSlice | None = None) -> Iterator[Write]:
+    """What the order, or a slice of it, puts into a box; computed before the pause."""
     parts = files.sparse(region.tensor, width)
-    if parts is not None and piece is not None:
-        assert piece.part is not None
-        positions, raw = parts[piece.part]
-        first, last = piece.first, piece.last
+    if parts is not None and of is not None:
+        assert of.part is not None
+        positions, raw = parts[of.part]
+        first, last = of.first, of.last
         parts = [(positions[first:last], raw[first * width : last * width])]
     if parts is None:
         yield Write(region=region)
@@ -105,6 +129,13 @@ def source_of(files: OrderFiles, region: Region) -> torch.Tensor:
     return flat.as_strided(region.shape, region.source_strides, flat.storage_offset() + region.source_offset)
 
 
+def parameter_of(model: torch.nn.Module, region: Region) -> torch.Tensor:
+    """The parameter in which the region lies."""
+    parameter = model.get_submodule(region.slot.module)._parameters[region.slot.name]
+    assert parameter is not None
+    return parameter
+
+
 def flat_bits(parameter: torch.Tensor) -> torch.Tensor:
     """The storage of a parameter from its first element on, as integers."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
@@ -125,13 +156,8 @@ def gather(flat: torch.Tensor, index: NDArray[np.int64]) -> Bits:
     return _as_numpy(flat[torch.from_numpy(index).to(flat.device)].cpu())
 
 
-def copy_of(flat: torch.Tensor, first: int, last: int) -> Bits:
-    """A copy of the elements [first, last), in this process's own memory."""
-    part = flat[first:last]
-    return _as_numpy(part.clone() if part.device.type == "cpu" else part.cpu())
-
-
-def _scatter(flat: torch.Tensor, index: NDArray[np.int64], bits: Bits) -> None:
+def scatter(flat: torch.Tensor, index: NDArray[np.int64], bits: Bits) -> None:
+    """Write these bits at these places of a tensor."""
     if flat.device.type == "cpu":
         _as_numpy(flat)[index] = bits
         return

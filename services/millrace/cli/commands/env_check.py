@@ -1,0 +1,155 @@
+"""`millrace env`: try an environment before a run needs it."""
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millrace.cli.errors import EXIT_FAILED, CliError
+
+if TYPE_CHECKING:
+    from millrace.cli.interrupts import Interrupts
+    from millrace.env_server.trial import LoadedTrial, TrialModel, TrialTask
+    from millrace.rollouts.types import Rollout
+
+_SHOWN_CHARS = 4000
+_ARGS_HINT = """write an object: --args '{"num_examples": 8}'"""
+
+
+@click.group()
+def env() -> None:
+    """Try environments on this machine."""
+
+
+@env.command()
+@click.argument("env_id", metavar="ID")
+@click.option("--args", "args_json", metavar="JSON", default="{}", help="Its arguments, as orchestrator.env.args.")
+@click.option("--arg", "pairs", metavar="KEY=VALUE", multiple=True, help="One of them, as JSON or text.")
+@click.option("--task", "index", type=click.IntRange(min=0), default=0, show_default=True, help="Index of the task.")
+@click.option("--eval", "is_held_out", is_flag=True, help="Take a held-out task instead of a training task.")
+@click.option("--reply", metavar="TEXT", help="What the stub model says, each time it is asked.")
+@click.option("--base-url", metavar="URL", help="Ask this OpenAI-compatible endpoint instead of the stub model.")
+@click.option("--model", "model_name", metavar="NAME", help="The endpoint's model.")
+@click.option("--api-key-var", metavar="NAME", help="Variable that holds the endpoint's key.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=120.0, show_default=True)
+@click.option("--load-only", is_flag=True, help="Load it, and play nothing.")
+@click.option("-o", "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def check(env_id: str, args_json: str, pairs: tuple[str, ...], *, load_only: bool, form: str, **choices: Any) -> int:
+    """Load environment ID in a worker of its own, play one task, and show prompt, completion, rewards and time.
+
+    Needs no server and no model: a stub model answers, unless --base-url names another. The worker is confined, and
+    inherits variables, as the env-server's workers are and do. Exits 0 if the rollout ended well, else 1.
+    """
+    from millrace.cli import interrupts
+    from millrace.env_server.requests import EnvSpec
+
+    os.environ.setdefault("MILLRACE_LOG_LEVEL", "WARNING")  # of the worker, whose output is this terminal
+    spec = EnvSpec(name=env_id, id=env_id, args_json=json.dumps({**_object(args_json), **dict(map(_pair, pairs))}))
+    what = None if load_only else _task_and_model(choices)
+    result = interrupts.run(lambda signals: _run(spec, what, signals))
+    click.echo(json.dumps(result, indent=2, ensure_ascii=False) if form == "json" else "\n".join(_lines(result)))
+    return 0 if result.get("status", "ok") == "ok" else EXIT_FAILED
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise CliError(f"--args is not JSON: {error}", hint=_ARGS_HINT) from None
+    if not isinstance(value, dict):
+        raise CliError("--args is not a JSON object", hint=_ARGS_HINT)
+    return value
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise CliError(f"--arg {text!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _task_and_model(choices: dict[str, Any]) -> "tuple[TrialTask, TrialModel]":
+    from millrace.env_server.trial import TrialModel, TrialTask
+
+    if choices["base_url"] and not choices["model_name"]:
+        raise CliError("--base-url needs --model: the name of the endpoint's model")
+    given = {"reply": choices["reply"], "base_url": choices["base_url"], "name": choices["model_name"]}
+    given["api_key_var"] = choices["api_key_var"]
+    model = TrialModel(**{name: value for name, value in given.items() if value is not None})
+    task = TrialTask(index=choices["index"], is_held_out=choices["is_held_out"], timeout_s=choices["timeout_s"])
+    return task, model
+
+
+async def _run(spec: Any, what: "tuple[TrialTask, TrialModel] | None", signals: "Interrupts") -> dict[str, Any]:
+    """Load, play, and say on standard error what goes on."""
+    from millrace.cli.session.environment_check import Steps, loaded_line
+    from millrace.env_server.trial import opened
+
+    with Steps() as steps:
+        async with opened(spec, lambda: steps.begin(f"loading environment {spec.id}")) as trial:
+            result = _describe_env(trial)
+            steps.done(loaded_line(trial))
+            if what is not None:
+                task, model = what
+                steps.begin(f"playing task {task.index} with {model.base_url or 'the stub model'}")
+                rollout = await trial.play(task, model)
+                result |= _describe_rollout(rollout)
+                steps.done(f"played in {rollout.seconds:.1f} s")
+            return result
+
+
+def _describe_env(trial: "LoadedTrial") -> dict[str, Any]:
+    return {
+        "env": trial.env.id,
+        "api": trial.loaded.api,
+        "num_train": len(trial.loaded.train),
+        "num_eval": len(trial.loaded.eval),
+        "compares_a_group": trial.loaded.requires_group,
+        "load_seconds": round(trial.load_s, 3),
+    }
+
+
+def _describe_rollout(rollout: "Rollout") -> dict[str, Any]:
+    error = rollout.error
+    return {
+        "task": rollout.task_index,
+        "task_id": rollout.task_id,
+        "status": rollout.status.value,
+        "messages": json.loads(rollout.messages_json or "[]"),
+        "reward": rollout.reward,
+        "metrics": dict(rollout.metrics),
+        "num_turns": rollout.num_turns,
+        "stop_condition": rollout.stop_condition,
+        "seconds": round(rollout.seconds, 3),
+        "model_seconds": round(rollout.model_seconds, 3),
+        "error": error and {"type": error.type, "message": error.message, "frames": error.frames.splitlines()},
+    }
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    """The result for people."""
+    lines = [f"environment {result['env']} (API {result['api']}) can be loaded"]
+    if "status" not in result:
+        return lines
+    for message in result["messages"]:
+        lines += ["", f"{message.get('role', '?')}:", *_indented(_text(message.get("content")))]
+    lines += ["", f"turns   {result['num_turns']}, stopped by {result['stop_condition'] or 'its end'}"]
+    lines.append(f"time    {result['seconds']:.2f} s, of which the model {result['model_seconds']:.2f} s")
+    if error := result["error"]:
+        lines += [f"status  {result['status']}", f"error   {error['type']}: {error['message']}"]
+        return [*lines, *(f"        {frame}" for frame in error["frames"])]
+    lines.append(f"reward  {result['reward']:g}")
+    return [*lines, *(f"        {name} = {value:g}" for name, value in sorted(result["metrics"].items()))]
+
+
+def _text(content: Any) -> str:
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}… ({len(text) - _SHOWN_CHARS} characters more)"
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]

@@ -1,0 +1,74 @@
+"""`millrace run samples` and `millrace eval show`: prompts, replies and rewards of a run."""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millrace.cli.offline.samples import SORTS, SampleFilter, read_samples, sort_samples
+
+if TYPE_CHECKING:
+    from millrace.cli.offline.samples import SampleRecord
+
+_ORDERS = [sign + name for name in SORTS for sign in ("", "-")]
+
+
+@click.command()
+@click.argument("name", metavar="RUN")
+@click.option("--env", default="", metavar="NAME", help="Only of this environment.")
+@click.option("--step", type=click.IntRange(min=0), default=None, help="Only those that this step's batch resolved.")
+@click.option("--task", type=click.IntRange(min=0), default=None, help="Only of this task: all members of its group.")
+@click.option("--status", default="", metavar="S", help="Only with this status, such as ok or env_error.")
+@click.option("--min-reward", type=float, default=None, help="Only with this reward or more.")
+@click.option("--max-reward", type=float, default=None, help="Only with this reward or less.")
+@click.option("--text", default="", help="Only those with this text in a message.")
+@click.option(
+    "--sort", "order", type=click.Choice(_ORDERS), default="step", show_default=True, metavar="KEY",
+    help=f"By {', '.join(SORTS)}; with - before it the other way round.",
+)  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many are shown.")
+@click.option("--full", "is_full", is_flag=True, help="Whole conversations instead of one line each.")
+@click.option("-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@click.option("--store", metavar="URL", help="Its object store; else outputs/RUN/store, MILLRACE_STORE_URL, …")
+@click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
+def samples(
+    name: str, order: str, limit: int, is_full: bool, form: str, store: str | None, prefix: str | None, **filters: Any
+) -> int:
+    """Show prompts, replies and rewards of a run.
+
+    RUN is a name, the beginning of one, a uid, - for the most recent run, or the directory that `millrace rl` and
+    `millrace eval` have written. Reads the object store only, and needs no server. Shows what a committed batch has
+    resolved: trained on, evaluated, dropped and failed rollouts.
+    """
+    from millrace.cli.offline.run_store import find_uid, store_of, store_prefix
+
+    objects, meant = store_of(name, store)
+    deployment = store_prefix(prefix)
+    uid = find_uid(objects, deployment, meant)
+    found = read_samples(objects, deployment, uid, SampleFilter(**filters))
+    shown, total = _first(found, order, limit)
+    if form == "json":
+        for each in shown:
+            click.echo(json.dumps(each.to_json()))
+        return 0
+    from millrace.cli.view.samples import sample_lines, sample_table
+
+    if is_full:
+        click.echo("\n".join(line for each in shown for line in sample_lines(each)))
+    elif shown:
+        click.echo(sample_table(shown))
+    click.echo(f"{len(shown)} of {total} samples" + ("" if is_full or not shown else "; --full shows conversations"))
+    return 0
+
+
+def _first(found: "Iterator[SampleRecord]", order: str, limit: int) -> "tuple[list[SampleRecord], int]":
+    """The first `limit` in an order, and how many there are; no more than about `limit` are held at a time."""
+    kept: list[SampleRecord] = []
+    total = 0
+    for each in found:
+        total += 1
+        kept.append(each)
+        if len(kept) >= 2 * limit + 100:
+            kept = sort_samples(kept, order)[:limit]
+    return sort_samples(kept, order)[:limit], total

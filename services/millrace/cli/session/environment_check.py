@@ -1,0 +1,93 @@
+"""`--check-environments`: load the environments of a config before anything is submitted, where they will be played."""
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millrace.cli.connection import open_client
+from millrace.cli.session.prepare import Prepared
+from millrace.cli.view.view import is_fancy
+from millrace.errors import InvalidSpecError, Violation
+
+if TYPE_CHECKING:
+    from millrace.env_server.trial import LoadedTrial
+
+
+async def check_environments(prepared: Prepared, *, server: str | None) -> None:
+    """Load them on the server's env-servers; without a server on this machine, whose stack would play them.
+
+    Raises the error of the first environment that cannot be loaded, or names the key that is not set.
+    """
+    with Steps() as steps:
+        if server is None:
+            await _check_here(prepared, steps)
+            return
+        steps.begin(f"loading the environments on the env-servers of {server}")
+        async with open_client(server) as client:
+            await client.runs.create(prepared.config.resolved_json(), validate_only=True, check_environments=True)
+        steps.done("the environments can be loaded")
+
+
+async def _check_here(prepared: Prepared, steps: "Steps") -> None:
+    from millrace.env_server.isolation.inherited import teacher_key_problem
+    from millrace.env_server.requests import EnvSpec
+    from millrace.env_server.trial import opened
+
+    os.environ.setdefault("MILLRACE_LOG_LEVEL", "WARNING")  # of the workers, whose output is this terminal
+    settings = prepared.config.orchestrator
+    variable = (settings.algo.teacher and settings.algo.teacher.api_key_var) or ""
+    if problem := teacher_key_problem(variable):
+        field = "orchestrator.algo.teacher.api_key_var"
+        raise InvalidSpecError([Violation(field=field, value=variable, message=problem)], reason="TEACHER_KEY_MISSING")
+    evaluated = [] if settings.eval is None else settings.eval.env
+    known: set[str] = set()
+    for env in [*settings.env, *evaluated]:
+        if env.name in known:
+            continue
+        known.add(env.name)
+        spec = EnvSpec(name=env.name, id=env.id, args_json=json.dumps(env.args, sort_keys=True))
+        async with opened(spec, lambda name=env.name: steps.begin(f"loading environment {name}")) as trial:
+            steps.done(loaded_line(trial))
+
+
+def loaded_line(trial: "LoadedTrial") -> str:
+    """What was loaded, for people."""
+    sizes = f"{len(trial.loaded.train)} training tasks, {len(trial.loaded.eval)} held-out tasks"
+    return f"loaded in {trial.load_s:.1f} s: API {trial.loaded.api}, {sizes}"
+
+
+class Steps:
+    """What goes on: a spinner on a terminal, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._is_live = is_fancy(sys.stderr, plain=False)
+        self._status: Any = None
+
+    def __enter__(self) -> "Steps":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def begin(self, text: str) -> None:
+        """Something begins that takes a while."""
+        if not self._is_live:
+            click.echo(f"{text} ...", err=True)
+            return
+        from rich.console import Console
+
+        self._status = Console(stderr=True).status(text)
+        self._status.start()
+
+    def done(self, text: str) -> None:
+        """It has ended well."""
+        self._stop()
+        click.echo(text, err=True)
+
+    def _stop(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None

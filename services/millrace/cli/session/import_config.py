@@ -1,0 +1,59 @@
+"""`millrace config import`: load files as prime-rl's, and write what they mean in our schema."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from millrace.cli.errors import CliError
+from millrace.cli.session.part import PARTS, read_raw
+from millrace.config.argv import RESERVED_FLAGS
+from millrace.config.load import Loaded, load
+from millrace.config.notes import Effect, Note
+from millrace.config.prime_rl.importing import kind_of, merged, toml
+from millrace.config.sections.eval import EvalRunConfig
+from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.sft import SFTConfig
+from millrace.config.tree import dotted
+
+_WHOLE = {"rl": RLConfig, "sft": SFTConfig, "eval": EvalRunConfig}
+
+
+def import_config(files: Sequence[str], *, kind: str | None, out: Path | None) -> tuple[str, Sequence[Note], str]:
+    """The text in our schema, what became of the keys, and the command for it; InvalidSpecError if it is wrong."""
+    kinds = [kind or _kind(name) for name in files]
+    parts = list(dict.fromkeys(kinds))
+    if len(parts) > 1 and any(part in ("sft", "eval") for part in parts):
+        raise CliError(f"these files are of several kinds: {', '.join(parts)}", hint="import them one after the other")
+    if len(parts) == 1 and parts[0] in PARTS:
+        part = PARTS[parts[0]]
+        words = part.named([f"@{name}" for name in files], reserved=RESERVED_FLAGS)
+        loaded: Loaded[Any] = load(part.document, words, {}, section=part.section)
+        command = parts[0]
+    else:
+        command = parts[0] if len(parts) == 1 else "rl"
+        words = [word for name, each in zip(files, kinds, strict=True) for word in _words(name, each)]
+        loaded = load(_WHOLE[command], words, {})
+    text = toml(merged([layer.tree for layer in loaded.layers]))
+    unbuilt = [note for note in loaded.notes if note.effect in (Effect.LATER, Effect.BLOCKS)]
+    head = [f"# {', '.join(Path(name).name for name in files)}, in Millrace's schema", *_comments(unbuilt)]
+    how = f"millrace {command} @ {out or 'FILE'}"
+    return "\n".join([*head, "", text]), loaded.notes, how
+
+
+def _words(name: str, kind: str) -> list[str]:
+    return PARTS[kind].named([f"@{name}"], reserved=RESERVED_FLAGS) if kind in PARTS else ["@", name]
+
+
+def _kind(name: str) -> str:
+    tree = read_raw(name)
+    found = "rl" if tree is None else kind_of(tree, name)  # what cannot be read is the loader's to report
+    if found is None:
+        raise CliError(
+            f"{name}: nothing in it tells what it configures",
+            hint="say it: --as rl, sft, eval, trainer, orchestrator or inference",
+        )
+    return found
+
+
+def _comments(notes: Sequence[Note]) -> list[str]:
+    return [f"# without effect yet: {dotted(note.path)}: {note.text}" for note in notes]

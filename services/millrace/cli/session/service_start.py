@@ -1,0 +1,96 @@
+"""`millrace orchestrator|trainer|env-server`: a service in the foreground, which takes this process's place."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from millrace.cli.session.notes import say_notes
+from millrace.cli.session.part import PARTS
+from millrace.config.argv import RESERVED_FLAGS
+from millrace.config.load import Loaded, load
+from millrace.telemetry.settings import variable_name
+
+PLACES: Mapping[str, str] = {
+    "listen": "host:port of the service's own gRPC server; port 0 takes a free one",
+    "orchestrator": "host:port of the orchestrator; for trainer and env-server",
+    "redis-url": "redis://host:6379/0; one with a password belongs into --redis-url-file",
+    "redis-url-file": "file that holds the URL of Redis",
+    "store-url": "file:///DIR or s3://bucket/prefix",
+    "prefix": "the deployment; begins every key and object",
+    "advertise": "host:port under which others reach the service, if not --listen",
+    "metrics-listen": "host:port of GET /metrics",
+    "log-level": "debug, info, warning or error",
+}
+"""Flags that say where a service lives, each also the variable of that name (`MILLRACE_STORE_URL`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A service that is started by a command."""
+
+    name: str
+    module: str
+    section: str
+    """Whose part of a run's config its files are."""
+
+
+SERVICES = {
+    "orchestrator": Service(name="orchestrator", module="millrace.orchestrator.main", section="orchestrator"),
+    "trainer": Service(name="trainer", module="millrace.trainer.main", section="trainer"),
+    "env-server": Service(name="env-server", module="millrace.env_server.main", section="orchestrator"),
+}
+
+
+def options_help(name: str) -> str:
+    """The flags of a service, for `--help`."""
+    names = [place for place in PLACES if place != "orchestrator" or name != "orchestrator"]
+    lines = "\n".join(f"  --{place:<15} {PLACES[place]}" for place in names)
+    return f"""\b
+Options:
+{lines}
+  --KEY VALUE       Any key of the section (docs/configuration.md), as in `@ FILE`.
+  --dry-run         Print the resolved section and do nothing.
+  --debug           Show tracebacks.
+
+\b
+Each of the upper ones is also a variable, such as MILLRACE_STORE_URL; docs/operations.md has the others, which say how
+callers are checked and what environments may do."""
+
+
+def load_service(service: Service, arguments: Sequence[str], environ: Mapping[str, str]) -> Loaded[Any]:
+    """The checked config, that of no run where the arguments name none; InvalidSpecError lists what is wrong."""
+    reserved = {**RESERVED_FLAGS, **dict.fromkeys(PLACES, True)}
+    part = PARTS[service.section]
+    words = part.named(arguments, reserved=reserved)
+    has_config = any(_is_of_config(word, reserved) for word in words)
+    if not has_config and service.section == "orchestrator":
+        words = [*words, "--orchestrator.env", '[{"id": "none"}]', "--orchestrator.rollouts-per-example", "2"]
+    loaded = load(part.document, words, environ, reserved=reserved, section=part.section)
+    say_notes(loaded.notes)
+    return loaded
+
+
+def start_service(service: Service, loaded: Loaded[Any], environ: Mapping[str, str]) -> NoReturn:
+    """Become the service's process."""
+    given = {
+        variable_name(place.replace("-", "_")): str(loaded.flags[place]) for place in PLACES if place in loaded.flags
+    }
+    if "log.level" in loaded.sources:
+        given.setdefault(variable_name("log_level"), loaded.config.log.level.upper())
+    if "log.json_logging" in loaded.sources:
+        given.setdefault(variable_name("log_json"), str(int(loaded.config.log.json_logging)))
+    if loaded.files:
+        print(
+            f"note: {', '.join(loaded.files)} belongs to a run, and this service waits for runs; submit it with the "
+            f"run's other parts: millrace run submit --{service.section} @ {loaded.files[0]} …",
+            file=sys.stderr,
+        )
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", service.module], {"PYTHONUNBUFFERED": "1", **environ, **given})
+
+
+def _is_of_config(word: str, reserved: Mapping[str, bool]) -> bool:
+    name = word.lstrip("-").partition("=")[0]
+    return word.startswith("@") or (word.startswith("--") and name not in reserved)

@@ -1,0 +1,75 @@
+"""Samples in a terminal: one line each, or the whole conversation.
+
+What a model wrote may hold anything: control characters are shown as signs, so no sample can steer a terminal.
+"""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+from millrace.cli.offline.samples import SampleRecord, content_of, messages_of
+from millrace.cli.view.text import table
+
+_MAX_CELL = 60
+
+
+def printable(text: str) -> str:
+    """The text with every control or unprintable character but the line break as a visible sign."""
+    return "".join(char if char == "\n" or not _is_control(char) else _sign(char) for char in text)
+
+
+def sample_table(samples: Sequence[SampleRecord]) -> str:
+    """One line a sample: where it belongs, its reward, and the beginnings of prompt and reply."""
+    rows = []
+    for found in samples:
+        rollout, messages = found.rollout, messages_of(found.rollout)
+        first = next((content_of(m) for m in messages if m.get("role") == "user"), "")
+        last = content_of(messages[-1]) if messages and messages[-1].get("role") != "user" else ""
+        rows.append(
+            [
+                str(found.step),
+                rollout.env,
+                f"{rollout.ordinal}.{rollout.member}",
+                str(rollout.status),
+                f"{rollout.reward:.3f}",
+                str(rollout.num_tokens),
+                _cell(first),
+                _cell(last if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}"),
+            ]
+        )
+    return table(rows, header=["step", "environment", "task", "status", "reward", "tokens", "prompt", "reply or error"])
+
+
+def sample_lines(found: SampleRecord) -> Iterator[str]:
+    """A sample in full."""
+    rollout = found.rollout
+    yield (
+        f"── step {found.step}  {rollout.env}  task {rollout.ordinal}.{rollout.member}  {rollout.status}  "
+        f"reward {rollout.reward:.3f}  {rollout.num_tokens} tokens  {rollout.num_turns} turns  "
+        f"policy {rollout.min_version}–{rollout.max_version}  {rollout.seconds:.1f} s"
+    )
+    metrics = "  ".join(f"{name} {value:.3g}" for name, value in sorted(rollout.metrics.items()))
+    if metrics or rollout.stop_condition:
+        yield printable(f"   {metrics}  stop: {rollout.stop_condition or '–'}").rstrip()
+    if rollout.error is not None:
+        yield printable(f"   {rollout.error.type}: {rollout.error.message}")
+        yield from (printable(f"   {line}") for line in rollout.error.frames.splitlines())
+    for message in messages_of(rollout):
+        yield f"{printable(str(message.get('role', '?')))}:"
+        yield from (f"  {line}" for line in printable(content_of(message)).split("\n"))
+    yield ""
+
+
+def _cell(text: str) -> str:
+    line = printable(text.replace("\n", "⏎"))
+    return line if len(line) <= _MAX_CELL else line[: _MAX_CELL - 1] + "…"
+
+
+def _is_control(char: str) -> bool:
+    return unicodedata.category(char)[0] == "C" or char in "\u2028\u2029"
+
+
+def _sign(char: str) -> str:
+    code = ord(char)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

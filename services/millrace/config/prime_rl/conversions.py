@@ -1,0 +1,218 @@
+"""Values of prime-rl that are written in another form here: environments, evaluations, counts of GPUs."""
+
+from typing import Any
+
+from millrace.config.layers import MAX_SECTIONS
+from millrace.config.notes import Effect
+from millrace.config.prime_rl.meanings import Target
+from millrace.config.tree import Path
+
+MAX_GPUS = 1024
+"""Most GPUs of one machine."""
+_TRAIN_ENVS: Path = ("orchestrator", "env")
+_EVAL_ENVS: Path = ("orchestrator", "eval", "env")
+_HARNESS, _RUNTIME = {"id": "null"}, {"type": "subprocess"}
+_SOURCE_KEYS = {
+    "curriculum": (Effect.LATER, "there is no curriculum yet; groups without any advantage are left out all the same"),
+    "algo": (Effect.BLOCKS, "one algorithm for all environments: set `orchestrator.algo`; one per environment comes"),
+    "sampling": (Effect.BLOCKS, "one sampling for all environments: set `orchestrator.sampling`"),
+    "serve": (Effect.NOTHING, "env-servers start workers as they need them"),
+    "address": (Effect.NOTHING, "env-servers register with the orchestrator by themselves"),
+}
+
+
+def train_sources(target: Target, path: Path, value: Any) -> None:
+    """`[[orchestrator.train.source]]` as `[[orchestrator.env]]`."""
+    _sources(target, path, value, to=_TRAIN_ENVS, kept=("ratio", "weight"))
+
+
+def eval_sources(target: Target, path: Path, value: Any) -> None:
+    """`[[orchestrator.eval.source]]` as `[[orchestrator.eval.env]]`."""
+    kept = ("num_examples", "group_size", "rollouts_per_example", "interval")
+    _sources(target, path, value, to=_EVAL_ENVS, kept=kept)
+
+
+def _sources(target: Target, path: Path, value: Any, *, to: Path, kept: tuple[str, ...]) -> None:
+    if not isinstance(value, list) or len(value) > MAX_SECTIONS:
+        target.put(to, value, source=path)  # which is an error there
+        return
+    items = [item if isinstance(item, dict) else {} for item in value]
+    target.put(to, [{} for _ in items], source=path)
+    for index, item in enumerate(items):
+        here = (*path, index)
+        env = dict(item["env"]) if isinstance(item.get("env"), dict) else {}
+        taskset = dict(env.pop("taskset")) if isinstance(env.get("taskset"), dict) else {}
+        roles = {role: rest for role, settings in env.items() if (rest := _without_defaults(settings)) != {}}
+        native = {key: item[key] for key in ("name", *kept) if key in item}
+        native["id"] = taskset.pop("id", env.get("id", item.get("id", "")))
+        native["args"] = {**taskset, **({"env": roles} if roles else {})}
+        for key, (effect, text) in _SOURCE_KEYS.items():
+            if key in item:
+                target.note((*here, key), effect, text)
+        if "group_size" in item and "group_size" not in kept:
+            text = "one group size for all environments: set `orchestrator.group_size`"
+            target.note((*here, "group_size"), Effect.BLOCKS, text)
+        for key, each in native.items():
+            target.put((*to, index, key), each, source=(*here, key))
+    text = "is a verifiers environment: `id`, its taskset's keys as `args`, those of its roles as `args.env`"
+    target.note(path, Effect.MEANS, text)
+
+
+def _without_defaults(settings: Any) -> Any:
+    """Settings of a role without the harness and the runtime that env-servers use anyway."""
+    if not isinstance(settings, dict):
+        return settings
+    defaults = {"harness": _HARNESS, "runtime": _RUNTIME}
+    return {key: value for key, value in settings.items() if value != defaults.get(key)}
+
+
+def environment(target: Target, path: Path, value: Any) -> None:
+    """`[environment]` of 2025 as the only `[[orchestrator.env]]`."""
+    target.note(path, Effect.MEANS, "is the first `[[orchestrator.env]]` here")
+    target.put(_TRAIN_ENVS, [value], source=path)
+
+
+def evaluated_ids(target: Target, path: Path, value: Any) -> None:
+    """`eval.environment_ids`, whose neighbours may be lists with one entry each (see `finish`)."""
+    target.note(path, Effect.MEANS, "is `[[orchestrator.eval.env]]` here, one for each")
+    ids = [value] if isinstance(value, str) else value
+    target.put(_EVAL_ENVS, [{"id": each} for each in ids], source=path)
+
+
+def per_environment(target: Target, path: Path, value: Any) -> None:
+    """A count of evaluations, or a list with one for each environment."""
+    if isinstance(value, list):
+        target.deferred[str(path[-1])] = (path, value)
+    else:
+        target.put(path, value, source=path)
+
+
+def ratios(target: Target, path: Path, value: Any) -> None:
+    """`env_ratios` as the `weight` of each environment."""
+    target.note(path, Effect.MEANS, "is `weight` of each `[[orchestrator.env]]` here")
+    target.deferred["env_ratios"] = (path, value)
+
+
+def micro_batch_size(target: Target, path: Path, value: Any) -> None:
+    """Samples that go through the model at once; here that is counted in tokens."""
+    target.deferred["micro_batch_size"] = (path, value)
+
+
+def renderer(target: Target, path: Path, value: Any) -> None:
+    """The renderer of all environments, which is an argument of each here."""
+    target.deferred["renderer"] = (path, value)
+
+
+def eval_base_model(target: Target, path: Path, value: Any) -> None:
+    """`eval_base_model = false` leaves out the evaluation before the first step."""
+    target.put(("orchestrator", "eval", "skip_first_step"), value is False, source=path)
+
+
+def algorithm(target: Target, path: Path, value: Any) -> None:
+    """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted."""
+    target.put(path, value, source=path)
+    if isinstance(value, str) and value in UNBUILT_ALGORITHMS:
+        target.note(path, Effect.BLOCKS, f"{value} is not there yet; grpo and opd are")
+
+
+UNBUILT_ALGORITHMS = ("max_rl", "rae", "echo", "hierarchical_grpo", "opsd", "sft")
+"""Names that the schema knows and no algorithm bears yet."""
+
+
+def checkpointed_activations(target: Target, path: Path, value: Any) -> None:
+    """Recomputing activations is not there yet: no effect."""
+    if isinstance(value, dict):
+        target.note(path, Effect.LATER, "recomputing activations is not there yet: no effect")
+    else:
+        target.refuse(path, value, "must be a table: write `freq = 1` below `[" + ".".join(map(str, path)) + "]`")
+
+
+def gpus(target: Target, path: Path, value: Any) -> None:
+    """`deployment.num_infer_gpus` and `num_train_gpus` as the ids of the GPUs, those of inference first."""
+    if type(value) is int and 0 <= value <= MAX_GPUS:
+        target.deferred[str(path[-1])] = (path, value)
+    else:
+        target.refuse(path, value, f"must be an integer from 0 to {MAX_GPUS}")
+
+
+def resume(target: Target, path: Path, value: Any) -> None:
+    """`[resume]` and `ckpt.resume_step`: the step to go on from, the newest where none is named."""
+    step = value.get("step") if isinstance(value, dict) else value
+    if target.schema.find(("ckpt", "resume_step")) is not None:
+        target.note(path, Effect.MEANS, "is `ckpt.resume_step` here, -1 for the newest")
+        target.put(("ckpt", "resume_step"), -1 if step is None else step, source=path)
+    elif step is None:
+        text = "a run goes on from its newest checkpoint by itself; one that FAILED with `millrace run resume RUN`"
+        target.note(path, Effect.NOTHING, text)
+    else:
+        text = "begin there with `millrace run fork RUN --step N`, which makes a run of its own"
+        target.note(path, Effect.BLOCKS, text)
+
+
+def finish(target: Target) -> None:
+    """Apply what needs the whole layer."""
+    tree, deferred = target.layer.tree, target.deferred
+    training, evaluated = _list(tree, *_TRAIN_ENVS), _list(tree, *_EVAL_ENVS)
+    for key in ("num_examples", "rollouts_per_example"):
+        if key in deferred:
+            path, values = deferred[key]
+            for env, each in zip(evaluated, values, strict=False):
+                env[key] = each
+            target.note(path, Effect.MEANS, f"is `{key}` of each `[[orchestrator.eval.env]]` here")
+    if "env_ratios" in deferred and isinstance(deferred["env_ratios"][1], list):
+        for env, each in zip(training, deferred["env_ratios"][1], strict=False):
+            env.setdefault("weight", each)
+    if "renderer" in deferred:
+        path, name = deferred["renderer"]
+        text = "the engine's own chat template counts here"
+        if name not in ("auto", "default"):
+            text = "is `renderer` in the `args` of each environment here"
+            for env in (*training, *evaluated):
+                if isinstance(env.setdefault("args", {}), dict):
+                    env["args"].setdefault("renderer", name)
+        target.note(path, Effect.MEANS, text)
+    if "micro_batch_size" in deferred:
+        _micro_batch(target, *deferred["micro_batch_size"])
+    _gpu_ids(target)
+
+
+def _micro_batch(target: Target, path: Path, value: Any) -> None:
+    tree = target.layer.tree
+    is_sft = path[0] == "data"
+    places = [("data", "seq_len")] if is_sft else [("orchestrator", "seq_len"), ("seq_len",)]
+    written = next((found for place in places if isinstance(found := _at(tree, *place), int)), None)
+    default = target.schema.find(places[0])
+    seq_len = written or (default.default if default else None)
+    is_alone = not is_sft and target.schema.child("trainer") is None  # the orchestrator's part by itself
+    if isinstance(value, int) and seq_len and not is_alone:
+        if not is_sft and written and "seq_len" not in tree:  # trainers of 2025 took what the orchestrator cut
+            target.put(("seq_len",), seq_len, source=("orchestrator", "seq_len"))
+        to: Path = ("micro_batch_tokens",) if is_sft else ("trainer", "micro_batch_tokens")
+        target.put(to, value * seq_len, source=path)
+        target.note(path, Effect.MEANS, f"counts tokens here: {value} samples of {seq_len} are `micro_batch_tokens`")
+    else:
+        text = "micro-batches are counted in tokens: set `trainer.micro_batch_tokens`"
+        target.note(path, Effect.NOTHING, text)
+
+
+def _gpu_ids(target: Target) -> None:
+    first = 0
+    for key, to in (("num_infer_gpus", "inference_gpu_ids"), ("num_train_gpus", "trainer_gpu_ids")):
+        if key not in target.deferred:
+            continue
+        path, count = target.deferred[key]
+        if target.schema.child(to) and to not in target.layer.tree:
+            target.put((to,), list(range(first, first + count)), source=path)
+            target.note(path, Effect.MEANS, f"is `{to}` here")
+        first += count
+
+
+def _list(tree: dict[str, Any], *path: str | int) -> list[dict[str, Any]]:
+    found = _at(tree, *path)
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+
+def _at(tree: Any, *path: str | int) -> Any:
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree

@@ -1,0 +1,298 @@
+"""Keys of prime-rl's RL configs that our schema does not have, and what each means here.
+
+A key that our schema has in the same place is not asked about unless its meaning says so (`is_native`): the line of a
+feature that gets built later needs no removal here, though it should go.
+"""
+
+from collections.abc import Mapping
+
+from millrace.config.notes import Effect
+from millrace.config.prime_rl import conversions
+from millrace.config.prime_rl.meanings import Meaning, blocks, converted, later, moved, nothing, only, refused
+
+STORE = "policies go through the object store; there is nothing to choose"
+MEMORY = "there is no choice yet of how the trainer saves memory: this has no effect yet"
+PARALLEL = "the trainer shards with FSDP over all its processes: other ways have no effect yet"
+EXPERTS = "models with experts are trained like any other: this has no effect yet"
+FAKE = "there is no fake data yet"
+SLURM = "nothing is submitted to Slurm here: start the services in your own job script (docs/operations.md)"
+ENVIRON = "export these variables before the command: services inherit them"
+WANDB = "the export to Weights & Biases is not there yet; metrics.jsonl has every metric"
+WATCH = "there is no such monitor: every service has GET /metrics, and `millrace run why`"
+FLIGHT = "what is in flight follows from `batch_size`, `async_level` and `oversampling_factor`"
+ENGINES = "engines register with the orchestrator: start them with MILLRACE_ORCHESTRATOR set; no client to configure"
+ADVANTAGE = "only `orchestrator.algo.type` chooses how advantages are made: this is not there yet"
+BUFFER = "there is no rollout buffer yet; groups without any advantage are left out (`filter_zero_advantages`)"
+VISION = "models with images are not trained yet"
+
+
+def same(meaning: Meaning, prefix: str, names: str) -> dict[str, Meaning]:
+    """Several keys of one table with the same meaning."""
+    return {f"{prefix}{name}": meaning for name in names.split()}
+
+
+def model_keys(prefix: str) -> dict[str, Meaning]:
+    """Keys of the trained model, in RL and in SFT."""
+    return {
+        **same(later(MEMORY, False), prefix, "ac_offloading fsdp_cpu_offload optim_cpu_offload full_offload"),
+        f"{prefix}ac": converted(conversions.checkpointed_activations),
+        **same(later(MEMORY, True, False), prefix, "reshard_after_forward load_using_meta use_liger"),
+        **same(
+            later(MEMORY, "disabled"),
+            prefix,
+            "fused_lm_head_token_chunk_size fused_lm_head_chunk_size lm_head_chunk_size gradient_checkpointing",
+        ),
+        **same(later("the model is not compiled yet: no effect", False), prefix, "compile"),
+        **same(later("transformers chooses the attention: no effect yet", "auto", "sdpa"), prefix, "attn"),
+        **same(later("models are those of transformers: no effect yet", "auto", "hf"), prefix, "impl"),
+        **same(
+            later(PARALLEL, 1, "auto"), prefix, "cp cp_style ep tp pp dp_replicate dp_shard ep_comm_backend dp_size"
+        ),
+        **same(
+            later(EXPERTS, False),
+            prefix,
+            "moe_router_dtype moe_use_grouped_mm moe_fused_kernel freeze_moe_router index_cache deepep_num_sms "
+            "deepep_token_chunk_size moe_backend",
+        ),
+        f"{prefix}reduce_dtype": later("gradients are reduced in float32: no effect yet", "float32"),
+        f"{prefix}optimization_dtype": moved(f"{prefix}dtype", "is `dtype` here; master weights stay float32"),
+        f"{prefix}quantization": blocks("training in fp8 is not there yet"),
+        f"{prefix}debug": blocks("there are no debugging variants of models", {}),
+        f"{prefix}vlm": blocks(VISION),
+        f"{prefix}trust_remote_code": later("code that comes with a model is not run by the trainer", False),
+        f"{prefix}conversion_dir": nothing("models are read as they are"),
+        f"{prefix}tokenizer": nothing("name it in `trainer.tokenizer.name`"),
+    }
+
+
+def checkpoint_keys(prefix: str) -> dict[str, Meaning]:
+    """Keys of `[ckpt]`."""
+    return {
+        f"{prefix}keep": moved(f"{prefix}keep_last"),
+        f"{prefix}resume_step": converted(conversions.resume),
+        f"{prefix}save_async": nothing("checkpoints are always written as the trainer does it; there is no choice"),
+        **same(nothing("checkpoints lie in the object store, with the run"), prefix, "output_dir path"),
+        **same(
+            later("a checkpoint always has all of its parts: no effect"),
+            prefix,
+            "skip_optimizer skip_progress skip_scheduler skip_dataloader weights weights_only save_format "
+            "save_adapter_separately wait_for_weights_timeout",
+        ),
+    }
+
+
+def optimizer_keys(prefix: str) -> dict[str, Meaning]:
+    """Keys of `[optim]`, `[loss]` and data that other optimizers, losses and fake data have."""
+    return {
+        f"{prefix}optim.type": only("the optimizer {value} is not there yet; adamw is", "adamw"),
+        **same(
+            later("belongs to an optimizer that is not there yet: no effect"),
+            f"{prefix}optim.",
+            "mu momentum nesterov ns_steps adjust_lr_fn",
+        ),
+        f"{prefix}optim.scheduler": moved(f"{prefix}scheduler"),
+        f"{prefix}data.fake": blocks(FAKE),
+    }
+
+
+def process_keys(prefix: str) -> dict[str, Meaning]:
+    """Keys that every process of prime-rl has: where it logs and writes, and how it is watched."""
+    return {
+        f"{prefix}log": moved("log"),
+        f"{prefix}monitor.wandb": moved("wandb"),
+        f"{prefix}monitors.wandb": moved("wandb"),
+        f"{prefix}wandb": moved("wandb"),
+        f"{prefix}output_dir": moved("output_dir"),
+        f"{prefix}env_vars": nothing(ENVIRON, {}),
+        f"{prefix}slurm": nothing(SLURM),
+        **same(nothing(STORE), prefix, "weight_broadcast rollout_transport"),
+        **same(
+            nothing(WATCH), prefix, "heartbeat metrics_server monitors.file monitors.prime monitor.file monitor.prime"
+        ),
+        **same(
+            later("there is no such switch yet: no effect", False),
+            prefix,
+            "bench trace_path profile_path memory_profiler_path gc dist_timeout_seconds matmul_precision clean dry_run",
+        ),
+    }
+
+
+_VLLM_FLAGS = (
+    "api_server_count enable_lora max_loras max_cpu_loras max_lora_rank enable_prefix_caching seed "
+    "enable_expert_parallel all2all_backend enable_eplb enable_dbo data_parallel_size_local "
+    "data_parallel_address data_parallel_rpc_port data_parallel_start_rank headless quantization"
+)
+
+SHARED: dict[str, Meaning] = {
+    **{key: meaning for key, meaning in process_keys("").items() if key not in ("log", "wandb", "output_dir")},
+    **same(later(WANDB), "wandb.", "id dir log_extras shared"),
+    "resume": converted(conversions.resume),
+    **checkpoint_keys("ckpt."),
+    "deployment.num_infer_gpus": converted(conversions.gpus),
+    "deployment.num_train_gpus": converted(conversions.gpus),
+    **same(
+        nothing("several machines are several services: start them on each (docs/operations.md)", "single_node"),
+        "deployment.",
+        "type num_train_nodes num_infer_nodes num_infer_replicas nodes_per_fsdp_group orchestrator_on_inference "
+        "gpus_per_node num_eval_gpus num_teacher_gpus num_teacher_nodes hsdp",
+    ),
+    **same(nothing("there is no such choice for logs"), "log.", "vf_level log_data interval ranks_filter file path"),
+    "run.dir": nothing("results lie in `output_dir/<run name>`"),
+}
+"""At the top of RL and SFT configs."""
+
+SPLIT_2025: dict[str, Meaning] = {
+    "orchestrator.environment": converted(conversions.environment),
+    "orchestrator.eval.environment_ids": converted(conversions.evaluated_ids),
+    "orchestrator.eval.num_examples": converted(conversions.per_environment, is_native=True),
+    "orchestrator.eval.rollouts_per_example": converted(conversions.per_environment, is_native=True),
+    "orchestrator.eval.max_concurrent": nothing(FLIGHT),
+    "orchestrator.eval.eval_base_model": converted(conversions.eval_base_model),
+    "orchestrator.micro_batch_size": converted(conversions.micro_batch_size),
+    "orchestrator.mask_truncated_completions": later("truncated rollouts are trained on: no effect yet", False),
+    "orchestrator.mask_env_responses": nothing("only sampled tokens are trained on", True),
+    "orchestrator.rollouts_per_prompt": moved("orchestrator.rollouts_per_example"),
+    "orchestrator.ckpt": moved("ckpt", "is part of every checkpoint: `[ckpt]`"),
+    "orchestrator.num_train_workers": nothing("trainers register with the orchestrator by themselves"),
+    "trainer.async_level": moved("async_level"),
+    "trainer.max_async_level": moved("async_level"),
+    "trainer.weights": nothing("policies lie in the object store; `[ckpt]` says which are kept"),
+}
+"""Split files of 2025: one per service, `[environment]`, `[monitor.wandb]`, counts of evaluations as lists."""
+
+ONE_FILE: dict[str, Meaning] = {
+    "orchestrator.trajectory_strategy": nothing(
+        "a rollout is one sample while its prompt only grows, and several where it is rewritten", "interleaved"
+    ),
+    "orchestrator.buffer": later(BUFFER, {}),
+    "orchestrator.val": later("there is no validation on training tasks yet: use `[orchestrator.eval]`"),
+    "orchestrator.env_ratios": converted(conversions.ratios),
+    "orchestrator.buffer.env_ratios": converted(conversions.ratios),
+    "orchestrator.advantage": blocks(ADVANTAGE, {}),
+    "orchestrator.filters": later(BUFFER),
+    "orchestrator.model.lora": nothing("an adapter is named by its policy"),
+    "orchestrator.teacher_model": blocks('name the teacher in `orchestrator.algo.teacher`, with `type = "opd"`'),
+    "orchestrator.eval.retry": nothing("what is lost is played again"),
+    **same(
+        nothing("results of evaluations lie with the run, and do not hold it up"),
+        "orchestrator.eval.",
+        "save save_to_hf save_to_disk watcher cancel_inflight_rollouts_on_eval skip_eval_on_resume "
+        "skip_eval_on_restart retrigger_on_resume",
+    ),
+    **same(
+        nothing("env-servers start workers as they need them"),
+        "orchestrator.env[].",
+        "num_workers max_retries address timeout",
+    ),
+    **same(
+        nothing("env-servers start workers as they need them"),
+        "orchestrator.eval.env[].",
+        "num_workers max_retries address",
+    ),
+    "orchestrator.env[].sampling": blocks("one sampling for all environments: set `orchestrator.sampling`"),
+    "orchestrator.eval.env[].sampling": later("one sampling for all evaluations: `orchestrator.eval.sampling`"),
+    "orchestrator.eval.env[].skip_verification": nothing("nothing is verified beforehand"),
+    "teacher_inference": blocks("start the teacher yourself, and name it in `orchestrator.algo.teacher`"),
+    "teacher_gpu_ids": nothing("start the teacher yourself"),
+    "trainer.loss.type": only("the loss {value} is not there yet; default is", "default"),
+    **same(
+        blocks("belongs to a loss that is not there yet"),
+        "trainer.loss.",
+        "import_path kwargs ipo_threshold ratio_type ratio_length_norm mask_ratio_high mask_ratio_low clip_ratio "
+        "kl_mask_high kl_mask_low token_mask_high token_mask_low geo_mask_high geo_mask_low sequence_mask_low "
+        "sequence_mask_high sequence_clip_high teacher_tau kl_coef",
+    ),
+    "inference.model.enable_auto_tool_choice": moved(
+        "inference.vllm.enable_auto_tool_choice", "is a flag of vLLM; a `tool_call_parser` sets it by itself"
+    ),
+    "inference.model.rope_scaling": moved("inference.vllm.rope_scaling"),
+    **{f"inference.{flag}": moved(f"inference.vllm.{flag}") for flag in _VLLM_FLAGS.split()},
+    "inference.api_key": refused("keys are never in a config: see docs/security.md for tokens"),
+}
+"""The one file of early 2026."""
+
+HEAD: dict[str, Meaning] = {
+    "orchestrator.train.source": converted(conversions.train_sources),
+    "orchestrator.train.env": moved("orchestrator.env"),
+    "orchestrator.train.sampling": moved("orchestrator.sampling"),
+    "orchestrator.train.filter_zero_advantages": moved("orchestrator.filter_zero_advantages"),
+    "orchestrator.train.group_size": moved("orchestrator.rollouts_per_example"),
+    "orchestrator.train.num_workers": nothing("env-servers start workers as they need them"),
+    "orchestrator.eval.source": converted(conversions.eval_sources),
+    "orchestrator.sampling.repetition_penalty": refused(
+        "changes what is sampled in a way that the trainer does not compute; leave it out", 1
+    ),
+    "orchestrator.eval.sampling.reasoning_effort": moved("orchestrator.eval.sampling.extra_body.reasoning_effort"),
+    "orchestrator.algo.type": converted(conversions.algorithm, is_native=True),
+    **same(
+        blocks("belongs to an algorithm that is not there yet"),
+        "orchestrator.algo.",
+        "length_penalty sampling roles filter decay episode_agents demo_key template renderer",
+    ),
+    **same(
+        nothing(FLIGHT),
+        "orchestrator.",
+        "concurrency tasks_per_minute max_concurrent max_inflight_rollouts max_inflight max_concurrent_rollouts",
+    ),
+    "orchestrator.renderer.name": converted(conversions.renderer),
+    **same(
+        later("the renderer is chosen by its name alone: no effect"),
+        "orchestrator.renderer.",
+        "thinking_retention truncate_history_thinking reasoning_parser tool_parser preserve_all_thinking "
+        "preserve_thinking_between_tool_calls",
+    ),
+    "orchestrator.client": refused(ENGINES),
+    "orchestrator.token_batch_size": refused("batches are counted in rollouts: use `orchestrator.batch_size`"),
+    "orchestrator.use_renderer": nothing("environments choose: `renderer` in their `args`"),
+    "orchestrator.model.client": refused(ENGINES),
+    **same(
+        nothing("engines report by themselves"),
+        "orchestrator.",
+        "collect_inference_metrics inference_metrics_roles env_server_base_port pad_to_multiple_of num_workers "
+        "workers_per_env use_token_client use_sft_loss",
+    ),
+    "orchestrator.tokenizer": moved("trainer.tokenizer"),
+    "tokenizer": moved("trainer.tokenizer"),
+    "trainer.tokenizer.chat_template": later("the model's own chat template counts: no effect yet"),
+    "trainer.tokenizer.trust_remote_code": later("code that comes with a tokenizer is not run", False),
+    **same(
+        later("there is no such switch yet: no effect", False),
+        "trainer.",
+        "enable_router_replay enable_token_export max_concurrent_runs recompute_logprobs experimental",
+    ),
+    "inference.vllm.model": moved("inference.model.name", is_native=True),
+    "inference.vllm.enable_return_routed_experts": Meaning(
+        effect=Effect.LATER, text="routing of experts is not replayed: no effect", is_native=True
+    ),
+    "inference.vllm.tool_call_parser": moved("inference.model.tool_call_parser", neutral=("auto",), is_native=True),
+    "inference.vllm.reasoning_parser": moved("inference.model.reasoning_parser", neutral=("auto",), is_native=True),
+    "inference.server.liveness_timeout_seconds": nothing("an engine that does not answer is seen by the orchestrator"),
+    **same(
+        nothing("rollouts are spread over replicas by the orchestrator"),
+        "inference.",
+        "router backend_port deployment use_pd_kv_transfer",
+    ),
+    **same(
+        later("this is a matter of vLLM's own flags: set them in `[inference.vllm]`", False, True),
+        "inference.",
+        "use_deep_gemm kv_cache_offload enable_fp32_lm_head enable_fp32_router_logits",
+    ),
+    **same(nothing("say it on the command line"), "inference.", "dry_run"),
+}
+"""The schema of August 2026: `orchestrator.train`, `monitors`, `renderer`, `deployment`."""
+
+RL_KEYS: Mapping[str, Meaning] = {
+    **SHARED,
+    "model.vlm": blocks(VISION),
+    **process_keys("trainer."),
+    **process_keys("orchestrator."),
+    **process_keys("inference."),
+    **model_keys("trainer.model."),
+    **checkpoint_keys("trainer.ckpt."),
+    **optimizer_keys("trainer."),
+    "trainer.resume": converted(conversions.resume),
+    "orchestrator.resume": converted(conversions.resume),
+    **SPLIT_2025,
+    **ONE_FILE,
+    **HEAD,
+}

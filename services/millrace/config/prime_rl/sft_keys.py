@@ -1,0 +1,38 @@
+"""Keys of prime-rl's SFT configs that our schema does not have, and what each means here."""
+
+from collections.abc import Mapping
+
+from millrace.config.prime_rl import conversions
+from millrace.config.prime_rl.meanings import Meaning, blocks, converted, later, nothing, only
+from millrace.config.prime_rl.rl_keys import FAKE, SHARED, STORE, checkpoint_keys, model_keys, optimizer_keys, same
+
+_EVALUATED = "there are no evaluations during SFT: evaluate its checkpoints with `millrace eval`"
+
+SFT_KEYS: Mapping[str, Meaning] = {
+    **SHARED,
+    **model_keys("model."),
+    "model.lora": blocks("SFT of adapters is not there yet"),
+    "model.seq_len": nothing("`data.seq_len` counts"),
+    **checkpoint_keys("ckpt."),
+    **optimizer_keys(""),
+    "data.type": only("there is no data of type {value} yet", "sft"),
+    **same(blocks(FAKE), "data.", "fake length input_ids"),
+    "data.micro_batch_size": converted(conversions.micro_batch_size),
+    **same(
+        blocks("several subsets or splits, and masks by role, are not there yet"),
+        "data.",
+        "subsets splits probabilities stopping_strategy loss_mask",
+    ),
+    **same(later("rows are packed up to `micro_batch_tokens`: no effect"), "data.", "pack_function pack num_workers"),
+    "val": later("there is no validation set yet: no effect"),
+    "eval": later(_EVALUATED),
+    "inference": later(_EVALUATED, {}),
+    "orchestrator": later(_EVALUATED, {}),
+    "env_server_base_port": nothing(_EVALUATED),
+    "weight_broadcast": nothing(STORE),
+    "tokenizer": later("the model's own tokenizer counts: no effect yet"),
+    "renderer": later("the model's own chat template counts: no effect yet"),
+    "loss": blocks("only the cross entropy of completions is there", {}),
+    "loss_impl": later("there is one implementation of the loss: no effect"),
+    "max_epochs": later("set `max_steps`: passes over the data are not counted"),
+}

@@ -1,0 +1,130 @@
+"""What is told of an exception: its class, its message, and the last frames of the environment's own code.
+
+An environment's error passes through the library and through us before it is caught, and may be wrapped on the way. Its
+author looks for the line that is theirs, so frames of other code are shown only where none of the environment's is.
+"""
+
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+
+import millrace
+from millrace.env_server.isolation.limits import MEMORY_VARIABLE
+from millrace.errors import NotFoundError
+from millrace.rollouts.types import MAX_ERROR_FRAMES_CHARS
+
+_MAX_FRAMES = 4
+# What Python writes between the errors of a chain, the one that began it first.
+_NEXT_ERROR = re.compile(r"\n[ |]*(?:The above exception was the direct cause|During handling of the above exception)")
+_CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+# Flags of `vf-eval` that are keys of an environment's args here; others are not ours to translate.
+_FLAG = re.compile(r"--(?:env|taskset|agent|timeout)\.[A-Za-z0-9_.<>-]*[A-Za-z0-9_>]")
+_FRAME = re.compile(
+    r'^[ |]*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)\n(?:[ |]{4,}(?P<code>.+))?', re.M
+)
+_OURS = os.path.dirname(str(millrace.__file__)) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_LIBRARY = f"{os.sep}site-packages{os.sep}verifiers{os.sep}"
+
+_own_code: list[str] = []
+"""Files and directories of the environment's own code; a worker hosts one environment."""
+
+
+def remember_code(spec: ModuleSpec) -> None:
+    """The module of this worker's environment: what lies in its file, or in its package, is the environment's own."""
+    directories = spec.submodule_search_locations
+    _own_code[:] = [os.path.join(each, "") for each in directories] if directories else [spec.origin or ""]
+
+
+def frames_of(error: BaseException | str) -> str:
+    """Last frames of the environment's own code in an exception or a traceback's text, one per line, bounded.
+
+    They are those of the first error of a chain that has any. Without any they are those of other code that is neither
+    ours nor of the standard library nor of `verifiers`; "" if there are none either.
+    """
+    text = error if isinstance(error, str) else trace_text(error)
+    chain = [list(_FRAME.finditer(part)) for part in _NEXT_ERROR.split(text)]
+    for is_shown in (_is_own, _is_foreign):
+        for part in chain:
+            if shown := [_describe(frame) for frame in part if is_shown(frame["file"])]:
+                return "\n".join(shown[-_MAX_FRAMES:])[-MAX_ERROR_FRAMES_CHARS:]
+    return ""
+
+
+def trace_text(error: BaseException) -> str:
+    """The traceback of an exception and of all that led to it, the one that began it first.
+
+    Python's own leaves out the context of an exception that has a cause, and libraries set causes after the fact.
+    """
+    parts = ["".join(traceback.format_exception(each, chain=False)) for each in _chain(error)]
+    return _CAUSE.join(reversed(parts))
+
+
+def our_spelling(text: str) -> str:
+    """The text with the flags of the library's own command as keys of the environment's args: `args.env.agent.…`."""
+    return _FLAG.sub(lambda flag: _key(flag[0][2:].rstrip(".").replace("-", "_")), text)
+
+
+def _key(path: str) -> str:
+    path = path.removeprefix("env.")
+    return f"args.{path.removeprefix('taskset.')}" if path.startswith("taskset.") else f"args.env.{path}"
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """(class, message) of an error of the environment's code: what it says, where, and what to do."""
+    if isinstance(error, NotFoundError):
+        return "EnvironmentNotFound", str(error)
+    text = _message(error)
+    if isinstance(error, MemoryError):
+        problem = f"it asked for more memory than a worker may have ({MEMORY_VARIABLE} of the env-server)"
+        text = f"{problem}: {text}" if text else problem
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_own(frame.filename)] or frames
+    where = f" (at {own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
+    return type(
+        error
+    ).__name__, f"{our_spelling(text)}{where}; correct the environment's args (orchestrator.env.args), or its code"
+
+
+def is_engine_fault(error: BaseException) -> bool:
+    """Whether an engine's answer of 500 or above is what began it."""
+    codes = (getattr(each, "status_code", None) for each in _chain(error))
+    return any(isinstance(code, int) and code >= 500 for code in codes)
+
+
+def _chain(error: BaseException | None, seen: set[int] | None = None) -> Iterator[BaseException]:
+    """The exception, and all that led to it."""
+    seen = set() if seen is None else seen
+    if error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        yield from _chain(error.__cause__, seen)
+        yield from _chain(error.__context__, seen)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:  # noqa: BLE001 - code of the environment, too
+        return f"(its text cannot be made: {type(problem).__name__})"
+
+
+def _is_own(file: str) -> bool:
+    return any(file == own or (own.endswith(os.sep) and file.startswith(own)) for own in _own_code)
+
+
+def _is_foreign(file: str) -> bool:
+    is_library = file.startswith(_OURS) or _LIBRARY in file or file.startswith("<")
+    return not is_library and (not file.startswith(_STDLIB) or "site-packages" in file)
+
+
+def _describe(frame: re.Match[str]) -> str:
+    """`pkg/module.py:12 in reward: raise ValueError(x)`."""
+    file = frame["file"]
+    root = next((os.path.dirname(own.rstrip(os.sep)) for own in _own_code if file.startswith(own)), "")
+    shown = os.path.relpath(file, root) if root else os.sep.join(file.split(os.sep)[-2:])
+    code = f": {frame['code'].strip()}" if frame["code"] else ""
+    return f"{shown}:{frame['line']} in {frame['name']}{code}"

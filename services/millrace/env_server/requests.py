@@ -1,0 +1,124 @@
+"""What the env-server is asked to play and what an environment consists of, in its own terms; `wire.py` reads them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.rollouts.types import Purpose, Truncation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSpec:
+    """Which environment: its name in the run, its package id, its arguments as a JSON object."""
+
+    name: str = ""
+    id: str = ""
+    args_json: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name by which people know it."""
+        return self.name or self.id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample; fields as in env_service.proto."""
+
+    temperature: float = 0.0
+    max_tokens: int = 0
+    top_p: float = 0.0
+    extra_body_json: str = ""
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 0.0
+
+    @property
+    def truncation(self) -> Truncation:
+        """Which tokens may be sampled."""
+        return Truncation(top_p=self.top_p or 1.0, top_k=self.top_k, min_p=self.min_p)
+
+    def parameters(self, *, is_external: bool) -> dict[str, Any]:
+        """All parameters of a request to an engine.
+
+        Engines of ours are told every one, also those that change nothing: what is left out vLLM takes from the model's
+        `generation_config.json`, and says nothing. Other endpoints may refuse what OpenAI's API does not know.
+        """
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        asked = {
+            "top_p": self.top_p or 1.0,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty or 1.0,
+        }
+        if is_external:
+            asked = {name: value for name, value in asked.items() if value != neutral[name]}
+        own = {"temperature": self.temperature} | ({"max_tokens": self.max_tokens} if self.max_tokens else {}) | asked
+        penalties = {} if is_external else {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return penalties | json.loads(self.extra_body_json or "{}") | own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayRequest:
+    """Members of a group that are to be played; fields as in `PlayGroupRequest` of env_service.proto."""
+
+    run_uid: str
+    purpose: Purpose
+    ordinal: int
+    members: Sequence[int]
+    group_size: int
+    env: EnvSpec
+    base_url: str = ""
+    eval_id: str = ""
+    attempt: int = 0
+    use_train_tasks: bool = False
+    task_index: int = 0
+    model: str = ""
+    sampling: Sampling = field(default_factory=Sampling)
+    rollout_timeout_seconds: float = 0.0
+    epoch: int = 0
+    planned_step: int = 0
+    tokenizer_manifest_key: str = ""
+    dispatched_after: str = ""
+    is_external: bool = False
+    api_key_var: str = ""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether its rollouts are trained on."""
+        return self.purpose is Purpose.TRAIN
+
+    @property
+    def has_train_task(self) -> bool:
+        """Whether its task is one of the training tasks, and not a held-out one."""
+        return self.use_train_tasks or self.is_training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSet:
+    """The tasks of one set by content: their ids, in order, and a digest of all."""
+
+    ids: Sequence[str]
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEnv:
+    """What a loaded environment consists of."""
+
+    api: str
+    requires_group: bool
+    train: TaskSet
+    eval: TaskSet
+
+    def tasks(self, request: PlayRequest) -> TaskSet:
+        """The set of the request's task."""
+        return self.train if request.has_train_task else self.eval
+
+    def task_id(self, request: PlayRequest) -> str:
+        """Id of the request's task."""
+        return self.tasks(request).ids[request.task_index]

@@ -1,0 +1,117 @@
+"""An environment tried on its own, without an orchestrator or a run: loaded in a worker, and one task of it played.
+
+The worker is confined as this machine's env-server would confine it, and inherits the same variables. So what a run
+would meet shows here: a missing package, a wrong argument, a key that is not set, a reward function that raises.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from millrace.env_server.isolation.inherited import api_key_problem
+from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
+from millrace.env_server.settings import EnvServerSettings
+from millrace.env_server.stub_model import NAME, stub_model
+from millrace.env_server.workers.pool import EnvPool, PoolLimits
+from millrace.env_server.workers.starter import WorkerStarter
+from millrace.errors import InvalidSpecError, InvalidStateError, Violation
+from millrace.rollouts.types import Purpose, Rollout
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialModel:
+    """What answers: an OpenAI-compatible endpoint, or without a URL a stub that says `reply` each time."""
+
+    reply: str = "I do not know."
+    base_url: str = ""
+    name: str = NAME
+    api_key_var: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialTask:
+    """Which task is played, and for how long."""
+
+    index: int = 0
+    is_held_out: bool = False
+    timeout_s: float = 120.0
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTrial:
+    """An environment that was loaded, and how long that took."""
+
+    env: EnvSpec
+    loaded: LoadedEnv
+    load_s: float
+    pool: EnvPool
+
+    async def play(self, task: TrialTask, model: TrialModel) -> Rollout:
+        """One rollout of a task. InvalidSpecError if there is no such task, or the model's key is not set."""
+        async with contextlib.AsyncExitStack() as stack:
+            base_url = model.base_url or await stack.enter_async_context(stub_model(model.reply))
+            request = PlayRequest(
+                run_uid="trial",
+                purpose=Purpose.EVAL,
+                ordinal=0,
+                members=[0],
+                group_size=1,
+                env=self.env,
+                base_url=base_url,
+                use_train_tasks=not task.is_held_out,
+                task_index=task.index,
+                model=model.name,
+                sampling=task.sampling,
+                rollout_timeout_seconds=task.timeout_s,
+                is_external=True,
+                api_key_var=model.api_key_var,
+            )
+            self._check(request)
+            [rollout] = await self.pool.play(request, tokenizer_dir="")
+            return rollout
+
+    def _check(self, request: PlayRequest) -> None:
+        wrong: list[Violation] = []
+        num_tasks = len(self.loaded.tasks(request))
+        if not 0 <= request.task_index < num_tasks:
+            which = "training" if request.has_train_task else "held-out"
+            message = f"the environment has {num_tasks} {which} tasks"
+            wrong.append(Violation(field="task", value=str(request.task_index), message=message))
+        if problem := api_key_problem(request.api_key_var):
+            wrong.append(Violation(field="api_key_var", value=request.api_key_var, message=problem))
+        if wrong:
+            raise InvalidSpecError(wrong, reason="REQUEST_INVALID")
+
+
+@contextlib.asynccontextmanager
+async def opened(env: EnvSpec, note_start: Callable[[], object] = lambda: None) -> AsyncIterator[LoadedTrial]:
+    """Load an environment in a worker of its own. Raises InvalidStateError if that fails: what, where, remedy.
+
+    `note_start` hears when it begins.
+    """
+    starter = WorkerStarter(EnvServerSettings.from_env(os.environ).confinement(), forks=False)
+    pool = EnvPool(env, PoolLimits(), starter)
+    try:
+        note_start()
+        began = time.monotonic()
+        pool.start()
+        # unregistered wait: of a command, bounded by the pool's own limit for a load
+        while pool.info is None and pool.failure is None:  # noqa: ASYNC110 - the pool has no event for it
+            await asyncio.sleep(_POLL_S)
+        if pool.failure is not None:
+            raise InvalidStateError(
+                f"environment {env.id!r} could not be loaded: {pool.failure.error_type}: {pool.failure}",
+                reason="ENV_LOAD_FAILED",
+                remedy="correct what it names, then check it again",
+            )
+        assert pool.info is not None, "the loop above"
+        yield LoadedTrial(env=env, loaded=pool.info, load_s=time.monotonic() - began, pool=pool)
+    finally:
+        await pool.close()
+        await starter.close()

@@ -1,0 +1,157 @@
+"""Requests, loaded environments and what is played on the wire of the env-server and of its workers."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from millrace.decoding import decode_object
+from millrace.env_server.adapters.env_args import MAX_ARGS_BYTES
+from millrace.env_server.groups import PlayingGroup
+from millrace.env_server.isolation.inherited import api_key_problem
+from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling, TaskSet
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
+from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.rollouts.wire import purpose_from_wire, purpose_to_wire
+from millrace.runlog.names import Names
+
+MAX_GROUP_SIZE = 65_536
+# Longest deadline of a rollout.
+_MAX_ROLLOUT_S = 30 * 86_400.0
+_MAX_PENALTY = 100  # vLLM takes any; larger ones are mistakes
+
+
+def env_from_wire(message: env_service_pb2.EnvSpec) -> EnvSpec:
+    """The environment that a message names."""
+    return EnvSpec(**_values(message, EnvSpec))
+
+
+def env_to_wire(env: EnvSpec) -> env_service_pb2.EnvSpec:
+    """Back."""
+    return env_service_pb2.EnvSpec(**_values(env, EnvSpec))
+
+
+def play_from_wire(message: env_service_pb2.PlayGroupRequest) -> PlayRequest:
+    """The request of a message; its limits are those of `check_play`."""
+    values = _values(message, PlayRequest)
+    values["purpose"] = purpose_from_wire(message.purpose)
+    values["members"] = tuple(message.members)
+    values["env"] = env_from_wire(message.env)
+    values["sampling"] = Sampling(**_values(message.sampling, Sampling))
+    return PlayRequest(**values)
+
+
+def play_to_wire(request: PlayRequest) -> env_service_pb2.PlayGroupRequest:
+    """Back."""
+    values = _values(request, PlayRequest)
+    values["purpose"] = purpose_to_wire(request.purpose)
+    values["env"] = env_to_wire(request.env)
+    values["sampling"] = env_service_pb2.Sampling(**_values(request.sampling, Sampling))
+    return env_service_pb2.PlayGroupRequest(**values)
+
+
+def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
+    """What a worker has loaded."""
+    return LoadedEnv(
+        api=message.api,
+        requires_group=message.requires_group,
+        train=TaskSet(ids=tuple(message.train_task_ids), digest=message.train.digest),
+        eval=TaskSet(ids=tuple(message.eval_task_ids), digest=message.eval.digest),
+    )
+
+
+def loaded_to_wire(loaded: LoadedEnv) -> env_worker_pb2.EnvLoaded:
+    """Back."""
+    return env_worker_pb2.EnvLoaded(
+        api=loaded.api,
+        requires_group=loaded.requires_group,
+        train=tasks_to_wire(loaded.train),
+        eval=tasks_to_wire(loaded.eval),
+        train_task_ids=loaded.train.ids,
+        eval_task_ids=loaded.eval.ids,
+    )
+
+
+def tasks_to_wire(tasks: TaskSet) -> env_service_pb2.TaskSet:
+    """A task set without the ids."""
+    return env_service_pb2.TaskSet(num_tasks=len(tasks), digest=tasks.digest)
+
+
+def group_to_wire(group: PlayingGroup) -> env_service_pb2.PlayingGroup:
+    """A group as ListPlaying shows it."""
+    request = group.request
+    return env_service_pb2.PlayingGroup(
+        purpose=purpose_to_wire(request.purpose),
+        eval_id=request.eval_id,
+        ordinal=request.ordinal,
+        attempt=request.attempt,
+        members=sorted(group.left),
+        age_seconds=time.monotonic() - group.began,
+        planned_step=request.planned_step,
+        base_url=request.base_url,
+    )
+
+
+def _values(source: Any, kind: Any) -> dict[str, Any]:
+    """The fields of `kind`, which have the same names on either side."""
+    return {part.name: getattr(source, part.name) for part in fields(kind)}
+
+
+def invalid_request(wrong: Sequence[tuple[str, object, str]], *, source: str = "PlayGroupRequest") -> InvalidSpecError:
+    """The error of a request in which these fields are wrong: (name, value, problem) of each."""
+    violations = [Violation(field=f, value=str(v), message=m, source=source) for f, v, m in wrong]
+    return InvalidSpecError(violations, reason="REQUEST_INVALID")
+
+
+def check_play(request: env_service_pb2.PlayGroupRequest) -> None:
+    """Refuse, all at once, what could not be played."""
+    wrong: list[tuple[str, object, str]] = []
+    if not _is_uid(request.run_uid):  # it becomes the name of a directory
+        wrong.append(("run_uid", request.run_uid[:80], "must be the uid of a run: lower-case letters, digits and '-'"))
+    if request.purpose == rollout_pb2.PURPOSE_UNSPECIFIED:
+        wrong.append(("purpose", request.purpose, "must be TRAIN or EVAL"))
+    if not request.members:
+        wrong.append(("members", "[]", "must name at least one member"))
+    if not 0 < request.group_size <= MAX_GROUP_SIZE:
+        wrong.append(("group_size", request.group_size, f"must be 1 to {MAX_GROUP_SIZE}"))
+    elif len(set(request.members)) != len(request.members) or any(m >= request.group_size for m in request.members):
+        wrong.append(
+            ("members", list(request.members[:8]), f"must be distinct and below group_size {request.group_size}")
+        )
+    if not request.base_url:
+        wrong.append(("base_url", "", "must be the engine's URL, ending in /v1"))
+    if request.is_external and request.purpose == rollout_pb2.PURPOSE_TRAIN:
+        message = (
+            "only evaluations may be played with an endpoint that is not ours: it cannot say whose tokens it sends"
+        )
+        wrong.append(("is_external", True, message))
+    if problem := api_key_problem(request.api_key_var):
+        wrong.append(("api_key_var", request.api_key_var, problem))
+    if not _is_json_object(request.sampling.extra_body_json or "{}"):
+        wrong.append(("sampling.extra_body_json", request.sampling.extra_body_json[:200], "must be a JSON object"))
+    if not 0 < request.rollout_timeout_seconds <= _MAX_ROLLOUT_S:
+        message = f"must be positive and at most {_MAX_ROLLOUT_S:.0f}"
+        wrong.append(("rollout_timeout_seconds", request.rollout_timeout_seconds, message))
+    if not 0 <= request.sampling.temperature <= 100:
+        wrong.append(("sampling.temperature", request.sampling.temperature, "must be 0 to 100"))
+    for name, most in (("top_p", 1), ("min_p", 1), ("top_k", (1 << 31) - 1), ("repetition_penalty", _MAX_PENALTY)):
+        if not 0 <= (value := getattr(request.sampling, name)) <= most:
+            wrong.append((f"sampling.{name}", value, f"must be 0 to {most}"))
+    if wrong:
+        raise invalid_request(wrong)
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        decode_object(text, what="extra_body_json", reason="REQUEST_INVALID", max_bytes=MAX_ARGS_BYTES)
+    except CorruptObjectError:
+        return False
+    return True
+
+
+def _is_uid(text: str) -> bool:
+    try:
+        Names("any", text)
+    except InvalidSpecError:
+        return False
+    return True

@@ -1,0 +1,210 @@
+"""An environment worker: `python -m millrace.env_server.workers.env_worker --fd N …`, or a fork of `template`.
+
+Hosts one environment: loads it in the main thread, then plays rollouts in one event loop. It speaks frames over the
+socket that it inherits and ends when the socket closes. Its own deadline ends a rollout that waits or overruns; what
+blocks the whole loop is the parent's to kill.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from millrace.decoding import decode_object
+from millrace.env_server.adapters.adapter import EnvAdapter, load_adapter
+from millrace.env_server.adapters.failures import describe_error, frames_of
+from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
+from millrace.env_server.isolation.confinement import Confinement
+from millrace.env_server.requests import PlayRequest
+from millrace.env_server.wire import env_from_wire, loaded_to_wire, play_from_wire
+from millrace.env_server.workers.echo import start_answering
+from millrace.env_server.workers.frames import HEAD_BYTES, decode_frame, encode_frame, frame_length, read_frame
+from millrace.errors import CorruptObjectError
+from millrace.internal.v1 import env_worker_pb2, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+from millrace.rollouts.wire import rollout_to_proto
+from millrace.telemetry.logging import setup
+from millrace.telemetry.startup import without_gc
+
+logger = logging.getLogger(__name__)
+
+# A rollout that swallows its cancellation is left behind after this time; it must not hold up its answer.
+CANCEL_GRACE_S = 2.0
+# The libraries hop to threads per turn; two cores' default of six threads would queue them.
+_EXECUTOR_THREADS = 32
+_EXIT_S = 5.0
+
+
+def main() -> None:
+    """Started by itself."""
+    parser = argparse.ArgumentParser(description="Millrace environment worker; started by the env-server.")
+    parser.add_argument("--fd", type=int, action="append", required=True, help="inherited socket, as of `run`")
+    parser.add_argument("--directory", required=True, help="working directory of this worker alone")
+    parser.add_argument("--confinement", required=True, help="what it may, as JSON")
+    args = parser.parse_args()
+    with contextlib.suppress(OSError):  # for `top`; only Linux has it
+        Path("/proc/self/comm").write_text("env-worker")
+    confinement = decode_object(args.confinement, what="--confinement", reason="SETTINGS_INVALID")
+    run(args.fd, args.directory, Confinement.from_json(confinement))
+
+
+def run(files: Sequence[int], directory: str, confinement: Confinement) -> None:
+    """Confine this process, then load, report, play.
+
+    `files` are sockets: for commands, for echoes (every byte is answered), and at level `container` for its `Door`.
+    """
+    channel_fd, echo_fd, *rest = files
+    confinement.enter(directory, files=[channel_fd, echo_fd], control=rest[0] if rest else None)
+    for inherited in (channel_fd, echo_fd):
+        os.set_inheritable(inherited, False)  # what the environment starts does not get them
+    channel = socket.socket(fileno=channel_fd)
+    start_answering(socket.socket(fileno=echo_fd))
+    # What environments print belongs to the log, not to a pipe that nobody reads.
+    os.dup2(2, 1)
+    setup("env-worker")
+    channel.setblocking(True)
+    command = _read_first(channel)
+    if command is None:
+        return
+    try:
+        with without_gc():
+            adapter = load_adapter(env_from_wire(command.load.env))
+    # The environment is foreign code: whatever it raises, exit included, is the reason why it could not be loaded.
+    except BaseException as error:  # environment code: whatever it raises is the answer
+        kind, message = describe_error(error)
+        fields = {"env": command.load.env.id, "error": f"{kind}: {message}", "frames": frames_of(error)}
+        logger.error("environment could not be loaded", extra=fields)
+        logger.debug("its whole traceback", exc_info=error)
+        report = env_worker_pb2.EnvFailed(error_type=kind, error_message=message)
+        channel.sendall(encode_frame(env_worker_pb2.WorkerReport(failed=report)))
+        return
+    # Loading a v0 environment installs handlers that start a teardown; here the socket says when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    asyncio.run(_Worker(adapter, channel).run())
+
+
+def _read_first(channel: socket.socket) -> env_worker_pb2.WorkerCommand | None:
+    """Read the LoadEnv frame without an event loop: the environment is loaded outside of one."""
+
+    def exactly(count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = channel.recv(count - len(data))
+            if not part:
+                return b""
+            data += part
+        return bytes(data)
+
+    head = exactly(HEAD_BYTES)
+    if not head:
+        return None
+    return decode_frame(env_worker_pb2.WorkerCommand, exactly(frame_length(head)))
+
+
+class _Worker:
+    """Plays what the parent sends."""
+
+    def __init__(self, adapter: EnvAdapter, channel: socket.socket) -> None:
+        self._adapter = adapter
+        self._channel = channel
+        self._plays: dict[int, asyncio.Task[None]] = {}
+        self._num_abandoned = 0
+
+    async def run(self) -> None:
+        """Serve until the socket closes."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_EXECUTOR_THREADS, "env"))
+        self._channel.setblocking(False)
+        reader, self._writer = await asyncio.open_connection(sock=self._channel)
+        await self._adapter.start()
+        await self._send(env_worker_pb2.WorkerReport(loaded=loaded_to_wire(self._adapter.loaded)))
+        while (command := await read_frame(reader, env_worker_pb2.WorkerCommand)) is not None:
+            match command.WhichOneof("command"):
+                case "play":
+                    task = asyncio.create_task(self._play(command.play))
+                    self._plays[command.play.play_id] = task
+                    task.add_done_callback(lambda _, key=command.play.play_id: self._plays.pop(key, None))
+                case "cancel":
+                    if playing := self._plays.get(command.cancel.play_id):
+                        playing.cancel()
+                case None:
+                    await self._send(env_worker_pb2.WorkerReport())  # a ping: we are alive, and our loop runs
+                case other:
+                    logger.error("unknown command", extra={"command": other})
+        await self._stop()
+
+    async def _stop(self) -> None:
+        # Environment code may refuse to end; this thread is what ends the process then.
+        deadline = threading.Timer(_EXIT_S, os._exit, args=(0,))
+        deadline.daemon = True
+        deadline.start()
+        for playing in list(self._plays.values()):
+            playing.cancel()
+        if self._plays:
+            await asyncio.wait(list(self._plays.values()), timeout=_EXIT_S)
+        await self._adapter.close()
+
+    async def _send(self, report: env_worker_pb2.WorkerReport) -> None:
+        self._writer.write(encode_frame(report))
+        await self._writer.drain()
+
+    async def _play(self, play: env_worker_pb2.PlayMembers) -> None:
+        request = play_from_wire(play.request)
+        began = time.monotonic()
+        outcomes = await self._outcomes(request, play.tokenizer_dir)
+        seconds = time.monotonic() - began
+        task_id = self._adapter.loaded.task_id(request)
+        ended = env_worker_pb2.PlayEnded(play_id=play.play_id)
+        for member, outcome in zip(request.members, outcomes, strict=True):
+            ended.rollouts.append(_to_proto(request, member, task_id, outcome, seconds))
+        await self._send(env_worker_pb2.WorkerReport(ended=ended))
+
+    async def _outcomes(self, request: PlayRequest, tokenizer_dir: str) -> list[Outcome]:
+        """One outcome per member, whatever happens, by the deadline plus the grace."""
+        playing = asyncio.ensure_future(self._adapter.play(request, tokenizer_dir=tokenizer_dir))
+        count = len(request.members)
+        try:
+            await asyncio.wait({playing}, timeout=request.rollout_timeout_seconds)
+        except asyncio.CancelledError:
+            playing.cancel()
+            await asyncio.wait({playing}, timeout=CANCEL_GRACE_S)
+            raise
+        if not playing.done():
+            playing.cancel()
+            await asyncio.wait({playing}, timeout=CANCEL_GRACE_S)
+            if not playing.done():
+                self._num_abandoned += 1
+                logger.warning("a rollout ignores its cancellation", extra={"abandoned": self._num_abandoned})
+            message = f"not finished within {request.rollout_timeout_seconds:g} s"
+            return [failed(RolloutStatus.TIMEOUT, "RolloutTimeout", message)] * count
+        if playing.cancelled():
+            message = "the environment cancelled its own rollout"
+            return [failed(RolloutStatus.ENV_ERROR, "CancelledError", message)] * count
+        error = playing.exception()
+        if error is None:
+            return list(playing.result())
+        kind, message = describe_error(error)
+        logger.warning("a rollout raised", extra={"error": f"{kind}: {message}", "task_index": request.task_index})
+        return [failed(RolloutStatus.ENV_ERROR, kind, message, frames=frames_of(error))] * count
+
+
+def _to_proto(request: PlayRequest, member: int, task_id: str, outcome: Outcome, seconds: float) -> rollout_pb2.Rollout:
+    rollout = make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
+    try:
+        return rollout_to_proto(rollout)
+    except CorruptObjectError as error:
+        # The columns do not fit together: what the engine returned is not what it sampled.
+        refused = failed(RolloutStatus.MISSING_TOKENS, "InvalidTokens", str(error), of=outcome)
+        return rollout_to_proto(make_rollout(request, member=member, task_id=task_id, outcome=refused, seconds=seconds))
+
+
+if __name__ == "__main__":
+    main()

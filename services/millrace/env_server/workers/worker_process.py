@@ -1,0 +1,309 @@
+"""One environment worker process, seen from the env-server: start, talk, notice its death, kill."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Self
+
+from millrace.env_server.engine_access import engine_token_for_workers
+from millrace.env_server.isolation import census
+from millrace.env_server.isolation.deaths import Death, DeathCause, EnvLoadError, WorkerDiedError, describe_death
+from millrace.env_server.isolation.door import Door
+from millrace.env_server.isolation.limits import WorkerLimits
+from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
+from millrace.env_server.wire import env_to_wire, loaded_from_wire, play_to_wire
+from millrace.env_server.workers.echo import EchoProbe
+from millrace.env_server.workers.frames import encode_frame, read_frame
+from millrace.env_server.workers.starter import Started, WorkerStarter
+from millrace.errors import CorruptObjectError
+from millrace.internal.v1 import env_worker_pb2
+from millrace.processes.forked import ForkedProcess
+from millrace.processes.sessions import Process
+from millrace.processes.table import kill_session
+from millrace.rollouts.types import Rollout
+from millrace.rollouts.wire import rollout_from_proto
+from millrace.telemetry import faults, waits
+from millrace.telemetry.faults import Point
+
+logger = logging.getLogger(__name__)
+
+# The worker answers a deadline by itself within its own cancellation grace (2 s). A worker that has not answered this
+# long after a rollout's deadline is blocked, and with it every rollout that it plays.
+DEFAULT_BLOCKED_GRACE_S = 12.0
+_CLOSE_S = 6.0
+# A worker answers an empty command with an empty report at once, unless its event loop stands still, and a byte on its
+# echo socket unless its whole process does. A worker that is silent for longer is a visible wait. A blocked loop is
+# overdue after that, but only a rollout's deadline ends it, because environments may block it for a while; a process
+# that does not run at all is killed. Imports hold the interpreter for seconds on a busy machine, so loading has a
+# longer bound.
+_PING_S = 1.0
+_SILENT_S = 3.0
+_SILENT_OVERDUE_S = 8.0
+DEFAULT_FROZEN_S = 20.0
+_FROZEN_LOADING_S = 60.0
+
+
+@dataclass(eq=False, kw_only=True)
+class WorkerProcess:
+    """A running worker, made by `spawn`; `loaded` and `wait_ended` say where it is."""
+
+    started: Started
+    limits: WorkerLimits
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    name: str
+    blocked_grace_s: float
+    frozen_s: float
+    echo: EchoProbe
+    door: Door | None = None
+    """Its way out at level `container`."""
+    memory_bytes: int = field(default=0, init=False)
+    """Memory of it and its children when it was looked at last."""
+    peak_bytes: int = field(default=0, init=False)
+    """Most memory that was seen of it."""
+    loaded: asyncio.Future[LoadedEnv] = field(init=False)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _plays: dict[int, asyncio.Future[list[Rollout]]] = field(default_factory=dict, init=False)
+    _next_play_id: int = field(default=1, init=False)
+    _is_closing: bool = field(default=False, init=False)
+    _killed: tuple[DeathCause, str] | None = field(default=None, init=False)
+    _heard: float = field(default=0.0, init=False)
+    _listener: asyncio.Task[None] = field(init=False)
+    _watch: asyncio.Task[None] = field(init=False)
+
+    @classmethod
+    async def spawn(
+        cls,
+        env: EnvSpec,
+        starter: WorkerStarter,
+        *,
+        name: str,
+        blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S,
+        frozen_s: float = DEFAULT_FROZEN_S,
+    ) -> Self:
+        """Start a worker, which begins to load. In a session of its own, so that its children die with it."""
+        is_container = starter.confinement.is_container
+        pairs = [socket.socketpair(), socket.socketpair()]
+        if is_container:
+            pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        try:
+            started = await starter.start([theirs.fileno() for _, theirs in pairs])
+        except BaseException:  # raised on
+            for end, _ in pairs:
+                end.close()
+            raise
+        finally:
+            for _, end in pairs:
+                end.close()
+        ours, our_echo, *control = (end for end, _ in pairs)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        worker = cls(
+            started=started,
+            limits=starter.confinement.limits,
+            reader=reader,
+            writer=writer,
+            name=name,
+            blocked_grace_s=blocked_grace_s,
+            frozen_s=frozen_s,
+            echo=EchoProbe(our_echo, stood_still_s=_PING_S + _SILENT_S),
+            door=Door(control[0], started.hosts) if is_container else None,
+        )
+        worker.loaded = asyncio.get_running_loop().create_future()
+        worker._listener = asyncio.create_task(worker._listen(), name=f"listen {name}")
+        worker._watch = asyncio.create_task(worker._watch_life(), name=f"watch {name}")
+        await worker._send(env_worker_pb2.WorkerCommand(load=env_worker_pb2.LoadEnv(env=env_to_wire(env))))
+        logger.info("env worker started", extra={"worker": name, "pid": worker.process.pid, "env": env.id})
+        return worker
+
+    @property
+    def process(self) -> Process:
+        """Its process."""
+        return self.started.process
+
+    @property
+    def num_playing(self) -> int:
+        """Plays that it has not answered."""
+        return len(self._plays)
+
+    @property
+    def is_ready(self) -> bool:
+        """Loaded, alive, and not asked to end."""
+        return (
+            not self._ended.is_set() and not self._is_closing and self.loaded.done() and self.loaded.exception() is None
+        )
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._ended.is_set()
+
+    async def wait_ended(self) -> None:
+        """Wait for its end, as long as it takes."""
+        await self._ended.wait()
+
+    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> list[Rollout]:
+        """Play the request's members; one rollout per member. Raises WorkerDiedError."""
+        if self._ended.is_set():
+            # Nothing of this play has begun, so it is as little its fault as if somebody had asked the worker to end.
+            how = "it had ended already"
+            raise WorkerDiedError(f"worker {self.name} died: {how}", Death(cause=DeathCause.ASKED, how=how))
+        play_id, self._next_play_id = self._next_play_id, self._next_play_id + 1
+        answer: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
+        self._plays[play_id] = answer
+        try:
+            engine_token_for_workers().refresh()
+            if self.door is not None:
+                with contextlib.suppress(ConnectionError):  # it died: the listener ends the play
+                    await self.door.open(request.base_url)
+            play = env_worker_pb2.PlayMembers(
+                play_id=play_id, request=play_to_wire(request), tokenizer_dir=tokenizer_dir
+            )
+            await self._send(env_worker_pb2.WorkerCommand(play=play))
+            faults.reach(Point.ENV_SERVER_MID_EPISODE, step=request.planned_step)
+            return await self._answer(answer, request.rollout_timeout_seconds + self.blocked_grace_s)
+        except asyncio.CancelledError:
+            cancel = env_worker_pb2.CancelPlay(play_id=play_id)
+            with contextlib.suppress(ConnectionError):
+                self.writer.write(encode_frame(env_worker_pb2.WorkerCommand(cancel=cancel)))
+            raise
+        finally:
+            self._plays.pop(play_id, None)
+
+    async def _answer(self, answer: asyncio.Future[list[Rollout]], timeout_s: float) -> list[Rollout]:
+        await asyncio.wait({answer}, timeout=timeout_s)
+        if not answer.done():
+            self.kill(f"blocked: no answer {self.blocked_grace_s:g} s after a rollout's deadline")
+            await self._ended.wait()  # SIGKILL: the kernel ends it
+        return await answer
+
+    def kill(self, reason: str, cause: DeathCause = DeathCause.BLOCKED) -> None:
+        """SIGKILL its process group; its plays end with WorkerDiedError."""
+        if not self._ended.is_set():
+            logger.warning("env worker killed", extra={"worker": self.name, "reason": reason})
+            self._killed = self._killed or (cause, reason)
+            # Its children first: once it is dead those that left its session are nobody's.
+            kill_session(self.process.pid)
+
+    async def close(self) -> None:
+        """Close the socket, which ends it; kill it if it does not end."""
+        self._is_closing = True
+        self.writer.close()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._ended.wait()
+        except TimeoutError:
+            self.kill("did not end when asked")
+            await self._ended.wait()
+
+    async def _send(self, command: env_worker_pb2.WorkerCommand) -> None:
+        # A worker that died meanwhile is noticed by the listener, which ends the play.
+        with contextlib.suppress(ConnectionError):
+            self.writer.write(encode_frame(command))
+            await self.writer.drain()
+
+    async def _watch_life(self) -> None:
+        """Ask for signs of life once per second; their absence is a wait of this env-server. Ends with the worker."""
+        wait = waits.LastingWait()
+        looked = self._heard = time.monotonic()
+        try:
+            while not self._ended.is_set():
+                await asyncio.sleep(_PING_S)
+                now = time.monotonic()
+                if now - looked > _PING_S + _SILENT_S or not self.loaded.done():
+                    self._heard = now  # this process itself stood still; or the loop does not run yet
+                looked = now
+                if self.loaded.done():
+                    self.writer.write(encode_frame(env_worker_pb2.WorkerCommand()))
+                self._weigh()
+                self._judge(wait, frozen_s=self.echo.ask(), silent_s=now - self._heard)
+        finally:
+            wait.over()
+            self.echo.close()
+
+    def _weigh(self) -> None:
+        """Look at what its processes use, and kill it if that is more than it may."""
+        usage = census.CENSUS.usage(self.process.pid, is_container=self.door is not None)
+        self.memory_bytes = usage.rss_bytes
+        self.peak_bytes = max(self.peak_bytes, usage.rss_bytes, census.peak_bytes(self.process.pid))
+        if problem := self.limits.exceeded_by(usage):
+            self.kill(problem, DeathCause.LIMIT)
+
+    def _judge(self, wait: waits.LastingWait, *, frozen_s: float, silent_s: float) -> None:
+        """Say what is wrong with the worker, and kill it if its process does not run."""
+        limit_s = self.frozen_s if self.loaded.done() else max(self.frozen_s, _FROZEN_LOADING_S)
+        who = f"env worker {self.name} (pid {self.process.pid}), which has not answered for"
+        waiting = f"{len(self._plays)} rollouts wait"
+        if frozen_s > limit_s:
+            self.kill(f"frozen: its process gave no sign of life for {frozen_s:.0f} s", DeathCause.FROZEN)
+        elif frozen_s >= _SILENT_S:
+            reason = f"{who} {frozen_s:.0f} s: its process is frozen, and is killed after {limit_s:g} s; {waiting}"
+            wait.on(
+                reason, waits_on=f"env worker {self.name}", key="frozen", deadline_s=min(_SILENT_OVERDUE_S, limit_s)
+            )
+        elif silent_s >= _SILENT_S and self._plays:
+            reason = f"{who} {silent_s:.0f} s: blocked by the environment's code; {waiting}"
+            wait.on(reason, waits_on=f"env worker {self.name}", key="blocked", deadline_s=_SILENT_OVERDUE_S)
+        else:
+            wait.over()
+
+    async def _listen(self) -> None:
+        """Read reports until the worker closes its socket, then collect its end: every waiter hears of it."""
+        try:
+            while (report := await read_frame(self.reader, env_worker_pb2.WorkerReport)) is not None:
+                self._take(report)
+        except CorruptObjectError as error:
+            self.kill(str(error))
+        finally:
+            await self._reap()
+            self._end()
+
+    async def _reap(self) -> None:
+        # A worker that closed its socket ends within its own exit time; one that does not is killed.
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self.process.wait()
+        except TimeoutError:
+            self.kill("closed its socket and did not end")
+            await self.process.wait()
+        # Children of the environment outlive a worker that crashed.
+        await asyncio.to_thread(kill_session, self.process.pid)
+        if self.door is not None:
+            await self.door.close()
+        await self.started.forget()
+
+    def _take(self, report: env_worker_pb2.WorkerReport) -> None:
+        self._heard = time.monotonic()
+        match report.WhichOneof("report"):
+            case None:
+                return  # the answer to a ping
+            case "loaded":
+                if not self.loaded.done():
+                    self.loaded.set_result(loaded_from_wire(report.loaded))
+            case "failed":
+                if not self.loaded.done():
+                    self.loaded.set_exception(EnvLoadError(report.failed.error_type, report.failed.error_message))
+            case "ended":
+                answer = self._plays.get(report.ended.play_id)
+                if answer is not None and not answer.done():
+                    answer.set_result([rollout_from_proto(rollout) for rollout in report.ended.rollouts])
+            case other:
+                logger.error("unknown report of an env worker", extra={"worker": self.name, "report": other})
+
+    def _end(self) -> None:
+        if isinstance(self.process, ForkedProcess):
+            self.peak_bytes = max(self.peak_bytes, self.process.peak_bytes)
+        death = describe_death(self.process.returncode, killed=self._killed, peak_bytes=self.peak_bytes)
+        self._ended.set()
+        self._watch.cancel()
+        self.writer.close()
+        if not self.loaded.done():
+            message = f"the environment's process ended while loading: {death.how}"
+            self.loaded.set_exception(EnvLoadError("WorkerDied", message, is_from_outside=death.is_from_outside))
+        self.loaded.exception()  # retrieved: nobody may be waiting for it any more
+        for answer in self._plays.values():
+            if not answer.done():
+                answer.set_exception(WorkerDiedError(f"worker {self.name} died: {death.how}", death))
+        logger.info("env worker ended", extra={"worker": self.name, "how": death.how})

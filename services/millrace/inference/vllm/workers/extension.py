@@ -1,0 +1,356 @@
+"""What runs in vLLM's worker processes: the worker extension that puts policies into the model and reads them back.
+
+An update has two halves. `millrace_stage` and `millrace_prepare` run between decode steps while the old version serves:
+they read the mapped host copy, and build what cannot be changed in place (linear layers that the CPU backend packs).
+`millrace_activate` runs while generation is paused: it writes the changed elements and puts the built layers in, so the
+pause does not grow with the model. What neither can take is loaded anew by vLLM's layerwise reload in the pause.
+
+Methods are called by name through `collective_rpc`; arguments are plain values.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace.inference.vllm.lora import on_base
+from millrace.inference.vllm.orders import OrderFiles
+from millrace.inference.vllm.ranks import AnsweringWorker
+from millrace.inference.vllm.workers.layout import Layout, Region, Slot, trace
+from millrace.inference.vllm.workers.memory import (
+    ChangeSlice,
+    ModelMemory,
+    Write,
+    box_of,
+    parameter_of,
+    slices_of,
+    source_of,
+    tensor_of,
+    writes_of,
+)
+from millrace.inference.vllm.workers.node_copy import FetchingWorker
+from millrace.inference.vllm.workers.packing import Packed, build_packed, is_repackable
+from millrace.policies.proof import ContinuedDigests, NextDigests, Row
+from millrace.policies.tensors import element_bytes
+from millrace.telemetry import faults
+from millrace.telemetry.faults import Point
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Staged:
+    """A version between `stage` and `activate`. `units` are module names whose layers are built, with their bytes.
+
+    `slices` are the changes that `gather` looks up, in order. `digests` are those that the model will have; None if
+    they cannot be told before the model is read back.
+    """
+
+    files: OrderFiles
+    units: list[tuple[str, int]]
+    reloads: set[str]
+    slices: list[ChangeSlice]
+    digests: NextDigests[Region] | None
+    writes: list[Write] = field(default_factory=list)
+    num_gathered: int = 0
+    packed: dict[str, Packed] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Held:
+    """What is known about the model: `plain` slots hold the checkpoint's bits, `packed` layers are built.
+
+    `proved` are the digests of the boxes of plain slots, as far as each is one range of memory.
+    """
+
+    layout: Layout
+    plain: set[Slot]
+    packed: dict[str, Slot]
+    proved: ContinuedDigests[Region]
+    staged: Staged | None = None
+
+
+class PolicyExtension(AnsweringWorker, FetchingWorker):
+    """Mixed into vLLM's worker class by `--worker-extension-cls`."""
+
+    millrace_held: Held | None = None
+
+    @on_base
+    def millrace_reload(self, order: dict[str, Any]) -> None:
+        """Load every tensor through vLLM's layerwise reload, then find out how the model lies in memory."""
+        self.millrace_held = None
+        files = OrderFiles(self._millrace_here(order))
+        model = self._millrace_model()
+        self._millrace_load(model, files, list(files.places))
+        self.millrace_held = self._millrace_survey(model, files)
+
+    def millrace_reload_directory(self, directory: str | None) -> None:
+        """Load the safetensors files of a directory through vLLM's own reload; what is known of it is dropped.
+
+        None is the model that vLLM was started with.
+        """
+        self.millrace_held = None
+        # The reload makes the directory the model's own, where "the first weights" would be looked for from then on.
+        config = self.model_runner.vllm_config.model_config  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        first = {name: getattr(config, name) for name in ("model", "model_weights", "revision")}
+        try:
+            self.reload_weights(weights_path=directory)  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        finally:
+            for name, value in first.items():
+                setattr(config, name, value)
+        self._millrace_repack_shared(self._millrace_model())
+
+    def millrace_check(self, places: list[Any]) -> list[list[str]]:
+        """What is wrong with tensors [name, dtype, shape] for this model, and those that have no place on this rank.
+
+        Nothing is changed. A rank of a pipeline has only some layers: a tensor is wrong if no rank has a place for it.
+        """
+        held = self.millrace_held
+        if held is None:
+            return [["no policy was loaded yet"], []]
+        problems: list[str] = []
+        strangers: list[str] = []
+        for name, dtype, shape in places:
+            regions = held.layout.regions.get(name)
+            if regions is None:
+                strangers.append(name)
+                continue
+            known = self.millrace_shapes[name]
+            if known != (dtype, tuple(shape)):
+                problems.append(f"{name} is {dtype}{shape}, the model has {known[0]}{list(known[1])}")
+        given = {name for name, _, _ in places}
+        problems += [f"{name} is missing" for name in held.layout.regions if name not in given]
+        return [problems, strangers]
+
+    @on_base
+    def millrace_stage(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Take an order; return the bytes of each unit that `millrace_prepare` builds, and of each to be gathered.
+
+        `seconds`, here and below, are those in which this thread did not compute.
+        """
+        began = time.monotonic()
+        held = self._millrace_required()
+        files = OrderFiles(self._millrace_here(order))
+        touched: set[Slot] = {region.slot for name in files.names() for region in held.layout.regions.get(name, ())}
+        units: list[tuple[str, int]] = []
+        for module, slot in held.packed.items():
+            if slot in touched:
+                shape, _, dtype = held.layout.specs[slot]
+                units.append((module, int(np.prod(shape)) * dtype.itemsize))
+        built = set(held.packed.values())
+        reloads = {slot.module for slot in touched if slot not in held.plain and slot not in built}
+        here = [name for name in files.names() if _plain_regions(held, name)]
+        slices = [found for name in here for found in slices_of(files, name)]
+        digests = held.proved.next()
+        held.staged = Staged(files=files, units=units, reloads=reloads, slices=slices, digests=digests)
+        sizes = [found.num_bytes(element_bytes(files.places[found.tensor].dtype)) for found in slices]
+        return {"units": [size for _, size in units], "slices": sizes, "seconds": time.monotonic() - began}
+
+    @on_base
+    def millrace_gather(self, first: int, last: int) -> float:
+        """Look up where slices [first, last) are written, and what is there now; return its seconds."""
+        held, began = self._millrace_required(), time.monotonic()
+        staged = held.staged
+        assert staged is not None and staged.num_gathered >= min(first, len(staged.slices))
+        writes = [
+            write
+            for part in staged.slices[first:last]
+            for region in _plain_regions(held, part.tensor)
+            for write in writes_of(staged.files, region, held.layout.specs[region.slot][2].itemsize, part)
+        ]
+        staged.writes += writes
+        if staged.digests is not None:
+            for write in writes:
+                write.add_to(staged.digests, staged.files)
+        staged.num_gathered = min(last, len(staged.slices))
+        return time.monotonic() - began
+
+    def millrace_foreseen(self) -> dict[str, Any]:
+        """The digests that this rank will have with the staged version, in `rows` as `millrace_digests` gives them.
+
+        `rows` is None while `is_pending`, and for good if they have to be read back after the version is written.
+        """
+        staged = self._millrace_required().staged
+        assert staged is not None and staged.num_gathered == len(staged.slices)
+        if staged.digests is None:
+            return {"is_pending": False, "rows": None}
+        staged.digests.compute()
+        rows = staged.digests.rows()
+        return {"is_pending": rows is None, "rows": rows}
+
+    @on_base
+    def millrace_prepare(self, first: int, last: int) -> float:
+        """Build units [first, last) of the staged version, what serves is not touched; return its seconds."""
+        held, began = self._millrace_required(), time.monotonic()
+        assert held.staged is not None
+        model = self._millrace_model()
+        for module, _ in held.staged.units[first:last]:
+            slot = held.packed[module]
+            weight = self._millrace_plain(held, held.staged.files, slot)
+            held.staged.packed[module] = build_packed(model.get_submodule(module), weight)
+        return time.monotonic() - began
+
+    @on_base
+    def millrace_activate(self, version: int) -> None:
+        """Put the staged version into the model, and read back what it writes; a failure leaves it undefined."""
+        held = self._millrace_required()
+        staged, held.staged = held.staged, None
+        assert staged is not None and len(staged.packed) == len(staged.units)
+        assert staged.num_gathered == len(staged.slices)
+        model = self._millrace_model()
+        held.proved.begin_writing()
+        with torch.no_grad():
+            for write in staged.writes:
+                write.put(staged.files, parameter_of(model, write.region))
+        rank: int = self.rank  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        after: int = self.parallel_config.world_size - 1 - rank  # pyright: ignore[reportAttributeAccessIssue]
+        faults.reach(Point.INFERENCE_MID_APPLY, version=version, rank=rank, ranks_after=after)
+        for module, packed in staged.packed.items():
+            packed.put_into(model.get_submodule(module))
+        for module in sorted(staged.reloads):
+            names = [n for n, found in held.layout.regions.items() if any(r.slot.module == module for r in found)]
+            self._millrace_load(model.get_submodule(module), staged.files, names)
+        if staged.digests is not None:
+            held.proved.accept(staged.digests)
+
+    def millrace_discard(self) -> None:
+        """Forget a staged version."""
+        if self.millrace_held is not None:
+            self.millrace_held.staged = None
+
+    @on_base
+    def millrace_digests(self, names: list[str]) -> list[Row]:
+        """[tensor, key of the box, elements, digest as hex] of every box that holds the checkpoint's bits as they are.
+
+        Only of these tensors, of which this rank may hold none. Ranks that hold the same box give the same key.
+        """
+        return self._millrace_required().proved.read(names)
+
+    @on_base
+    def millrace_verify_next(self) -> list[Any]:
+        """Verify a share; [shares still to be verified, what is damaged, whether the rest is proved]."""
+        if self.millrace_held is None:
+            return [0, "", False]
+        return list(self.millrace_held.proved.verify_next())
+
+    # ---- what follows is not called from outside ----
+
+    def _millrace_model(self) -> torch.nn.Module:
+        return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+
+    def _millrace_required(self) -> Held:
+        if self.millrace_held is None:
+            raise RuntimeError("no policy was loaded into this worker yet")
+        return self.millrace_held
+
+    def _millrace_load(self, module: torch.nn.Module, files: OrderFiles, names: list[str]) -> None:
+        """vLLM's layerwise reload of these tensors into a module of the model, or into all of it."""
+        from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        model = self._millrace_model()
+        runner = self.model_runner  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        with torch.device(runner.device), set_current_vllm_config(self.vllm_config):  # pyright: ignore[reportAttributeAccessIssue]
+            initialize_layerwise_reload(module)
+            model.load_weights(self._millrace_tensors(files, names))  # pyright: ignore[reportCallIssue]
+            finalize_layerwise_reload(module, runner.model_config)
+        self._millrace_repack_shared(model)
+
+    def _millrace_repack_shared(self, model: torch.nn.Module) -> None:
+        """Pack anew the layers that share their weight with one that the reload has filled, as tied heads do.
+
+        The reload repacks a layer when tensors arrive for it, and none arrive for a tied one.
+        """
+        owners: dict[int, int] = {}
+        shared: list[torch.nn.Module] = []
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.numel() and is_repackable(module):
+                owners[weight.data_ptr()] = owners.get(weight.data_ptr(), 0) + 1
+                shared.append(module)
+        for module in shared:
+            weight = module._parameters["weight"]
+            assert weight is not None
+            if owners[weight.data_ptr()] > 1:
+                build_packed(module, weight.data).put_into(module)
+
+    def _millrace_tensors(self, files: OrderFiles, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            yield name, tensor_of(files, name)
+
+    def _millrace_survey(self, model: torch.nn.Module, files: OrderFiles) -> Held:
+        """Traces the loaders, and compares what lies in memory with the file to tell which parameters are plain."""
+        layout = trace(model, files.places.values())
+        self.millrace_shapes = {name: (place.dtype, place.shape) for name, place in files.places.items()}
+        by_slot: dict[Slot, list[Region]] = {}
+        for regions in layout.regions.values():
+            for region in regions:
+                by_slot.setdefault(region.slot, []).append(region)
+        plain = {
+            slot
+            for slot, regions in by_slot.items()
+            if slot not in layout.opaque and self._millrace_is_plain(model, layout, files, slot, regions)
+        }
+        packed: dict[str, Slot] = {}
+        for name, module in model.named_modules():
+            slot = self._millrace_packed_slot(model, name, module, by_slot)
+            if slot is not None and slot not in layout.opaque:
+                packed[name] = slot
+        logger.info("layout of the model", extra={"plain": len(plain), "packed": len(packed), "slots": len(by_slot)})
+        boxes = [region for slot in plain for region in by_slot[slot] if region.is_in_runs]
+        proved = ContinuedDigests(boxes, ModelMemory(self._millrace_model))
+        return Held(layout=layout, plain=plain, packed=packed, proved=proved)
+
+    def _millrace_packed_slot(
+        self, model: torch.nn.Module, name: str, module: torch.nn.Module, by_slot: Mapping[Slot, Any]
+    ) -> Slot | None:
+        """The slot whose weight a packed layer was built from: its own, or that of the layer it is tied to."""
+        if not is_repackable(module):
+            return None
+        own = Slot(module=name, name="weight")
+        if own in by_slot:
+            return own
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.numel():
+            return None
+        for slot in by_slot:
+            if model.get_submodule(slot.module)._parameters.get(slot.name) is weight:
+                return slot
+        return None
+
+    def _millrace_is_plain(
+        self, model: torch.nn.Module, layout: Layout, files: OrderFiles, slot: Slot, regions: list[Region]
+    ) -> bool:
+        parameter = model.get_submodule(slot.module)._parameters.get(slot.name)
+        shape, strides, dtype = layout.specs[slot]
+        if parameter is None or (tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype) != (
+            shape,
+            strides,
+            dtype,
+        ):
+            return False
+        return all(
+            torch.equal(box_of(parameter, region), source_of(files, region).to(parameter.device)) for region in regions
+        )
+
+    def _millrace_plain(self, held: Held, files: OrderFiles, slot: Slot) -> torch.Tensor:
+        """The parameter as the loaders would fill it; padding is zero."""
+        shape, strides, dtype = held.layout.specs[slot]
+        weight = torch.empty_strided(shape, strides, dtype=dtype).zero_()
+        for regions in held.layout.regions.values():
+            for region in regions:
+                if region.slot == slot:
+                    box_of(weight, region).copy_(source_of(files, region))
+        return weight
+
+
+def _plain_regions(held: Held, name: str) -> list[Region]:
+    """Where a tensor lies in the checkpoint's bits on this rank."""
+    return [region for region in held.layout.regions.get(name, ()) if region.slot in held.plain]

@@ -1,0 +1,294 @@
+"""The run's environments on the registered env-servers: opening them, and playing groups there."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from millrace.errors import (
+    CapacityError,
+    InternalError,
+    InvalidStateError,
+    MillraceError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2
+from millrace.orchestrator.workers import WorkerRegistry
+from millrace.rpc.channel import call, open_channel
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+RPC_TIMEOUT_S = 10.0
+PLAY_TIMEOUT_S = 5.0
+"""PlayGroup answers at once; who does not holds up the groups for others meanwhile."""
+LIST_TIMEOUT_S = 30.0
+"""ListPlaying answers only when the log has what the env-server finished: after a wipe that is much."""
+OPEN_POLL_S = 0.25
+OPEN_TIMEOUT_S = 300.0
+"""Longest time for an environment to load: imports of `verifiers` alone cost 7 CPU-seconds."""
+RETURN_PAUSE_S, RETURN_LIMIT_S = 1.0, 5.0
+"""After a takeover: so long after the last one came back nobody else is expected, and how long that is waited for."""
+SILENCE_S = 3.0
+"""How long an env-server that did not answer gets no new groups, so that it does not hold up those for others."""
+KILLS_WORKERS = "ENV_KILLS_WORKERS"
+"""What an env-server answers of an environment that it has given up, and the reason for which its run fails."""
+# INTERNAL: it died in the middle of its answer. UNAUTHENTICATED: tokens are being changed, and not every machine has
+# the new ones yet. None of them says anything about the run: others are asked, and this one again.
+_AWAY = (UnavailableError, InternalError, UnauthenticatedError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedEnv:
+    """An environment that is ready on at least one env-server."""
+
+    spec: env_service_pb2.EnvSpec
+    num_train: int
+    train_digest: str
+    num_eval: int
+    requires_group: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyVariables:
+    """Variables of the env-servers that must hold keys; "" where none is needed."""
+
+    endpoint: str = ""
+    teacher: str = ""
+
+
+class EnvServers:
+    """Connections to every env-server; knows which of them has which environment ready."""
+
+    def __init__(self, *, run_uid: str, epoch: int, registry: WorkerRegistry) -> None:
+        self._run_uid = run_uid
+        self._epoch = epoch
+        self._registry = registry
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._ready: dict[str, set[str]] = {}
+        self._silent_until: dict[str, float] = {}
+        self._problems: dict[str, str] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self.envs: dict[str, OpenedEnv] = {}
+
+    def alive(self) -> list[str]:
+        """Worker ids of the env-servers whose lease holds."""
+        return [record.worker_id for record in self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)]
+
+    def servers_with(self, env: str) -> list[str]:
+        """Env-servers that take work and on which `env` is ready, least busy first."""
+        ready = self._ready.get(env, set())
+        records = self._registry.accepting(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        found = [r.worker_id for r in sorted(records, key=lambda r: r.num_playing) if r.worker_id in ready]
+        return [worker_id for worker_id in found if self._silent_until.get(worker_id, 0.0) <= time.monotonic()]
+
+    async def open_all(self, specs: Sequence[env_service_pb2.EnvSpec], *, keys: KeyVariables = KeyVariables()) -> None:
+        """Open every environment on at least one env-server, which must have the `keys`.
+
+        Raises InvalidSpecError if a key is not set, and InvalidStateError naming
+        the environment if it cannot be loaded, or is not within the deadline.
+        """
+        for spec in specs:
+            try:
+                with waits.waiting(
+                    f"environment {spec.name} to load", waits_on="env-server", deadline_s=OPEN_TIMEOUT_S
+                ):
+                    async with asyncio.timeout(OPEN_TIMEOUT_S):
+                        while not await self._open_somewhere(spec, keys):  # noqa: ASYNC110 - the loading is remote: poll it
+                            await asyncio.sleep(OPEN_POLL_S)
+            except TimeoutError as error:
+                raise InvalidStateError(
+                    f"environment {spec.name!r} (id {spec.id!r}) was not ready on any env-server within "
+                    f"{OPEN_TIMEOUT_S:.0f} s; env-servers registered: {self._describe_alive()}",
+                    reason="ENV_LOAD_TIMEOUT",
+                    remedy="start an env-server, or look at its log",
+                ) from error
+
+    def is_complete(self, specs: Sequence[env_service_pb2.EnvSpec]) -> bool:
+        """Whether every environment is ready on every living env-server."""
+        return all(worker_id in self._ready.get(spec.name, set()) for spec in specs for worker_id in self.alive())
+
+    async def refresh(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:
+        """Open the environments on env-servers that joined since; what fails there is logged and tried again.
+
+        Raises InvalidStateError if an environment ends its workers again and again and no env-server plays it any more.
+        """
+        self._forget_dead()
+        for spec in specs:
+            try:
+                await self._open_somewhere(spec)
+            except MillraceError as error:
+                if error.reason == KILLS_WORKERS:
+                    raise
+                logger.warning("environment not ready on an env-server", extra={"env": spec.name, "error": str(error)})
+
+    def _describe_alive(self) -> str:
+        """Every env-server, and what was wrong with it when it was last asked."""
+        alive = self.alive()
+        return (
+            ", ".join(f"{each} ({self._problems[each]})" if each in self._problems else each for each in alive)
+            or "none"
+        )
+
+    def _forget_dead(self) -> None:
+        alive = set(self.alive())
+        for ready in self._ready.values():
+            ready &= alive
+        self._silent_until = {worker_id: until for worker_id, until in self._silent_until.items() if worker_id in alive}
+        self._problems = {worker_id: text for worker_id, text in self._problems.items() if worker_id in alive}
+        for worker_id in self._channels.keys() - alive:
+            channel = self._channels.pop(worker_id)
+            closing = asyncio.get_running_loop().create_task(channel.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _open_somewhere(self, spec: env_service_pb2.EnvSpec, keys: KeyVariables = KeyVariables()) -> bool:
+        failure: InvalidStateError | None = None
+        for worker_id in self.alive():
+            if worker_id in self._ready.get(spec.name, set()):
+                continue
+            try:
+                stub = self._stub(worker_id)
+                request = env_service_pb2.OpenEnvRequest(
+                    env=spec, api_key_var=keys.endpoint, teacher_key_var=keys.teacher
+                )
+                answer = await call(stub.OpenEnv, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
+            except _AWAY as error:
+                logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
+                self._problems[worker_id] = str(error)
+                continue
+            self._problems.pop(worker_id, None)
+            if answer.state == env_service_pb2.ENV_STATE_FAILED:
+                is_killing = answer.error_type == KILLS_WORKERS
+                what = "is given up" if is_killing else "could not be loaded"
+                failure = InvalidStateError(
+                    f"environment {spec.name!r} (id {spec.id!r}) {what} on {worker_id}: "
+                    f"{answer.error_type}: {answer.error_message}",
+                    reason=KILLS_WORKERS if is_killing else "ENV_LOAD_FAILED",
+                    remedy="mend the environment or its args in the run config, then submit again",
+                    metadata={"env": spec.name, "error_type": answer.error_type},
+                )
+            if answer.state == env_service_pb2.ENV_STATE_READY:
+                self._admit(spec, worker_id, answer)
+        if failure is not None and not self._ready.get(spec.name):
+            raise failure
+        return bool(self._ready.get(spec.name))
+
+    def _admit(self, spec: env_service_pb2.EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> None:
+        known = self.envs.get(spec.name)
+        if known is not None and known.train_digest != answer.train.digest:
+            raise InvalidStateError(
+                f"environment {spec.name!r} has other tasks on {worker_id} (digest {answer.train.digest[:12]}) than on "
+                f"the first env-server (digest {known.train_digest[:12]})",
+                reason="TASK_SET_DIFFERS",
+                remedy="install the same environment version on every env-server",
+            )
+        self.envs[spec.name] = OpenedEnv(
+            spec=spec,
+            num_train=answer.train.num_tasks,
+            train_digest=answer.train.digest,
+            num_eval=answer.eval.num_tasks,
+            requires_group=answer.requires_group,
+        )
+        self._ready.setdefault(spec.name, set()).add(worker_id)
+
+    async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
+        """Ask an env-server to play a group; False if it cannot now (full, gone, draining, sick, of another token)."""
+        try:
+            await call(self._stub(worker_id).PlayGroup, request, timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id)
+        except (CapacityError, *_AWAY) as error:
+            level = logging.WARNING if isinstance(error, UnauthenticatedError) else logging.INFO
+            fields = {"worker": worker_id, "ordinal": request.ordinal, "error": str(error)}
+            logger.log(level, "group not taken", extra=fields)
+            if not isinstance(error, CapacityError):
+                self._silent_until[worker_id] = time.monotonic() + SILENCE_S
+            return False
+        except InvalidStateError as error:
+            # Its environment failed after it was ready: others may play it; `refresh` asks this one again.
+            logger.warning("environment lost on an env-server", extra={"worker": worker_id, "error": str(error)})
+            self._ready.get(request.env.name, set()).discard(worker_id)
+            return False
+        return True
+
+    async def let_return(self) -> None:
+        """After a takeover: wait, shortly, until the env-servers that the predecessor had are back as well.
+
+        What those play that have not registered when the groups are taken over is played a second time.
+        """
+        ends = time.monotonic() + RETURN_LIMIT_S
+        with waits.waiting("env-servers to come back", waits_on="env-server", deadline_s=RETURN_LIMIT_S):
+            while (now := time.monotonic()) < ends:
+                records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+                newest = max((record.registered for record in records), default=0.0)
+                if now - newest >= RETURN_PAUSE_S:
+                    return
+                await asyncio.sleep(min(newest + RETURN_PAUSE_S, ends) - now)
+
+    async def playing(self, log_instance: str) -> dict[str, list[env_service_pb2.PlayingGroup]]:
+        """What each living env-server plays for the run; silent ones are left out.
+
+        Each one first appends what that copy of the log lacks of its finished rollouts.
+        """
+        request = env_service_pb2.ListPlayingRequest(
+            run_uid=self._run_uid, epoch=self._epoch, log_instance=log_instance
+        )
+
+        async def ask(worker_id: str) -> Sequence[env_service_pb2.PlayingGroup] | None:
+            try:
+                method = self._stub(worker_id).ListPlaying
+                answer = await call(method, request, timeout_s=LIST_TIMEOUT_S, waits_on=worker_id)
+            except _AWAY as error:
+                logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
+                return None
+            return list(answer.groups)
+
+        workers = self.alive()
+        with waits.waiting(
+            f"what {len(workers)} env-servers play and the log lacks", waits_on="env-server", deadline_s=LIST_TIMEOUT_S
+        ):
+            answers = await asyncio.gather(*(ask(worker_id) for worker_id in workers))
+        return {worker_id: list(found) for worker_id, found in zip(workers, answers, strict=True) if found is not None}
+
+    async def cancel(self, groups: Sequence[env_service_pb2.PlayingGroup], *, timeout_s: float = RPC_TIMEOUT_S) -> None:
+        """Stop groups on every env-server (none named: all of the run); best effort, late rollouts are discarded."""
+        request = env_service_pb2.CancelGroupsRequest(run_uid=self._run_uid, groups=groups, epoch=self._epoch)
+
+        async def cancel_on(worker_id: str) -> None:
+            try:
+                await call(self._stub(worker_id).CancelGroups, request, timeout_s=timeout_s, waits_on=worker_id)
+            except MillraceError as error:
+                logger.warning("could not cancel groups", extra={"worker": worker_id, "error": str(error)})
+
+        await asyncio.gather(*(cancel_on(worker_id) for worker_id in self.alive()))
+
+    async def stop_all(self, log_instance: str) -> None:
+        """Before a pause: stop everything that is played, but let env-servers keep what they have finished."""
+        playing = [group for groups in (await self.playing(log_instance)).values() for group in groups]
+        if playing:
+            await self.cancel(playing)
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _stub(self, worker_id: str) -> env_service_pb2_grpc.EnvServiceStub:
+        if worker_id not in self._channels:
+            records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+            address = next((r.worker.address for r in records if r.worker_id == worker_id), None)
+            if address is None:
+                raise UnavailableError(
+                    f"env-server {worker_id} has no lease any more", reason="WORKER_LOST", remedy="start another one"
+                )
+            self._channels[worker_id] = open_channel(address)
+        return env_service_pb2_grpc.EnvServiceStub(self._channels[worker_id])
+
+
+def env_spec(name: str, env_id: str, args: Mapping[str, object]) -> env_service_pb2.EnvSpec:
+    """The wire form of an environment of the run config."""
+    return env_service_pb2.EnvSpec(name=name, id=env_id, args_json=json.dumps(args, sort_keys=True))

@@ -1,0 +1,299 @@
+"""Which rollouts of a run fail, by environment, and whether it can still learn.
+
+    rollout taken ──note──▶ group in play ──close (its ordinal is resolved)──▶ totals, and the last groups
+                                 └──────────── both together: `error`, `report` ────────────┘
+
+It is a fold over the log: a header carries what came of the ordinals that it and earlier ones resolve, and the rollouts
+of all others are read again from the stream, so that a successor counts each rollout once. What the infrastructure
+lost (an engine, a worker, a restart) says nothing about the environment and is not counted.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.decoding import Fields
+from millrace.errors import InternalError
+from millrace.orchestrator.play.play import Play
+from millrace.rollouts.types import Rollout, RolloutStatus
+
+PAUSE_S = (0.05, 0.5)
+"""First and longest pause before new groups start behind groups that came to nothing; it doubles in between. A run
+whose rollouts all fail shall end soon, and meanwhile neither flood the log nor keep the workers busy."""
+MAX_ERROR_CHARS, MAX_FRAMES_CHARS = 500, 1000
+_MAX_ENVIRONMENTS, _MAX_GROUPS = 10_000, 100_000
+REMEDIES = {
+    RolloutStatus.ENV_ERROR: "mend the environment or its reward function; `millrace env check` plays one task of it",
+    RolloutStatus.MODEL_ERROR: "the engine refuses the requests: see orchestrator.sampling, orchestrator.seq_len "
+    "and the model's chat template",
+    RolloutStatus.TIMEOUT: "raise orchestrator.rollout_timeout_s, or lower orchestrator.sampling.max_tokens",
+    RolloutStatus.PROMPT_TOO_LONG: "raise orchestrator.seq_len and the engine's context, or shorten the prompts",
+    RolloutStatus.MISSING_TOKENS: "use an engine that returns token ids and log-probs",
+    RolloutStatus.WORKER_DIED: "the environment ended its own worker process (memory, a crash, an exit): see the "
+    "env-server's log",
+    RolloutStatus.QUARANTINED: "its tasks ended their worker process twice: see the env-server's log",
+}
+
+
+class RolloutsFailedError(InternalError):
+    """So many rollouts failed that the run cannot learn."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupCount:
+    """Rollouts of one group, over all of its attempts."""
+
+    env: str
+    num_rollouts: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    """By status."""
+
+    @property
+    def num_failed(self) -> int:
+        """How many failed."""
+        return self.failed.total()
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvCount(GroupCount):
+    """Rollouts of all groups of one environment."""
+
+    first_error: str = ""
+    """The first failure in words."""
+    frames: str = ""
+    num_recent: int = 0
+    num_recent_failed: int = 0
+
+    @property
+    def recent_share(self) -> float:
+        """Failed rollouts of those of the last groups, 0 to 1."""
+        return self.num_recent_failed / self.num_recent if self.num_recent else 0.0
+
+    def add(self, group: GroupCount) -> None:
+        """Add the rollouts of a group."""
+        self.num_rollouts += group.num_rollouts
+        self.failed += group.failed
+
+    def explain(self) -> str:
+        """How many of how many failed, with what error first, and what to do."""
+        return f"{self.num_failed} of {self.num_rollouts} rollouts of environment {self.env!r} failed {self.cause}"
+
+    @property
+    def cause(self) -> str:
+        """With what status they failed, with what error first, and what to do."""
+        remedy = REMEDIES.get(RolloutStatus(self.failed.most_common(1)[0][0]), "") if self.failed else ""
+        return f"({by_status(self.failed)}); the first: {self.first_error}{_at(self.frames)}; {remedy}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What came of the ordinals that are resolved: all of them by environment, and the last groups."""
+
+    environments: dict[str, EnvCount] = field(default_factory=dict)
+    groups: Sequence[GroupCount] = ()
+
+
+class Failures:
+    """Counts what is taken, group by group."""
+
+    def __init__(self, *, num_groups: int, group_size: int, max_share: float) -> None:
+        """The run has failed once `max_share` of the rollouts of the last `num_groups` groups have."""
+        self._num_groups, self._group_size, self._max_share = num_groups, group_size, max_share
+        self._open: dict[int, GroupCount] = {}
+        self._closed: deque[GroupCount] = deque(maxlen=num_groups)
+        self._totals: dict[str, EnvCount] = {}
+        self._told: dict[str, int] = {}
+        self._num_in_a_row = 0
+        self._has_failed = False  # ever: most runs need no look at the last groups at every turn
+        self.not_before = 0.0
+        """Monotonic time before which no new group shall start."""
+
+    def note(self, rollout: Rollout) -> None:
+        """A rollout found its place in a group."""
+        is_ok = rollout.status == RolloutStatus.OK
+        if is_ok:
+            self._num_in_a_row, self.not_before = 0, 0.0
+        elif not rollout.is_environment_failure:
+            return
+        group = self._open.setdefault(rollout.ordinal, GroupCount(env=rollout.env))
+        group.num_rollouts += 1
+        if is_ok:
+            return
+        group.failed[str(rollout.status)] += 1
+        self._has_failed = True
+        total = self._total(rollout.env)
+        if not total.first_error:
+            error = rollout.error
+            total.first_error = f"{error.type}: {error.message}"[:MAX_ERROR_CHARS] if error else f"{rollout.status}"
+            total.frames = error.frames[:MAX_FRAMES_CHARS] if error else ""
+
+    def resolve(self, play: Play) -> None:
+        """A play is over."""
+        self.close(play.ordinal, has_failed=play.has_come_to_nothing)
+
+    def close(self, ordinal: int, *, has_failed: bool) -> None:
+        """An ordinal is resolved; `has_failed`: as a group that came to nothing, behind which the next ones wait."""
+        if has_failed:
+            first_s, longest_s = PAUSE_S
+            self.not_before = time.monotonic() + min(first_s * 2 ** min(self._num_in_a_row, 10), longest_s)
+            self._num_in_a_row += 1
+        if group := self._open.pop(ordinal, None):
+            self._total(group.env).add(group)
+            self._closed.append(group)
+
+    def environments(self) -> list[EnvCount]:
+        """What came of the rollouts of every environment of which some failed, by name."""
+        found: dict[str, EnvCount] = {}
+        for env, total in sorted(self._totals.items()):
+            found[env] = EnvCount(
+                env=env,
+                num_rollouts=total.num_rollouts,
+                failed=Counter(total.failed),
+                first_error=total.first_error,
+                frames=total.frames,
+            )
+        for group in self._open.values():
+            if group.env in found:
+                found[group.env].add(group)
+            else:
+                found[group.env] = EnvCount(env=group.env, num_rollouts=group.num_rollouts)
+        for group in self._recent():
+            found[group.env].num_recent += group.num_rollouts
+            found[group.env].num_recent_failed += group.num_failed
+        return [count for count in found.values() if count.num_failed]
+
+    def report(self, *, is_final: bool = False) -> Iterator[EnvCount]:
+        """The environments to report on now: at their first failing group, then whenever the number has doubled.
+
+        `is_final`: also those of which the last report is out of date.
+        """
+        if not self._has_failed:
+            return
+        failing = {group.env for group in self._recent() if group.num_failed}
+        for count in self.environments():
+            told = self._told.get(count.env, 0)
+            is_due = count.num_failed >= 2 * told if told else count.env in failing
+            if is_due or (is_final and count.num_failed > told):
+                self._told[count.env] = count.num_failed
+                yield count
+
+    def error(self) -> RolloutsFailedError | None:
+        """Why the run cannot learn; None while it can, or nobody can tell yet."""
+        recent = self._recent() if self._has_failed else []
+        if len(recent) < self._num_groups:
+            return None
+        num_rollouts = sum(group.num_rollouts for group in recent)
+        num_failed = sum(group.num_failed for group in recent)
+        if num_failed < self._max_share * num_rollouts:
+            return None
+        causes = sorted(self.environments(), key=lambda count: -count.num_recent_failed)
+        return RolloutsFailedError(
+            f"{num_failed} of {num_rollouts} rollouts of the last {len(recent)} groups failed, so the run cannot "
+            f"learn: {'. '.join(f'environment {count.env!r} {count.cause}' for count in causes)}",
+            reason="ROLLOUTS_FAILED",
+            remedy="orchestrator.max_failed_share and orchestrator.failure_window say how many may fail",
+        )
+
+    def describe(self) -> str:
+        """`12 of 4000 rollouts failed (10 env_error, 2 timeout)`; empty if none did."""
+        counts = self.environments()
+        if not counts:
+            return ""
+        failed = sum((count.failed for count in counts), Counter[str]())
+        everything = sum(total.num_rollouts for total in self._totals.values())
+        everything += sum(group.num_rollouts for group in self._open.values())
+        return f"{failed.total()} of {everything} rollouts failed ({by_status(failed)})"
+
+    @property
+    def tally(self) -> Tally:
+        """What a header carries."""
+        return Tally(environments=self._totals, groups=self._closed)
+
+    def restore(self, tally: Tally, *, is_reopened: bool) -> None:
+        """Continue behind a header. A run that was reopened gets a new window: the cause may be removed."""
+        self._totals = dict(tally.environments)
+        self._has_failed = any(count.num_failed for count in self._totals.values())
+        self._closed = deque([] if is_reopened else tally.groups, maxlen=self._num_groups)
+
+    def _total(self, env: str) -> EnvCount:
+        return self._totals.setdefault(env, EnvCount(env=env))
+
+    def _recent(self) -> list[GroupCount]:
+        """The last groups, of those that are resolved, or of which every member came back once."""
+        answered = [group for group in self._open.values() if group.num_rollouts >= self._group_size]
+        return [*self._closed, *answered][-self._num_groups :]
+
+
+def describe_error(rollout: Rollout) -> str:
+    """The error of a failed rollout, with the last frames of the environment's own code."""
+    error = rollout.error
+    return f"{error.type}: {error.message}{_at(error.frames)}" if error else str(rollout.status)
+
+
+def remedy_of(rollout: Rollout) -> str:
+    """What to do about a failed rollout."""
+    return REMEDIES.get(rollout.status, "look at the env-server's log")
+
+
+def _at(frames: str) -> str:
+    """` (at innermost ← outer)`, or nothing if no frame is known."""
+    return f" (at {' ← '.join(reversed(frames.splitlines()))})" if frames else ""
+
+
+def by_status(failed: Counter[str]) -> str:
+    """`10 env_error, 2 timeout`."""
+    return ", ".join(f"{count} {status}" for status, count in failed.most_common())
+
+
+def encode_tally(tally: Tally) -> dict[str, Any]:
+    """The JSON form."""
+    return {
+        "environments": [
+            {
+                "env": env,
+                "num_rollouts": count.num_rollouts,
+                "failed": dict(sorted(count.failed.items())),
+                "first_error": count.first_error,
+                "frames": count.frames,
+            }
+            for env, count in sorted(tally.environments.items())
+        ],
+        "groups": [
+            {"env": group.env, "num_rollouts": group.num_rollouts, "failed": dict(sorted(group.failed.items()))}
+            for group in tally.groups
+        ],
+    }
+
+
+def decode_tally(fields: Fields | None) -> Tally:
+    """The tally in a JSON form; ValueError if it is none."""
+    if fields is None:
+        return Tally()
+    environments = {
+        item.text("env"): EnvCount(
+            env=item.text("env"),
+            num_rollouts=item.integer("num_rollouts"),
+            failed=_statuses(item.inner("failed")),
+            first_error=item.text("first_error"),
+            frames=item.text("frames"),
+        )
+        for item in fields.objects("environments", most=_MAX_ENVIRONMENTS)
+    }
+    groups = [
+        GroupCount(
+            env=item.text("env"), num_rollouts=item.integer("num_rollouts"), failed=_statuses(item.inner("failed"))
+        )
+        for item in fields.objects("groups", most=_MAX_GROUPS)
+    ]
+    if missing := {group.env for group in groups} - environments.keys():
+        raise ValueError(f"groups of {sorted(missing)[0]!r}, which is no environment of it")
+    return Tally(environments=environments, groups=groups)
+
+
+def _statuses(fields: Fields | None) -> Counter[str]:
+    """Counts by status, of statuses that exist."""
+    if fields is None:
+        return Counter()
+    return Counter({str(status): fields.integer(status) for status in RolloutStatus if fields.has(status)})

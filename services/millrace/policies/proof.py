@@ -1,0 +1,301 @@
+"""Proof that an engine holds a policy version, bit for bit.
+
+* `held_digest` reads all of the memory back. The embedded engine does so with every version before it serves.
+* `ContinuedDigests` are for an engine whose pause must not grow with the model (vLLM). While the old version serves,
+  the digests of the new one are continued from the proved ones: from the bits that the memory has now where elements
+  change, and from the file where a part is copied whole. They become the manifest's only if the memory still holds
+  there what was proved, and if nothing is to change but what the version changes. In the pause every write is read
+  back and compared with what was written; then the continued digests hold.
+* What is taken on trust meanwhile is that memory which nobody wrote to did not change. Background verification finds
+  out whether that is so: after each version all parts are read once more, a share between any two decode steps.
+
+Digests are computed in a thread, on copies or on the file, so that they delay no step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import InternalError
+from millrace.policies.change import TensorChange
+from millrace.policies.digest import add_digests, change_digest, digest_hex, policy_digest, tensor_digests
+from millrace.policies.manifest import PolicyManifest
+from millrace.policies.tensors import TensorBytes
+
+MISMATCH = "POLICY_READBACK_MISMATCH"
+"""Reason of an error that says that the engine holds other bits than it should."""
+
+# Elements that are digested at a time: copied in some tenth of a millisecond, digested in some six.
+SHARE_ELEMENTS = 1 << 20
+
+Bits = NDArray[np.unsignedinteger]
+Row = Sequence[Any]
+"""[tensor, key of the part, elements, digest as hex]: what a worker tells of a part."""
+_Share = tuple[int, int]  # a part, by its number, and the first element of its share in the tensor
+
+
+class HeldPart(Protocol):
+    """The part of a tensor that one worker holds. Its own elements are numbered from 0, in the tensor's order."""
+
+    @property
+    def tensor(self) -> str:
+        """The tensor's name."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The part's name among those of its tensor, which is the same in all workers that hold it."""
+        ...
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the part."""
+        ...
+
+    @property
+    def source_offset(self) -> int:
+        """The tensor's element that is the part's first."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The tensor's element behind the part's last one."""
+        ...
+
+    def places(self, first: int, last: int) -> tuple[int, int]:
+        """Which of the part's elements [begin, end) are among the tensor's elements [first, last)."""
+        ...
+
+    def places_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which of the part's elements are the tensor's at `positions` [N], all of which are in the part."""
+        ...
+
+    def digest(self, bits: Bits, begin: int) -> int:
+        """The digest of elements of the part, the first of which is the part's element `begin`."""
+        ...
+
+
+P = TypeVar("P", bound=HeldPart)
+P_read = TypeVar("P_read", bound=HeldPart, contravariant=True)
+
+
+class HeldMemory(Protocol[P_read]):
+    """Reads the memory in which the parts lie. What is returned is a copy, in this process's own memory."""
+
+    def read(self, part: P_read, begin: int, end: int) -> Bits:
+        """Return the part's elements [begin, end)."""
+        ...
+
+    def gather(self, part: P_read, index: NDArray[np.int64]) -> Bits:
+        """Return the part's elements `index` [N]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readback:
+    """Tensors that were read back whole, and whether these are all."""
+
+    names: tuple[str, ...]
+    is_whole: bool
+
+
+def held_digest(tensors: Mapping[str, TensorBytes]) -> str:
+    """The digest (hex) of the policy that these tensors are, read whole."""
+    found = tensor_digests({name: tensor.bits() for name, tensor in tensors.items()})
+    return policy_digest({name: (t.dtype, t.shape, digest_hex(found[name])) for name, t in tensors.items()})
+
+
+def combine(ranks: Iterable[Iterable[Row]], manifest: PolicyManifest) -> Readback:
+    """Sum the ranks' parts by tensor; InternalError if one that is whole has not the manifest's digest."""
+    parts: dict[str, dict[str, tuple[int, str]]] = {}
+    for rows in ranks:
+        for name, key, count, digest in rows:
+            if parts.setdefault(name, {}).setdefault(key, (count, digest)) != (count, digest):
+                raise mismatch(f"two ranks hold different bits of {name}")
+    names: list[str] = []
+    for entry in manifest.tensors:
+        found = list(parts.get(entry.name, {}).values())
+        if not found or sum(count for count, _ in found) != entry.num_elements:
+            continue
+        held = digest_hex(add_digests(int(digest, 16) for _, digest in found))
+        if held != entry.digest:
+            raise mismatch(f"the engine holds digest {held} for {entry.name}, not {entry.digest}")
+        names.append(entry.name)
+    return Readback(names=tuple(names), is_whole=len(names) == len(manifest.tensors))
+
+
+def mismatch(problem: str) -> InternalError:
+    """The error of an engine that holds other bits than it should."""
+    return InternalError(problem, reason=MISMATCH, remedy="the policy is loaded anew")
+
+
+class NextDigests(Generic[P]):
+    """The digests that the parts will have with the version that is staged.
+
+    Every write is added before `compute`, while the memory still has the old bits.
+    """
+
+    def __init__(self, current: "ContinuedDigests[P]") -> None:
+        self._current = current
+        self._jobs: list[tuple[_Share, Callable[[int], int]]] = []
+        self._found: Future[dict[_Share, int]] | None = None
+
+    def add_whole(self, part: P, bits: Bits) -> None:
+        """All of a part is written: `bits`, which stay what they are until the digests are computed."""
+        for share, first, last in self._current.shares_of(part):
+            begin, end = part.places(first, last)
+            self._jobs.append((share, partial(_whole, part, bits[begin:end], begin)))
+
+    def add_change(self, part: P, change: TensorChange) -> None:
+        """Some elements of a part are written; `change` counts positions in the tensor."""
+        for share, inside, old in self._current.old_bits(part, change):
+            self._jobs.append((share, partial(_continued, inside, old)))
+
+    def compute(self) -> None:
+        """Have the digests computed in the thread, once."""
+        if self._found is None:
+            self._found = self._current.submit(self._jobs)
+            self._jobs = []
+
+    def rows(self) -> list[Row] | None:
+        """What every part will be; None while it is being computed."""
+        if self._found is None or not self._found.done():
+            return None
+        return self._current.rows_of(self._found.result())
+
+    def result(self) -> dict[_Share, int]:
+        """The computed digests; waits for them."""
+        assert self._found is not None
+        return self._found.result()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """A share that was copied for verification, and is being digested."""
+
+    share: _Share
+    expected: int
+    found: Future[int]
+
+
+class ContinuedDigests(Generic[P]):
+    """What is proved of the parts that a worker holds. Parts that are given twice are one."""
+
+    def __init__(self, parts: Iterable[P], memory: HeldMemory[P]) -> None:
+        self._parts = list(dict.fromkeys(parts))
+        self._numbers = {part: number for number, part in enumerate(self._parts)}
+        self._memory = memory
+        self._proved: dict[_Share, int] = {}
+        """Empty while what is held is unknown."""
+        self._unverified: dict[_Share, None] = {}
+        self._reading: _Reading | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy-digest")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every part's digest is known, so that it can be continued."""
+        return all(share in self._proved for part in self._parts for share, _, _ in self.shares_of(part))
+
+    def read(self, names: Iterable[str]) -> list[Row]:
+        """Digest the parts of these tensors, from the memory."""
+        wanted = set(names)
+        parts = [part for part in self._parts if part.tensor in wanted]
+        for part in parts:
+            for share, first, last in self.shares_of(part):
+                begin, end = part.places(first, last)
+                self._proved[share] = part.digest(self._memory.read(part, begin, end), begin)
+        return self._rows(parts, self._proved)
+
+    def next(self) -> NextDigests[P] | None:
+        """Begin to continue the digests to the next version; None if they are not known."""
+        return NextDigests(self) if self.is_known else None
+
+    def begin_writing(self) -> None:
+        """Take note that what is held is unknown from now on."""
+        self._proved, self._reading = {}, None
+
+    def accept(self, following: NextDigests[P]) -> None:
+        """Take note that the version is written, and every write read back. All is to be verified from now on."""
+        self._proved = dict(following.result())
+        # What waits for verification already goes first: no share starves while versions come faster than it.
+        self._unverified |= dict.fromkeys(self._proved)
+
+    def verify_next(self) -> tuple[int, str, bool]:
+        """(shares that are still to be verified, what is damaged, whether the rest is proved).
+
+        Copies a share, whose digest the next call has.
+        """
+        if self._reading is not None:
+            reading = self._reading
+            if not reading.found.done():
+                return len(self._unverified), "", True
+            self._reading = None
+            self._unverified.pop(reading.share, None)
+            if reading.found.result() != reading.expected:
+                number, first = reading.share
+                problem = f"elements from {first} on are not those that were proved"
+                problem = f"{self._parts[number].tensor} is damaged in the engine's memory: {problem}"
+                return len(self._unverified), problem, False
+        share = next(iter(self._unverified), None)
+        expected = None if share is None else self._proved.get(share)
+        if share is None or expected is None:  # all is verified, or nothing is proved
+            self._unverified.clear()
+            return 0, "", self.is_known
+        part = self._parts[share[0]]
+        begin, end = part.places(share[1], _end_of(part, share[1]))
+        found = self._thread.submit(part.digest, self._memory.read(part, begin, end), begin)
+        self._reading = _Reading(share=share, expected=expected, found=found)
+        return len(self._unverified), "", True
+
+    def shares_of(self, part: P) -> Iterable[tuple[_Share, int, int]]:
+        """(share, first, last) in elements of the tensor, whose multiples of `SHARE_ELEMENTS` are the cuts."""
+        number, first = self._numbers.get(part), part.source_offset
+        while number is not None and first < part.end:
+            yield (number, first), first, (first := _end_of(part, first))
+
+    def old_bits(self, part: P, change: TensorChange) -> Iterable[tuple[_Share, TensorChange, Bits]]:
+        """The change share by share, with the bits that the memory has there now."""
+        if (number := self._numbers.get(part)) is None:
+            return
+        for first, inside in change.shares(SHARE_ELEMENTS):
+            assert inside.positions is not None
+            old = self._memory.gather(part, part.places_of(inside.positions))
+            yield (number, max(first, part.source_offset)), inside, old
+
+    def submit(self, jobs: Sequence[tuple[_Share, Callable[[int], int]]]) -> Future[dict[_Share, int]]:
+        """Continue the proved digests by `jobs`, in the thread."""
+        return self._thread.submit(_continue, dict(self._proved), jobs)
+
+    def rows_of(self, digests: Mapping[_Share, int]) -> list[Row]:
+        """Rows of all parts."""
+        return self._rows(self._parts, digests)
+
+    def _rows(self, parts: Iterable[P], digests: Mapping[_Share, int]) -> list[Row]:
+        rows: list[Row] = []
+        for part in parts:
+            whole = add_digests(digests[share] for share, _, _ in self.shares_of(part))
+            rows.append([part.tensor, part.key, part.num_elements, digest_hex(whole)])
+        return rows
+
+
+def _end_of(part: HeldPart, first: int) -> int:
+    return min((first // SHARE_ELEMENTS + 1) * SHARE_ELEMENTS, part.end)
+
+
+def _continue(digests: dict[_Share, int], jobs: Sequence[tuple[_Share, Callable[[int], int]]]) -> dict[_Share, int]:
+    for share, job in jobs:
+        digests[share] = job(digests[share])
+    return digests
+
+
+def _whole(part: HeldPart, bits: Bits, begin: int, digest: int) -> int:
+    return part.digest(bits, begin)
+
+
+def _continued(change: TensorChange, old: Bits, digest: int) -> int:
+    return change_digest(digest, change, old)

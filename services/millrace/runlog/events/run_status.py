@@ -1,0 +1,199 @@
+"""What the events of a run's log say of it: the one fold over them, of the server and of its clients.
+
+Nothing here is stored: every process computes the same status from the same events.
+"""
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from millrace.decoding import MAX_INTEGER
+from millrace.v1 import event_pb2, run_pb2
+
+GONE_BEHIND = 8
+"""A replica that is more versions behind the newest one is gone, or replaced under another id."""
+MAX_ENVIRONMENTS = 1000
+"""Environments that are kept of one run, whatever its events name."""
+TERMINAL = frozenset({run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED})
+
+
+def is_terminal(state: run_pb2.RunState) -> bool:
+    """Whether a run in this state has ended for good."""
+    return state in TERMINAL
+
+
+def state_name(state: run_pb2.RunState) -> str:
+    """RUNNING for RUN_STATE_RUNNING."""
+    return run_pb2.RunState.Name(state).removeprefix("RUN_STATE_")
+
+
+class BatchAge:
+    """When a run last got ahead: its last batch, or the time from which it could make one; on any clock, in seconds.
+
+    A run that is driven anew (STARTING) stands still meanwhile: who drives it next goes on with the old time, else an
+    orchestrator that ends again and again would hide that nothing is committed.
+    """
+
+    def __init__(self) -> None:
+        self.moved: float | None = None
+        """None while no batch is due."""
+        self._is_due = True
+
+    def state_changed(self, state: run_pb2.RunState, at: float) -> None:
+        """The run's state since `at`."""
+        if state == run_pb2.RUN_STATE_RUNNING:
+            if self.moved is None and self._is_due:
+                self.moved = at
+        elif state != run_pb2.RUN_STATE_STARTING:
+            self.moved = None  # paused, queued or at its end
+
+    def committed(self, at: float, *, is_last: bool = False) -> None:
+        """A batch is in the log."""
+        self._is_due = not is_last
+        self.moved = None if is_last else at
+
+
+@dataclass(slots=True, kw_only=True)
+class RunStatus:
+    """The status of one run. `apply` takes the events in, in the order of their cursors."""
+
+    max_steps: int = 0
+    """0 is unlimited."""
+    state: run_pb2.RunState = run_pb2.RUN_STATE_QUEUED
+    error: run_pb2.RunError | None = None
+    start_time: Timestamp | None = None
+    end_time: Timestamp | None = None
+    entered: dict[run_pb2.RunState, float] = field(default_factory=dict)
+    """When each state was entered first, on the writers' clocks (seconds since the epoch)."""
+    num_steps: int = 0
+    """Optimizer steps taken. It never goes back: a trainer that resumed reports steps again."""
+    num_rollouts: int = 0
+    num_tokens: int = 0
+    reward: float = 0.0
+    """Of the newest step."""
+    committed: int = 0
+    """Batches committed."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Ordinals dropped, by reason."""
+    policy_version: int = 0
+    """Newest published version."""
+    served: dict[str, int] = field(default_factory=dict)
+    """Version by replica."""
+    done_evals: set[tuple[str, int]] = field(default_factory=set)
+    """Environment and step of every evaluation that is finished."""
+    environments: dict[str, run_pb2.EnvRollouts] = field(default_factory=dict)
+    """Environments of which rollouts failed, by name."""
+    batches: BatchAge = field(default_factory=BatchAge)
+    """On the clocks of those who wrote the events."""
+    last_time: float = 0.0
+    """Of the newest event, on its writer's clock (seconds since the epoch)."""
+    spoke_at: dict[str, float] = field(default_factory=dict)
+    """When each writer wrote its newest event, on its own clock."""
+    is_reopened: bool = False
+    """It had FAILED, and `run resume` reopened it; the event that says so is still to be written."""
+    _state_before_end: run_pb2.RunState = run_pb2.RUN_STATE_QUEUED
+
+    @classmethod
+    def begin(cls, run: run_pb2.Run) -> Self:
+        """The status before the first event: a fork has taken its parent's steps."""
+        progress = run.progress
+        return cls(max_steps=progress.max_steps, num_steps=progress.step, policy_version=progress.policy_version)
+
+    @property
+    def inference_version(self) -> int | None:
+        """Oldest version that a replica serves."""
+        return min(self.served.values()) if self.served else None
+
+    def fill(self, run: run_pb2.Run) -> None:
+        """Write the status into the resource of the run."""
+        run.state = self.state
+        for name in ("start_time", "end_time", "error"):
+            value = getattr(self, name)
+            if value is None:
+                run.ClearField(name)
+            else:
+                getattr(run, name).CopyFrom(value)
+        progress = run.progress
+        progress.step, progress.policy_version = self.num_steps, self.policy_version
+        progress.num_rollouts, progress.num_tokens = self.num_rollouts, self.num_tokens
+        progress.reward = self.reward
+        progress.min_inference_version = self.inference_version or 0
+        del progress.environments[:]
+        progress.environments.extend(self.environments[name] for name in sorted(self.environments))
+
+    def reopen(self) -> None:
+        """The run that had failed goes on; its state is that of the event that comes next."""
+        self.is_reopened = True
+        self._leave_end(run_pb2.RUN_STATE_QUEUED)
+
+    def take_end_back(self) -> None:
+        """The event of its end is nobody's: no closing header ends the run, which goes on as it was."""
+        self._leave_end(self._state_before_end)
+
+    def apply(self, event: event_pb2.Event) -> None:
+        """Fold one event in. Events of a kind that this version does not know change nothing."""
+        self.last_time = self.spoke_at[event.writer] = event.time.ToNanoseconds() / 1e9
+        match event.WhichOneof("body"):
+            case "state_changed":
+                self._change_state(event)
+            case "batch_committed":
+                batch = event.batch_committed
+                self.committed = max(self.committed, batch.step + 1)
+                for reason, number in batch.dropped.items():
+                    self.dropped[reason] = self.dropped.get(reason, 0) + number
+                self.batches.committed(self.last_time, is_last=0 < self.max_steps <= batch.step + 1)
+            case "step_completed":
+                self._add_step(event.step_completed)
+            case "rollouts_failed":
+                count = run_pb2.EnvRollouts()
+                count.CopyFrom(event.rollouts_failed.environment)
+                if count.env in self.environments or len(self.environments) < MAX_ENVIRONMENTS:
+                    self.environments[count.env] = count
+            case "policy_published":
+                self.policy_version = max(self.policy_version, _counted(event.policy_published.version))
+            case "eval_completed":
+                self.done_evals.add((event.eval_completed.env, event.eval_completed.step))
+            case "policy_served":
+                self.served[event.policy_served.replica] = _counted(event.policy_served.version)
+                newest = max(self.served.values())
+                self.served = {name: at for name, at in self.served.items() if at >= newest - GONE_BEHIND}
+
+    def _add_step(self, step: event_pb2.StepCompleted) -> None:
+        if self.num_steps < step.step + 1 <= MAX_INTEGER:
+            self.num_steps = step.step + 1
+            self.num_rollouts = _counted(self.num_rollouts + step.num_rollouts)
+            self.num_tokens = _counted(self.num_tokens + step.num_tokens)
+            self.reward = step.reward_mean
+
+    def _change_state(self, event: event_pb2.Event) -> None:
+        change = event.state_changed
+        self.is_reopened = False
+        if self.state not in TERMINAL:
+            self._state_before_end = self.state
+        self._leave_end(change.new_state)
+        self.entered.setdefault(change.new_state, self.last_time)
+        if change.new_state == run_pb2.RUN_STATE_STARTING and self.start_time is None:
+            self.start_time = _copy(event.time)
+        if change.new_state in TERMINAL:
+            self.end_time = _copy(event.time)
+        if change.HasField("error"):
+            self.error = run_pb2.RunError()
+            self.error.CopyFrom(change.error)
+        self.batches.state_changed(change.new_state, self.last_time)
+
+    def _leave_end(self, state: run_pb2.RunState) -> None:
+        """Enter a state; what a reopened run had as an end is none."""
+        self.state = state
+        if state not in TERMINAL:
+            self.end_time = self.error = None
+
+
+def _copy(time: Timestamp) -> Timestamp:
+    """A copy, which does not keep the whole event in memory."""
+    return Timestamp(seconds=time.seconds, nanos=time.nanos)
+
+
+def _counted(number: int) -> int:
+    """A number of an event, bounded: what a foreign event names nobody counted up to."""
+    return min(number, MAX_INTEGER)

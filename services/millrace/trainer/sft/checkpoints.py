@@ -1,0 +1,143 @@
+"""The checkpoints of a fine-tuning, found by its run, and the record of what is trained there.
+
+They lie in the run's own directory. A run that is started again continues from the newest one, also to more steps; it
+is refused if a key changed that makes it another training.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from millrace.config.sections.sft import SFTConfig
+from millrace.decoding import decode_object
+from millrace.errors import InvalidSpecError, Violation
+from millrace.runlog import ZERO_CHAIN_HASH, Names
+from millrace.storage.local import LocalStore
+from millrace.telemetry import logging
+from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
+from millrace.trainer.checkpoint.manifest import Author
+from millrace.trainer.checkpoint.resume import describe, resume
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.learner import state_tensors
+from millrace.trainer.learning.optimizer import PolicyOptimizer
+
+logger = logging.getLogger(__name__)
+
+_NAMES = Names("sft", "run")  # every run has a directory of its own
+_RECORD = f"{_NAMES.root}training.json"
+_MAX_RECORD_BYTES = 1 << 20
+_MAY_CHANGE = ("max_steps", "micro_batch_tokens", "output_dir", "ckpt", "log", "run", "val", "wandb")
+"""Keys and tables that do not make another training of one that is continued: how long, where, and what is shown."""
+
+
+class SFTCheckpoints:
+    """Saves and restores the state of one run: model, optimizer, and the position in the data. Collective in a gang."""
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        directory: Path,
+        *,
+        model: nn.Module,
+        optimizer: PolicyOptimizer,
+        gang: Gang,
+        num_rows: int,
+        base_digest: str = "",
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._gang = gang
+        self._base_digest = base_digest
+        self._position = torch.zeros((), dtype=torch.int64)
+        self._checkpointer: Checkpointer | None = None
+        if config.ckpt is None:
+            return
+        self._training = {**_flat(_training(config)), "rows in the data": num_rows}
+        self._run_hash = hashlib.sha256(json.dumps(self._training, sort_keys=True).encode()).hexdigest()
+        self._store = LocalStore(directory)
+        self._checkpoints = CheckpointStore(self._store, _NAMES, gang=gang)
+        author = Author(run_hash=self._run_hash, epoch=0, determinism="best_effort", base_digest=base_digest)
+        self._checkpointer = Checkpointer(self._checkpoints, config.ckpt, gang=gang, author=author)
+
+    def resume(self, *, max_steps: int | None) -> tuple[int, int]:
+        """Fill the state from the newest checkpoint, if there is one; return the next step and its position.
+
+        InvalidSpecError names the keys that changed and may not, and a `max_steps` that is over already.
+        """
+        if self._checkpointer is None:
+            return 0, 0
+        self._gang.agree(self._require_same_training)
+        found = resume(
+            self._checkpoints,
+            self._model,
+            self._optimizer,
+            gang=self._gang,
+            run_hash=self._run_hash,
+            is_strict=False,
+            base_digest=self._base_digest,
+            more={"data.position": self._position},
+        )
+        if found.damaged:
+            logger.warning(f"damaged checkpoints are left aside: {describe(found)}; going on from {found.start}")
+        step = 0 if found.manifest is None else found.manifest.step
+        if max_steps is not None and step > max_steps:
+            problem = Violation(
+                field="max_steps", value=str(max_steps), message=f"is less than the {step} steps that the run has made"
+            )
+            raise InvalidSpecError([problem], remedy="raise it, or give the new training another run.name")
+        return step, int(self._position)
+
+    def maybe_save(self, step: int, *, position: int, is_last: bool) -> None:
+        """Save a checkpoint at the interval and at the end, if the config has checkpoints."""
+        if self._checkpointer is not None and (is_last or self._checkpointer.is_due(step)):
+            self._position.fill_(position)
+            state = state_tensors(self._model, self._optimizer, gang=self._gang) | {"data.position": self._position}
+            self._checkpointer.save(state, step=step, lineage=0, chain_hash=ZERO_CHAIN_HASH)
+
+    def _require_same_training(self) -> None:
+        """At rank 0: InvalidSpecError if the checkpoints are of another training; without any, note what is trained."""
+        if not self._gang.is_leader:
+            return
+        if next(iter(self._checkpoints.steps()), None) is None or self._store.head(_RECORD) is None:
+            self._store.put(_RECORD, json.dumps(self._training, sort_keys=True, indent=1).encode())
+            return
+        saved = decode_object(
+            self._store.get(_RECORD, max_bytes=_MAX_RECORD_BYTES),
+            what=f"the record {self._store.uri(_RECORD)}",
+            reason="TRAINING_RECORD_INVALID",
+            remedy="delete it, if the config is the one that the run was started with",
+            max_bytes=_MAX_RECORD_BYTES,
+        )
+        changed = [
+            Violation(
+                field=key,
+                value=json.dumps(self._training.get(key)),
+                message=f"was {json.dumps(saved.get(key))} in the checkpoints of this run, which makes it another "
+                "training",
+            )
+            for key in sorted(saved.keys() | self._training.keys())
+            if saved.get(key) != self._training.get(key)
+        ]
+        if changed:
+            remedy = "set it back to continue the run, or give the new training another run.name"
+            raise InvalidSpecError(changed, remedy=remedy)
+
+
+def _training(config: SFTConfig) -> dict[str, Any]:
+    """The keys that decide what is learned."""
+    document = config.model_dump(mode="json")
+    del document["model"]["publish_dtype"]
+    return {key: value for key, value in document.items() if key not in _MAY_CHANGE}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of tables as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

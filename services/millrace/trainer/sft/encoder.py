@@ -1,0 +1,167 @@
+"""Rows as samples: tokens, and a cross-entropy weight of 1 on those that are trained on.
+
+Without a chat template, rows are text: prompt and completion are joined and end with the end-of-sequence token.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from millrace.config.sections.sft import LossMaskConfig
+from millrace.errors import InvalidSpecError, Violation
+from millrace.rollouts.types import TrainSample
+from millrace.telemetry import logging
+from millrace.trainer.sft.conversation import BadRowError, ConversationEncoder
+from millrace.trainer.sft.rows import Row, conversation_of
+
+logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 256  # rows that are looked at before the first step
+_MOST_BAD = 0.1  # share of the rows seen that may be left out because they cannot be encoded
+_FEWEST_SEEN = 10  # rows, before a share is judged
+_BAD_REMEDY = (
+    "mend the row; where the template rewrites earlier turns, use one with `{% generation %}` markers, "
+    "or make one row of each assistant turn"
+)
+
+
+class RowEncoder:
+    """Turns rows into samples.
+
+    Counts what became of the rows: `num_rows` seen, `num_dropped` without a trained token left, `num_cut` others longer
+    than `seq_len`, `num_bad` that could not be encoded; `longest` is in tokens, before cutting.
+    """
+
+    def __init__(self, tokenizer: Any, *, seq_len: int, loss_mask: LossMaskConfig | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._seq_len = seq_len
+        self._loss_mask = loss_mask or LossMaskConfig()
+        self._conversations = ConversationEncoder(tokenizer, self._loss_mask)
+        self._first_bad: Violation | None = None
+        self._count_from_zero()
+
+    def encode(self, row: Row, *, place: str = "") -> TrainSample | None:
+        """The sample of a row, cut at `seq_len`; None if no trained token is left, or the row cannot be used.
+
+        InvalidSpecError names the first of the latter once they are more than a tenth of the rows seen.
+        """
+        self.num_rows += 1
+        try:
+            token_ids, trained = self._encode(row)
+        except BadRowError as error:
+            self._note_bad(Violation(field="data.name", message=str(error), source=place or None))
+            return None
+        end = max((at + 1 for at, flag in enumerate(trained) if flag), default=0)
+        self.longest = max(self.longest, end)
+        length = min(end, self._seq_len)
+        weights = np.array(trained[:length], np.float32)
+        weights[:1] = 0.0  # nothing precedes the first token, so it has no log-prob
+        if not weights.any():
+            self.num_dropped += 1
+            return None
+        self.num_cut += length < end
+        zeros = np.zeros(length, np.float32)
+        return TrainSample(
+            token_ids=np.array(token_ids[:length], np.int32),
+            loss_mask=np.zeros(length, np.uint8),
+            inference_logprobs=zeros,
+            advantages=zeros,
+            ce_weights=weights,
+            ordinal=0,
+            member=0,
+            attempt=0,
+            env="sft",
+            reward=0.0,
+            temperature=1.0,
+            min_version=0,
+            max_version=0,
+            lineage=0,
+        )
+
+    def require_completion(self, rows: Iterable[tuple[Row, str]]) -> None:
+        """InvalidSpecError unless one of the rows, each with its place, keeps a trained token, and few cannot be used.
+
+        Reads a few hundred of them, and further only to the first one that keeps a token.
+        """
+        is_found = False
+        for row, place in rows:
+            is_found |= self.encode(row, place=place) is not None
+            if is_found and self.num_rows >= _LOOKED_AT:
+                break
+        self._require_few_bad()
+        if is_found:
+            self._count_from_zero()
+            return
+        if self._first_bad is not None:
+            raise InvalidSpecError([self._first_bad], remedy=_BAD_REMEDY)
+        if self.longest > self._seq_len:
+            problem = Violation(
+                field="data.seq_len",
+                value=str(self._seq_len),
+                message=f"leaves no completion token in any of {self.num_rows} rows, so there is nothing to train on; "
+                f"the longest row has {self.longest} tokens",
+            )
+            raise InvalidSpecError([problem], remedy=f"set data.seq_len to {self.longest} to cut no row")
+        problem = Violation(field="data.name", message=f"none of {self.num_rows} rows has a completion token")
+        raise InvalidSpecError([problem], remedy="give the rows completions, or train on other roles (data.loss_mask)")
+
+    def warn_of_losses(self) -> None:
+        """Log how many rows were cut, dropped, left out or marked by the template so far, if any were."""
+        if self.num_cut or self.num_dropped:
+            logger.warning(
+                "rows were cut at data.seq_len, or dropped because no completion token was left",
+                extra={
+                    "rows": self.num_rows,
+                    "cut": self.num_cut,
+                    "dropped": self.num_dropped,
+                    "seq_len": self._seq_len,
+                    "longest": self.longest,
+                },
+            )
+        if self.num_bad:
+            logger.warning("rows cannot be used", extra={"rows": self.num_rows, "left_out": self.num_bad})
+        if self._conversations.num_marked:
+            logger.warning(
+                "the chat template rewrites earlier turns; its generation markers say what is trained on",
+                extra={"rows": self.num_rows, "rewritten": self._conversations.num_marked},
+            )
+
+    def _encode(self, row: Row) -> tuple[list[int], list[bool]]:
+        if self._tokenizer.chat_template is not None:
+            return self._conversations.encode(conversation_of(row))
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if not isinstance(prompt, str) or not isinstance(completion, str) or row.get("messages") is not None:
+            raise InvalidSpecError(
+                [Violation(field="data.name", message="has chat messages, but the tokenizer has no chat template")],
+                remedy="give the tokenizer a chat template, or use text",
+            )
+        eos: int | None = self._tokenizer.eos_token_id
+        prompt_ids = list(self._tokenizer(prompt)["input_ids"])
+        completion_ids = list(self._tokenizer(completion, add_special_tokens=False)["input_ids"])
+        completion_ids += [] if eos is None else [eos]
+        mask = self._loss_mask
+        trained = [mask.user] * len(prompt_ids) + [mask.assistant] * len(completion_ids)
+        return prompt_ids + completion_ids, trained
+
+    def _note_bad(self, problem: Violation) -> None:
+        """Count a row that cannot be used, and refuse the data if they are many."""
+        self.num_bad += 1
+        if self._first_bad is None:
+            self._first_bad = problem
+            logger.warning("a row cannot be used and is left out", extra={"row": problem.source, "why": str(problem)})
+        if self.num_rows >= _FEWEST_SEEN:
+            self._require_few_bad()
+
+    def _require_few_bad(self) -> None:
+        if self._first_bad is not None and self.num_bad > _MOST_BAD * self.num_rows:
+            problem = Violation(
+                field=self._first_bad.field,
+                message=f"{self._first_bad.message} ({self.num_bad} of {self.num_rows} rows cannot be used)",
+                source=self._first_bad.source,
+            )
+            raise InvalidSpecError([problem], remedy=_BAD_REMEDY)
+
+    def _count_from_zero(self) -> None:
+        self.num_rows = self.num_cut = self.num_dropped = self.num_bad = self.longest = 0
+        self._conversations.num_marked = 0

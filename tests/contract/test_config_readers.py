@@ -1,0 +1,67 @@
+"""No key without effect: every field of the schema is read by code that uses configs, or has a reason here."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from millrace.config import RLConfig, SFTConfig
+from millrace.config.sections.eval import EvalRunConfig
+from millrace.config.sections.inference import ReplicaConfig
+from millrace.config.tree import Kind, SchemaKey, schema_tree
+
+SERVICES = Path(__file__).parents[2] / "services" / "millrace"
+
+UNREAD = {
+    "wandb.project": "the export to Weights & Biases is not there yet, and starting a run says so",
+    "wandb.entity": "as wandb.project",
+    "wandb.group": "as wandb.project",
+    "wandb.tags": "as wandb.project",
+    "wandb.offline": "as wandb.project",
+    "data.loss_mask.system": "read by the name of the message's role",
+    "data.loss_mask.tool": "as data.loss_mask.system",
+    "seq_len": "only fills the services' keys",
+    "trainer.loss.type": "there is one loss",
+    "trainer.optim.type": "there is one optimizer",
+    "optim.type": "there is one optimizer",
+}
+USES = ("from millrace.config", "prepared.config", "context.record", "loaded.config", ".training")
+"""How a module comes by a config."""
+
+
+def _read_names() -> set[str]:
+    """Attributes that modules read which import the schema, or are handed a part of it."""
+    names: set[str] = set()
+    for path in SERVICES.rglob("*.py"):
+        if path.name.endswith(("_pb2.py", "_pb2_grpc.py")) or "generated" in path.parts:
+            continue
+        text = path.read_text()
+        if "config" in path.parts[-2:-1] or not any(word in text for word in USES):
+            continue
+        tree = ast.parse(text)
+        names |= {
+            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        }
+    return names
+
+
+READ = _read_names()
+
+
+def _leaves(model: type) -> list[SchemaKey]:
+    return [node for node in schema_tree(model).walk() if node.kind is not Kind.SECTION]
+
+
+@pytest.mark.parametrize("model", [RLConfig, SFTConfig, EvalRunConfig, ReplicaConfig])
+def test_every_field_has_a_reader(model):
+    unread = [".".join(node.path) for node in _leaves(model) if node.name not in READ]
+    assert [key for key in unread if key not in UNREAD] == []
+
+
+def test_the_exceptions_are_keys():
+    known = {".".join(node.path) for model in (RLConfig, SFTConfig, EvalRunConfig) for node in _leaves(model)}
+    assert set(UNREAD) <= known
+
+
+def test_a_field_without_a_reader_is_seen():
+    assert "nobody_reads_this_field" not in READ and "batch_size" in READ

@@ -1,0 +1,84 @@
+"""What a failed rollout says of its cause: the environment's own lines, and whether the environment is to blame."""
+
+from typing import Any
+
+import pytest
+
+from millrace.rollouts.types import RolloutStatus
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("tokenizer_manifest_key"),
+]
+
+# By generation: the environment, and where its modes stand among its tasks.
+V0 = {"reward_raises": 1, "reward_nan": 2, "setup_vferror": 3, "setup_raises": 4, "resp_raises": 5, "exit": 8}
+V1 = {"setup_raises": 1, "stop_raises": 2, "reward_raises": 3}
+
+
+@pytest.mark.parametrize(
+    ("env", "mode", "text", "frames"),
+    [
+        ("faulty-v0", "reward_raises", "ValueError: reward bug", 'in one: raise ValueError("reward bug")'),
+        ("faulty-v0", "setup_vferror", "infra down", 'in setup_state: raise vf.InfraError("infra down")'),
+        ("faulty-v0", "setup_raises", "plain bug", 'in setup_state: raise ValueError("plain bug in setup_state")'),
+        ("faulty-v0", "resp_raises", "plain bug", 'in env_response: raise RuntimeError("plain bug in env_response")'),
+        ("faulty-v1", "setup_raises", "ValueError: plain bug", 'in setup: raise ValueError("plain bug in setup")'),
+        ("faulty-v1", "stop_raises", "ValueError: bug in stop", 'in one_turn: raise ValueError("bug in stop")'),
+        ("faulty-v1", "reward_raises", "ValueError: reward bug", 'in one: raise ValueError("reward bug")'),
+    ],
+)
+async def test_it_names_the_environments_own_lines_and_no_others(
+    server: Any, env: str, mode: str, text: str, frames: str
+) -> None:
+    await server.open(env)
+    rollout = await server.play_one(env, (V0 if env == "faulty-v0" else V1)[mode])
+    assert rollout.status is RolloutStatus.ENV_ERROR and text in rollout.error.message
+    lines = rollout.error.frames.splitlines()
+    assert lines[-1].endswith(frames), rollout.error.frames
+    assert all(line.startswith(f"{env.replace('-', '_')}.py:") for line in lines), (
+        "nothing of ours, nothing of verifiers"
+    )
+    assert rollout.is_environment_failure
+
+
+async def test_a_reward_that_is_no_number_names_its_function(server: Any) -> None:
+    await server.open("faulty-v0")
+    rollout = await server.play_one("faulty-v0", V0["reward_nan"])
+    assert (rollout.status, rollout.error.type) == (RolloutStatus.ENV_ERROR, "NonFiniteReward")
+    assert "the reward is nan (one = nan)" in rollout.error.message and rollout.is_environment_failure
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "counts"),
+    [
+        ("500", RolloutStatus.MODEL_ERROR, False),
+        ("503", RolloutStatus.ENGINE_LOST, False),
+        ("reset", RolloutStatus.ENGINE_LOST, False),
+        ("badjson", RolloutStatus.MODEL_ERROR, True),
+        ("refused", RolloutStatus.MODEL_ERROR, True),
+    ],
+)
+@pytest.mark.parametrize("env", ["faulty-v0", "faulty-v1"])
+async def test_what_an_engine_did_is_not_the_environments_failure(
+    server: Any, env: str, mode: str, status: RolloutStatus, counts: bool
+) -> None:
+    """But an engine that refuses the request (400), or cannot be understood, refuses it every time."""
+    await server.open(env)
+    rollout = await server.play_one(env, 0, mode=mode)
+    assert rollout.status is status, rollout.error
+    assert rollout.is_environment_failure is counts, rollout.error
+
+
+async def test_a_store_that_lacks_the_tokenizer_is_not_the_environments_failure(server: Any) -> None:
+    await server.open("faulty-v0")
+    rollout = await server.play_one("faulty-v0", 0, tokenizer_manifest_key="test/nowhere/manifest.json")
+    assert rollout.status is RolloutStatus.ENV_ERROR and not rollout.is_environment_failure
+
+
+async def test_an_environment_that_ends_its_worker_is_to_blame(server: Any) -> None:
+    await server.open("faulty-v0", {"modes": ["exit", "ok"]})
+    rollout = await server.play_one("faulty-v0", 0, args={"modes": ["exit", "ok"]})
+    assert rollout.status is RolloutStatus.WORKER_DIED and "exit code 17" in rollout.error.message
+    assert rollout.is_environment_failure

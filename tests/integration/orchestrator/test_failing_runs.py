@@ -1,0 +1,196 @@
+"""A run that cannot learn says so with the first real error, and ends; what the infrastructure lost ends nothing."""
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
+from millrace.rpc.channel import call, stream
+from millrace.runlog import load_headers
+from millrace.runlog.audit import audit_run
+from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import bodies, create, get, log_of, restart_orchestrator, until, watch
+
+WITHIN_S = 60.0
+FRAMES = "my_env/reward.py:12 in score"
+
+
+def failing(status: RolloutStatus, *, share: float = 1.0, **error):
+    """Training rollouts that fail, the first `share` of each group."""
+
+    def shape(rollout: Rollout) -> Rollout:
+        if rollout.purpose is Purpose.EVAL or rollout.member >= share * rollout.group_size:
+            return rollout
+        failure = RolloutError(**{"type": "KeyError", "message": "'answer'", "frames": FRAMES} | error)
+        return replace(rollout, status=status, error=failure, samples=(), reward=0.0)
+
+    return shape
+
+
+async def workers(stack, **options):
+    return await stack.env_server(**options), await stack.inference(), await stack.trainer()
+
+
+async def explained(stack, run) -> str:
+    return (await call(stack.runs.ExplainRun, run_service_pb2.ExplainRunRequest(name=run.name))).summary
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"),
+    [
+        (RolloutStatus.ENV_ERROR, "millrace env check"),
+        (RolloutStatus.MODEL_ERROR, "orchestrator.sampling"),
+        (RolloutStatus.TIMEOUT, "orchestrator.rollout_timeout_s"),
+        (RolloutStatus.PROMPT_TOO_LONG, "orchestrator.seq_len"),
+        (RolloutStatus.WORKER_DIED, "ended its own worker process"),
+    ],
+)
+async def test_a_run_whose_rollouts_all_fail_ends_with_the_first_real_error(stack, status, remedy) -> None:
+    env, _, trainer = await workers(stack, shape=failing(status))
+    began = time.monotonic()
+    run = await create(stack)
+    events = await watch(stack, run, timeout_s=WITHIN_S)
+    assert time.monotonic() - began < WITHIN_S
+    end = events[-1].state_changed
+    assert end.new_state == run_pb2.RUN_STATE_FAILED and end.error.reason == "ROLLOUTS_FAILED"
+    assert end.error.component == "env-server"
+    for text in ("KeyError: 'answer'", FRAMES, "'reverse-text'", remedy, "of the last 64 groups", str(status.value)):
+        assert text in end.error.message, text
+    first = bodies(events, "rollouts_failed")[0]
+    assert first.environment.num_rollouts <= 5 * 4, "within the first groups: four play at the same time"
+    assert "KeyError: 'answer'" in first.message and FRAMES in first.message and remedy in first.message
+    assert len(bodies(events, "rollouts_failed")) <= 12, "the first, then whenever the number has doubled"
+    assert len(env.requests) < 200, "failed groups are bounded"
+    assert not [header for header in trainer.steps if header.num_rollouts]
+    failed = (await get(stack, run)).progress.environments[0]
+    assert failed.num_failed == failed.num_rollouts >= 64 and failed.first_error == "KeyError: 'answer'"
+    why = await explained(stack, run)
+    assert "ended as FAILED" in why and "KeyError: 'answer'" in why
+    report = await audit_run(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
+    assert {each.check for each in report.violations} <= {"POLICY_CORRUPT"}, "a fake trainer publishes no real policy"
+
+
+async def test_why_names_the_cause_while_it_fails(stack) -> None:
+    env, _, _ = await workers(stack, shape=failing(RolloutStatus.ENV_ERROR))
+    run = await create(stack, failure_window=10_000)
+
+    async def is_explained() -> bool:
+        return "rollouts of environment 'reverse-text' failed; the first: KeyError: 'answer'" in await explained(
+            stack, run
+        )
+
+    await until(is_explained)
+    env.shape = lambda rollout: rollout
+    events = await watch(stack, run)
+    end = events[-1].state_changed
+    assert end.new_state == run_pb2.RUN_STATE_SUCCEEDED, "the environment was mended meanwhile"
+    assert "rollouts failed (" in end.reason and "env_error)" in end.reason
+
+
+async def test_a_share_below_the_limit_is_shown_and_ends_nothing(stack) -> None:
+    def flaky(rollout: Rollout) -> Rollout:
+        return failing(RolloutStatus.ENV_ERROR, share=0.25)(rollout) if rollout.attempt == 0 else rollout
+
+    await workers(stack, shape=flaky)
+    run = await create(stack, max_failed_share=0.5, failure_window=2)
+    events = await watch(stack, run)
+    end = events[-1].state_changed
+    assert end.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    shown = (await get(stack, run)).progress.environments[0]
+    assert shown.env == "reverse-text" and dict(shown.failed) == {"env_error": shown.num_failed}
+    assert f"{shown.num_failed} of {shown.num_rollouts} rollouts failed ({shown.num_failed} env_error)" in end.reason
+    assert shown.num_failed * 5 <= shown.num_rollouts + 4
+
+
+@pytest.mark.parametrize(("status", "flag"), [(RolloutStatus.ENGINE_LOST, False), (RolloutStatus.MODEL_ERROR, True)])
+async def test_what_the_infrastructure_lost_is_played_again_and_never_counts(stack, status, flag) -> None:
+    lost = failing(status, is_infrastructure=flag)
+
+    def shape(rollout: Rollout) -> Rollout:
+        return lost(rollout) if rollout.attempt == 0 else rollout
+
+    await workers(stack, shape=shape)
+    run = await create(stack, failure_window=1, max_failed_share=0.01)
+    events = await watch(stack, run)
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    assert not bodies(events, "rollouts_failed") and "failed" not in events[-1].state_changed.reason
+
+
+async def test_a_successor_goes_on_with_the_window_and_counts_no_rollout_twice(stack) -> None:
+    """Before the first header and behind one: what a header resolves it carries, the rest is read again."""
+    env, _, trainer = await workers(stack)
+    run = await create(stack, max_steps=50, failure_window=40)
+    await until(lambda: len(trainer.steps) >= 2)
+    env.shape = failing(RolloutStatus.ENV_ERROR)
+
+    def num_failed() -> int:
+        return sum(len(request.members) for request in env.requests if request.ordinal >= first)
+
+    first = max(request.ordinal for request in env.requests) + 1
+    await until(lambda: num_failed() >= 60)
+    await restart_orchestrator(stack)
+    await until(lambda: num_failed() >= 100)
+    await restart_orchestrator(stack)
+    events = await watch(stack, run, timeout_s=WITHIN_S)
+    end = events[-1].state_changed
+    assert end.error.reason == "ROLLOUTS_FAILED", end.reason
+    headers, _ = await load_headers(await log_of(stack, run))
+    state = json.loads(headers[-1].orchestrator_state)["failures"]
+    appended = [request for request in env.requests if request.purpose == 1]
+    counted = sum(each["num_rollouts"] for each in state["environments"])
+    assert counted <= sum(len(request.members) for request in appended), "no rollout is counted twice"
+    ordinals = {request.ordinal for request in appended if request.ordinal >= first}
+    assert len(ordinals) < 40 + 20, "the window was not begun anew by a restart"
+
+
+async def test_a_run_that_is_resumed_after_its_cause_was_removed_goes_on(stack) -> None:
+    env, _, _ = await workers(stack, shape=failing(RolloutStatus.ENV_ERROR))
+    run = await create(stack, failure_window=8)
+    await watch(stack, run, timeout_s=WITHIN_S)
+    env.shape = lambda rollout: rollout
+    await call(stack.runs.ResumeRun, run_service_pb2.ResumeRunRequest(name=run.name))
+    events = await watch(stack, run)
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    assert "env_error)" in events[-1].state_changed.reason, "the totals are those of the whole run"
+
+
+async def test_equal_rewards_are_told_at_the_first_batch(stack) -> None:
+    await workers(stack, shape=lambda rollout: replace(rollout, reward=0.0))
+    run = await create(stack)
+    events = await watch(stack, run, timeout_s=WITHIN_S)
+    warned = [body.message for body in bodies(events, "warning") if body.reason == "ZERO_ADVANTAGE"]
+    assert len(warned) == 4 and "all rewards are equal" in warned[0], "at the batches 1, 2, 4 and 8"
+    assert events[-1].state_changed.error.reason == "NO_ADVANTAGE"
+
+
+async def test_batches_without_one_rollout_that_came_to_its_own_end_are_told(stack) -> None:
+    await workers(stack, shape=lambda rollout: replace(rollout, is_truncated=True))
+    run = await create(stack)
+    events = await watch(stack, run)
+    warned = [body.message for body in bodies(events, "warning") if body.reason == "ALL_TRUNCATED"]
+    assert len(warned) == 2 and "orchestrator.sampling.max_tokens" in warned[0], "at the batches 1 and 2 of 3"
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+
+
+async def test_groups_that_are_all_too_old_are_told(stack) -> None:
+    def aged(rollout: Rollout) -> Rollout:
+        spans = [[replace(span, version=0) for span in sample.policy_spans] for sample in rollout.samples]
+        samples = [replace(sample, policy_spans=tuple(old)) for sample, old in zip(rollout.samples, spans, strict=True)]
+        return replace(rollout, samples=tuple(samples))
+
+    env, _, _ = await workers(stack, shape=aged)
+    run = await create(stack, max_steps=4, max_off_policy_steps=1)
+    seen = []
+    async with asyncio.timeout(WITHIN_S):
+        request = run_service_pb2.WatchRunRequest(name=run.name)
+        async for response in stream(stack.runs.WatchRun, request):
+            seen.append(response.event)
+            if response.event.warning.reason == "GROUPS_STALE":
+                break
+    assert "orchestrator.max_off_policy_steps" in seen[-1].warning.message
+    assert [body.step for body in bodies(seen, "batch_committed")] == [0, 1], "version 0 may be one step old"
+    env.shape = lambda rollout: rollout
+    assert (await watch(stack, run))[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED

@@ -1,0 +1,1 @@
+"""A stack whose processes are killed, frozen and damaged while it trains."""

@@ -1,0 +1,179 @@
+"""The compose stack of a checkout under a project name of its own: build, start, kill, cut off, look inside."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from millrace_testing.repository import REPOSITORY
+
+ROOT = REPOSITORY
+CEPH = "tests/compose/docker-compose.ceph.yml"
+OURS = ("orchestrator", "env-server", "inference", "trainer")
+COMMAND_S = 120.0
+POLL_S = 0.5
+
+
+def run(argv: Sequence[str], *, timeout_s: float = COMMAND_S, env: dict[str, str] | None = None) -> str:
+    """The command's output; AssertionError with all of it if it fails."""
+    done = subprocess.run(
+        argv, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s
+    )
+    assert done.returncode == 0, f"{' '.join(argv)} ended with {done.returncode}:\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+def free_gib() -> float:
+    """What the disk has left where the engine keeps its data, in GiB; infinite if that is on another machine."""
+    root = Path(run(["docker", "info", "--format", "{{.DockerRootDir}}"]).strip())
+    return shutil.disk_usage(root).free / 2**30 if root.is_dir() else math.inf
+
+
+def until(condition: Callable[[], Any], *, what: str, timeout_s: float) -> Any:
+    """The first true answer; AssertionError naming `what` when there is none in time."""
+    ends = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < ends, f"waited {timeout_s:g} s for {what}"
+        time.sleep(POLL_S)
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Deployment:
+    """One stack. `pip_conf` configures the builds as pip is configured here, where it needs certificates."""
+
+    project: str
+    port: int
+    files: tuple[str, ...] = ("docker-compose.yml", CEPH)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    work: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="millrace-compose-")))
+
+    def __post_init__(self) -> None:
+        cert = os.environ.get("PIP_CERT") or os.environ.get("SSL_CERT_FILE")
+        lines = ["[global]", "timeout = 180", *([f"cert = {cert}"] if cert else [])]
+        (self.work / "pip.conf").write_text("\n".join(lines) + "\n")
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of compose commands."""
+        own = {
+            "COMPOSE_PROJECT_NAME": self.project,
+            "MILLRACE_PORT": str(self.port),
+            "MILLRACE_REGISTRY": "millrace-test",
+            "PIP_CONFIG": str(self.work / "pip.conf"),
+            "DOCKER_BUILDKIT": "1",
+        }
+        return {**os.environ, **own, **self.variables}
+
+    def compose(self, *argv: str, timeout_s: float = COMMAND_S) -> str:
+        """`docker compose …` on this stack."""
+        files = [part for name in self.files for part in ("-f", name)]
+        return run(["docker", "compose", *files, *argv], timeout_s=timeout_s, env=self.env)
+
+    def build(self) -> None:
+        """All images, with a CPU build of torch if the machine's pip has one."""
+        wheels = ROOT / "docker" / "wheels"
+        if not list(wheels.glob("torch-*.whl")):
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
+            run([*pip, "torch==2.13.*"], timeout_s=900)
+        self.compose("build", timeout_s=3000)
+
+    def up(self, *argv: str, timeout_s: float = 400) -> float:
+        """Start and wait until every service is healthy; returns the seconds that took."""
+        began = time.monotonic()
+        try:
+            self.compose("up", "--detach", *argv, timeout_s=timeout_s)
+            for service in OURS:
+                until(lambda name=service: self.is_healthy(name), what=f"{service} to be healthy", timeout_s=timeout_s)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            raise AssertionError(f"{self.project} does not come up: {error}\n{self.state()}") from None
+        return time.monotonic() - began
+
+    def state(self) -> str:
+        """What a person would look at when the stack does not do as it should: disk, containers, their last lines."""
+        listed = self.compose("ps", "--all", "--format", "table {{.Service}}\t{{.Status}}")
+        said = self.compose("logs", "--no-color", "--tail", "15")
+        return f"{free_gib():.1f} GiB of disk left for the engine\n{listed}\n{said}"
+
+    def cli(self, *argv: str, timeout_s: float = 400) -> str:
+        """The `millrace` command inside the stack."""
+        return self.compose("run", "--rm", "-T", "--no-deps", "cli", *argv, timeout_s=timeout_s)
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of the service's containers, running or not."""
+        return self.compose("ps", "--all", "--quiet", service).split()
+
+    def inspect(self, container: str) -> dict[str, Any]:
+        """`docker inspect`."""
+        return json.loads(run(["docker", "inspect", container]))[0]
+
+    def is_healthy(self, service: str) -> bool:
+        """Whether every container of the service runs and passes its health check."""
+        states = [self.inspect(container)["State"] for container in self.containers(service)]
+        return bool(states) and all(s["Running"] and s.get("Health", {}).get("Status") == "healthy" for s in states)
+
+    def kill_main_process(self, service: str) -> None:
+        """SIGKILL the service's own process, the child of the init process; the restart policy does the rest."""
+        (container,) = self.containers(service)
+        before = self.inspect(container)["State"]["StartedAt"]
+        run(["docker", "exec", container, "sh", "-c", "kill -9 $(cat /proc/1/task/1/children)"])
+        until(
+            lambda: self.inspect(container)["State"]["StartedAt"] != before,
+            what=f"the restart policy to start {service} again",
+            timeout_s=60,
+        )
+
+    def kill_container(self, service: str) -> None:
+        """`docker kill`, which triggers no restart policy, then `docker start`."""
+        (container,) = self.containers(service)
+        run(["docker", "kill", container])
+        run(["docker", "start", container])
+
+    def cut(self, service: str, other: str) -> Callable[[], None]:
+        """Drop all packets between two services; returns what heals the network."""
+        (container,), (peer,) = self.containers(service), self.containers(other)
+        pid = str(self.inspect(container)["State"]["Pid"])
+        (network,) = self.inspect(peer)["NetworkSettings"]["Networks"].values()
+        inside = ["nsenter", "--target", pid, "--net", "iptables"]
+        rules = [["OUTPUT", "-d", network["IPAddress"]], ["INPUT", "-s", network["IPAddress"]]]
+        for chain, *rule in rules:
+            run([*inside, "-I", chain, *rule, "-j", "DROP"])
+
+        def heal() -> None:
+            for chain, *rule in rules:
+                dropped = run([*inside, "-L", chain, "1", "-v", "-x", "-n"]).split()[0]
+                run([*inside, "-D", chain, *rule, "-j", "DROP"])
+                assert chain == "INPUT" or int(dropped) > 0, f"nothing that {service} sent to {other} was dropped"
+
+        return heal
+
+    def close(self) -> None:
+        """Remove containers and volumes."""
+        try:
+            self.compose("--profile", "cli", "down", "--volumes", "--timeout", "10", timeout_s=200)
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Remove what was written for builds."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+@contextmanager
+def started(stack: Deployment) -> Iterator[Deployment]:
+    """The stack, up and healthy; removed at the end, and before if an aborted test run left one."""
+    try:
+        stack.compose("--profile", "cli", "down", "--volumes", "--timeout", "5")
+        print(f"\n{stack.project}: {stack.up():.1f} s from up to healthy")
+        yield stack
+    finally:
+        stack.close()

@@ -1,0 +1,1 @@
+"""The fuzz lane: inputs, mutations, targets; `python -m millrace_testing.fuzz.run`."""

@@ -1,0 +1,336 @@
+"""Writes the corpus: small valid objects, made by the code that writes them.
+
+python -m millrace_testing.fuzz.seeds
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.internal.v1 import batch_pb2, env_worker_pb2
+from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample, TrainSample
+from millrace_testing.fuzz.targets import CORPUS
+
+RUN = {
+    "uid": "0123456789ab0123456789abcdef",
+    "name": "a-run",
+    "kind": "RL",
+    "config": {},
+    "run_hash": "0" * 64,
+    "request_id": "r",
+    "create_time": "2026-01-01T00:00:00.000000Z",
+    "code_version": "0.1.0",
+    "labels": {"a": "b"},
+}
+MINIMAL = {
+    "max_steps": 3,
+    "model": {"name": "tiny"},
+    "orchestrator": {"env": [{"id": "reverse-text"}], "rollouts_per_example": 4},
+}
+
+
+def sample() -> Sample:
+    return Sample(
+        token_ids=np.array([1, 2, 3, 4, 5], np.int32),
+        loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
+        inference_logprobs=np.array([0, 0, -1, -0.5, -2], np.float32),
+        policy_spans=(
+            PolicySpan(lineage=0, version=1, start=2, end=3),
+            PolicySpan(lineage=0, version=2, start=3, end=5),
+        ),
+    )
+
+
+def rollout(*, is_ok: bool = True, ordinal: int = 0) -> Rollout:
+    return Rollout(
+        run_uid=RUN["uid"],  # pyright: ignore
+        purpose=Purpose.TRAIN,
+        ordinal=ordinal,
+        member=1,
+        attempt=0,
+        group_size=4,
+        env="reverse-text",
+        task_index=3,
+        task_id="t-3",
+        status=RolloutStatus.OK if is_ok else RolloutStatus.ENV_ERROR,
+        error=None if is_ok else RolloutError(type="ValueError", message="boom"),
+        samples=(sample(),) if is_ok else (),
+        reward=0.5,
+        metrics={"a": 1.0},
+        stop_condition="stop",
+        is_truncated=False,
+        num_turns=1,
+        seconds=1.0,
+        temperature=1.0,
+        env_server="env-server-1",
+        planned_step=2,
+        messages_json='[{"role":"user","content":"x"}]',
+    )
+
+
+def delta_base() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 2**16, 300).astype(np.uint16)
+
+
+def _batch() -> tuple[bytes, bytes]:
+    from millrace.rollouts.batch_wire import pack_batch
+
+    one = sample()
+    made = TrainSample(
+        token_ids=one.token_ids,
+        loss_mask=one.loss_mask,
+        inference_logprobs=one.inference_logprobs,
+        advantages=np.array([0, 0, 1, 1, 1], np.float32),
+        ordinal=1,
+        member=0,
+        attempt=0,
+        env="reverse-text",
+        reward=1.0,
+        temperature=1.0,
+        min_version=1,
+        max_version=2,
+        lineage=0,
+    )
+    header = batch_pb2.BatchHeader(run_uid="u", kind=batch_pb2.BATCH_KIND_TRAIN, step=3)
+    [chunk] = pack_batch(header, [made])
+    return header.SerializeToString(), chunk
+
+
+def _policy() -> bytes:
+    import tempfile
+
+    from millrace.policies.manifest import PolicyPlace
+    from millrace.policies.publishing.publish import PolicyContents, publish_policy
+    from millrace.policies.tensors import TensorBytes
+    from millrace.storage.local import LocalStore
+
+    with tempfile.TemporaryDirectory() as directory:
+        store = LocalStore(Path(directory))
+        tensors = [("w", TensorBytes.from_numpy(np.arange(6, dtype=np.float32)))]
+        made = publish_policy(
+            store,
+            PolicyPlace(prefix="p", uid="u", lineage=0, version=0),
+            PolicyContents(tensors=tensors, files={"config.json": b"{}"}),
+            epoch=1,
+        )
+        return store.get(made.manifest_key)
+
+
+def _safetensors() -> bytes:
+    from millrace.policies.tensors import TensorBytes, pack_safetensors
+
+    return pack_safetensors([("w", TensorBytes.from_numpy(np.arange(6, dtype=np.float32)))])[0]
+
+
+def _deltas() -> Iterator[bytes]:
+    from millrace.policies.delta.codec import encode_piece
+
+    base = delta_base()
+    for share in (0.02, 0.9):
+        new = base.copy()
+        at = np.random.default_rng(1).random(base.size) < share
+        new[at] ^= 3
+        piece = encode_piece(base, new)
+        if piece is not None:
+            yield bytes(piece.data)
+
+
+def _archive_of_events(event: bytes) -> bytes:
+    from millrace.runlog.events.archive import encode_archive
+    from millrace.runlog.redis.entry import Entry
+
+    digest = hashlib.sha256(event).hexdigest()
+    return encode_archive([Entry(id=f"1-{n}", v=2, h=digest, d=event, tp="") for n in (1, 2)])
+
+
+INDEX_SIZES = {"0.bin": 48}
+
+
+def _checkpoint() -> bytes:
+    from millrace.trainer.checkpoint.manifest import FORMAT, CheckpointManifest, CheckpointObject
+
+    one = CheckpointObject(name="0.bin", key="p/runs/u/checkpoints/00000002/e1/0.bin", sha256="0" * 64, size_bytes=48)
+    return CheckpointManifest(
+        format=FORMAT,
+        run_uid="u",
+        run_hash="0" * 64,
+        step=2,
+        lineage=0,
+        chain_hash="0" * 64,
+        epoch=1,
+        world_size=1,
+        determinism="strict",
+        conditions={"torch": "2"},
+        objects=(one,),
+        created="2026-01-01T00:00:00.000+00:00",
+    ).to_bytes()
+
+
+def _index() -> bytes:
+    from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, encode_index
+
+    pieces = (ShardPiece("0.bin", 0, 0, 6), ShardPiece("0.bin", 24, 6, 6))
+    return encode_index([ShardTensor(name="w", dtype="float32", shape=(3, 4), pieces=pieces)])
+
+
+def _log_objects() -> Iterator[tuple[str, bytes]]:
+    from millrace.runlog.attest import Attestation
+    from millrace.runlog.seal import Seal
+
+    now, hexes = "2026-01-01T00:00:00+00:00", "0" * 64
+    objects = {"run.json": hexes}
+    yield "seal", Seal(run_uid="u", state="FAILED", chain_hash=hexes, objects=objects, by="o", time=now).encode()
+    yield (
+        "attestation",
+        Attestation(
+            run_uid="u",
+            run="a",
+            step=3,
+            chain_hash=hexes,
+            seal_sha256="",
+            time=now,
+            algorithm="ed25519",
+            key_id="k",
+            signature="00",
+        ).encode(),
+    )
+    yield "reopening", _reopening()
+
+
+def _reopening() -> bytes:
+    from dataclasses import fields
+
+    from millrace.runlog.records.revisions import Reopening
+
+    return json.dumps({each.name: 1 if each.type is int else "x" for each in fields(Reopening)}).encode()
+
+
+def _status() -> bytes:
+    from millrace.errors import InvalidSpecError, Violation
+    from millrace.rpc.status import to_status
+
+    error = InvalidSpecError([Violation(field="a", value="1", message="b", source="c")], remedy="d")
+    return to_status(error, request_id="r").SerializeToString()
+
+
+def corpus() -> Iterator[tuple[str, bytes]]:
+    """Target and input."""
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+    from millrace.rollouts.scores import encode_scores
+    from millrace.rollouts.wire import encode_archive, encode_rollout, rollout_to_proto
+    from millrace.v1 import event_pb2, run_pb2
+
+    good, failed = rollout(), rollout(is_ok=False, ordinal=1)
+    yield from (("rollout", encode_rollout(one)) for one in (good, failed))
+    yield from (("rollout_archive", encode_archive(some)) for some in ([], [good, failed]))
+    header, chunk = _batch()
+    yield "batch_header", header
+    yield "batch_chunk", chunk
+    yield "scores", encode_scores(good.samples, [np.array([0, 0, -1, -1, -1], np.float32)])
+    changed = event_pb2.StateChanged(new_state=run_pb2.RUN_STATE_RUNNING)
+    event = event_pb2.Event(writer="w", writer_sequence=3, time=Timestamp(seconds=5), state_changed=changed)
+    data = event.SerializeToString()
+    yield "event", data
+    yield "event_archive", _archive_of_events(data)
+    yield "entry", b"|".join([b"1-7", b"2", hashlib.sha256(data).hexdigest().encode(), data, b""])
+    yield "intent", json.dumps({"kind": "pause", "payload": {"reason": "x"}, "time": 1.0}).encode()
+    yield "epoch", json.dumps({"owner": "orchestrator-1"}).encode()
+    run = json.dumps(RUN).encode()
+    fork = {"uid": "u", "step": 3, "base_step": 2, "chain_hash": "0" * 64, "name": "p"}
+    yield from (("origin", one) for one in (run, json.dumps({**RUN, "parent": fork}).encode()))
+    yield "run_hash", run
+    yield "run_json", run
+    yield "header_state", json.dumps({"num_duplicates": 1, "read_until": "1-2", "scored_whole": []}).encode()
+    yield "policy_manifest", _policy()
+    yield (
+        "adapter_config",
+        json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}).encode(),
+    )
+    yield "safetensors", _safetensors()
+    yield from (("delta_frame", frame) for frame in _deltas())
+    yield "checkpoint_manifest", _checkpoint()
+    yield "checkpoint_index", _index()
+    yield from _log_objects()
+    for tree in (MINIMAL, {**MINIMAL, "trainer": {"optim": {"lr": 1e-4}}, "ckpt": {"interval": 2}}):
+        yield "config_document", json.dumps(tree).encode()
+        yield "config_json", json.dumps(tree).encode()
+    toml = ["max_steps = 3", "[model]", 'name = "tiny"', "[orchestrator]", "rollouts_per_example = 4"]
+    toml += ["[[orchestrator.env]]", 'id = "reverse-text"', "args = {a = 1}", ""]
+    yield "config_toml", "\n".join(toml).encode()
+    argv = ["--max-steps", "3", "--model.name", "tiny", "--orchestrator.rollouts-per-example", "4"]
+    argv += ["--orchestrator.env", '[{"id": "a"}]', "", "seed=4", "trainer__optim__lr=1e-4"]
+    yield "config_argv", "\n".join(argv).encode()
+    loaded = env_worker_pb2.WorkerReport(
+        ended=env_worker_pb2.PlayEnded(play_id=1, rollouts=[rollout_to_proto(good)])
+    ).SerializeToString()
+    yield "worker_frame", len(loaded).to_bytes(4, "little") + loaded
+    yield "rpc_status", _status()
+    yield "tokens_file", b"# people\nsha256:" + b"0" * 64 + b" alice expires=2030-01-31T12:00:00Z\n"
+    yield from surface()
+    yield "stack_json", json.dumps({"pid": 1, "address": "127.0.0.1:1", "processes": []}).encode()
+
+
+def surface() -> Iterator[tuple[str, bytes]]:
+    """Calls of the gRPC and HTTP APIs: the name of what is called, a line end, the message or body."""
+    from millrace_testing.fuzz.surface import HTTP_BODIES, methods
+
+    for path, method in methods().items():
+        yield "grpc", path.encode() + b"\n" + _request(method).SerializeToString()
+    for path, bodies in HTTP_BODIES.items():
+        for body in bodies:
+            yield "http", path.encode() + b"\n" + json.dumps(body).encode()
+
+
+def _request(message_type: type) -> Any:
+    from millrace.internal.v1 import env_service_pb2, policy_service_pb2, worker_service_pb2
+    from millrace.v1 import run_service_pb2
+
+    request: Any = message_type()
+    for name in ("name", "parent"):
+        if name in request.DESCRIPTOR.fields_by_name:
+            setattr(request, name, "runs/fuzz")
+    match request:
+        case run_service_pb2.CreateRunRequest():
+            request.kind, request.config_json, request.validate_only = 1, json.dumps(MINIMAL), True
+            request.labels["a"] = "b"
+        case worker_service_pb2.RegisterWorkerRequest():
+            worker = worker_service_pb2.Worker(worker_id="w", kind=1, address="127.0.0.1:1", capacity=1, slot="s")
+            request.worker.CopyFrom(worker)
+        case worker_service_pb2.HeartbeatRequest():
+            request.worker_id = "w"
+            request.waits.add(reason="a", age_seconds=1.0)
+            request.policy.version = 1
+        case env_service_pb2.PlayGroupRequest():
+            request.sampling.CopyFrom(env_service_pb2.Sampling(temperature=1.0, max_tokens=4, extra_body_json="{}"))
+            request.env.CopyFrom(env_service_pb2.EnvSpec(name="e", id="e", args_json="{}"))
+            request.run_uid, request.purpose, request.group_size = "u", 1, 1
+            request.members.append(0)
+            request.base_url, request.rollout_timeout_seconds = "http://127.0.0.1:1/v1", 5.0
+        case env_service_pb2.OpenEnvRequest():
+            request.env.CopyFrom(env_service_pb2.EnvSpec(name="e", id="e", args_json="{}"))
+        case env_service_pb2.ListPlayingRequest() | env_service_pb2.CancelGroupsRequest():
+            request.run_uid = "u"
+        case policy_service_pb2.UpdatePolicyRequest():
+            request.run_uid, request.policy.manifest_key = "u", "p/runs/u/policies/x/manifest.json"
+            request.policy.manifest_sha256, request.wait_seconds = bytes(32), 0.0
+    return request
+
+
+def main() -> None:
+    """Write every input under its target, numbered."""
+    numbers: dict[str, int] = {}
+    for name, data in corpus():
+        path = CORPUS / name / f"{numbers.setdefault(name, 0)}.bin"
+        numbers[name] += 1
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    print(f"{sum(numbers.values())} inputs of {len(numbers)} targets")
+
+
+if __name__ == "__main__":
+    main()

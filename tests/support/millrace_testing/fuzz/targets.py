@@ -1,0 +1,449 @@
+"""Every decoder of foreign bytes, as a target: how it is called, how its inputs are damaged, what must come back.
+
+A target returns a value or raises a `MillraceError` (a decoder may name further errors that its callers take). Where
+`encode` is given, what was decoded and encoded again must decode to something equal.
+"""
+
+import asyncio
+import hashlib
+import importlib
+import json
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from millrace.errors import MillraceError
+from millrace_testing.fuzz import mutate as m
+from millrace_testing.repository import REPOSITORY
+
+CORPUS = REPOSITORY / "tests" / "fuzz" / "corpus"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One decoder. `load` gives its functions; it imports what it needs, in the process that fuzzes it."""
+
+    name: str
+    load: Callable[[], tuple[Callable[[bytes], Any], Callable[[Any], bytes] | None]]
+    mutate: Callable[[], m.Mutate] = field(default=lambda: m.bytes_of)
+    errors: tuple[type[BaseException], ...] = (MillraceError,)
+    known: str = ""
+    """Why failures are expected: somebody mends them. Such a target is run and counted, and does not fail the lane."""
+    answers_all: bool = True
+    """Every input of the corpus decodes; else some may be refused."""
+    max_s: float = 2.0
+    """Longest time for one input."""
+    weight: int = 1
+    """Shares of the time that it gets."""
+
+    def seeds(self) -> list[bytes]:
+        """The inputs of the corpus."""
+        return [path.read_bytes() for path in sorted((CORPUS / self.name).iterdir())]
+
+
+def _of(module: str, name: str, *, encode: str = "", **more: Any) -> Callable[[], tuple[Any, Any]]:
+    """`load` for `module.name(data, **more)` and the method or function `encode` of what it returns."""
+
+    def load() -> tuple[Any, Any]:
+        found: Any = importlib.import_module(f"millrace.{module}")
+        for part in name.split("."):
+            found = getattr(found, part)
+        back = None
+        if encode.startswith("."):
+            back = lambda value: getattr(value, encode[1:])()  # noqa: E731
+        elif encode:
+            back = getattr(importlib.import_module(f"millrace.{module}"), encode)
+        return (lambda data: found(data, **more)), back
+
+    return load
+
+
+def _pb(module: str, name: str) -> Callable[[], m.Mutate]:
+    return lambda: m.message_of(getattr(importlib.import_module(f"millrace.{module}"), name))
+
+
+def _json() -> m.Mutate:
+    return m.json_of
+
+
+def _unzstd(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdDecompressor().decompress(data, max_output_size=1 << 24)
+
+
+def _zstd(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
+
+
+def _archive() -> tuple[Any, Any]:
+    from millrace.rollouts import wire
+
+    def in_order(data: bytes) -> list[Any]:
+        return sorted(wire.decode_archive(data), key=lambda r: (r.ordinal, r.attempt, r.member))
+
+    return in_order, wire.encode_archive
+
+
+def _chunk() -> tuple[Any, Any]:
+    from millrace.rollouts import batch_wire
+
+    return (lambda data: batch_wire.decode_chunk(data, 5, "chunk") and None), None
+
+
+def _scores() -> tuple[Any, Any]:
+    from millrace.rollouts.scores import with_scores
+    from millrace_testing.fuzz.seeds import rollout
+
+    return (lambda data: with_scores(rollout(), data, where="x") and None), None
+
+
+def _scores_mutate() -> m.Mutate:
+    def wrap(body: bytes) -> bytes:
+        return b"MRSCORE1" + hashlib.sha256(body).digest() + body
+
+    return m.wrapped(m.bytes_of, lambda data: data[40:], wrap)
+
+
+def _event() -> tuple[Any, Any]:
+    from millrace.runlog.events.reader import decode_event
+    from millrace.runlog.redis.entry import Entry
+
+    return (lambda data: decode_event(Entry(id="1-7", v=2, h="", d=data, tp=""))), None
+
+
+def _event_archive() -> tuple[Any, Any]:
+    from millrace.runlog.events import archive as event_archive
+
+    return (lambda data: list(event_archive.decode_archive(data, "x"))), event_archive.encode_archive
+
+
+def _entry() -> tuple[Any, Any]:
+    from millrace.runlog.redis.entry import decode_entry
+
+    def decode(data: bytes) -> Any:
+        parts = data.split(b"|", 4)
+        names = (b"v", b"h", b"d", b"tp")
+        return decode_entry("key", parts[0], dict(zip(names, parts[1:], strict=False)))
+
+    return decode, None
+
+
+def _entry_mutate() -> m.Mutate:
+    def wrap(data: bytes) -> bytes:
+        parts = data.split(b"|", 4)
+        if len(parts) == 5:
+            parts[2] = hashlib.sha256(parts[3]).hexdigest().encode()
+        return b"|".join(parts)
+
+    return m.wrapped(m.bytes_of, lambda data: data, wrap)
+
+
+class _Store:
+    """An object store with one object."""
+
+    def __init__(self, key: str, data: bytes) -> None:
+        self.key, self.data = key, data
+
+    def get(self, key: str, **_: Any) -> bytes:
+        return self.data
+
+    def list(self, prefix: str, **_: Any) -> Iterator[Any]:
+        yield SimpleNamespace(key=self.key, size=len(self.data), modified=0.0)
+
+    def uri(self, key: str) -> str:
+        return f"memory://{key}"
+
+
+def _intent() -> tuple[Any, Any]:
+    from millrace.runlog.names import Names
+    from millrace.runlog.records import intents
+
+    names = Names("p", "u")
+    return (lambda data: intents.load_intents(_Store(names.intent(1), data), names, 0)), None  # pyright: ignore
+
+
+def _epoch() -> tuple[Any, Any]:
+    from millrace.runlog.names import Names
+    from millrace.runlog.records.epochs import epoch_owner
+
+    names = Names("p", "u")
+    return (lambda data: epoch_owner(_Store(names.epoch("trainer", 1), data), names, "trainer", 1)), None  # pyright: ignore
+
+
+def _record() -> tuple[Any, Any]:
+    from millrace.orchestrator.runs.run_view import RunView
+    from millrace.runlog.records.run_record import RunRecord
+
+    def decode(data: bytes) -> Any:
+        record = RunRecord.decode(data, where="x")
+        RunView(record)
+        return record
+
+    return decode, lambda record: record.encode()
+
+
+def _sealed_frame(body: bytes) -> bytes:
+    lead = _delta_lead()
+    return lead[:4] + struct.pack("<I", zlib.crc32(body)) + body
+
+
+@cache
+def _delta_lead() -> bytes:
+    return (CORPUS / "delta_frame" / "0.bin").read_bytes()[:8]
+
+
+def _delta() -> tuple[Any, Any]:
+    from millrace.policies.delta.codec import decode_piece
+    from millrace_testing.fuzz.seeds import delta_base
+
+    base = delta_base()
+    return (lambda data: decode_piece(data, base) and None), None
+
+
+def _checksum_mutate() -> m.Mutate:
+    from millrace.storage.commit_points import with_checksum
+
+    return m.wrapped(m.json_of, lambda data: data, lambda data: with_checksum(json.loads(data)))
+
+
+def _index() -> tuple[Any, Any]:
+    from millrace.trainer.checkpoint.index import decode_index, encode_index
+    from millrace_testing.fuzz.seeds import INDEX_SIZES
+
+    return (lambda data: decode_index(data, sizes=INDEX_SIZES, source="x")), lambda v: encode_index(v.values())
+
+
+def _config() -> tuple[Any, Any]:
+    from millrace.config.load import validate_document
+
+    return validate_document, lambda config: config.resolved_json().encode()
+
+
+def _config_file(suffix: str) -> Callable[[], tuple[Any, Any]]:
+    def load() -> tuple[Any, Any]:
+        from millrace.config.load import load as load_config
+        from millrace.config.sections.rl import RLConfig
+
+        directory = Path(tempfile.mkdtemp(prefix="millrace-fuzz-"))
+
+        def decode(data: bytes) -> Any:
+            (directory / f"a{suffix}").write_bytes(data)
+            return load_config(RLConfig, ["@", f"a{suffix}"], {}, cwd=directory) and None
+
+        return decode, None
+
+    return load
+
+
+def _config_argv() -> tuple[Any, Any]:
+    from millrace.config.load import load as load_config
+    from millrace.config.sections.rl import RLConfig
+
+    def decode(data: bytes) -> Any:
+        line, _, variables = data.decode("utf-8", "surrogateescape").partition("\n\n")
+        pairs = (text.partition("=") for text in variables.split("\n") if text)
+        env = {f"MILLRACE_CONFIG__{name}": value for name, _, value in pairs}
+        return load_config(RLConfig, [text for text in line.split("\n") if "@" not in text], env) and None
+
+    return decode, None
+
+
+def _frame() -> tuple[Any, Any]:
+    from millrace.env_server.workers.frames import encode_frame, read_frame
+    from millrace.internal.v1 import env_worker_pb2
+
+    loop = asyncio.new_event_loop()
+
+    async def read(data: bytes) -> Any:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await read_frame(reader, env_worker_pb2.WorkerReport)
+
+    return (lambda data: loop.run_until_complete(read(data))), lambda v: b"" if v is None else encode_frame(v)
+
+
+def _frame_mutate() -> m.Mutate:
+    from millrace.internal.v1 import env_worker_pb2
+
+    inner = m.message_of(env_worker_pb2.WorkerReport)
+    return m.wrapped(inner, lambda data: data[4:], lambda body: struct.pack("<I", len(body)) + body)
+
+
+def _status() -> tuple[Any, Any]:
+    import grpc
+
+    from millrace.rpc.status import from_rpc_error
+
+    class Call(grpc.RpcError):
+        def __init__(self, data: bytes) -> None:
+            self.data = data
+
+        def code(self) -> Any:
+            return grpc.StatusCode.INVALID_ARGUMENT
+
+        def details(self) -> str:
+            return "x"
+
+        def trailing_metadata(self) -> Any:
+            return (("grpc-status-details-bin", self.data),)
+
+    return (lambda data: str(from_rpc_error(Call(data))) and None), None
+
+
+def _tokens() -> tuple[Any, Any]:
+    from millrace.rpc.tokens import TokensFile
+
+    path = Path(tempfile.mkdtemp(prefix="millrace-fuzz-")) / "tokens"
+
+    def decode(data: bytes) -> Any:
+        path.write_bytes(data)
+        return TokensFile(path, field="MILLRACE_TOKENS_FILE").find("x")
+
+    return decode, None
+
+
+def _stack() -> tuple[Any, Any]:
+    from millrace.cli.address import is_of_stack
+
+    path = Path(tempfile.mkdtemp(prefix="millrace-fuzz-")) / "stack.json"
+
+    def decode(data: bytes) -> Any:
+        path.write_bytes(data)
+        return is_of_stack("127.0.0.1:1", path)
+
+    return decode, None
+
+
+def _read_places() -> tuple[Any, Any]:
+    from millrace.policies.tensors import read_places
+
+    return (lambda data: read_places(data, source="x")), None
+
+
+def _places_mutate() -> m.Mutate:
+    def split(data: bytes) -> bytes:
+        return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+    return m.wrapped(m.json_of, split, lambda head: len(head).to_bytes(8, "little") + head + bytes(64))
+
+
+def _surface(name: str) -> Callable[[], tuple[Any, Any]]:
+    def load() -> tuple[Any, Any]:
+        from millrace_testing.fuzz import surface
+
+        return getattr(surface, name)().call, None
+
+    return load
+
+
+def _grpc_mutate() -> m.Mutate:
+    from millrace_testing.fuzz.surface import methods
+
+    known = {path.encode(): m.message_of(kind) for path, kind in methods().items()}
+
+    def mutate(rng: Any, data: bytes) -> bytes:
+        path, _, body = data.partition(b"\n")
+        return (path if path in known else next(iter(known))) + b"\n" + known.get(path, m.bytes_of)(rng, body)
+
+    return mutate
+
+
+def _http_mutate() -> m.Mutate:
+    def mutate(rng: Any, data: bytes) -> bytes:
+        from millrace_testing.fuzz.surface import HTTP_BODIES
+
+        path, _, body = data.partition(b"\n")
+        path = path if path.decode("latin-1") in HTTP_BODIES else b"/v1/completions"
+        return path + b"\n" + m.json_of(rng, body)
+
+    return mutate
+
+
+TARGETS = [
+    Target(
+        name="rollout",
+        load=_of("rollouts.wire", "decode_rollout", encode="encode_rollout"),
+        mutate=_pb("internal.v1.rollout_pb2", "Rollout"),
+    ),
+    Target(
+        name="rollout_archive",
+        load=_archive,
+        mutate=lambda: m.wrapped(_pb("internal.v1.rollout_pb2", "RolloutArchive")(), _unzstd, _zstd),
+    ),
+    Target(
+        name="batch_header",
+        load=_of("rollouts.batch_wire", "decode_header", encode=".SerializeToString"),
+        mutate=_pb("internal.v1.batch_pb2", "BatchHeader"),
+    ),
+    Target(name="batch_chunk", load=_chunk, mutate=_pb("internal.v1.batch_pb2", "BatchChunk")),
+    Target(name="scores", load=_scores, mutate=_scores_mutate),
+    Target(name="event", load=_event, mutate=_pb("v1.event_pb2", "Event")),
+    Target(
+        name="event_archive",
+        load=_event_archive,
+        mutate=lambda: m.wrapped(m.bytes_of, _unzstd, _zstd),
+    ),
+    Target(name="entry", load=_entry, mutate=_entry_mutate),
+    Target(name="intent", load=_intent, mutate=_json),
+    Target(name="epoch", load=_epoch, mutate=_json),
+    Target(name="origin", load=_of("runlog.records.origin", "parse_origin", where="x"), mutate=_json),
+    Target(name="run_hash", load=_of("runlog.redis.log", "parse_run_hash"), mutate=_json),
+    Target(name="run_json", load=_record, mutate=_json),
+    Target(name="header_state", load=_of("orchestrator.drive.batcher", "decode_state"), mutate=_json),
+    Target(
+        name="policy_manifest",
+        load=_of("policies.manifest", "PolicyManifest.from_bytes", encode=".to_bytes", source="x"),
+        mutate=_checksum_mutate,
+    ),
+    Target(
+        name="adapter_config",
+        load=_of("policies.adapter", "parse_adapter_config", source="x"),
+        mutate=_json,
+    ),
+    Target(name="safetensors", load=_read_places, mutate=_places_mutate),
+    Target(
+        name="delta_frame",
+        load=_delta,
+        mutate=lambda: m.wrapped(m.bytes_of, lambda data: data[8:], _sealed_frame),
+    ),
+    Target(
+        name="checkpoint_manifest",
+        load=_of("trainer.checkpoint.manifest", "CheckpointManifest.from_bytes", encode=".to_bytes", source="x"),
+        mutate=_checksum_mutate,
+    ),
+    Target(name="checkpoint_index", load=_index, mutate=_json),
+    Target(name="seal", load=_of("runlog.seal", "Seal.decode", encode=".encode", where="x"), mutate=_json),
+    Target(
+        name="attestation", load=_of("runlog.attest", "Attestation.decode", encode=".encode", where="x"), mutate=_json
+    ),
+    Target(name="reopening", load=_of("runlog.records.revisions", "parse_reopening", where="x"), mutate=_json),
+    Target(name="config_document", load=_config, mutate=_json),
+    Target(name="config_toml", load=_config_file(".toml")),
+    Target(name="config_json", load=_config_file(".json"), mutate=_json),
+    Target(name="config_argv", load=_config_argv),
+    Target(name="worker_frame", load=_frame, mutate=_frame_mutate),
+    Target(name="rpc_status", load=_status, mutate=lambda: m.message_of(_status_type())),
+    Target(name="tokens_file", load=_tokens),
+    Target(name="grpc", load=_surface("Grpc"), mutate=_grpc_mutate, answers_all=False, max_s=10.0, weight=4),
+    Target(name="http", load=_surface("Http"), mutate=_http_mutate, answers_all=False, max_s=10.0, weight=4),
+    Target(name="stack_json", load=_stack, mutate=_json),
+]
+
+
+def _status_type() -> Any:
+    from google.rpc import status_pb2
+
+    return status_pb2.Status
+
+
+BY_NAME = {target.name: target for target in TARGETS}

@@ -1,0 +1,1 @@
+"""Tiny models, engines that stand in for vLLM, and real vLLM servers."""

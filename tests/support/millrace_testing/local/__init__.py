@@ -1,0 +1,1 @@
+"""Services that stand in for the real ones in a one-machine stack."""

@@ -1,0 +1,14 @@
+"""The `millrace` command with the fake services of this folder in place of the real ones."""
+
+import sys
+
+from millrace.cli.interrupts import listen_early
+from millrace.cli.main import main
+
+listen_early()  # as the real command does, whose imports come later
+
+from millrace.local import stack  # noqa: E402
+
+stack.SERVICES.update({name: f"millrace_testing.local.fake_{name.replace('-', '_')}" for name in stack.SERVICES})
+
+sys.exit(main())

@@ -1,0 +1,7 @@
+"""The fake inference process."""
+
+import sys
+
+from millrace_testing.local.fake_service import main
+
+sys.exit(main("inference"))

@@ -1,0 +1,7 @@
+"""The fake trainer process."""
+
+import sys
+
+from millrace_testing.local.fake_service import main
+
+sys.exit(main("trainer"))

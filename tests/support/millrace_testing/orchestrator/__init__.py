@@ -1,0 +1,1 @@
+"""Workers and runs around an orchestrator under test."""

@@ -1,0 +1,129 @@
+"""What the orchestrator's integration tests share."""
+
+import asyncio
+
+from millrace.config.load import validate_document
+from millrace.internal.v1 import batch_pb2
+from millrace.rpc.channel import call, stream
+from millrace.runlog import RunLog, load_headers
+from millrace.runlog.audit import audit_run
+from millrace.v1 import run_pb2, run_service_pb2
+
+CONFIG = {
+    "model": {"name": "m"},
+    "max_steps": 3,
+    "seq_len": 64,
+    "orchestrator": {
+        "batch_size": 8,
+        "rollouts_per_example": 4,
+        "rollout_timeout_s": 5.0,
+        "env": [{"id": "reverse-text"}],
+        "sampling": {"max_tokens": 8},
+        "eval": {"rollouts_per_example": 2},
+    },
+}
+
+
+def config_json(*, max_steps: int = 3, **orchestrator) -> str:
+    document = {**CONFIG, "max_steps": max_steps, "orchestrator": {**CONFIG["orchestrator"], **orchestrator}}
+    return validate_document(document).resolved_json()
+
+
+async def create(stack, *, run_id: str = "", request_id: str = "", **orchestrator) -> run_pb2.Run:
+    request = run_service_pb2.CreateRunRequest(
+        kind=run_pb2.RUN_KIND_RL, config_json=config_json(**orchestrator), run_id=run_id, request_id=request_id
+    )
+    return (await call(stack.runs.CreateRun, request)).run
+
+
+async def watch(stack, run: run_pb2.Run, *, timeout_s: float = 40.0) -> list:
+    async with asyncio.timeout(timeout_s):
+        responses = stream(stack.runs.WatchRun, run_service_pb2.WatchRunRequest(name=run.name))
+        return [response.event async for response in responses if response.HasField("event")]
+
+
+def bodies(events, kind: str) -> list:
+    return [getattr(event, kind) for event in events if event.WhichOneof("body") == kind]
+
+
+async def until(condition, *, timeout_s: float = 60.0, what: str = "") -> None:
+    """Return when `condition()` is true, which may be awaitable; fails after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await _value(condition()):
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"not within {timeout_s:g} s: {what or condition}") from None
+
+
+async def _value(result):
+    return await result if asyncio.iscoroutine(result) else result
+
+
+async def get(stack, run: run_pb2.Run) -> run_pb2.Run:
+    return (await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name=run.uid))).run
+
+
+async def has_state(stack, run: run_pb2.Run, state: run_pb2.RunState) -> bool:
+    return (await get(stack, run)).state == state
+
+
+def states(events) -> list[str]:
+    return [run_pb2.RunState.Name(change.new_state)[10:] for change in bodies(events, "state_changed")]
+
+
+def resolutions(headers) -> dict[int, tuple[int, str, int]]:
+    """Outcome, reason and attempts of every ordinal; fails if one is resolved twice, or one is left out."""
+    found = {}
+    for header in headers:
+        for item in header.resolutions:
+            assert item.ordinal not in found, f"ordinal {item.ordinal} is resolved twice"
+            found[item.ordinal] = (item.outcome, item.reason, item.attempts)
+    assert sorted(found) == list(range(len(found))), "no ordinal is left out"
+    return found
+
+
+def numbers(events) -> dict[str, list[int]]:
+    """The numbers of the events of each writer, in the order in which they came."""
+    found: dict[str, list[int]] = {}
+    for event in events:
+        found.setdefault(event.writer, []).append(event.writer_sequence)
+    return found
+
+
+async def log_of(stack, run) -> RunLog:
+    return await RunLog.open(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
+
+
+async def restart_orchestrator(stack) -> None:
+    port = int(stack.address.rpartition(":")[2])
+    await stack.kill_orchestrator()
+    await stack.start_orchestrator(port)
+
+
+async def pause(stack, run, reason: str = "") -> None:
+    await call(stack.runs.PauseRun, run_service_pb2.PauseRunRequest(name=run.name, reason=reason))
+
+
+async def resume(stack, run) -> None:
+    await call(stack.runs.ResumeRun, run_service_pb2.ResumeRunRequest(name=run.name))
+
+
+async def wipe(stack) -> None:
+    """Delete every key of the deployment, as FLUSHALL would; other tests share the server."""
+    redis = stack.deps["redis"]
+    keys = [key async for key in redis.scan_iter(match=f"{stack.prefix}:*", count=1000)]
+    if keys:
+        await redis.delete(*keys)
+
+
+async def headers_of(stack, run) -> list[batch_pb2.BatchHeader]:
+    return (await load_headers(await log_of(stack, run)))[0]
+
+
+async def require_clean(stack, run) -> None:
+    report = await audit_run(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
+    # The fake trainer writes no policies, no checkpoints and no reports.
+    theirs = ("POLICY_", "STEP_NOT_REPORTED")
+    ours = [v for v in report.violations if "/policies/" not in v.message and not v.check.startswith(theirs)]
+    assert not ours, ours

@@ -1,0 +1,1 @@
+"""Recorded runs: logs, policies, events, and a client that plays them."""

@@ -1,0 +1,348 @@
+"""A small run that is recorded as the services record one: three steps, a closing header, policies, events."""
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import redis.asyncio as redis_asyncio
+
+from millrace.internal.v1 import batch_pb2, policy_pb2
+from millrace.rollouts.batch_wire import pack_batch
+from millrace.rollouts.types import (
+    PolicySpan,
+    Purpose,
+    Rollout,
+    RolloutError,
+    RolloutStatus,
+    Sample,
+    TrainSample,
+)
+from millrace.rollouts.wire import decode_archive, encode_archive, encode_rollout
+from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch
+from millrace.runlog.audit import audit_run
+from millrace.runlog.events import archive as event_archive
+from millrace.runlog.events.archive import EventArchive
+from millrace.runlog.names import Deployment
+from millrace.runlog.records.known import KnownObjects
+from millrace.runlog.records.origin import load_origin
+from millrace.runlog.records.scores import load_scores, name_scores, store_scores
+from millrace.runlog.seal import write_seal
+from millrace.storage import ObjectStore
+from millrace.storage.commit_points import revision_key, with_checksum
+from millrace.v1 import event_pb2, run_pb2
+from millrace_testing.runlog.recorded_policies import Publisher, manifest_sha256, sha256
+
+STEPS = 3
+MEMBERS = 2
+RUN_HASH = "ab" * 32
+NUM_REPORTS = 1 + 2 * STEPS + 2
+"""Events of the trainer: its versions, its steps, two checkpoints."""
+NUM_EVENTS = NUM_REPORTS + STEPS + 1
+"""With those of the orchestrator: its batches, and the end."""
+ENDED_AT = 1_700_000_000
+"""When the recorded runs ended: long ago (seconds since the epoch)."""
+
+
+@dataclass
+class Recorded:
+    """The run, and what tests damage of it."""
+
+    log: RunLog
+    redis: redis_asyncio.Redis
+    store: ObjectStore
+    chain: bytes = bytes(32)
+    chains: list[bytes] = field(default_factory=list)
+    headers: list[batch_pb2.BatchHeader] = field(default_factory=list)
+    publishers: dict[int, Publisher] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def names(self):
+        return self.log.names
+
+    def header(self, step: int) -> batch_pb2.BatchHeader:
+        return batch_pb2.BatchHeader.FromString(self.store.get(self.names.batch_header(step)))
+
+
+def rollout(uid: str, *, ordinal: int, member: int, attempt: int = 0, **fields) -> Rollout:
+    """An OK rollout of five tokens."""
+    status = fields.pop("status", RolloutStatus.OK)
+    is_ok = status is RolloutStatus.OK
+    sample = Sample(
+        token_ids=np.arange(5, dtype=np.int32) + fields.pop("first_token", 0),
+        loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
+        inference_logprobs=np.array([0, 0, -1, -1, -1], np.float32),
+        policy_spans=(PolicySpan(lineage=0, version=0, start=2, end=5),),
+    )
+    return Rollout(
+        run_uid=uid,
+        purpose=Purpose.TRAIN,
+        ordinal=ordinal,
+        member=member,
+        attempt=attempt,
+        group_size=MEMBERS,
+        env="e",
+        task_index=ordinal,
+        task_id=f"t/{ordinal}",
+        status=status,
+        error=None if is_ok else RolloutError(type="E", message="m"),
+        samples=(sample,) if is_ok else (),
+        reward=float(fields.pop("reward", member)),
+        **fields,
+    )
+
+
+def _train_sample(played: Rollout) -> TrainSample:
+    sample = played.samples[0]
+    return TrainSample(
+        token_ids=sample.token_ids,
+        loss_mask=sample.loss_mask,
+        inference_logprobs=sample.inference_logprobs,
+        advantages=np.ones(5, np.float32),
+        ordinal=played.ordinal,
+        member=played.member,
+        attempt=played.attempt,
+        env=played.env,
+        reward=played.reward,
+        temperature=1.0,
+        min_version=0,
+        max_version=0,
+        lineage=0,
+    )
+
+
+def _resolution(ordinal: int, reason: str = "") -> batch_pb2.Resolution:
+    outcome = batch_pb2.ORDINAL_OUTCOME_DROPPED if reason else batch_pb2.ORDINAL_OUTCOME_TRAINED
+    return batch_pb2.Resolution(ordinal=ordinal, env="e", task_id=f"t/{ordinal}", outcome=outcome, reason=reason)
+
+
+async def append_rollout(run: Recorded, played: Rollout) -> str:
+    """Append a rollout to the stream; returns the id of its entry."""
+    (await run.log.append_rollout(encode_rollout(played))).require("rollout")
+    return await run.log.last_id(Stream.ROLLOUTS) or ""
+
+
+def publish(run: Recorded, version: int, *, lineage: int = 0) -> policy_pb2.PolicyEntry:
+    """A policy's objects and manifest, as trainers publish them."""
+    if lineage not in run.publishers:
+        run.publishers[lineage] = Publisher(store=run.store, names=run.names, lineage=lineage, seed=run.seed)
+    return run.publishers[lineage].publish(version)
+
+
+def publish_anew(run: Recorded, version: int) -> str:
+    """What a trainer does about a damaged version: new objects, and a successor; returns the successor's key."""
+    key = run.names.policy_manifest(0, version)
+    manifest, successor = json.loads(run.store.get(key)), revision_key(key, 1)
+    for item in [item for encoding in manifest["encodings"] for item in encoding["objects"]]:
+        data, item["key"] = run.store.get(item["key"]), item["key"] + ".again"
+        run.store.create(item["key"], data)
+    run.store.create(successor, json.dumps({**manifest, "key": successor}).encode())
+    return successor
+
+
+def checkpoint(run: Recorded, step: int) -> event_pb2.Event:
+    """A checkpoint's object and manifest, as the trainer's CheckpointStore names them; returns its event."""
+    names, data = run.names, f"state {step}".replace(" ", str(run.seed or " ")).encode()
+    key = f"{names.checkpoint(step)}e00000001-abcd/shard.distcp"
+    run.store.put(key, data)
+    manifest = {
+        "format": 2,
+        "run_uid": names.uid,
+        "run_hash": run.log.run_hash,
+        "step": step,
+        "lineage": 0,
+        "chain_hash": (run.chains[step - 1] if step else bytes(32)).hex(),
+        "objects": [
+            {"name": "shard.distcp", "key": key, "sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
+        ],
+    }
+    stored = with_checksum(manifest)
+    assert run.store.create(names.checkpoint_manifest(step), stored)
+    return event_pb2.Event(checkpoint_saved=event_pb2.CheckpointSaved(step=step, manifest_sha256=sha256(stored)))
+
+
+async def record(
+    log: RunLog,
+    redis: redis_asyncio.Redis,
+    store: ObjectStore,
+    *,
+    closes: bool = True,
+    steps: int = STEPS,
+    checkpoints: tuple[int, ...] = (1, 3),
+    seed: int = 0,
+    scored: bool = False,
+    name: str = "demo",
+) -> Recorded:
+    """Two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2).
+
+    `seed` changes weights and rewards; `scored`: a teacher has scored the rollouts.
+    """
+    run = Recorded(log=log, redis=redis, store=store, chain=load_origin(store, log.names).chain_hash, seed=seed)
+    store.create(Deployment(log.names.prefix).name_object(name), log.uid.encode())
+    orchestrator = await log.acquire_epoch("orchestrator", "o")
+    trainer = await log.acquire_epoch("trainer", "t")
+    events, reports = EventWriter(log, "orchestrator-1"), EventWriter(log, "trainer-1")
+    archive, known = EventArchive(log), KnownObjects()
+    frontier = Frontier()
+
+    async def announce(version: int) -> None:
+        entry = publish(run, version)
+        (await log.append_policy(trainer, entry.SerializeToString(), version)).require("policy")
+        published = event_pb2.PolicyPublished(
+            version=version, digest=entry.digest, manifest_sha256=manifest_sha256(entry)
+        )
+        await reports.write(event_pb2.Event(policy_published=published))
+
+    async def commit(header: batch_pb2.BatchHeader, samples: list[TrainSample], played: list[Rollout]) -> None:
+        header.run_uid, header.run_hash, header.previous_chain_hash = log.uid, log.run_hash, run.chain
+        frontier.resolve(()).fill(header)
+        header.orchestrator_state = json.dumps({"num_duplicates": header.step}).encode()
+        chunks = pack_batch(header, samples, target_chunk_bytes=100)
+        header.objects.extend(name_scores(log.names, played))
+        stored = await commit_batch(log, orchestrator, header, chunks, encode_archive(played), known=known)
+        run.chain = chain_hash(run.chain, stored)
+        run.chains.append(run.chain)
+        run.headers.append(batch_pb2.BatchHeader.FromString(stored))
+
+    await announce(0)
+    for step in range(steps):
+        played = []
+        for ordinal in (3 * step, 3 * step + 1):
+            for member in range(MEMBERS):
+                fields = {"ordinal": ordinal, "member": member, "dispatched_after": "0-0", "reward": member}
+                fields["first_token"] = seed
+                one = rollout(log.uid, **fields)
+                entry_id = await append_rollout(run, one)
+                one = rollout(log.uid, **fields, entry_id=entry_id)
+                if scored:
+                    scores = [np.array([0, 0, -1, -2 - seed, ordinal], np.float32)]
+                    store_scores(store, log.names, one, scores)
+                    one = load_scores(store, log.names, one)
+                played.append(one)
+        ordinals = [3 * step, 3 * step + 1, 3 * step + 2]
+        frontier = frontier.resolve(ordinals)
+        header = batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_TRAIN, step=step)
+        header.resolutions.extend([*map(_resolution, ordinals[:2]), _resolution(ordinals[2], "zero_advantage")])
+        await commit(header, [_train_sample(one) for one in played], played)
+        chain = run.chain.hex()
+        committed = event_pb2.BatchCommitted(step=step, num_trained=2, dropped={"zero_advantage": 1}, chain_hash=chain)
+        await events.write(event_pb2.Event(batch_committed=committed))
+        await announce(step + 1)
+        if step + 1 in checkpoints:
+            await reports.write(checkpoint(run, step + 1))
+        await reports.write(event_pb2.Event(step_completed=event_pb2.StepCompleted(step=step, chain_hash=chain)))
+        if step % 5 == 4:
+            await log.write_intent("pause", {"step": step})
+            await events.flush()
+            await reports.flush()
+            await archive.archive()
+    if closes:
+        frontier = frontier.resolve([3 * steps])
+        header = batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_CLOSE, step=steps, final_version=steps)
+        header.outcome = batch_pb2.RUN_OUTCOME_SUCCEEDED
+        header.resolutions.append(_resolution(3 * steps, "run_ended"))
+        await commit(header, [], [])
+        end = event_pb2.Event()
+        end.time.FromSeconds(ENDED_AT)
+        end.state_changed.new_state = run_pb2.RUN_STATE_SUCCEEDED
+        end.state_changed.chain_hash = run.chain.hex()
+        await reports.flush()
+        await events.write(end)
+    await events.close()
+    await reports.close()
+    await archive.archive()
+    if closes:
+        assert write_seal(store, log.names, log.names.seal(0), known, chain=run.chain, state="SUCCEEDED", by="test")
+    return run
+
+
+# Auditing and damaging it.
+
+
+async def audit(run, *, offline: bool = False):
+    redis = None if offline else run.redis
+    return await audit_run(redis, run.store, prefix=run.names.prefix, uid=run.names.uid)
+
+
+async def violations(run, *, offline: bool = False) -> set[str]:
+    return {finding.check for finding in (await audit(run, offline=offline)).violations}
+
+
+def flip(run, key: str) -> None:
+    data = bytearray(run.store.get(key))
+    data[len(data) // 2] ^= 1
+    run.store.put(key, bytes(data))
+
+
+def rewrite(run, step: int, change) -> None:
+    """Change a header and everything that follows from its bytes, as a faulty orchestrator would write it."""
+    for number in range(step, len(run.chains)):
+        header = run.header(number)
+        if number == step:
+            change(header)
+        else:
+            header.previous_chain_hash = run.chains[number - 1]
+        data = header.SerializeToString(deterministic=True)
+        run.store.put(run.names.batch_header(number), data)
+        run.chains[number] = chain_hash(header.previous_chain_hash, data)
+    for prefix in run.store.list_prefixes(run.names.checkpoints):
+        manifest = json.loads(run.store.get(f"{prefix}manifest.json"))
+        manifest["chain_hash"] = run.chains[manifest["step"] - 1].hex()
+        run.store.put(f"{prefix}manifest.json", with_checksum(manifest))
+    restate(run)
+
+
+def restate(run) -> None:
+    """Have the archived events and the seal say what the headers and manifests say now."""
+    names, store = run.names, run.store
+    for info in list(store.list(names.event_archive)):
+        entries = []
+        for entry in event_archive.decode_archive(store.get(info.key), info.key):
+            event = event_pb2.Event.FromString(entry.d)
+            match event.WhichOneof("body"):
+                case "batch_committed" | "step_completed" as kind:
+                    getattr(event, kind).chain_hash = run.chains[getattr(event, kind).step].hex()
+                case "state_changed":
+                    event.state_changed.chain_hash = run.chains[-1].hex()
+                case "checkpoint_saved":
+                    manifest = store.get(names.checkpoint_manifest(event.checkpoint_saved.step))
+                    event.checkpoint_saved.manifest_sha256 = sha256(manifest)
+                case _:
+                    pass
+            if event.HasField("batch_committed"):
+                items = run.header(event.batch_committed.step).resolutions
+                dropped = Counter(i.reason for i in items if i.outcome == batch_pb2.ORDINAL_OUTCOME_DROPPED)
+                trained = len(items) - dropped.total()
+                event.batch_committed.dropped.clear()
+                event.batch_committed.dropped.update(dropped)
+                event.batch_committed.num_trained = trained
+            data = event.SerializeToString(deterministic=True)
+            entries.append(dataclasses.replace(entry, d=data, h=sha256(data)))
+        store.put(info.key, event_archive.encode_archive(entries))
+    reseal(run)
+
+
+def reseal(run) -> None:
+    """Redo what the seal says."""
+    key = run.names.seal(0)
+    if run.store.head(key) is None:
+        return
+    seal = json.loads(run.store.get(key))
+    seal["chain_hash"] = run.chains[-1].hex()
+    seal["objects"] = {k: sha256(run.store.get(run.names.root + k)) for k in seal["objects"]}
+    run.store.put(key, json.dumps(seal).encode())
+
+
+def rearchive(run, step: int, change) -> None:
+    """Replace a step's archive by a changed one that its header names."""
+    played = change(decode_archive(run.store.get(run.header(step).rollouts_key)))
+    data = encode_archive(played)
+    run.store.put(run.header(step).rollouts_key, data)
+
+    def name(header: batch_pb2.BatchHeader) -> None:
+        header.rollouts_sha256 = hashlib.sha256(data).digest()
+
+    rewrite(run, step, name)

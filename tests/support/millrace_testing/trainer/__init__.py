@@ -1,0 +1,1 @@
+"""Programs that tests of the trainer start, and losses that they name."""

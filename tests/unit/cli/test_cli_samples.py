@@ -1,0 +1,143 @@
+"""`millrace run samples` and `millrace eval show`, on archives as a run writes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.cli.main import main
+from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
+from millrace.rollouts.wire import encode_archive
+from millrace.runlog.names import Deployment, Names
+from millrace.storage.local import LocalStore
+
+UID = "01a205f04e00c6b2d345401dca64"
+HOSTILE = "\x1b[31mred\x9b2J\u202e <script>\n" + "x" * 300
+
+
+def rollout(ordinal: int, member: int, reward: float, reply: str, **changes: Any) -> Rollout:
+    messages = [{"role": "user", "content": f"task {ordinal}"}, {"role": "assistant", "content": reply}]
+    fields: dict[str, Any] = {
+        "run_uid": UID,
+        "purpose": Purpose.TRAIN,
+        "ordinal": ordinal,
+        "member": member,
+        "attempt": 0,
+        "group_size": 2,
+        "env": "letters",
+        "task_index": ordinal,
+        "task_id": f"id-{ordinal}",
+        "status": RolloutStatus.OK,
+        "reward": reward,
+        "messages_json": json.dumps(messages),
+        "metrics": {"share": reward},
+    }
+    return Rollout(**{**fields, **changes})
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`outputs/letters-1` with the store of a run of two steps."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("MILLRACE_STORE_URL", "MILLRACE_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    directory = tmp_path / "outputs" / "letters-1"
+    store, names = LocalStore(directory / "store"), Names("millrace", UID)
+    store.create(Deployment("millrace").name_object("letters-1"), UID.encode())
+    failed = rollout(
+        1,
+        0,
+        0.0,
+        "",
+        status=RolloutStatus.ENV_ERROR,
+        error=RolloutError(type="KeyError", message="'x'", frames="letters.py:9 f"),
+    )
+    steps = [
+        [rollout(0, 0, 0.25, "abba"), rollout(0, 1, 0.75, HOSTILE)],
+        [failed, rollout(1, 1, 0.5, "Ärger"), rollout(1, 1, 0.5, "again", attempt=1, is_duplicate=True)],
+    ]
+    for step, rollouts in enumerate(steps):
+        store.create(f"{names.rollout_data(step, 1, 'n')}rollouts.pb.zst", encode_archive(rollouts))
+    return directory
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main([*argv]) == 0
+    return capsys.readouterr().out
+
+
+def records(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+    lines = shown(capsys, "run", "samples", "letters-1", "-o", "json", *argv).splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_every_sample_is_listed_once(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "run", "samples", "letters-1")
+    lines = text.splitlines()
+    assert " ".join(lines[0].split()) == "step environment task status reward tokens prompt reply or error"
+    assert [line.split()[2] for line in lines[1:5]] == ["0.0", "0.1", "1.0", "1.1"]
+    assert "KeyError: 'x'" in lines[3] and lines[5].startswith("4 of 4 samples")
+    assert max(map(len, lines)) < 200, "long texts are cut"
+
+
+@pytest.mark.parametrize(
+    ("argv", "tasks"),
+    [
+        (("--step", "1"), [(1, 0), (1, 1)]),
+        (("--task", "0"), [(0, 0), (0, 1)]),
+        (("--status", "env_error"), [(1, 0)]),
+        (("--min-reward", "0.5"), [(0, 1), (1, 1)]),
+        (("--max-reward", "0.25", "--status", "ok"), [(0, 0)]),
+        (("--text", "ABBA"), [(0, 0)]),
+        (("--env", "other"), []),
+        (("--sort", "-reward", "--limit", "2"), [(0, 1), (1, 1)]),
+    ],
+)
+def test_samples_are_chosen(
+    run_directory: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], tasks: list[tuple[int, int]]
+) -> None:
+    assert [(record["task"], record["member"]) for record in records(capsys, *argv)] == tasks
+
+
+def test_a_record_has_what_a_program_wants(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (record,) = records(capsys, "--status", "env_error")
+    assert record["error"] == {"type": "KeyError", "message": "'x'", "frames": "letters.py:9 f"}
+    assert record["step"] == 1 and record["messages"][0] == {"role": "user", "content": "task 1"}
+
+
+def test_what_a_model_wrote_cannot_steer_the_terminal(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--full"]):
+        text = shown(capsys, "run", "samples", "letters-1", *argv)
+        assert "␛[31mred\\x9b2J\\u202e" in text
+        assert not {"\x1b", "\x9b", "\u202e"} & set(text)
+
+
+def test_an_evaluation_is_shown_by_its_directory(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "eval", "show", "outputs/letters-1", "--full", "--text", "Ärger")
+    assert "assistant:\n  Ärger\n" in text and text.endswith("1 of 1 samples\n")
+
+
+def test_a_conversation_that_cannot_be_read_is_said(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, names = LocalStore(run_directory / "store"), Names("millrace", UID)
+    broken = encode_archive([rollout(2, 0, 1.0, "", messages_json='{"a": ')])
+    store.create(f"{names.rollout_data(2, 1, 'n')}rollouts.pb.zst", broken)
+    assert "not kept in a form that can be shown" in shown(
+        capsys, "run", "samples", "letters-1", "--full", "--step", "2"
+    )
+
+
+def test_a_run_is_found_by_the_beginning_of_its_name_or_as_the_newest(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("lett", "-", "runs/letters-1"):
+        assert shown(capsys, "run", "samples", name).endswith("4 of 4 samples; --full shows conversations\n")
+    (run_directory.parent / "letters-2" / "store").mkdir(parents=True)
+    assert main(["run", "samples", "lett"]) != 0
+    assert "letters-1, letters-2" in capsys.readouterr().err
+
+
+def test_an_unknown_run_is_named(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "samples", "outputs/letters-1/../letters-1", "--sort", "reward"]) == 0
+    assert main(["run", "samples", "nothing", "--store", (run_directory / "store").as_uri()]) != 0
+    assert "nothing" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""Sampling: what `extra_body` may say, and what it is refused for."""
+
+from typing import Any
+
+import pytest
+
+from millrace.config.load import validate_document
+from millrace.errors import InvalidSpecError
+from millrace.orchestrator.play import settings
+
+
+def document(sampling: dict[str, Any], evaluation: dict[str, Any] | None = None) -> dict[str, Any]:
+    orchestrator: dict[str, Any] = {
+        "env": [{"id": "reverse-text"}],
+        "batch_size": 8,
+        "sampling": sampling,
+        "rollouts_per_example": 4,
+    }
+    return {"orchestrator": orchestrator | ({"eval": {"sampling": evaluation}} if evaluation is not None else {})}
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"temperature": 0.5}, "write `orchestrator.sampling.temperature`"),
+        ({"top_p": 0.5}, "write `orchestrator.sampling.top_p`"),
+        ({"max_completion_tokens": 5}, "write `orchestrator.sampling.max_tokens`"),
+        ({"n": 2}, "one answer"),
+        ({"logprobs": False}, "log-probs"),
+        ({"seed": 1}, "same tokens"),
+        ({"presence_penalty": 0.1}, "does not compute"),
+        ({"frequency_penalty": 0.1}, "does not compute"),
+        ({"repetition_penalty": 1.1}, "does not compute"),
+        ({"logit_bias": {"3": 1}}, "does not compute"),
+        ({"top_k": "many"}, "must be a number"),
+    ],
+)
+def test_what_the_trainer_would_not_know_is_refused(extra: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidSpecError) as caught:
+        validate_document(document({"extra_body": extra}))
+    [violation] = caught.value.violations
+    assert violation.field == f"orchestrator.sampling.extra_body.{next(iter(extra))}"
+    assert text in violation.message
+
+
+def test_a_value_that_differs_from_its_key_is_refused() -> None:
+    with pytest.raises(InvalidSpecError, match="differs from"):
+        validate_document(document({"top_k": 3, "extra_body": {"top_k": 5}}))
+
+
+def test_evaluations_may_have_penalties_and_seeds() -> None:
+    found = validate_document(document({}, {"repetition_penalty": 1.1, "extra_body": {"seed": 3}}))
+    assert found.orchestrator.eval is not None
+    sent = settings._sampling(found.orchestrator.eval.sampling)
+    assert (sent.repetition_penalty, sent.extra_body_json) == (1.1, '{"seed": 3}')
+
+
+def test_truncation_is_taken_over_from_where_other_servers_have_it() -> None:
+    plain = validate_document(document({"top_k": 5, "min_p": 0.1, "top_p": 0.9}))
+    other = validate_document(document({"top_p": 0.9, "extra_body": {"top_k": 5, "min_p": 0.1, "stop": "x"}}))
+    keys = settings._sampling(plain.orchestrator.sampling)
+    body = settings._sampling(other.orchestrator.sampling)
+    assert (keys.top_k, keys.min_p, keys.top_p) == (body.top_k, body.min_p, body.top_p) == (5, 0.1, 0.9)
+    assert body.extra_body_json == '{"stop": "x"}'
+    assert settings._sampling(validate_document(document({"top_k": -1})).orchestrator.sampling).top_k == 0
+
+
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p"])
+def test_distillation_needs_the_full_distribution(key: str) -> None:
+    tree = document({key: 1 if key == "top_k" else 0.5})
+    tree["orchestrator"]["algo"] = {"type": "opd", "teacher": {"name": "big", "base_url": "http://localhost:8001/v1/"}}
+    with pytest.raises(InvalidSpecError, match="must be off for opd"):
+        validate_document(tree)

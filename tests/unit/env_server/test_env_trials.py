@@ -1,0 +1,61 @@
+"""Which tasks are suspects, and when an environment is dangerous or hopeless."""
+
+import random
+
+from millrace.env_server.workers.trials import DANGEROUS, HOPELESS, WINDOW, TaskTrials
+
+
+def test_a_suspect_is_cleared_or_quarantined() -> None:
+    trials = TaskTrials()
+    assert not trials.is_suspect("a")
+    trials.suspect("a")
+    assert trials.is_suspect("a") and not trials.is_suspect("b")
+    trials.clear("a")
+    assert not trials.is_suspect("a") and not trials.why_not("a")
+    trials.quarantine("b", "it ends workers", end="exit code 3")
+    assert trials.why_not("b") == "it ends workers" and trials.quarantined == {"b": "it ends workers"}
+    trials.clear("b")
+    assert trials.why_not("b"), "what ended a worker alone is not cleared by a late rollout"
+
+
+def test_untried_tasks_of_a_dangerous_environment_are_suspects() -> None:
+    trials = TaskTrials()
+    trials.clear("good")
+    for number in range(DANGEROUS):
+        assert not trials.is_suspect("new")
+        trials.quarantine(f"bad {number}", "…", end="exit code 3")
+    assert trials.is_dangerous and trials.is_suspect("new") and not trials.is_suspect("good")
+    for number in range(WINDOW):
+        trials.clear(f"fine {number}")
+    assert not trials.is_suspect("new"), "that was long ago"
+
+
+def test_an_environment_of_which_every_task_kills_is_hopeless_soon() -> None:
+    trials = TaskTrials()
+    for number in range(HOPELESS):
+        assert not trials.hopeless(num_probing=0)
+        trials.quarantine(f"t{number}", "…", end="killed by SIGSEGV")
+    assert not trials.hopeless(num_probing=HOPELESS), "those under way may be good"
+    text = trials.hopeless(num_probing=3)
+    assert text.startswith("8 of the last 8 tasks that were tried ended their worker, alone in it (")
+    assert "task t0: killed by SIGSEGV" in text and "task t7: killed by SIGSEGV" in text
+
+
+def test_one_bad_task_in_five_is_not_hopeless() -> None:
+    for seed in range(20):
+        dice, trials = random.Random(seed), TaskTrials()
+        for number in range(300):
+            if dice.random() < 0.2:
+                trials.quarantine(f"t{number}", "…", end="exit code 3")
+            else:
+                trials.clear(f"t{number}")
+            assert not trials.hopeless(num_probing=0)
+
+
+def test_a_task_counts_once_however_often_it_is_played() -> None:
+    trials = TaskTrials()
+    for number in range(HOPELESS):
+        trials.quarantine(f"bad {number}", "…", end="exit code 3")
+    for _ in range(100):
+        trials.clear("the same")
+    assert trials.hopeless(num_probing=0)

@@ -1,0 +1,173 @@
+"""Fine-tunings that are continued, validated, packed, or train adapters only."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.config.sections.sft import SFTConfig
+from millrace.errors import InvalidSpecError, InvalidStateError
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.sft.fine_tune import SFTStep, run_sft
+
+
+def make_config(example: Path, output: Path, **changes: Any) -> SFTConfig:
+    document: dict[str, Any] = {
+        "model": {"name": str(example / "base")},
+        "data": {"name": str(example / "sft.jsonl"), "batch_size": 8, "seq_len": 64},
+        "optim": {"lr": 4e-3},
+        "max_steps": 4,
+        "output_dir": str(output),
+        "run": {"name": "sft"},
+        "ckpt": {"interval": 2},
+    }
+    return SFTConfig.model_validate({**document, **changes})
+
+
+def steps_of(config: SFTConfig) -> list[int]:
+    steps: list[SFTStep] = []
+    run_sft(config, gang=Gang(), on_step=steps.append)
+    return [step.step for step in steps]
+
+
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "sft" / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(output: Path, name: str = "model") -> bytes:
+    return (output / "sft" / name / "model.safetensors").read_bytes()
+
+
+def test_more_steps_continue_the_run_and_give_what_one_run_gives(example: Path, tmp_path: Path) -> None:
+    assert steps_of(make_config(example, tmp_path / "two", max_steps=4)) == [0, 1, 2, 3]
+    longer = {"max_steps": 6, "ckpt": {"interval": 3, "keep_last": 1}, "micro_batch_tokens": 8000}
+    assert steps_of(make_config(example, tmp_path / "two", **longer)) == [4, 5]
+    assert steps_of(make_config(example, tmp_path / "one", max_steps=6)) == list(range(6))
+    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+    assert [line["step"] for line in lines_of(tmp_path / "two")] == list(range(6))
+    with pytest.raises(InvalidSpecError, match=r"max_steps.* is less than the 6 steps that the run has made"):
+        steps_of(make_config(example, tmp_path / "two", max_steps=5))
+
+
+def test_a_moved_run_goes_on(example: Path, tmp_path: Path) -> None:
+    steps_of(make_config(example, tmp_path / "a"))
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert steps_of(make_config(example, tmp_path / "b", max_steps=5)) == [4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "values"),
+    [
+        ({"optim": {"lr": 1e-3}}, "optim.lr", ("0.001", "0.004")),
+        ({"seed": 7}, "seed", ("7", "0")),
+        ({"model": {"lora": {"rank": 2}}}, "model.lora.rank", ("2", "null")),
+    ],
+)
+def test_another_training_is_refused_by_the_key(
+    example: Path, tmp_path: Path, changes: dict[str, Any], key: str, values: tuple[str, str]
+) -> None:
+    steps_of(make_config(example, tmp_path, max_steps=2))
+    model = weights(tmp_path)
+    if "model" in changes:
+        changes = {"model": {**changes["model"], "name": str(example / "base")}}
+    with pytest.raises(InvalidSpecError, match=r"another run\.name") as raised:
+        steps_of(make_config(example, tmp_path, max_steps=4, **changes))
+    found = {violation.field: violation for violation in raised.value.violations}
+    assert key in found and found[key].value == values[0] and f"was {values[1]} in" in found[key].message
+    assert not set(found) & {"max_steps", "run.name"} and weights(tmp_path) == model
+
+
+def test_rows_that_were_added_make_another_training(example: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 9)
+    data = {"name": str(path), "batch_size": 4, "seq_len": 64}
+    steps_of(make_config(example, tmp_path, data=data, max_steps=2))
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 10)
+    with pytest.raises(InvalidSpecError, match=r"rows in the data.*was 9"):
+        steps_of(make_config(example, tmp_path, data=data, max_steps=4))
+
+
+def test_a_run_that_saved_nothing_yet_may_change(example: Path, tmp_path: Path) -> None:
+    def interrupt(_: SFTStep) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(make_config(example, tmp_path), gang=Gang(), on_step=interrupt)
+    assert steps_of(make_config(example, tmp_path, optim={"lr": 1e-3})) == [0, 1, 2, 3]
+
+
+def test_validation_is_at_the_interval_and_at_the_end(example: Path, tmp_path: Path) -> None:
+    rows = (example / "sft.jsonl").read_text().splitlines()
+    (tmp_path / "val.jsonl").write_text("\n".join(rows[:50]) + "\n")
+    val = {"interval": 2, "eval_on_start": True, "data": {"name": str(tmp_path / "val.jsonl")}}
+    steps_of(make_config(example, tmp_path, val=val, optim={"lr": 1e-2}))
+    losses = {line["step"]: line["val/loss"] for line in lines_of(tmp_path) if "val/loss" in line}
+    assert list(losses) == [0, 2, 4] and losses[4] < losses[2] < losses[0]
+    assert "loss/mean" not in lines_of(tmp_path)[-1]
+    # Validation changes nothing of the training, and its own loss is that of a step over the same rows.
+    steps_of(make_config(example, tmp_path / "without", optim={"lr": 1e-2}))
+    assert weights(tmp_path) == weights(tmp_path / "without")
+    data = {"name": str(tmp_path / "val.jsonl"), "batch_size": 50, "seq_len": 64}
+    steps_of(make_config(example, tmp_path / "rows", data=data, max_steps=1))
+    assert lines_of(tmp_path / "rows")[0]["loss/mean"] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_packed_steps_take_as_much_as_fits_and_continue_where_they_were(example: Path, tmp_path: Path) -> None:
+    data = {"name": str(example / "sft.jsonl"), "batch_size": 4, "seq_len": 128, "pack_function": "cat"}
+    steps_of(make_config(example, tmp_path / "one", data=data))
+    tokens = [line["progress/tokens"] for line in lines_of(tmp_path / "one")]
+    assert all(0.75 * 4 * 128 < count <= 4 * 128 for count in tokens)
+    steps_of(make_config(example, tmp_path / "two", data=data, max_steps=2))
+    assert steps_of(make_config(example, tmp_path / "two", data=data)) == [2, 3]
+    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+
+
+def test_packing_without_a_number_of_steps_ends_with_the_data(example: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join((example / "sft.jsonl").read_text().splitlines()[:40]) + "\n")
+    data = {"name": str(path), "batch_size": 2, "seq_len": 128, "pack_function": "cat"}
+    steps: list[SFTStep] = []
+    run_sft(make_config(example, tmp_path, data=data, max_steps=None), gang=Gang(), on_step=steps.append)
+    tokens = sum(step.num_tokens for step in steps)
+    assert steps[-1].num_steps == len(steps) and len(steps) >= tokens / 256
+    one = make_config(example, tmp_path / "one", data={**data, "batch_size": 40, "pack_function": "stack"}, max_steps=1)
+    steps_of(one)
+    of_the_rows = lines_of(tmp_path / "one")[0]["progress/tokens"]
+    assert of_the_rows <= tokens < of_the_rows + 256  # the last step is filled from the next pass
+
+
+def test_adapters_alone_are_trained_and_are_merged_into_the_model(example: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = {"name": str(example / "base"), "lora": {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}}
+    keys = {"model": model, "optim": {"lr": 1e-2}}
+    steps_of(make_config(example, tmp_path, **keys, max_steps=2))
+    assert steps_of(make_config(example, tmp_path, **keys)) == [2, 3]
+    steps_of(make_config(example, tmp_path / "one", **keys))
+    assert weights(tmp_path) == weights(tmp_path / "one")
+    losses = [line["loss/mean"] for line in lines_of(tmp_path)]
+    assert losses[-1] < losses[0]
+
+    base = AutoModelForCausalLM.from_pretrained(example / "base").state_dict()
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "sft" / "model").state_dict()
+    adapter = load_file(tmp_path / "sft" / "adapter" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "sft" / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 4 and config["target_modules"] == ["q_proj", "v_proj"]
+    assert base.keys() == tuned.keys()
+    for name in base:
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in adapter:
+            change = 2.0 * adapter[f"{layer}.lora_B.weight"] @ adapter[f"{layer}.lora_A.weight"]
+            assert change.abs().max() > 0
+            torch.testing.assert_close(tuned[name], base[name] + change)
+        else:
+            assert torch.equal(tuned[name], base[name])
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused(example: Path, tmp_path: Path) -> None:
+    model = {"name": str(example / "base"), "lora": {"target_modules": ["lm_head"]}}
+    with pytest.raises(InvalidStateError, match=r"lm_head, whose weight is tied"):
+        steps_of(make_config(example, tmp_path, model=model))
