@@ -18,8 +18,10 @@ SMALL = [
 PROCESSES = ("redis", "orchestrator", "env-server", "inference", "trainer")
 
 
+@pytest.mark.timeout(400)  # two stacks
 def test_ctrl_c_in_the_middle_of_a_run_and_again(warm) -> None:
-    with warm.following("rl", "@", warm.rl_toml, *SMALL, "--run.name", "interrupted") as process:
+    options = [*SMALL, "--max-steps", "4", "--run.name", "interrupted"]
+    with warm.following("rl", "@", warm.rl_toml, *options) as process:
         warm.read_until(process, "step ")
         assert len(warm.processes()) >= len(PROCESSES) + 2, "the command, its reaper and the services"
         process.send_signal(signal.SIGINT)
@@ -29,11 +31,12 @@ def test_ctrl_c_in_the_middle_of_a_run_and_again(warm) -> None:
     assert "all processes are stopped" in rest and "Traceback" not in rest
     assert time.monotonic() - began < 15
     assert warm.processes() == [], "nothing may outlive the command"
-    with warm.following("rl", "@", warm.rl_toml, *SMALL, "--run.name", "interrupted") as process:
+    with warm.following("rl", "@", warm.rl_toml, *options) as process:
         refused, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and "a run called 'interrupted' exists" in refused and "--resume" in refused
-    summary, _ = warm.train(*SMALL, "--run.name", "interrupted", "--resume")
-    assert summary["name"] == "runs/interrupted" and summary["state"] == "SUCCEEDED"
+    summary, output = warm.train(*options, "--resume")
+    assert (summary["name"], summary["steps"], summary["state"]) == ("runs/interrupted", 4, "SUCCEEDED")
+    assert "runs/interrupted goes on at step" in output
     assert warm.processes() == []
 
 

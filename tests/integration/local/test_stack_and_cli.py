@@ -34,9 +34,9 @@ def project(tmp_path) -> Path:
 
 
 def test_a_run_from_command_to_summary_twice(project):
-    for expected in ("demo", "demo-2"):
+    for expected in ("demo", "other"):
         (project / "created").unlink(missing_ok=True)
-        code, out, err = run(project, "rl", "@", "rl.toml", "--run.name", "demo")
+        code, out, err = run(project, "rl", "@", "rl.toml", "--run.name", expected)
         assert code == 0, err
         path = project / out.splitlines()[-1]
         assert path == project / "outputs" / expected / "summary.json"
@@ -53,6 +53,13 @@ def test_a_run_from_command_to_summary_twice(project):
         assert logs == services
         assert len((path.parent / "metrics.jsonl").read_text().splitlines()) == 6
         assert leftovers(project) == []
+    code, out, err = run(project, "rl", "@", "rl.toml", "--run.name", "demo")
+    assert code == 2 and out == "" and "demo has the results of another run" in err, "never written over, nor a demo-2"
+    names = project / "outputs" / "demo" / "store" / "millrace" / "names"
+    names.mkdir(parents=True)
+    (names / "demo").write_text("uid")
+    code, out, err = run(project, "rl", "@", "rl.toml", "--run.name", "demo")
+    assert code == 2 and "a run called 'demo' exists" in err and "--resume" in err and "--ckpt.resume_step K" in err
 
 
 def test_a_failed_run_exits_1_with_the_reason(project):

@@ -51,6 +51,14 @@ def test_more_steps_continue_the_run_and_give_what_one_run_gives(example: Path, 
         steps_of(make_config(example, tmp_path / "two", max_steps=5))
 
 
+def test_it_goes_on_from_the_newest_step_only(example: Path, tmp_path: Path) -> None:
+    steps_of(make_config(example, tmp_path))
+    with pytest.raises(InvalidSpecError, match=r"ckpt.resume_step.* is not that of the newest checkpoint, 4"):
+        steps_of(make_config(example, tmp_path, max_steps=5, ckpt={"interval": 2, "resume_step": 2}))
+    assert steps_of(make_config(example, tmp_path, max_steps=5, ckpt={"interval": 2, "resume_step": 4})) == [4]
+    assert steps_of(make_config(example, tmp_path, max_steps=6, ckpt={"interval": 2, "resume_step": -1})) == [5]
+
+
 def test_a_moved_run_goes_on(example: Path, tmp_path: Path) -> None:
     steps_of(make_config(example, tmp_path / "a"))
     (tmp_path / "a").rename(tmp_path / "b")

@@ -63,6 +63,7 @@ class SFTCheckpoints:
         self._checkpoints = CheckpointStore(self._store, _NAMES, gang=gang)
         author = Author(run_hash=self._run_hash, epoch=0, determinism="best_effort", base_digest=base_digest)
         self._checkpointer = Checkpointer(self._checkpoints, config.ckpt, gang=gang, author=author)
+        self._resume_step = config.ckpt.resume_step
 
     def resume(self, *, max_steps: int | None) -> tuple[int, int]:
         """Fill the state from the newest checkpoint, if there is one; return the next step and its position.
@@ -85,6 +86,15 @@ class SFTCheckpoints:
         if found.damaged:
             logger.warning(f"damaged checkpoints are left aside: {describe(found)}; going on from {found.start}")
         step = 0 if found.manifest is None else found.manifest.step
+        if self._resume_step not in (None, -1, step):
+            problem = Violation(
+                field="ckpt.resume_step",
+                value=str(self._resume_step),
+                message=f"is not that of the newest checkpoint, {step}, which fine-tuning goes on from",
+            )
+            raise InvalidSpecError(
+                [problem], remedy="leave it out, or begin from a model directory under another run.name"
+            )
         if max_steps is not None and step > max_steps:
             problem = Violation(
                 field="max_steps", value=str(max_steps), message=f"is less than the {step} steps that the run has made"
