@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from millrace.cli.session.eval_prepare import prepare_eval
-from millrace.cli.session.eval_session import _stack  # pyright: ignore[reportPrivateUsage] - a stack takes seconds to start
+from millrace.cli.evals.prepare import prepare_eval
+from millrace.cli.evals.session import _stack  # pyright: ignore[reportPrivateUsage] - a stack takes seconds to start
 from millrace.telemetry.settings import Settings
 
 EVAL = """
