@@ -35,6 +35,8 @@ ALLOWED = {
     "cli/commands/run_fork.py:_config": OWN,
     "cli/commands/run_fork.py:_fork": RUN,
     "cli/session/dry_run.py:print_config": OWN,
+    "cli/evals/endpoints.py:_from_toml": USERS + "; every error of the parser is caught",
+    "cli/evals/session.py:_settings": OWN,
     "cli/offline/fork_check.py:_record": RUN,
     "cli/offline/fork_check.py:_require_kept": RUN,
     "cli/log_files.py:process_logs": STACK,

@@ -11,16 +11,16 @@ import millrace
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = Path(millrace.__file__).parent
 # Names that still stand for two things. An entry goes when its name has one meaning; none is added.
-TWO_MEANINGS = {"Batch", "EnvPool", "Gate", "Link", "Piece", "Readback", "Replica", "Sampling"}
+TWO_MEANINGS = {"Sampling"}
 
 
 def _classes() -> dict[str, list[str]]:
-    """Where the classes of the services' own modules are defined, by name."""
+    """Where the public classes of the services are defined, by name; a private one stays in its module."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for path in SERVICES.rglob("*.py"):
         if "_pb2" not in path.name:
             names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
-            for name in names:
+            for name in (name for name in names if not name.startswith("_")):
                 found[name].append(str(path.relative_to(SERVICES)))
     return found
 

@@ -192,7 +192,6 @@ def audit(store_url: str, uid: str, num_rollouts: int) -> None:
 
 
 def test_the_server_of_transformers_is_evaluated(warm: Workplace, make_workplace, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="`transformers serve` places models with it")
     place = make_workplace("eval-transformers")
     model = warm.path / "outputs" / "reverse-text" / "sft" / "model"
     (port,) = free_ports(1)

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from millrace.cli.session.eval_prepare import prepare_eval
-from millrace.cli.session.eval_session import eval_stack
+from millrace.cli.evals.prepare import prepare_eval
+from millrace.cli.evals.session import eval_stack
 from millrace.telemetry.settings import Settings
 
 EVAL = """

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from millrace.cli.errors import CliError
-from millrace.cli.session.endpoints import find_endpoint
-from millrace.cli.session.eval_policies import of_directory
-from millrace.cli.session.eval_prepare import prepare_eval
-from millrace.cli.session.eval_results import table
+from millrace.cli.evals.endpoints import find_endpoint
+from millrace.cli.evals.policies import of_directory
+from millrace.cli.evals.prepare import prepare_eval
+from millrace.cli.evals.results import table
 from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 

@@ -149,7 +149,7 @@ def test_services_see_the_gpus_that_are_named_for_them(tmp_path):
     stack = LocalStack(options(tmp_path, gpus={"inference": (0, 1), "trainer": ()}), environ={})
     addresses = dict.fromkeys(("orchestrator", "inference", "trainer", "env-server"), "127.0.0.1:1")
     seen = {
-        name: stack._service(name, addresses, "127.0.0.1:3", {}, "redis://r", "file:///s").env for name in addresses
+        name: stack.service_spec(name, addresses, "127.0.0.1:3", {}, "redis://r", "file:///s").env for name in addresses
     }
     assert seen["inference"]["CUDA_VISIBLE_DEVICES"] == "0,1" and seen["trainer"]["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in seen["env-server"]

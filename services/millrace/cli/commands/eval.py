@@ -38,8 +38,8 @@ def evaluate(arguments: tuple[str, ...]) -> int:
         from millrace.cli.commands.run_samples import samples
 
         return samples.main([*arguments[1:]], prog_name="millrace eval show", standalone_mode=False)
+    from millrace.cli.evals.prepare import prepare_eval
     from millrace.cli.session.dry_run import print_config
-    from millrace.cli.session.eval_prepare import prepare_eval
 
     prepared = prepare_eval(arguments)
     if prepared.is_dry_run:
@@ -49,11 +49,11 @@ def evaluate(arguments: tuple[str, ...]) -> int:
 
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable
-    from millrace.cli.session.eval_results import table
-    from millrace.cli.session.eval_session import evaluate_here, evaluate_there
+    from millrace.cli.evals.results import table
+    from millrace.cli.evals.session import evaluate_here, evaluate_there
 
     if prepared.policies:
-        from millrace.cli.session.eval_sweep import evaluate_policies
+        from millrace.cli.evals.sweep import evaluate_policies
 
         data, path = evaluate_policies(prepared)
         click.echo("\n".join(["", *table(data), str(path)]))

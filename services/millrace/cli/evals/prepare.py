@@ -9,9 +9,9 @@ from pathlib import Path
 
 from millrace.cli.address import check_address
 from millrace.cli.errors import CliError
+from millrace.cli.evals.endpoints import find_endpoint
+from millrace.cli.evals.policies import EvalPolicy, RunPolicies, of_directory, of_run
 from millrace.cli.session.config_file import missing_file, refuse_check
-from millrace.cli.session.endpoints import find_endpoint
-from millrace.cli.session.eval_policies import EvalPolicy, RunPolicies, of_directory, of_run
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name
 from millrace.cli.session.notes import say_notes
@@ -122,7 +122,7 @@ def _with_environments(arguments: Sequence[str]) -> list[str]:
             words.append(f"{name}{equals}{value}")
             continue
         text = value if equals else (rest.pop(0) if rest else "")
-        ids = json.loads(text) if text.startswith("[") else [each.strip() for each in text.split(",") if each.strip()]
+        ids = [word for each in text.strip("[] ").split(",") if (word := each.strip(" \"'"))]
         words.append(f"--env={json.dumps([{'id': each} for each in ids])}")
     return words
 

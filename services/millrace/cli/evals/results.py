@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.cli.session.eval_prepare import PreparedEval
+from millrace.cli.evals.prepare import PreparedEval
 from millrace.cli.view.text import duration
 from millrace.v1 import event_pb2, run_pb2
 

@@ -12,15 +12,16 @@ from typing import Any
 
 from millrace.cli.connection import open_client
 from millrace.cli.errors import CliError
+from millrace.cli.evals.prepare import PreparedEval
+from millrace.cli.evals.results import results
 from millrace.cli.interrupts import Interrupts
-from millrace.cli.session.eval_prepare import PreparedEval
-from millrace.cli.session.eval_results import results
 from millrace.cli.session.follow import follow, require_success
 from millrace.cli.session.new_name import free_name
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import PlainView, is_fancy
 from millrace.client import Client
 from millrace.config.schema import ClientConfig, EvalRunConfig
+from millrace.decoding import decode_object
 from millrace.errors import MillraceError, NotFoundError
 from millrace.local.ports import free_ports
 from millrace.local.stack import SERVICES, LocalStack, StackOptions
@@ -85,7 +86,7 @@ def finished(prepared: PreparedEval) -> dict[str, Any] | None:
     directory = Path(prepared.config.output_dir) / prepared.name
     _require_same(prepared, directory)
     path = directory / RESULTS_NAME
-    return json.loads(path.read_text()) if path.is_file() else None
+    return _read(path) if path.is_file() else None
 
 
 def _begin(prepared: PreparedEval, directory: Path) -> int:
@@ -93,7 +94,7 @@ def _begin(prepared: PreparedEval, directory: Path) -> int:
     _require_same(prepared, directory)
     path = directory / BEGUN_NAME
     if path.is_file():
-        return int(json.loads(path.read_text())["http_port"])
+        return int(_read(path)["http_port"])
     (port,) = free_ports(1)
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"http_port": port, "settings": _settings(prepared.config)}, indent=2) + "\n")
@@ -104,7 +105,7 @@ def _require_same(prepared: PreparedEval, directory: Path) -> None:
     path = directory / BEGUN_NAME
     if not path.is_file():
         return
-    before, now = json.loads(path.read_text())["settings"], _settings(prepared.config)
+    before, now = _read(path)["settings"], _settings(prepared.config)
     if prepared.is_of_policy:
         before, now = {**before, "model": None}, {**now, "model": None}
     if differ := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
@@ -112,6 +113,12 @@ def _require_same(prepared: PreparedEval, directory: Path) -> None:
             f"{directory} is an evaluation with other settings: {', '.join(differ)}",
             hint="give the command as it was, or choose another --name",
         )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file that an earlier command has written; CorruptObjectError if it was cut off."""
+    remedy = f"choose another --name, or remove {path.parent}"
+    return decode_object(path.read_bytes(), what=str(path), reason="EVAL_RESULTS_CORRUPT", remedy=remedy)
 
 
 def _settings(config: EvalRunConfig) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cli import interrupts
-from millrace.cli.session.eval_policies import EvalPolicy
-from millrace.cli.session.eval_prepare import PreparedEval
-from millrace.cli.session.eval_session import RESULTS_NAME, evaluate_here, finished
+from millrace.cli.evals.policies import EvalPolicy
+from millrace.cli.evals.prepare import PreparedEval
+from millrace.cli.evals.session import RESULTS_NAME, evaluate_here, finished
 from millrace.cli.view.plot import write_eval_plot
 from millrace.errors import AlreadyExistsError
 from millrace.runlog import run_name
