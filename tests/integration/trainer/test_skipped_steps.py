@@ -200,7 +200,7 @@ def test_all_ranks_of_a_gang_skip_what_one_of_them_finds(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={port}", str(Path(__file__).with_name("gang_rank.py"))]
+    command += [f"--master-port={port}", "-m", "millrace_testing.trainer.gang_rank"]
     command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, ""]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
