@@ -37,13 +37,13 @@ def faulty(mode: str) -> list[str]:
     return ["--orchestrator.env", json.dumps([{"id": "faulty-v0", "args": {"modes": [mode]}}])]
 
 
-REFUSED = ["--orchestrator.sampling.extra-body", json.dumps({"logit_bias": {"7": 5}})]
+REFUSED = ["--orchestrator.sampling.extra-body", json.dumps({"tool_choice": "required"})]
 MISTAKES = {
     "reward-raises": (faulty("reward_raises"), ("reward bug", "faulty_v0.py", "env_error", "millrace env check")),
     "reward-nan": (faulty("reward_nan"), ("nan", "env_error", "millrace env check")),
     "tool-throws": (faulty("tool_error"), ("tool broke", "env_error")),
     "timeout": ([*faulty("sleep"), "--orchestrator.rollout-timeout-s", "1"], ("within 1 s", "rollout_timeout_s")),
-    "refused": (REFUSED, ("logit_bias", "model_error", "orchestrator.sampling")),
+    "refused": (REFUSED, ("tool_choice", "model_error", "orchestrator.sampling")),
 }
 
 

@@ -172,7 +172,7 @@ async def test_a_prompt_that_is_too_long_is_what_verifiers_call_overlong(client)
     ("change", "message"),
     [
         ({"temperature": -1}, "temperature"),
-        ({"extra_body": {"min_p": 0.1}}, "min_p"),
+        ({"extra_body": {"min_p": 2}}, "min_p"),
         ({"extra_body": {"repetition_penalty": 1.2}}, "repetition_penalty"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

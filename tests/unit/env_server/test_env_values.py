@@ -210,7 +210,8 @@ async def test_reward_errors_are_recorded_and_signatures_kept() -> None:
         assert errors == []
         with pytest.raises(ValueError, match="oops"):
             await asyncio.create_task(rubric.funcs[0]("x", answer="y"))
-    assert errors == ["reward function 'bad' raised ValueError: oops"]
+    assert [error.message for error in errors] == ["reward function 'bad' raised ValueError: oops"]
+    assert errors[0].frames.endswith('in bad: raise ValueError("oops")')
 
 
 # Settings, imports.

@@ -200,6 +200,12 @@ def test_what_a_row_has_wrong_is_said(base: Path, messages: list[dict[str, Any]]
         trained_text(base, {"messages": messages}, template)
 
 
+def test_a_template_that_fails_in_python_refuses_the_row_only(base: Path) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, *turns("b", first="assistant")]
+    with pytest.raises(BadRowError, match="refuses it"):
+        trained_text(base, {"messages": parts}, "{% for message in messages %}{{ message.content + '!' }}{% endfor %}")
+
+
 def test_few_bad_rows_are_left_out_and_many_are_refused(base: Path, caplog: pytest.LogCaptureFixture) -> None:
     good, bad = {"messages": turns("a", "b")}, {"messages": turns("a", "<think>x</think>b", "c", "d")}
     encoder = RowEncoder(tokenizer_with(base, STRIPS), seq_len=64)

@@ -133,6 +133,7 @@ def test_a_subset_and_split_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"messages": [], "tools": "{"}, "`tools` is text that is no JSON"),
         ({"messages": [], "tools": {"a": 1}}, "`tools` must be a list"),
         ({"messages": [], "chat_template_kwargs": "[1]"}, "`chat_template_kwargs` must be an object"),
+        ({"messages": [], "chat_template_kwargs": {"tokenize": False}}, "may not set `tokenize`"),
     ],
 )
 def test_a_row_of_another_kind_is_named_by_its_line(tmp_path: Path, row: dict[str, object], message: str) -> None:
@@ -141,6 +142,12 @@ def test_a_row_of_another_kind_is_named_by_its_line(tmp_path: Path, row: dict[st
     with pytest.raises(InvalidSpecError, match=message) as raised:
         load_rows(DataSourceConfig(name=str(path)))
     assert raised.value.violations[0].source == f"{path}:1"
+
+
+def test_messages_may_stand_beside_a_prompt_of_another_kind(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    assert load_rows(DataSourceConfig(name=str(path))).place(0).startswith(str(path))
 
 
 @pytest.mark.parametrize(

@@ -179,3 +179,11 @@ def test_an_adapter_that_cannot_be_merged_is_refused(example: Path, tmp_path: Pa
     model = {"name": str(example / "base"), "lora": {"target_modules": ["lm_head"]}}
     with pytest.raises(InvalidStateError, match=r"lm_head, whose weight is tied"):
         steps_of(make_config(example, tmp_path, model=model))
+
+
+def test_metrics_that_a_kill_has_torn_do_not_stop_the_resume(example: Path, tmp_path: Path) -> None:
+    steps_of(make_config(example, tmp_path))
+    path = tmp_path / "sft" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "lo')
+    assert steps_of(make_config(example, tmp_path, max_steps=6)) == [4, 5]
+    assert [line["step"] for line in lines_of(tmp_path)] == list(range(6)), "nothing is missing or there twice"

@@ -28,6 +28,10 @@ def _as_in_training(name: str, **facts: Any) -> Facts:
     return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
 
 
+MAX_FAILURE_WINDOW = 4096
+"""Most groups of a failure window: every batch header carries it, a few bytes a group."""
+
+
 class SamplingConfig(ConfigSection):
     """How the policy is sampled in training rollouts."""
 
@@ -232,7 +236,10 @@ class OrchestratorConfig(ConfigSection):
         le=1,
     )
     failure_window: int | None = option(
-        None, "Groups over which failed rollouts are counted; the larger of two steps' worth and 64 if left out.", ge=1
+        None,
+        "Groups over which failed rollouts are counted; the larger of 64 and two steps' worth if left out.",
+        ge=1,
+        le=MAX_FAILURE_WINDOW,
     )
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
 
@@ -287,7 +294,8 @@ class OrchestratorConfig(ConfigSection):
             yield broken(message, teacher, _ALGO)
         else:
             yield from self.algo.teacher.broken_rules(teacher)
-        if self.sampling.top_p < 1 or self.sampling.top_k > 0 or self.sampling.min_p > 0:
+        taken = [value for name in _TAKEN_OVER if isinstance(value := self.sampling.extra_body.get(name), int | float)]
+        if self.sampling.top_p < 1 or max(self.sampling.top_k, self.sampling.min_p, *taken) > 0:
             yield broken(
                 "must be off for opd: the teacher's log-probabilities are those of its full distribution",
                 "orchestrator.sampling.top_p",
@@ -355,8 +363,11 @@ def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) ->
             yield broken(f"has a key of its own: write `{where}.{key}`", path)
         elif name in _TAKEN_OVER:
             known = getattr(sampling, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not -1 <= value <= (1 << 31):
-                yield broken(f"must be a number: write `{where}.{name}`", path)
+            is_number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+            low, high = (-1, 2**31 - 1) if name == "top_k" else (0, 1)
+            if not is_number or not low <= value <= high:
+                kind = "a whole number" if name == "top_k" else "a number"
+                yield broken(f"must be {kind} of {low} to {high}: write `{where}.{name}`", path)
             elif known > 0 and known != value:
                 yield broken(f"differs from `{where}.{name}`; leave this one out", path)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from millrace.algorithms import ALGORITHMS
 from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.damage import DamageBook
@@ -28,7 +29,7 @@ from millrace.orchestrator.play.tasks import TaskOrder, TaskSource
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.types import Rollout
 
-MIN_FAILURE_WINDOW = 64
+_MIN_FAILURE_WINDOW = 64
 """Fewest groups that say whether a run can learn, unless its config names another number."""
 NO_SAMPLES = 1
 """Length to which the samples of a run without samples are cut."""
@@ -178,7 +179,7 @@ def _failures(config: RLConfig | EvalRunConfig) -> Failures:
     settings = config.orchestrator
     groups_per_step = settings.batch_size // settings.rollouts_per_example
     return Failures(
-        num_groups=settings.failure_window or max(2 * groups_per_step, MIN_FAILURE_WINDOW),
+        num_groups=settings.failure_window or failure_window_of(groups_per_step),
         group_size=settings.rollouts_per_example,
         max_share=settings.max_failed_share,
     )
@@ -194,3 +195,8 @@ def env_specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]
         evaluated = [] if settings.eval is None else settings.eval.env
         envs = [*settings.env, *(env for env in evaluated if env.name not in names)]
     return [env_spec(env.name, env.id, env.args) for env in envs]
+
+
+def failure_window_of(groups_per_step: int) -> int:
+    """Groups over which failed rollouts are counted where the config names no number."""
+    return max(min(2 * groups_per_step, MAX_FAILURE_WINDOW), _MIN_FAILURE_WINDOW)

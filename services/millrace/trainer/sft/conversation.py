@@ -19,6 +19,9 @@ Message = Mapping[str, Any]
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# What a template, which is foreign code, raises for a conversation that it does not know: its own errors, and those of
+# the operations in it (text joined with a list of parts, a tool that is no schema, a key that is missing).
+_FOREIGN = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 _SHOWN = 60  # characters of a rendering in a message
 
 
@@ -53,7 +56,9 @@ class ConversationEncoder:
             return [], []
         try:
             return self._encode(conversation, flags)
-        except TemplateError as error:
+        except BadRowError:
+            raise
+        except _FOREIGN as error:
             raise BadRowError(f"the chat template refuses it: {error}") from error
 
     def _encode(self, conversation: Conversation, flags: list[bool]) -> tuple[list[int], list[bool]]:
@@ -112,7 +117,7 @@ class ConversationEncoder:
         """The text up to message `index`; None if the template renders no conversation that ends there."""
         try:
             return self._render(conversation, index + 1, opens_turn=opens_turn)
-        except TemplateError:
+        except _FOREIGN:
             return None
 
     def _tokenize(self, text: str, ends: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -19,6 +19,8 @@ from torch import nn
 
 from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import LossConfig
+from millrace.decoding import decode_json
+from millrace.errors import CorruptObjectError
 from millrace.policies.adapter import AdapterSpec
 from millrace.rollouts.types import TrainSample
 from millrace.telemetry import logging
@@ -302,13 +304,25 @@ def _validation(config: SFTConfig, data: _Data, learner: _Learner, *, start: int
 
 def _open_metrics(output: Path, start: int, *, gang: Gang) -> IO[str]:
     """`metrics.jsonl`, continued behind step `start`."""
-    path = output / "metrics.jsonl" if gang.is_leader else Path(os.devnull)
-    kept: list[str] = []
-    if start and path.is_file():
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < start]
-    file = path.open("w", encoding="utf-8")
-    file.writelines(line + "\n" for line in kept)
-    return file
+    if not gang.is_leader:
+        return Path(os.devnull).open("w", encoding="utf-8")
+    path = output / "metrics.jsonl"
+    lines = path.read_text(errors="replace").splitlines() if start and path.is_file() else []
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text("".join(f"{line}\n" for line in lines if _is_before(line, start)))
+    fresh.replace(path)  # at once: a kill must not take the history along
+    return path.open("a", encoding="utf-8")
+
+
+def _is_before(line: str, start: int) -> bool:
+    """Whether a line of metrics is of what is kept: a step before `start`, or the validation behind the last one."""
+    try:
+        metrics = decode_json(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
+    except CorruptObjectError:
+        return False  # torn by a kill
+    if not isinstance(metrics, dict) or not isinstance(step := metrics.get("step"), int):
+        return False
+    return step < start or (step == start and "loss/mean" not in metrics)
 
 
 def _write_line(file: IO[str], metrics: dict[str, float | int]) -> None:

@@ -153,6 +153,17 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
             yield number, row
 
 
+_RESERVED = {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message"} | {
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "padding",
+    "truncation",
+    "max_length",
+}
+"""Arguments of `apply_chat_template` that a row's `chat_template_kwargs` may not set."""
+
+
 def _check_row(row: Any) -> None:
     """ValueError unless the row has what a row has, each of its kind."""
     if not isinstance(row, dict):
@@ -166,8 +177,8 @@ def _check_row(row: Any) -> None:
         if kinds not in ({str}, {list}):
             raise ValueError("needs `messages`, or `prompt` and `completion`, both text or both lists of messages")
     if kinds == {list}:
-        for name in ("messages", "prompt", "completion"):
-            for index, message in enumerate(row.get(name) or []):
+        for name in ("prompt", "completion") if row.get("messages") is None else ("messages",):
+            for index, message in enumerate(row[name]):
                 if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                     raise ValueError(f"`{name}[{index}]` is no message: it needs a `role`")
     for name, kind, words in (("tools", list, "a list of tools"), ("chat_template_kwargs", dict, "an object")):
@@ -177,6 +188,8 @@ def _check_row(row: Any) -> None:
             raise ValueError(f"`{name}` is text that is no JSON: {error}") from error
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"`{name}` must be {words}, or one as JSON text")
+        if isinstance(value, dict) and (taken := sorted(value.keys() & _RESERVED)):
+            raise ValueError(f"`{name}` may not set `{taken[0]}`: Millrace sets it")
 
 
 def _load_hub(name: str, *, subset: str | None, split: str) -> Source:
