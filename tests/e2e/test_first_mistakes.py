@@ -47,7 +47,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    "mistake",
+    [name if name in ("reward-raises", "refused") else pytest.param(name, marks=pytest.mark.long) for name in MISTAKES],
+)
 def test_a_mistake_ends_the_run_and_is_named(warm, server, mistake: str) -> None:
     options, texts = MISTAKES[mistake]
     began = time.monotonic()
@@ -67,6 +70,7 @@ def test_a_mistake_ends_the_run_and_is_named(warm, server, mistake: str) -> None
     assert len(output.splitlines()) < 100
 
 
+@pytest.mark.long
 def test_a_mistake_that_the_first_evaluation_meets_is_named_too(warm, server) -> None:
     code, output = warm.attempt(
         *("-m", "millrace.cli", "rl", "@", warm.rl_toml, "--name", "evaluated", *SMALL, *faulty("reward_raises")),

@@ -5,12 +5,14 @@ import signal
 import subprocess
 from collections import Counter
 
+import pytest
 from google.protobuf.json_format import MessageToDict
 
 from millrace.internal.v1 import batch_pb2
 from millrace.local.ports import free_ports
 
 
+@pytest.mark.timeout(280)
 def test_kill_9_of_the_whole_stack_loses_and_repeats_nothing(warm) -> None:
     port, http_port = free_ports(2)
     address = f"127.0.0.1:{port}"
