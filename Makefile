@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-compose test-slow soak torture fuzz lint format types protos bench chart clean
+.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-compose test-slow test-pythons soak torture fuzz lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
@@ -7,6 +7,7 @@ ENGINE ?= embedded
 TEST_JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 24 ? n : 24)))
 PYTEST_JOBS = -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 FUZZ_SECONDS ?= 60
+PYTHONS ?= 3.12 3.13
 export OMP_NUM_THREADS ?= 1
 
 help: ## List the targets.
@@ -41,6 +42,9 @@ test-vllm: setup-dev setup-vllm ## Run the tests of real vLLM; `make setup-vllm`
 
 test-compose: setup-dev ## Build the images and test the compose stacks; gets a Docker engine on Debian as root.
 	@tests/compose/run.sh $(PY)
+
+test-pythons: setup-dev ## Run the unit and contract tests on PYTHONS (3.12 3.13), each in an environment of its own.
+	@TEST_JOBS=$(TEST_JOBS) scripts/test_pythons.sh $(PYTHONS)
 
 soak: setup-dev ## Kill processes at random for MILLRACE_SOAK_MINUTES (20), then audit the log.
 	$(PY) -m pytest tests/chaos/test_soak.py -m slow -s

@@ -29,13 +29,20 @@ STACK = "`stack.json`, which the local stack of the same user wrote; what cannot
 CHECKED = "the env-server has checked it (`check_play`) before it reached the worker"
 
 ALLOWED = {
+    "cli/commands/env_check.py:_describe_rollout": "the conversation of a rollout that this command has just decoded",
+    "cli/commands/env_check.py:_object": USERS,
+    "cli/commands/env_check.py:_pair": USERS,
     "cli/commands/run_fork.py:_config": OWN,
     "cli/commands/run_fork.py:_fork": RUN,
     "cli/session/dry_run.py:print_config": OWN,
+    "cli/evals/endpoints.py:_from_toml": USERS + "; every error of the parser is caught",
+    "cli/evals/session.py:_settings": OWN,
     "cli/offline/fork_check.py:_record": RUN,
     "cli/offline/fork_check.py:_require_kept": RUN,
     "cli/log_files.py:process_logs": STACK,
     "cli/view/progress.py:of": RUN,
+    "cli/session/existing.py:_differences": OWN,
+    "cli/session/existing.py:begin": RUN,
     "cli/session/part.py:read_raw": USERS,
     "config/files.py:_parse_toml": USERS + ", read with a bound; every error of the parser is caught",
     "env_server/adapters/client_v0.py:get_native_response": ANSWER,

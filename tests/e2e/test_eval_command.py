@@ -189,3 +189,40 @@ def audit(store_url: str, uid: str, num_rollouts: int) -> None:
     report = asyncio.run(audit_run(None, open_store(store_url), prefix="millrace", uid=uid))
     assert [f"{found.check}: {found.message}" for found in report.violations] == []
     assert report.num_rollouts == num_rollouts
+
+
+def test_the_server_of_transformers_is_evaluated(warm: Workplace, make_workplace, tmp_path: Path) -> None:
+    place = make_workplace("eval-transformers")
+    model = warm.path / "outputs" / "reverse-text" / "sft" / "model"
+    (port,) = free_ports(1)
+    program = "from transformers.cli.transformers import main; main()"
+    served = ("serve", str(model), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port))
+    log = tmp_path / "serve.log"
+    with log.open("w") as output:
+        process = warm.popen(
+            "-c", program, *served, stdout=output, preexec_fn=die_with_parent, env={"HF_HUB_OFFLINE": "1"}
+        )
+    try:
+        wait_answering(port, process, log)
+        place.millrace(
+            *("eval", "--environment-ids", "reverse-text", "--model.name", str(model)),
+            *("--client.base-url", f"http://127.0.0.1:{port}/v1", "--sampling.max-tokens", "12"),
+            *("--num-examples", "6", "--rollouts-per-example", "2", "--max-concurrent", "2", "--name", "other"),
+        )
+        data = json.loads((place.path / "outputs" / "other" / "eval.json").read_text())
+        found = data["envs"]["reverse-text"]
+        assert (found["num_rollouts"], found["num_failed"]) == (12, 0)
+        low, high = found["pass@1/ci95"]
+        assert 0 < found["reward_mean"] < 1 and low <= found["pass@1"] <= high
+        shown = place.millrace("eval", "show", "other", "-o", "json").strip().splitlines()
+        assert len(shown) == 12
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def wait_answering(port: int, process: subprocess.Popen, log: Path) -> None:
+    ends = time.monotonic() + 90
+    while "Uvicorn running" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < ends, log.read_text()[-2000:]
+        time.sleep(0.2)

@@ -49,7 +49,7 @@ def explain_unreachable(origin: str, address: str, *, stack_json: Path = STACK_J
         elif error.reason == "DEADLINE_EXCEEDED":
             raise
         else:
-            remedy = START_REMEDY + (WAIT_REMEDY if _is_of_stack(address, stack_json) else "")
+            remedy = START_REMEDY + (WAIT_REMEDY if is_of_stack(address, stack_json) else "")
         message = f"{error.message} (the address is from {origin})"
         raise UnavailableError(message, reason=error.reason, remedy=remedy) from error
 
@@ -63,7 +63,7 @@ def is_listening(address: str) -> bool:
         return False
 
 
-def _is_of_stack(address: str, path: Path) -> bool:
+def is_of_stack(address: str, path: Path) -> bool:
     """Whether the stack that `path` describes has this address and still has its supervisor."""
     try:
         stack = decode_object(path.read_bytes(), what=str(path), reason="STACK_FILE_CORRUPT")

@@ -11,7 +11,7 @@ from millrace.cli.errors import Interrupted
 
 T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_early: list[signal.Signals] = []
+remembered: list[signal.Signals] = []
 
 
 class Interrupts:
@@ -47,7 +47,7 @@ def listen_early() -> None:
 
 
 def _note_early(number: int, frame: FrameType | None) -> None:
-    _early.append(signal.Signals(number))
+    remembered.append(signal.Signals(number))
     raise KeyboardInterrupt
 
 
@@ -64,8 +64,8 @@ async def _run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
         raise RuntimeError("no task is running")
     for number in _SIGNALS:
         loop.add_signal_handler(number, interrupts.receive, number, task)
-    if _early:
-        raise Interrupted(_early[0])
+    if remembered:
+        raise Interrupted(remembered[0])
     try:
         return await work(interrupts)
     except asyncio.CancelledError:

@@ -75,7 +75,7 @@ class RunsClient:
 
     async def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
         """Runs, newest first; `limit` 0 is all, over as many pages as it takes."""
-        wanted = [run_pb2.RunState.Value(f"RUN_STATE_{s}") if isinstance(s, str) else s for s in states]
+        wanted: list[run_pb2.RunState | str] = [f"RUN_STATE_{s}" if isinstance(s, str) else s for s in states]
         runs: list[run_pb2.Run] = []
         token = ""
         while True:

@@ -52,8 +52,8 @@ class ReplicaParts:
         self._engine = engine
         self._stopping = stopping
         self._worker_id = worker_id or new_worker_id("inference")
-        self._board = HealthBoard()
-        self._board.add(SERVICE_NAME, reason="no policy")
+        self.board = HealthBoard()
+        self.board.add(SERVICE_NAME, reason="no policy")
         store = open_store(settings.store_url) if settings.store_url else None
         stager = HostCopy(store, directory=policy_dir) if store is not None else None
         self.updater = PolicyUpdater(engine, slot, store, stager, extra_names=extra_names)
@@ -94,10 +94,10 @@ class ReplicaParts:
 
         await registered.serve(
             self._add_services,
-            health_board=self._board,
+            health_board=self.board,
             handle_signals=handle_signals,
             drain=leave,
-            beside=[self._update, self._watch_health, import_meanwhile],
+            beside=[self._update, self.watch_health, import_meanwhile],
         )
 
     async def _update(self) -> None:
@@ -122,14 +122,15 @@ class ReplicaParts:
     def _heartbeat(self) -> HeartbeatRequest:
         return HeartbeatRequest(policy=self.servicer.status(), is_leaving=self._stopping.is_set())
 
-    async def _watch_health(self) -> None:
+    async def watch_health(self) -> None:
+        """Tell the health board of the engine's thread until cancelled."""
         wait = waits.LastingWait()
         while True:
             status = self.servicer.status()
             if status.has_version:
-                self._board.set_ready(SERVICE_NAME)
+                self.board.set_ready(SERVICE_NAME)
             else:
-                self._board.set_unready(SERVICE_NAME, status.error or "no policy")
+                self.board.set_unready(SERVICE_NAME, status.error or "no policy")
             engine = self._engine.status()
             idle_s = engine.progress_age_s
             if idle_s > _STALL_SHOWN_S:
@@ -139,9 +140,9 @@ class ReplicaParts:
             else:
                 wait.over()
             if engine.is_dead:
-                self._board.set_unready(PROCESS, engine.error)
+                self.board.set_unready(PROCESS, engine.error)
             elif idle_s > STALL_S:
-                self._board.set_unready(PROCESS, f"the engine has work and made no progress for {idle_s:.0f} s")
+                self.board.set_unready(PROCESS, f"the engine has work and made no progress for {idle_s:.0f} s")
             else:
-                self._board.set_ready(PROCESS)
+                self.board.set_ready(PROCESS)
             await asyncio.sleep(_HEALTH_PERIOD_S)

@@ -46,29 +46,29 @@ class Keeper:
         does not serve within `ready_deadline_s` is killed, which counts as a death.
         """
         self._supervisor = supervisor
-        self._probes = probes
+        self.probes = probes
         self._note = note
         self._on_change = on_change
         self._ready_deadline_s = ready_deadline_s
         self._has_liveness = has_liveness
         settled = settled_after_s or {}
-        self._lives = {name: Lives(settled_after_s=settled.get(name, SETTLED_AFTER_S)) for name in probes}
+        self.lives = {name: Lives(settled_after_s=settled.get(name, SETTLED_AFTER_S)) for name in probes}
         self._is_restarting = is_restarting
         self._heard_at: dict[str, float] = {}
 
     def restarts(self) -> dict[str, int]:
         """How often each process was started again."""
-        return {name: lives.restarts for name, lives in self._lives.items()}
+        return {name: lives.restarts for name, lives in self.lives.items()}
 
     async def run(self) -> NoReturn:
         """Keep them alive until cancelled; ProcessDiedError names the one that cannot be."""
         now = time.monotonic()
-        for lives in self._lives.values():
+        for lives in self.lives.values():
             lives.ready(now)
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._has_liveness:
-                    for name in self._probes:
+                    for name in self.probes:
                         tasks.create_task(self._check(name), name=f"liveness of {name}")
                 while True:
                     child = await self._supervisor.next_death()
@@ -78,7 +78,7 @@ class Keeper:
 
     async def _revive(self, child: Child) -> None:
         """Start a dead process again and wait until it serves; ProcessDiedError for one in a crash loop."""
-        name, lives = child.spec.name, self._lives[child.spec.name]
+        name, lives = child.spec.name, self.lives[child.spec.name]
         exit_kind = ExitKind.of(await child.exited)
         decision = lives.end(time.monotonic(), exit_kind)
         given_up = decision.short_lives if self._is_restarting else None
@@ -101,9 +101,9 @@ class Keeper:
         ends = began + self._ready_deadline_s
         with waits.waiting(f"{name} to be ready again", waits_on=name, deadline_s=self._ready_deadline_s):
             while child.is_alive and time.monotonic() < ends:
-                if await self._probes[name]() is Answer.SERVING and child.is_alive:
+                if await self.probes[name]() is Answer.SERVING and child.is_alive:
                     now = time.monotonic()
-                    self._lives[name].ready(now)
+                    self.lives[name].ready(now)
                     if now - began > _TELL_READY_AFTER_S or name == "redis":  # everybody waits for Redis
                         self._note(f"{name} is ready again after {now - began:.1f} s")
                     return
@@ -126,7 +126,7 @@ class Keeper:
         name, history = child.spec.name, AnswerHistory(time.monotonic())
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while self._is_serving(child):
-            answer = await self._probes[name]()
+            answer = await self.probes[name]()
             now = time.monotonic()
             if answer is not Answer.SILENT:
                 self._heard_at[name] = now
@@ -144,7 +144,7 @@ class Keeper:
     def _is_serving(self, child: Child) -> bool:
         name = child.spec.name
         is_newest = child is self._supervisor.children[name]
-        return is_newest and child.is_alive and self._lives[name].ready_at is not None
+        return is_newest and child.is_alive and self.lives[name].ready_at is not None
 
     def _others_answer(self, name: str, now: float) -> bool:
         recent = now - liveness.NAME_AFTER_S

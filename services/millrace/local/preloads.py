@@ -25,7 +25,7 @@ NEEDS: Mapping[str, Sequence[str]] = {
 }
 """What each service imports before it works, lighter ones first."""
 WITH_TORCH = ("millrace.inference.main", "millrace.trainer.main")
-_GPUS = ("/dev/nvidiactl", "/dev/kfd")
+GPUS = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def needs(modules: Iterable[str], environ: Mapping[str, str]) -> dict[str, Sequence[str]]:
@@ -36,5 +36,5 @@ def needs(modules: Iterable[str], environ: Mapping[str, str]) -> dict[str, Seque
     """
     if environ.get(VARIABLE, "1") == "0" or not hasattr(os, "pidfd_open") or not Path("/proc/self/stat").exists():
         return {}
-    has_gpu = any(Path(path).exists() for path in _GPUS)
+    has_gpu = any(Path(path).exists() for path in GPUS)
     return {name: NEEDS[name] for name in modules if name in NEEDS and not (has_gpu and name in WITH_TORCH)}

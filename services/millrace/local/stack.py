@@ -131,7 +131,7 @@ class LocalStack:
         self._redis_url_file = options.redis_url_file
         self._where: dict[str, object] = {}
         self._log_sizes: dict[str, int] = {}
-        self._keeper: Keeper | None = None
+        self.keeper: Keeper | None = None
         self._keeping: asyncio.Task[NoReturn] | None = None
 
     @property
@@ -197,7 +197,7 @@ class LocalStack:
         for name in self._modules:
             path = self.logs / f"{name}.log"
             self._log_sizes[name] = path.stat().st_size if path.exists() else 0
-            await self.supervisor.start(self._service(name, addresses, http, exported, redis_url, store_url))
+            await self.supervisor.start(self.service_spec(name, addresses, http, exported, redis_url, store_url))
         await self.guard(self._wait_ready(addresses))
         scheme = "https" if self.options.access.tls_cert else "http"
         self._where = {
@@ -230,7 +230,7 @@ class LocalStack:
 
     def _keep(self, probes: Mapping[str, Probe]) -> None:
         """From now on processes that die are started again."""
-        self._keeper = Keeper(
+        self.keeper = Keeper(
             self.supervisor,
             probes,
             note=self._tell,
@@ -242,7 +242,7 @@ class LocalStack:
         )
         self._write_json()
         self._tell("the stack is ready", is_shown=False)
-        self._keeping = asyncio.create_task(self._keeper.run(), name="keeper of the stack")
+        self._keeping = asyncio.create_task(self.keeper.run(), name="keeper of the stack")
 
     async def _wait_failure(self) -> BaseException:
         """What ends the stack: any death before it was ready, later what the keeper gives up on."""
@@ -262,7 +262,7 @@ class LocalStack:
     def _write_json(self) -> None:
         """`stack.json`: where it listens, the pids of now, and how often each process was started again."""
         pids = {name: child.pid for name, child in self.supervisor.children.items()}
-        again = self._keeper.restarts() if self._keeper else {}
+        again = self.keeper.restarts() if self.keeper else {}
         fresh = self.directory / "stack.json.new"
         server = self.supervisor.fork_server
         found = {**self._where, "pids": pids, "restarts": again, "fork_server": server and server.pid}
@@ -301,7 +301,7 @@ class LocalStack:
         await self.guard(_wait_redis(redis))
         return redis
 
-    def _service(
+    def service_spec(
         self,
         name: str,
         addresses: Mapping[str, str],
@@ -310,6 +310,7 @@ class LocalStack:
         redis_url: str,
         store_url: str,
     ) -> ProcessSpec:
+        """How a service is started, and with which variables."""
         settings = replace(
             self.options.access,
             token=None,  # the clients' own

@@ -94,7 +94,7 @@ class WorkerRegistry:
     """Registered workers by id; `changed` wakes whoever waits for a worker or its report."""
 
     def __init__(self) -> None:
-        self._records: dict[str, WorkerRecord] = {}
+        self.by_id: dict[str, WorkerRecord] = {}
         self._resolved_below: dict[str, int] = {}
         self._log_instances: dict[str, str] = {}
         self._damaged: dict[str, tuple[policy_pb2.PolicyEntry, int]] = {}
@@ -112,15 +112,15 @@ class WorkerRegistry:
         """Add a worker, or take its new description."""
         self.lost.pop(worker.worker_id, None)
         self._replace_slot(worker)
-        known = self._records.get(worker.worker_id)
-        if known is None and len(self._records) >= MAX_WORKERS:
+        known = self.by_id.get(worker.worker_id)
+        if known is None and len(self.by_id) >= MAX_WORKERS:
             raise CapacityError(
                 f"{MAX_WORKERS} workers are registered already",
                 reason="REGISTRY_FULL",
                 remedy="end those that are not needed, or start a deployment of its own",
             )
         if known is None:
-            self._records[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
+            self.by_id[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
             logger.info("worker registered", extra={"worker": worker.worker_id, "address": worker.address})
         else:
             known.worker, known.last_seen = worker, time.monotonic()
@@ -128,7 +128,7 @@ class WorkerRegistry:
 
     def heartbeat(self, request: worker_service_pb2.HeartbeatRequest) -> WorkerRecord | None:
         """Take a worker's report; None if it is not known and shall register again."""
-        record = self._records.get(request.worker_id)
+        record = self.by_id.get(request.worker_id)
         if record is None:
             return None
         record.last_seen = time.monotonic()
@@ -146,7 +146,7 @@ class WorkerRegistry:
         """Workers of a kind whose lease holds, in order of id."""
         self._expire()
         return sorted(
-            (record for record in self._records.values() if record.worker.kind == kind),
+            (record for record in self.by_id.values() if record.worker.kind == kind),
             key=lambda record: record.worker_id,
         )
 
@@ -180,7 +180,7 @@ class WorkerRegistry:
 
     def release(self, run_uid: str) -> None:
         """Take every worker from a run that this orchestrator does not drive any more; it may go on elsewhere."""
-        for record in self._records.values():
+        for record in self.by_id.values():
             if record.run_uid == run_uid:
                 record.run_uid = ""
         self._resolved_below.pop(run_uid, None)
@@ -246,7 +246,7 @@ class WorkerRegistry:
         """What the run's workers reported to wait for, aged by the time since the report."""
         now = time.monotonic()
         waits = []
-        for record in self._records.values():
+        for record in self.by_id.values():
             env_server = record.worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER
             if env_server or record.run_uid == run_uid:
                 for wait in record.waits:
@@ -263,7 +263,7 @@ class WorkerRegistry:
 
     def records(self) -> list[WorkerRecord]:
         """Every registered worker, also one whose lease has just run out."""
-        return list(self._records.values())
+        return list(self.by_id.values())
 
     async def keep_pulse(self) -> None:
         """Notice when this process stood still, and do not count that time as the workers' silence.
@@ -280,14 +280,14 @@ class WorkerRegistry:
             if gap_s > STOOD_STILL_S:
                 self.stood_still_s += gap_s
                 logger.warning("this process stood still", extra={"seconds": round(gap_s, 1)})
-                for record in self._records.values():
+                for record in self.by_id.values():
                     record.last_seen = min(now, record.last_seen + gap_s)
 
     def _expire(self) -> None:
         now = time.monotonic()
         if self._pulse and now - self._pulse > PULSE_S + STOOD_STILL_S:
             return  # we stood still and `keep_pulse` has not run since: nobody's silence is known
-        for worker_id, record in list(self._records.items()):
+        for worker_id, record in list(self.by_id.items()):
             if now - record.last_seen > (LEAVING_LEASE_S if record.is_leaving else LEASE_S):
                 logger.warning(
                     "worker lost: no heartbeat",
@@ -300,14 +300,14 @@ class WorkerRegistry:
 
     def _replace_slot(self, worker: worker_service_pb2.Worker) -> None:
         """Drop who was registered for the same place: that process is dead, since its successor holds the place."""
-        for record in list(self._records.values()):
+        for record in list(self.by_id.values()):
             if worker.slot and record.worker.slot == worker.slot and record.worker_id != worker.worker_id:
                 fields = {"worker": record.worker_id, "by": worker.worker_id, "slot": worker.slot}
                 logger.warning("worker replaced by its successor", extra=fields | {"run": record.run_uid})
                 self._remove(record, "WORKER_REPLACED")
 
     def _remove(self, record: WorkerRecord, reason: str) -> None:
-        del self._records[record.worker_id]
+        del self.by_id[record.worker_id]
         for callback in self.on_lost:
             callback(record, reason)
 

@@ -16,7 +16,7 @@ from millrace.storage.base import ObjectStore
 from millrace.storage.commit_points import revision_key
 
 MAX_LINKS = 300  # more than the largest anchor interval has versions
-_MAX_HELD_ENTRIES = 200_000  # pieces and tensors of the manifests that are held: some 40 MB
+MAX_HELD_ENTRIES = 200_000  # pieces and tensors of the manifests that are held: some 40 MB
 _MAX_PROBLEMS = 3  # named in an error
 
 
@@ -69,7 +69,7 @@ class Manifests:
             self._held[key] = manifest
             self._num_entries += _num_entries(manifest)
         self._held.move_to_end(key)
-        while self._num_entries > _MAX_HELD_ENTRIES and len(self._held) > 1:
+        while self._num_entries > MAX_HELD_ENTRIES and len(self._held) > 1:
             self._num_entries -= _num_entries(self._held.popitem(last=False)[1])
         return manifest
 

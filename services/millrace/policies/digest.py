@@ -19,7 +19,7 @@ from millrace.policies.change import TensorChange
 from millrace.policies.tensors import TensorBytes
 
 _MASK = (1 << 64) - 1
-_BLOCK_ELEMENTS = 1 << 14  # five scratch arrays of 8 bytes per element: they stay in a core's second-level cache
+BLOCK_ELEMENTS = 1 << 14  # five scratch arrays of 8 bytes per element: they stay in a core's second-level cache
 _SHARE_ELEMENTS = 1 << 22  # what one thread digests at a time: some 25 ms
 _MAX_THREADS = 8
 _INDEX_KEY = 0x9E3779B97F4A7C15
@@ -34,9 +34,9 @@ def tensor_digest(tensor: TensorBytes, *, start: int = 0) -> int:
 
 def bits_digest(bits: NDArray[np.unsignedinteger], *, start: int = 0) -> int:
     """The digest of flat element bits whose first element has row-major index `start`."""
-    mixer = _Mixer(min(bits.size, _BLOCK_ELEMENTS))
-    for begin in range(0, bits.size, _BLOCK_ELEMENTS):
-        block = bits[begin : begin + _BLOCK_ELEMENTS]
+    mixer = _Mixer(min(bits.size, BLOCK_ELEMENTS))
+    for begin in range(0, bits.size, BLOCK_ELEMENTS):
+        block = bits[begin : begin + BLOCK_ELEMENTS]
         mixer.place_range(start + begin, block.size)
         mixer.add(block)
     return mixer.digest()
@@ -44,10 +44,10 @@ def bits_digest(bits: NDArray[np.unsignedinteger], *, start: int = 0) -> int:
 
 def placed_digest(bits: NDArray[np.unsignedinteger], positions: NDArray[np.int64]) -> int:
     """The digest of element bits [N] that lie at the row-major indices `positions` [N] of their tensor."""
-    mixer = _Mixer(min(bits.size, _BLOCK_ELEMENTS))
-    for begin in range(0, bits.size, _BLOCK_ELEMENTS):
-        mixer.place_at(positions[begin : begin + _BLOCK_ELEMENTS])
-        mixer.add(bits[begin : begin + _BLOCK_ELEMENTS])
+    mixer = _Mixer(min(bits.size, BLOCK_ELEMENTS))
+    for begin in range(0, bits.size, BLOCK_ELEMENTS):
+        mixer.place_at(positions[begin : begin + BLOCK_ELEMENTS])
+        mixer.add(bits[begin : begin + BLOCK_ELEMENTS])
     return mixer.digest()
 
 
@@ -76,9 +76,9 @@ def change_digest(digest: int, change: TensorChange, old: NDArray[np.unsignedint
 
     `old` [N] are the bits before the change of the elements that it sets (`change.old_bits`).
     """
-    mixer = _Mixer(min(change.num_elements, _BLOCK_ELEMENTS), digest)
-    for begin in range(0, change.num_elements, _BLOCK_ELEMENTS):
-        end = begin + _BLOCK_ELEMENTS
+    mixer = _Mixer(min(change.num_elements, BLOCK_ELEMENTS), digest)
+    for begin in range(0, change.num_elements, BLOCK_ELEMENTS):
+        end = begin + BLOCK_ELEMENTS
         if change.positions is None:
             mixer.place_range(change.start + begin, change.bits[begin:end].size)
         else:

@@ -136,7 +136,7 @@ def unpack_batch(
                     remedy="fetch the chunks that chunks_for() names",
                 )
             verify_chunk(header, number, chunks[number])
-            columns[number] = _decode_chunk(chunks[number], header.chunks[number].num_tokens, f"chunks[{number}]")
+            columns[number] = decode_chunk(chunks[number], header.chunks[number].num_tokens, f"chunks[{number}]")
         samples.append(columns[number].sample(header, index))
     return samples
 
@@ -233,7 +233,8 @@ def _join(columns: Sequence[np.ndarray], dtype: str) -> bytes:
     return column_to_bytes(np.concatenate(columns), dtype)
 
 
-def _decode_chunk(data: bytes, num_tokens: int, where: str) -> _Columns:
+def decode_chunk(data: bytes, num_tokens: int, where: str) -> _Columns:
+    """Decode the columns of one chunk; raise CorruptObjectError if they are not `num_tokens` long."""
     chunk = decode_message(
         batch_pb2.BatchChunk, data, what=f"batch {where} of {len(data)} bytes", reason=_REASON, remedy=_REMEDY
     )

@@ -30,12 +30,12 @@ from millrace.rollouts.types import (
     Truncation,
 )
 
-_PURPOSE_TO_WIRE = {
+PURPOSE_TO_WIRE = {
     Purpose.TRAIN: rollout_pb2.PURPOSE_TRAIN,
     Purpose.EVAL: rollout_pb2.PURPOSE_EVAL,
 }
-_PURPOSE_FROM_WIRE = {wire: purpose for purpose, wire in _PURPOSE_TO_WIRE.items()}
-_STATUS_FROM_WIRE = {
+_PURPOSE_FROM_WIRE = {wire: purpose for purpose, wire in PURPOSE_TO_WIRE.items()}
+STATUS_FROM_WIRE = {
     rollout_pb2.RolloutStatus.Value(f"ROLLOUT_STATUS_{status.name}"): status for status in RolloutStatus
 }
 
@@ -51,7 +51,7 @@ _SMALL_ARCHIVE_BYTES, _MAX_EXPANSION = 64 << 20, 256  # log-probs hardly compres
 
 def purpose_to_wire(purpose: Purpose) -> rollout_pb2.Purpose:
     """The protobuf value of a purpose."""
-    return _PURPOSE_TO_WIRE[purpose]
+    return PURPOSE_TO_WIRE[purpose]
 
 
 def purpose_from_wire(value: int) -> Purpose:
@@ -129,11 +129,11 @@ def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
 
 def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
     """The rollout of a protobuf message, validated."""
-    if message.status not in _STATUS_FROM_WIRE:
+    if message.status not in STATUS_FROM_WIRE:
         raise _corrupt("status", message.status, "is not a known RolloutStatus")
     values: dict[str, Any] = {name: getattr(message, name) for name in _SAME}
     values["purpose"] = purpose_from_wire(message.purpose)
-    values["status"] = _STATUS_FROM_WIRE[message.status]
+    values["status"] = STATUS_FROM_WIRE[message.status]
     if message.HasField("error"):
         values["error"] = RolloutError(
             **{part.name: getattr(message.error, part.name) for part in fields(RolloutError)}

@@ -59,7 +59,7 @@ class HttpServer:
 
     def __init__(self, app: Any, listener: socket.socket, *, tls: ServerFiles | None, bounds: HttpBounds) -> None:
         self.port = int(listener.getsockname()[1])
-        self._bounds = bounds
+        self.bounds = bounds
         self._listener = listener
         self._context = None if tls is None else rotating_server_context(tls)
         self._config = uvicorn.Config(
@@ -127,14 +127,14 @@ class HttpServer:
                 self._config,
                 self._uvicorn.server_state,
                 self._uvicorn.lifespan.state,
-                bounds=self._bounds,
+                bounds=self.bounds,
                 changed=self._note,
             )
             self._open[connection] = None
             connection.begin(link, self._context)
 
     async def _make_room(self) -> None:
-        while len(self._open) >= self._bounds.connections:
+        while len(self._open) >= self.bounds.connections:
             oldest = next(iter(self._waiting()), None)
             left = None if oldest is None else oldest.since + _LEAST_S - asyncio.get_running_loop().time()
             if oldest is not None and left is not None and left <= 0:
@@ -161,7 +161,7 @@ class _Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, bounds: HttpBounds, changed: "Callable[[_Connection, bool], None]") -> None:
         super().__init__(*args)
-        self._bounds = bounds
+        self.bounds = bounds
         self._changed = changed
         self._shaking: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -179,9 +179,9 @@ class _Connection(HttpToolsProtocol):
 
     def begin(self, link: socket.socket, context: Any) -> None:
         """Take the accepted socket over; the first header's time begins."""
-        self._cut_in(self._bounds.request_s)
-        if self._bounds.exchange_s is not None:
-            self._end = self.loop.call_later(self._bounds.exchange_s, self.cut)
+        self._cut_in(self.bounds.request_s)
+        if self.bounds.exchange_s is not None:
+            self._end = self.loop.call_later(self.bounds.exchange_s, self.cut)
         self._shaking = self.loop.create_task(self._shake(link, context))
         self._shaking.add_done_callback(lambda _: self._shaken(link))
 
@@ -226,10 +226,10 @@ class _Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_idle:
             self._is_idle = False
-            self._cut_in(self._bounds.request_s)
+            self._cut_in(self.bounds.request_s)
         self._size += len(data)
         super().data_received(data)
-        if self._size > (self._bounds.message_bytes if self._is_in_message else MAX_HEADER_BYTES):
+        if self._size > (self.bounds.message_bytes if self._is_in_message else MAX_HEADER_BYTES):
             self.cut()
 
     def on_headers_complete(self) -> None:
@@ -246,16 +246,16 @@ class _Connection(HttpToolsProtocol):
         if self.is_busy:  # with a request that came before this answer was over
             return
         self._is_idle, self.since = True, self.loop.time()
-        self._cut_in(self._bounds.idle_s + self._bounds.request_s)  # uvicorn closes it before, if the client reads
+        self._cut_in(self.bounds.idle_s + self.bounds.request_s)  # uvicorn closes it before, if the client reads
         self._changed(self, True)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._cut_in(self._bounds.request_s)
+        self._cut_in(self.bounds.request_s)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._cut_in(None if self.is_busy else self._bounds.idle_s + self._bounds.request_s)
+        self._cut_in(None if self.is_busy else self.bounds.idle_s + self.bounds.request_s)
 
 
 def _report(task: asyncio.Task[None]) -> None:

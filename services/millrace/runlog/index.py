@@ -66,7 +66,7 @@ async def create_run(
     begins with, before anybody can see it; a repeated request repeats it.
     """
     deployment = Deployment(prefix)
-    owner = await asyncio.to_thread(_read_uid, store, deployment.name_object(name))
+    owner = await asyncio.to_thread(read_uid, store, deployment.name_object(name))
     if owner is not None:
         earlier = await find_request(store, prefix, request_id) if request_id else None
         if earlier is None:
@@ -77,7 +77,7 @@ async def create_run(
         uid = await asyncio.to_thread(_claim, store, deployment.request_object(request_id), uid)
         run_json = await asyncio.to_thread(store.get, Names(prefix, uid).run_json)
         name = _name_in(run_json, Names(prefix, uid).run_json)  # of the request that came first: ours if it is ours
-        if await asyncio.to_thread(_read_uid, store, deployment.name_object(name)) == uid:
+        if await asyncio.to_thread(read_uid, store, deployment.name_object(name)) == uid:
             return uid
     await asyncio.to_thread(prepare, uid, run_json)
     await RunLog.create(redis, store, prefix, uid, run_json)
@@ -123,7 +123,7 @@ async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str
     for mark in [mark for mark in runs if mark[0] in _PENDING + _DAMAGED]:
         uid, name = mark.removeprefix(_PENDING), runs.pop(mark)
         try:
-            held = await asyncio.to_thread(_read_uid, store, deployment.name_object(name))
+            held = await asyncio.to_thread(read_uid, store, deployment.name_object(name))
         except CorruptObjectError as error:
             index.damaged[name] = error
             continue
@@ -138,14 +138,14 @@ async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str
 
 def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | None:
     deployment = Deployment(prefix)
-    uid = _read_uid(store, deployment.request_object(request_id))
+    uid = read_uid(store, deployment.request_object(request_id))
     if uid is None:
         return None
     try:
         name = _name_in(store.get(Names(prefix, uid).run_json, max_bytes=MAX_JSON_BYTES), Names(prefix, uid).run_json)
     except NotFoundError:
         return None
-    return uid if _read_uid(store, deployment.name_object(name)) == uid else None
+    return uid if read_uid(store, deployment.name_object(name)) == uid else None
 
 
 def _is_ours(field: str, value: str) -> bool:
@@ -192,10 +192,11 @@ def _claim(store: ObjectStore, key: str, uid: str) -> str:
     """Create `key` → uid, or return the uid that holds it."""
     if store.create(key, uid.encode()):
         return uid
-    return _read_uid(store, key) or uid
+    return read_uid(store, key) or uid
 
 
-def _read_uid(store: ObjectStore, key: str) -> str | None:
+def read_uid(store: ObjectStore, key: str) -> str | None:
+    """The uid that an object of the index names, or None if there is none."""
     try:
         data = store.get(key, max_bytes=_MAX_UID_BYTES)
     except NotFoundError:
@@ -216,7 +217,7 @@ def read_names(store: ObjectStore, deployment: Deployment) -> RunIndex:
     for info in store.list(deployment.names_prefix):
         name = info.key.removeprefix(deployment.names_prefix)
         try:
-            uid = _read_uid(store, deployment.name_object(name))
+            uid = read_uid(store, deployment.name_object(name))
         except (CorruptObjectError, InvalidSpecError) as error:
             logger.error("an object of the index of runs cannot be read", extra={"key": info.key, "error": str(error)})
             if isinstance(error, CorruptObjectError):  # else its key is not of a run

@@ -205,7 +205,7 @@ class LocalStore:
                 _lock(file)  # until the file is closed, or its writer dies
                 write(file)
                 file.flush()
-                _sync(file.fileno())
+                sync(file.fileno())
                 for attempt in range(_MKDIR_ATTEMPTS):
                     _make_directories(path.parent, self._root)
                     try:
@@ -275,7 +275,8 @@ def _is_abandoned(path: Path) -> bool:
     return True
 
 
-def _sync(descriptor: int) -> None:
+def sync(descriptor: int) -> None:
+    """Write what the system holds of a file, or of a directory's names, to the disk."""
     os.fsync(descriptor)
 
 

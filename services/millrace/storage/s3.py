@@ -32,8 +32,8 @@ READ_TIMEOUT_S = 20.0  # between two packets, not for a whole object
 _SLOWEST_BYTES_PER_S = 64 << 10  # a download below that, over its first minute and after, is given up and begun again
 _MAX_CONNECTIONS = 32
 _MULTIPART_BYTES = 64 << 20
-_COPY_BYTES = 64 << 10  # small, so that a trickle is noticed
-_TRANSFER = TransferConfig(
+COPY_BYTES = 64 << 10  # small, so that a trickle is noticed
+TRANSFER = TransferConfig(
     multipart_threshold=_MULTIPART_BYTES, multipart_chunksize=16 << 20, max_concurrency=4, use_threads=True
 )
 
@@ -67,7 +67,7 @@ class S3Store:
         )
         named = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         self._region = named or "us-east-1"
-        self._client = boto3.Session().client("s3", endpoint_url=endpoint, region_name=self._region, config=config)
+        self.client = boto3.Session().client("s3", endpoint_url=endpoint, region_name=self._region, config=config)
 
     def ensure_bucket(self) -> None:
         """Create the bucket if it is missing (embedded stack and tests; a deployment's bucket is its operator's)."""
@@ -77,12 +77,12 @@ class S3Store:
 
         def attempt(_: int) -> None:
             try:
-                self._client.head_bucket(Bucket=self._bucket)
+                self.client.head_bucket(Bucket=self._bucket)
             except ClientError as error:
                 if error_code(error) not in (*ABSENT, "NoSuchBucket"):
                     raise
                 try:
-                    self._client.create_bucket(Bucket=self._bucket, **where)
+                    self.client.create_bucket(Bucket=self._bucket, **where)
                 except ClientError as lost:
                     if error_code(lost) not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
                         raise
@@ -93,7 +93,7 @@ class S3Store:
     def put(self, key: str, data: bytes) -> None:
         """See `ObjectStore.put`."""
         name = self._name(key)
-        self._run("PUT", key, lambda _: self._client.put_object(Bucket=self._bucket, Key=name, Body=data))
+        self._run("PUT", key, lambda _: self.client.put_object(Bucket=self._bucket, Key=name, Body=data))
 
     def create(self, key: str, data: bytes) -> bool:
         """See `ObjectStore.create`: `If-None-Match: *`."""
@@ -101,7 +101,7 @@ class S3Store:
 
         def attempt(number: int) -> bool:
             try:
-                self._client.put_object(Bucket=self._bucket, Key=name, Body=data, IfNoneMatch="*")
+                self.client.put_object(Bucket=self._bucket, Key=name, Body=data, IfNoneMatch="*")
             except ClientError as error:
                 if http_status(error) == 412 or error_code(error) == "PreconditionFailed":
                     # The answer to an earlier attempt may have been lost after it had written.
@@ -119,7 +119,7 @@ class S3Store:
         name = self._name(key)
 
         def attempt(_: int) -> bytes:
-            found = self._client.get_object(Bucket=self._bucket, Key=name)
+            found = self.client.get_object(Bucket=self._bucket, Key=name)
             if found["ContentLength"] > max_bytes:
                 found["Body"].close()  # unread: nobody else may use the connection
             require_size(found["ContentLength"], max_bytes, key=key, uri=self.uri(key))
@@ -157,7 +157,7 @@ class S3Store:
 
         def attempt(_: int) -> ObjectInfo | None:
             try:
-                found = self._client.head_object(Bucket=self._bucket, Key=name)
+                found = self.client.head_object(Bucket=self._bucket, Key=name)
             except ClientError as error:
                 if error_code(error) in ABSENT:
                     self._check_bucket()  # HEAD answers a bare 404 for a missing bucket, too
@@ -189,7 +189,7 @@ class S3Store:
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`."""
         name = self._name(key)
-        self._run("DELETE", key, lambda _: self._client.delete_object(Bucket=self._bucket, Key=name))
+        self._run("DELETE", key, lambda _: self.client.delete_object(Bucket=self._bucket, Key=name))
 
     def put_file(self, key: str, path: Path) -> None:
         """See `ObjectStore.put_file`; in parts above 64 MiB."""
@@ -205,7 +205,7 @@ class S3Store:
     def _upload(self, path: Path, name: str) -> None:
         # Not `client.upload_file`: that wraps the server's answer in an error of its own, and while the manager still
         # tidies up, the answer is raised once more on the way out and lost from it.
-        with create_transfer_manager(self._client, _TRANSFER) as manager:
+        with create_transfer_manager(self.client, TRANSFER) as manager:
             manager.upload(str(path), self._bucket, name).result()
 
     def get_file(self, key: str, path: Path) -> None:
@@ -214,7 +214,7 @@ class S3Store:
         part = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
 
         def attempt(_: int) -> None:
-            found = self._client.get_object(Bucket=self._bucket, Key=name)
+            found = self.client.get_object(Bucket=self._bucket, Key=name)
             with io_errors(part, "write", needed_bytes=found["ContentLength"]):
                 file = part.open("wb")
             with file:
@@ -244,7 +244,7 @@ class S3Store:
         return self._prefix + check_key(key)
 
     def _read(self, name: str, **options: Any) -> bytes:
-        found = self._client.get_object(Bucket=self._bucket, Key=name, **options)
+        found = self.client.get_object(Bucket=self._bucket, Key=name, **options)
         data = io.BytesIO()
         for part in self._receive(found):
             data.write(part)
@@ -255,7 +255,7 @@ class S3Store:
         size_bytes, count = found["ContentLength"], 0
         ends = time.monotonic() + ATTEMPT_S + size_bytes / _SLOWEST_BYTES_PER_S
         with contextlib.closing(found["Body"]) as body:
-            while data := body.read(_COPY_BYTES):
+            while data := body.read(COPY_BYTES):
                 count += len(data)
                 yield data
                 if time.monotonic() > ends and count < size_bytes:
@@ -276,7 +276,7 @@ class S3Store:
         token: dict[str, str] = {}
         while True:
             request = {"Bucket": self._bucket, **options, **token}
-            page = self._run(what, prefix, lambda _, request=request: self._client.list_objects_v2(**request))
+            page = self._run(what, prefix, lambda _, request=request: self.client.list_objects_v2(**request))
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -284,7 +284,7 @@ class S3Store:
 
     def _check_bucket(self) -> None:
         if not self._is_bucket_known:
-            self._client.head_bucket(Bucket=self._bucket)
+            self.client.head_bucket(Bucket=self._bucket)
             self._is_bucket_known = True
 
     def _run(self, action: str, key: str, attempt: Callable[[int], T], *, is_read: bool = False) -> T:

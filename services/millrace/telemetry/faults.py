@@ -20,7 +20,7 @@ from pathlib import Path
 from millrace.errors import UnavailableError
 
 VARIABLE = "MILLRACE_FAULTS"
-_DIRECTORY = os.environ.get(VARIABLE) or None
+DIRECTORY = os.environ.get(VARIABLE) or None
 
 
 class Point(StrEnum):
@@ -111,8 +111,8 @@ def arm(directory: Path, fault: Fault) -> Path:
 
 def reach(point: Point, **where: int) -> None:
     """Pass a fault point; `where` are the numbers that a fault's conditions look at."""
-    if _DIRECTORY is not None:
-        _strike(Path(_DIRECTORY), Point(point), where)
+    if DIRECTORY is not None:
+        _strike(Path(DIRECTORY), Point(point), where)
 
 
 def _strike(directory: Path, point: Point, where: dict[str, int]) -> None:

@@ -21,16 +21,16 @@ _PAIR = re.compile(
 _SECRET_NAME = re.compile(r"(SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?|(^|_)TOKEN)$")
 
 
-_known: tuple[str, ...] = ()
+known_secrets: tuple[str, ...] = ()
 """What `keep_secret` was told, as `secrets_of` gives it."""
 
 
 def keep_secret(value: str) -> None:
     """From now on `redact` masks this value of a file: of a URL the password, of another text all of it."""
-    global _known
+    global known_secrets
     name = "URL" if "://" in value else "SECRET"
     # One tuple for another: log lines of other threads are being masked meanwhile.
-    _known = _longest_first({*_known, *secrets_of({name: value})})
+    known_secrets = _longest_first({*known_secrets, *secrets_of({name: value})})
 
 
 def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
     `secrets` are known values, by default those of this process's environment; those of `keep_secret` come on top.
     """
     given = secrets_of(os.environ) if secrets is None else secrets
-    for secret in _longest_first({*given, *_known}) if _known else given:
+    for secret in _longest_first({*given, *known_secrets}) if known_secrets else given:
         text = text.replace(secret, MASK)
     text = _URL_PASSWORD.sub(rf"\g<head>{MASK}@", text)
     text = _BEARER.sub(rf"\g<head>{MASK}", text)

@@ -234,7 +234,7 @@ class LastingWait:
     """
 
     def __init__(self, registry: WaitRegistry | None = None) -> None:
-        self._registry = registry or _REGISTRY
+        self._registry = registry or REGISTRY
         self._key = ""
         self._waiting: Waiting | None = None
 
@@ -255,7 +255,7 @@ class LastingWait:
             self._waiting = None
 
 
-_REGISTRY = WaitRegistry(stood_still=METER.within)
+REGISTRY = WaitRegistry(stood_still=METER.within)
 _RUN: ContextVar[str] = ContextVar("millrace_waits_run", default="")
 
 
@@ -274,7 +274,7 @@ def waiting(reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s
 
     `deadline_s` is the age from which it counts as overdue, 0 for a wait without end; it is shown from `quiet_s` on.
     """
-    return _REGISTRY.waiting(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s)
+    return REGISTRY.waiting(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s)
 
 
 def shared(
@@ -284,9 +284,9 @@ def shared(
 
     "{n}" in the reason becomes their number; the age is that of who has waited longest.
     """
-    return _REGISTRY.shared(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s)
+    return REGISTRY.shared(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s)
 
 
 def snapshot(owner: str, *, min_age_s: float = 0.0) -> list[Wait]:
     """The waits of this process that are at least `min_age_s` old, longest first."""
-    return _REGISTRY.snapshot(owner, min_age_s=min_age_s)
+    return REGISTRY.snapshot(owner, min_age_s=min_age_s)

@@ -82,7 +82,7 @@ class TrainerWorker:
     def __init__(self, *, board: HealthBoard, clock: Callable[[], float] = time.monotonic) -> None:
         self._board = board
         self._clock = clock
-        self._stopping = threading.Event()
+        self.stopping = threading.Event()
         self._status = Status()
         self._assigned = ""
         self._assigned_at = clock()
@@ -104,7 +104,7 @@ class TrainerWorker:
         """The next heartbeat."""
         status = self._status
         return HeartbeatRequest(
-            is_leaving=self._stopping.is_set(),
+            is_leaving=self.stopping.is_set(),
             trainer=TrainerStatus(
                 run_uid=status.run_uid,
                 epoch=status.epoch,
@@ -128,12 +128,12 @@ class TrainerWorker:
 
     def stop(self) -> None:
         """Ask to let go of the run and to end."""
-        self._stopping.set()
+        self.stopping.set()
 
     def should_stop(self) -> bool:
         """Whether the job shall let go; asked while it waits for a batch, which is progress of a kind."""
         self._board.touch(PROCESS)
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             return True
         working_on = self._status.run_uid
         if working_on in self._unwanted:
@@ -177,7 +177,7 @@ class TrainerWorker:
 
     def _next_order(self) -> str:
         """`exit`, `work <uid>` or, after a short wait, `idle`."""
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             self._idle.over()
             return "exit"
         assigned = self._assigned
@@ -188,7 +188,7 @@ class TrainerWorker:
             return f"work {assigned}"
         reason = f"note to be taken of the end of run {assigned}" if assigned else "a run to be assigned (it is idle)"
         self._idle.on(reason, waits_on="orchestrator", key=assigned)
-        self._stopping.wait(_POLL_S)
+        self.stopping.wait(_POLL_S)
         return "idle"
 
     def _work(self, uid: str, run_job: RunJob) -> None:
@@ -209,7 +209,7 @@ class TrainerWorker:
                     raise
                 self._let_go(str(error))
                 with waits.waiting(f"another try of run {uid}: {error.message}"):
-                    self._stopping.wait(error.retry_after_s or _RETRY_S)
+                    self.stopping.wait(error.retry_after_s or _RETRY_S)
             except MillraceError as error:
                 if not self._gang.is_alone:
                     self._fail_gang(error)
@@ -244,6 +244,6 @@ class TrainerWorker:
         ends = self._clock() + (_UNASSIGNED_GRACE_S if is_leader else _PEER_GRACE_S)
         with waits.waiting("note to be taken of why the run is given up", waits_on="orchestrator"):
             while self._clock() < ends and (not is_leader or self._assigned == self._status.run_uid):
-                if self._stopping.wait(_POLL_S):
+                if self.stopping.wait(_POLL_S):
                     break
         raise error

@@ -101,15 +101,15 @@ async def test_a_template_that_is_killed_is_replaced(tmp_path: Path) -> None:
     try:
         worker = await WorkerProcess.spawn(env, starter, name="spying-env#0")
         await worker.loaded
-        assert starter._template is not None and starter._template._template is not None
-        first = starter._template._template.pid
+        assert starter.template is not None and starter.template.fork_server is not None
+        first = starter.template.fork_server.pid
         os.kill(first, signal.SIGKILL)
         async with asyncio.timeout(60):
             await worker.wait_ended()
         assert worker.process.returncode == -signal.SIGKILL
         again = await WorkerProcess.spawn(env, starter, name="spying-env#1")
         await again.loaded
-        assert starter._template._template.pid != first
+        assert starter.template.fork_server.pid != first
         await again.close()
     finally:
         await starter.close()

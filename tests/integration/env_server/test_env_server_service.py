@@ -192,8 +192,8 @@ async def test_worker_killed_from_outside_costs_no_rollout(server: Any) -> None:
     request = server.request("faulty-v0", 11, size=4, rollout_timeout_seconds=30.0)
     await play_group(server, request)
     await asyncio.sleep(0.5)
-    pools: list[EnvPool] = [pool for pool in server.service._pools.values() if pool.info is not None]
-    [worker] = [worker for pool in pools for worker in pool._workers if worker is not None and worker.num_playing]
+    pools: list[EnvPool] = [pool for pool in server.service.pools if pool.info is not None]
+    [worker] = [worker for pool in pools for worker in pool.slots if worker is not None and worker.num_playing]
     os.kill(worker.process.pid, signal.SIGKILL)
     rollouts = await server.collect(request)
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.OK}
@@ -206,9 +206,9 @@ async def test_tasks_that_differ_between_workers_fail_the_environment(server: An
     request = server.request("faulty-v0", 9, args=args, rollout_timeout_seconds=60.0)
     await play_group(server, request)
     await asyncio.sleep(0.2)
-    for pool in server.service._pools.values():
+    for pool in server.service.pools:
         if b"is_random" in pool.env.args_json.encode():
-            for worker in pool._workers:
+            for worker in pool.slots:
                 if worker is not None:
                     worker.kill("test")
     async with asyncio.timeout(120):

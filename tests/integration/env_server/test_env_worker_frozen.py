@@ -78,8 +78,8 @@ async def test_a_worker_that_stays_frozen_is_killed_and_its_rollouts_are_played_
     """Four tasks at once: none of them becomes a suspect, or they would be played one after the other."""
     args = {"num_train": 8, "num_eval": 2}
     await server.open("reverse-text", args)
-    [pool] = [pool for pool in server.service._pools.values() if "8" in pool.env.args_json]
-    [worker] = pool._workers
+    [pool] = [pool for pool in server.service.pools if "8" in pool.env.args_json]
+    [worker] = pool.slots
     worker.frozen_s = 4.0
     os.kill(worker.process.pid, signal.SIGSTOP)
     groups = [server.request("reverse-text", n, args=args, size=2) for n in range(4)]
@@ -94,8 +94,8 @@ async def test_a_worker_that_stays_frozen_is_killed_and_its_rollouts_are_played_
 async def test_code_that_blocks_its_worker_for_longer_is_no_frozen_process(server) -> None:
     args = {"modes": ["block_long"]}
     await server.open("faulty-v0", args)
-    pool = next(pool for pool in server.service._pools.values() if "block_long" in pool.env.args_json)
-    [worker] = pool._workers
+    pool = next(pool for pool in server.service.pools if "block_long" in pool.env.args_json)
+    [worker] = pool.slots
     worker.frozen_s = 3.0
     blocking = server.request("faulty-v0", 0, args=args, rollout_timeout_seconds=30.0)
     playing = asyncio.create_task(server.play(blocking))
@@ -108,11 +108,11 @@ async def test_code_that_blocks_its_worker_for_longer_is_no_frozen_process(serve
 async def test_a_worker_that_is_killed_while_it_loads_is_started_again(server) -> None:
     args = {"num_train": 9, "num_eval": 2}
     await server.open("reverse-text", args, wait=False)
-    pool = next(pool for pool in server.service._pools.values() if "9" in pool.env.args_json)
+    pool = next(pool for pool in server.service.pools if "9" in pool.env.args_json)
     async with asyncio.timeout(120):
-        while pool._workers[0] is None:
+        while pool.slots[0] is None:
             await asyncio.sleep(0.01)
-    os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+    os.kill(pool.slots[0].process.pid, signal.SIGKILL)
     assert (await server.open("reverse-text", args)).state == env_service_pb2.ENV_STATE_READY
 
 
@@ -136,15 +136,15 @@ async def test_workers_that_are_asked_to_end_accuse_nobody_wherever_they_play(se
     """SIGTERM in a shared worker and in the probe worker: no suspect, no failed rollout; the third one counts."""
     args = {"modes": ["long_sleep", "long_sleep"]}
     await server.open("faulty-v0", args)
-    pool = next(pool for pool in server.service._pools.values() if "long_sleep" in pool.env.args_json)
-    first = pool._workers[0]
+    pool = next(pool for pool in server.service.pools if "long_sleep" in pool.env.args_json)
+    first = pool.slots[0]
     playing = asyncio.create_task(server.play(server.request("faulty-v0", 0, args=args, size=2)))
     async with asyncio.timeout(120):
         while not first.num_playing:
             await asyncio.sleep(0.01)
     os.kill(first.process.pid, signal.SIGTERM)
     async with asyncio.timeout(120):
-        while pool._workers[0] in (None, first) or not pool._workers[0].num_playing:
+        while pool.slots[0] in (None, first) or not pool.slots[0].num_playing:
             await asyncio.sleep(0.01)
     assert not pool.trials.suspects
     assert [rollout.status for rollout in await playing] == ["ok", "ok"] and not pool.probes.workers
@@ -166,8 +166,8 @@ async def test_workers_that_are_asked_to_end_accuse_nobody_wherever_they_play(se
 async def test_a_leaving_env_server_leaves_rollouts_without_a_worker_to_others(server) -> None:
     args = {"modes": ["long_sleep", "long_sleep", "ok"]}
     await server.open("faulty-v0", args)
-    pool = next(pool for pool in server.service._pools.values() if '"ok"]' in pool.env.args_json)
-    [worker] = pool._workers
+    pool = next(pool for pool in server.service.pools if '"ok"]' in pool.env.args_json)
+    [worker] = pool.slots
     before = len(await server.log.read(Stream.ROLLOUTS, count=10_000))
     for task_index in range(2):
         await call(
@@ -184,8 +184,8 @@ async def test_a_leaving_env_server_leaves_rollouts_without_a_worker_to_others(s
         async with asyncio.timeout(60):  # it does not wait for a new worker, nor for the grace
             await server.service.drain(grace_s=600)
         assert len(await server.log.read(Stream.ROLLOUTS, count=10_000)) == before and pool.num_deaths == 1
-        assert not pool.trials.suspects and pool._workers == [None]
+        assert not pool.trials.suspects and pool.slots == [None]
     finally:  # the server and its other pools are those of other tests, too
         server.service.is_leaving = False
-        for other in server.service._pools.values():
-            other._is_leaving = False
+        for other in server.service.pools:
+            other.is_leaving = False

@@ -278,17 +278,17 @@ async def test_numbers_that_overflow_are_bad_requests_and_the_engine_goes_on(ser
 async def test_health_fails_when_the_engines_thread_is_dead(monkeypatch):
     environ = {"MILLRACE_LISTEN": "127.0.0.1:0", "MILLRACE_HTTP_LISTEN": "127.0.0.1:0"}
     replica = EmbeddedReplica(Settings.from_env(environ, required=["listen", "http_listen"]), InferenceSettings())
-    watching = asyncio.create_task(replica._parts._watch_health())
+    watching = asyncio.create_task(replica.parts.watch_health())
 
     def die() -> None:
         raise SystemExit("boom")
 
     await asyncio.sleep(0)
-    assert replica._parts._board.is_serving(PROCESS)
+    assert replica.parts.board.is_serving(PROCESS)
     monkeypatch.setattr(replica._engine, "_step", die)
     async with asyncio.timeout(20):
-        while replica._parts._board.is_serving(PROCESS):
+        while replica.parts.board.is_serving(PROCESS):
             await asyncio.sleep(0.05)
-    assert "boom" in replica._parts._board.reason(PROCESS) and not replica._parts._board.is_serving(SERVICE_NAME)
+    assert "boom" in replica.parts.board.reason(PROCESS) and not replica.parts.board.is_serving(SERVICE_NAME)
     watching.cancel()
     await replica._engine.close()

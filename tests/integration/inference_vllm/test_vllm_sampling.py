@@ -1,9 +1,7 @@
 """What is sampled on vLLM is what the request says, whatever the model's generation config says, and truncated
 distributions are the trainer's."""
 
-import importlib.util
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,23 +16,12 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.score import Score
+from millrace_testing.inference import published, vllm_server
 
 TOKENS = 40
 FLAGS = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4, "block_size": 32}
 OPINIONS = {"temperature": 0.3, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.5, "max_new_tokens": 4}
 pytestmark = pytest.mark.timeout(300)
-
-
-def _load(name: str) -> Any:
-    """Test directories are no packages, so what tests of this one share is loaded by path."""
-    spec = importlib.util.spec_from_file_location(f"{name}_sampling", Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-published, vllm_server = _load("published"), _load("vllm_server")
 
 
 @pytest.fixture(scope="module")

@@ -138,5 +138,5 @@ def test_who_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [*preloads.NEEDS, "somebody.else"]
     assert list(preloads.needs(wanted, {})) == list(preloads.NEEDS)
     assert preloads.needs(wanted, {preloads.VARIABLE: "0"}) == {}
-    monkeypatch.setattr(preloads, "_GPUS", ("/dev/null",))
+    monkeypatch.setattr(preloads, "GPUS", ("/dev/null",))
     assert set(preloads.needs(wanted, {})) == set(preloads.NEEDS) - set(preloads.WITH_TORCH)

@@ -42,9 +42,9 @@ def pids(stack: LocalStack) -> dict[str, int]:
 
 async def serves(stack: LocalStack, name: str) -> None:
     """The health check of a service (or PING) succeeds again."""
-    assert stack._keeper is not None
+    assert stack.keeper is not None
     async with asyncio.timeout(40):
-        while await stack._keeper._probes[name]() is not liveness.Answer.SERVING:
+        while await stack.keeper.probes[name]() is not liveness.Answer.SERVING:
             await asyncio.sleep(0.05)
 
 
@@ -61,7 +61,7 @@ async def test_everything_that_is_killed_comes_back(tmp_path):
         for name in before:
             await serves(stack, name)
         assert not [pid for pid in family if table.is_running(pid)]
-        assert stack._keeper is not None and set(stack._keeper.restarts().values()) == {1}
+        assert stack.keeper is not None and set(stack.keeper.restarts().values()) == {1}
         for name in before:
             assert f"{name} died: signal SIGKILL; started again (restart 1)" in notes
         log = (stack.logs / "stack.log").read_text()
@@ -74,7 +74,7 @@ async def test_an_orderly_end_is_restarted_at_once(tmp_path):
     async with stack_in(tmp_path) as (stack, notes):
         for count in (1, 2, 3, 4, 5, 6):  # more than a crash loop is long
             await serves(stack, "inference")
-            await until(lambda: stack._keeper._lives["inference"].ready_at is not None)
+            await until(lambda: stack.keeper.lives["inference"].ready_at is not None)
             os.kill(pids(stack)["inference"], signal.SIGTERM)
             text = f"inference ended: exit code 0; started again (restart {count})"
             await until(lambda text=text: text in notes)

@@ -52,7 +52,7 @@ ENTRIES = {
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """One run gets what would take many attackers; that damage is rebuilt ever more seldom has a test of its own."""
-    monkeypatch.setattr(rebuild, "_MAX_PROMPT", 1000)
+    monkeypatch.setattr(rebuild, "MAX_PROMPT", 1000)
     monkeypatch.setattr(manager, "MAX_GONE", 1000)
     monkeypatch.setattr(housekeeping, "ARCHIVE_S", 0.5)
     monkeypatch.setattr(housekeeping, "TELL_DAMAGE_S", 0.1)
@@ -313,8 +313,8 @@ async def _replace_meta(attacked: Attacked) -> None:
 
 
 async def test_damage_that_comes_again_is_rebuilt_ever_more_seldom_and_why_names_it(attacked, monkeypatch) -> None:
-    monkeypatch.setattr(rebuild, "_MAX_PROMPT", 3)
-    monkeypatch.setattr(rebuild, "_FIRST_PAUSE_S", 14.0)
+    monkeypatch.setattr(rebuild, "MAX_PROMPT", 3)
+    monkeypatch.setattr(rebuild, "FIRST_PAUSE_S", 14.0)
     key = attacked.key(Stream.POLICIES)
     for _ in range(3):
         await attacked.rebuilt(attacked.redis.xadd(key, entry(JUNK), id="50-1"), "promptly")

@@ -214,14 +214,14 @@ async def test_an_evaluation_that_was_under_way_is_done_by_the_successor(stack) 
     await stack.inference()
     await stack.trainer()
     held = asyncio.Event()
-    play = env._play
+    play = env.play
 
     async def slow(request) -> None:
         if request.eval_id:
             await held.wait()
         await play(request)
 
-    env._play = slow
+    env.play = slow
     run = await create(stack)
     await until(lambda: [r for r in env.requests if r.eval_id])
     await restart_orchestrator(stack)

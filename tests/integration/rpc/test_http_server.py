@@ -205,5 +205,5 @@ async def test_an_answer_that_does_not_come_holds_up_no_end():
 async def test_an_address_that_is_taken_is_named_with_its_variable():
     async with serving(App()) as server:
         with pytest.raises(UnavailableError, match=rf"127\.0\.0\.1:{server.port}: Address already in use") as caught:
-            await HttpServer.start(App(), "127.0.0.1", server.port, tls=None, bounds=server._bounds, field="MILLRACE_X")
+            await HttpServer.start(App(), "127.0.0.1", server.port, tls=None, bounds=server.bounds, field="MILLRACE_X")
         assert "MILLRACE_X" in caught.value.remedy

@@ -281,7 +281,7 @@ async def test_a_key_of_another_type_is_a_violation(run, redis, stream):
 
 @pytest.mark.parametrize("stream", list(Stream))
 async def test_an_entry_with_the_last_id_ends_the_reading(run, redis, stream, monkeypatch):
-    monkeypatch.setitem(mirror._PAGE, stream, 1)
+    monkeypatch.setitem(mirror.PAGE, stream, 1)
     await redis.xadd(run.names.stream(stream), {"x": "y"}, id="18446744073709551615-18446744073709551615")
     assert "ENTRY_CORRUPT" in await violations(run)
 

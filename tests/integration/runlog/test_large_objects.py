@@ -56,10 +56,10 @@ READ = {
     "header": lambda run, header: load_step(run.store, run.names, 1),
     "chunk": lambda run, header: read_chunk(run.store, header, 0),
     "reopening": lambda run, header: load_reopenings(run.store, run.names),
-    "intent": lambda run, header: intents._read(run.store, run.names, 0),
+    "intent": lambda run, header: intents.load_intents(run.store, run.names, 0),
     "event archive": lambda run, header: load_archived_events(run.store, run.names),
     "policy manifest": lambda run, header: read_manifest(run.store, run.names.policy_manifest(0, 1)),
-    "name": lambda run, header: index._read_uid(run.store, KEYS["name"](run)),
+    "name": lambda run, header: index.read_uid(run.store, KEYS["name"](run)),
 }
 
 
@@ -86,7 +86,7 @@ async def test_who_took_an_epoch_is_not_known(run):
 async def test_the_run_is_damaged_and_named(run):
     inflate(run.store, run.names.run_json)
     catalog = RunCatalog(redis=run.redis, store=run.store, prefix=run.names.prefix, owner="test")
-    view = await catalog._look_at(run.names.uid, "run", is_looked_at=True)
+    view = await catalog.look_at(run.names.uid, "run", is_looked_at=True)
     assert view.damage is not None and view.damage.reason == "OBJECT_TOO_LARGE"
     assert run.store.uri(run.names.run_json) in view.run.error.message
 

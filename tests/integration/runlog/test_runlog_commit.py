@@ -252,7 +252,7 @@ async def test_a_parent_without_a_base_begins_at_zero(redis, local_store, prefix
     "point", [Point.ORCHESTRATOR_MID_COMMIT, Point.ORCHESTRATOR_AFTER_HEADER, Point.ORCHESTRATOR_AFTER_COMMIT]
 )
 async def test_a_commit_that_was_broken_off_at_a_fault_point_is_finished(log, make_batch, tmp_path, monkeypatch, point):
-    monkeypatch.setattr(faults, "_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(faults, "DIRECTORY", str(tmp_path))
     epoch = await log.acquire_epoch("orchestrator", "o")
     chain = await _commit(log, epoch, make_batch, [0])
     fired = faults.arm(tmp_path, Fault(point=point, action=Action.RAISE, when={"step": 1}))

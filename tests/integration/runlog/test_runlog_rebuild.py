@@ -200,7 +200,7 @@ class ForgetfulRedis(redis_asyncio.Redis):
 
 
 async def test_a_wipe_in_the_middle_of_a_rebuild_leaves_no_partial_log(durable, durable_log, local_store, monkeypatch):
-    monkeypatch.setattr(rebuild_module, "_PAGE_ENTRIES", 2)
+    monkeypatch.setattr(rebuild_module, "PAGE_ENTRIES", 2)
     await _write(durable_log, "a", *map(str, range(9)))
     await EventArchive(durable_log).archive()
     await durable.client.flushall()

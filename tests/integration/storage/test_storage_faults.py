@@ -102,7 +102,7 @@ def test_head_and_delete_survive_failures(proxy: FaultProxy, faulty_store, fault
 
 
 def test_a_list_that_fails_behind_its_first_page_goes_on_there(proxy: FaultProxy, faulty_store, monkeypatch):
-    client = faulty_store._client
+    client = faulty_store.client
     monkeypatch.setattr(client, "list_objects_v2", functools.partial(client.list_objects_v2, MaxKeys=3))
     keys = [f"many/{number}" for number in range(8)]
     for key in keys:
@@ -224,7 +224,7 @@ def test_slow_transfers_are_no_failures(proxy: FaultProxy, make_store, directory
 
 def test_a_trickle_is_given_up(proxy: FaultProxy, make_store, monkeypatch):
     monkeypatch.setattr(s3, "ATTEMPT_S", 0.5)
-    monkeypatch.setattr(s3, "_COPY_BYTES", 1000)
+    monkeypatch.setattr(s3, "COPY_BYTES", 1000)
     store = make_store(RetryPolicy(deadline_s=20, max_attempts=3))
     store.put("k", DATA)
     proxy.add(Fault(effect=Effect.SLOW, method="GET", rate=4000, times=1))
@@ -280,7 +280,7 @@ def test_absent_and_short_objects_are_answers_and_not_retried(proxy: FaultProxy,
 
 def test_a_file_in_parts_survives_failures_of_parts(proxy: FaultProxy, faulty_store, tmp_path, monkeypatch):
     five_mb = 5 << 20  # the smallest part that the protocol allows
-    monkeypatch.setattr(s3, "_TRANSFER", TransferConfig(multipart_threshold=five_mb, multipart_chunksize=five_mb))
+    monkeypatch.setattr(s3, "TRANSFER", TransferConfig(multipart_threshold=five_mb, multipart_chunksize=five_mb))
     data = os.urandom(11 << 20)
     (tmp_path / "big").write_bytes(data)
     proxy.add(Fault(effect=Effect.ANSWER, method="PUT", times=1, skip=2))

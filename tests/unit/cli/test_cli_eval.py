@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from millrace.cli.session.eval_prepare import prepare_eval
-from millrace.cli.session.eval_session import _stack  # pyright: ignore[reportPrivateUsage] - a stack takes seconds to start
+from millrace.cli.evals.prepare import prepare_eval
+from millrace.cli.evals.session import eval_stack
 from millrace.telemetry.settings import Settings
 
 EVAL = """
@@ -30,8 +30,10 @@ def test_the_stack_of_an_evaluation_demands_no_token_from_its_own_rollouts(tmp_p
     (model / "config.json").write_text(json.dumps({}))
     path = tmp_path / "eval.toml"
     path.write_text(EVAL.format(model=model))
-    options, modules, config = _stack(prepare_eval(["@", str(path)], environ=PROTECTED), tmp_path / "run")
+    options, modules, config = eval_stack(
+        prepare_eval(["@", str(path)], environ=PROTECTED), tmp_path / "run", http_port=4711
+    )
     assert options.access == Settings() and options.prefix == "mine"
     assert "inference" in modules and config.client is not None
-    assert config.client.base_url == [f"http://127.0.0.1:{options.http_port}/v1"]
+    assert config.client.base_url == ["http://127.0.0.1:4711/v1"]
     assert options.http_host == "127.0.0.1" and options.listen is None

@@ -12,7 +12,7 @@ from millrace.cli.errors import Interrupted
 
 def test_a_swallowed_interrupt_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(interrupts, "_early", [])
+    monkeypatch.setattr(interrupts, "remembered", [])
     before = signal.getsignal(signal.SIGINT)
 
     async def work(_: interrupts.Interrupts) -> None:

@@ -225,3 +225,11 @@ def test_without_a_file_the_hub_is_not_asked(command, tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == f"Error: name a config file: millrace {command} @ examples/reverse_text/{command}.toml\n"
     assert run("sft", "--max-steps", "3", cwd=tmp_path).returncode == 2 and not list(tmp_path.iterdir())
+
+
+def test_keys_that_a_running_stack_does_not_take_are_named(rl, capsys):
+    flags = ["--inference.max-num-seqs", "3", "--log.level", "debug", "--server", "10.0.0.1:1"]
+    prepare(["@", str(rl), *flags], environ={})
+    assert "without effect there: inference.max_num_seqs, log.level" in capsys.readouterr().err
+    prepare(["@", str(rl), "--inference.max-num-seqs", "3"], environ={})
+    assert "without effect there" not in capsys.readouterr().err

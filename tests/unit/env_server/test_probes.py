@@ -35,7 +35,7 @@ async def test_a_spare_whose_task_was_cancelled_is_ended():
 
     async def probe(task_id: str, *, is_deadly: bool) -> None:
         async with probes.turn(task_id), probes.worker() as worker:
-            while not probes._spare:
+            while not probes.spare:
                 await asyncio.sleep(0.01)
             if is_deadly:
                 await worker.close()
@@ -43,9 +43,9 @@ async def test_a_spare_whose_task_was_cancelled_is_ended():
     async def play(task_id: str, *, is_deadly: bool) -> None:
         await asyncio.wait_for(probe(task_id, is_deadly=is_deadly), timeout=30.0)
 
-    probes._num_waiting += 1  # somebody waits, so that a spare is started
+    probes.num_waiting += 1  # somebody waits, so that a spare is started
     await play("deadly", is_deadly=True)
-    probes._num_waiting -= 1
+    probes.num_waiting -= 1
     waiting = asyncio.create_task(play("suspect", is_deadly=False))
     await asyncio.sleep(0.02)
     waiting.cancel()

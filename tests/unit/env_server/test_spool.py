@@ -204,7 +204,7 @@ async def test_a_slow_disk_is_one_wait_with_a_count_and_a_quick_one_is_none(
 ) -> None:
     spool = Spool(tmp_path, limit_bytes=LIMIT)
     goes_on = threading.Event()
-    blocked = asyncio.get_running_loop().run_in_executor(spool._thread, goes_on.wait, 30)
+    blocked = asyncio.get_running_loop().run_in_executor(spool.executor, goes_on.wait, 30)
     keeping = [asyncio.create_task(spool.keep(make_rollout(ordinal))) for ordinal in range(100)]
     await asyncio.sleep(0)
 
@@ -213,8 +213,8 @@ async def test_a_slow_disk_is_one_wait_with_a_count_and_a_quick_one_is_none(
 
     try:
         assert on_disk() == []  # younger than two seconds
-        clock = waits._REGISTRY.clock
-        monkeypatch.setattr(waits._REGISTRY, "clock", lambda: clock() + 3)
+        clock = waits.REGISTRY.clock
+        monkeypatch.setattr(waits.REGISTRY, "clock", lambda: clock() + 3)
         (wait,) = on_disk()
         assert wait.reason == f"100 reads and writes of the spool {tmp_path}" and 3 <= wait.age_s < wait.deadline_s
     finally:

@@ -71,7 +71,7 @@ async def test_logprobs_equal_a_forward_pass_while_requests_join_and_leave(engin
 
 async def test_grouped_and_chunked_prefill_equals_a_forward_pass(engine, make_model, reference, monkeypatch):
     monkeypatch.setattr(scheduler_module, "PREFILL_TOKENS", 50)  # several passes per admission
-    monkeypatch.setattr(scheduler_module, "_IDLE_CACHE_BYTES", 0)  # and a fresh cache after every lull
+    monkeypatch.setattr(scheduler_module, "IDLE_CACHE_BYTES", 0)  # and a fresh cache after every lull
     await engine.generate(request(99))
     model = make_model(0)
     requests = [request(n) for n in range(12)]

@@ -35,7 +35,7 @@ def test_an_entry_that_does_not_fit_a_column_leaves_the_table_as_it_was():
 
 
 def test_running_out_of_memory_while_growing_leaves_columns_of_one_length(monkeypatch):
-    table, real, calls = RowTable(), rows_module._grown, []
+    table, real, calls = RowTable(), rows_module.grow_column, []
 
     def grown(old: np.ndarray, shape: tuple[int, ...], *, fill: int = 0) -> np.ndarray:
         calls.append(shape)
@@ -43,8 +43,8 @@ def test_running_out_of_memory_while_growing_leaves_columns_of_one_length(monkey
             raise MemoryError
         return real(old, shape, fill=fill)
 
-    monkeypatch.setattr(rows_module, "_grown", grown)
+    monkeypatch.setattr(rows_module, "grow_column", grown)
     with pytest.raises(MemoryError):
         table.add([entry("a")], [9])
-    assert {len(column) for column in table._columns()} == {0}
+    assert {len(column) for column in table.columns()} == {0}
     assert table.add([entry("a")], [9]) == slice(0, 1)

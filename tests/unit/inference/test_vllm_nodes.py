@@ -109,7 +109,7 @@ async def test_one_rank_pulls_for_all_of_its_node(run: Run, tmp_path: Path) -> N
         second.here(order)
     second.begin(order)
     first.begin(order)
-    assert second._is_puller and not first._is_puller
+    assert second.is_puller and not first.is_puller
     await fetched(first, order)
     for copy in (first, second):
         files = OrderFiles(copy.here(order))

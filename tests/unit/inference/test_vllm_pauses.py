@@ -27,7 +27,7 @@ FIRST, SECOND, policy, update = fakes.FIRST, fakes.SECOND, fakes.policy, fakes.u
 
 def refusal(gate: GenerationGate) -> str:
     """Why nothing begins."""
-    return gate._refusal
+    return gate.refusal
 
 
 async def test_an_update_pauses_once_and_says_for_how_long(engine: VllmEngine, client: Any) -> None:
@@ -156,7 +156,7 @@ async def test_a_probe_that_differs_keeps_the_gate_shut(engine: VllmEngine, clie
         await update(engine, staged)
     late = asyncio.create_task(gate.enter("late"))
     await asyncio.sleep(0)
-    assert not late.done() and not gate._may_leave.is_set(), "what the unproved version made stays here"
+    assert not late.done() and not gate.may_leave.is_set(), "what the unproved version made stays here"
     await engine.fail("unproved")
     with pytest.raises(UnavailableError, match="unproved"):
         await late
@@ -229,7 +229,7 @@ async def test_a_caller_that_goes_away_while_vllm_answers_fails_nothing(
             assert engine.status().is_paused and client.is_paused, "it lasts until its limit"
         while client.pauses() != ["pause", "resume"] or client.is_paused:
             await asyncio.sleep(0.01)
-    assert engine.status().state is EngineState.READY and not engine.status().is_paused and not refusal(engine._gate)
+    assert engine.status().state is EngineState.READY and not engine.status().is_paused and not refusal(engine.gate)
 
 
 async def test_a_resume_after_a_pause_whose_caller_went_away_goes_on(engine: VllmEngine, client: Any) -> None:
@@ -262,15 +262,15 @@ async def test_a_base_whose_adapter_is_to_come_is_not_served(
 ) -> None:
     await engine.load(tmp_path, policy(), identity=SECOND)
     await engine.prove(policy(), opens=False)
-    assert refusal(gate) and not gate._may_leave.is_set()
+    assert refusal(gate) and not gate.may_leave.is_set()
     await engine.prove(policy())
-    assert not refusal(gate) and gate._may_leave.is_set()
+    assert not refusal(gate) and gate.may_leave.is_set()
 
 
 async def test_reading_back_goes_on_after_an_error_and_says_so(
     engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(verification, "FIRST_RETRY_S", 0.01)
     client.verify_error = UnavailableError("busy", reason="ENGINE_SILENT")
     client.num_verified = 0
     await update(engine)

@@ -27,7 +27,7 @@ async def test_an_error_of_a_worker_before_the_pause_refuses_the_version_alone(
     client.error = InternalError("no space left on device", reason="WORKER_FAILED")
     with pytest.raises(InternalError, match="no space left"):
         await engine.check(policy())
-    assert engine.status().state is EngineState.READY and not gate._refusal
+    assert engine.status().state is EngineState.READY and not gate.refusal
     assert client.calls[-1] == "millrace_discard"
     staged = policy()
     await engine.check(staged)
@@ -65,7 +65,7 @@ async def test_an_engine_that_fails_while_a_probe_is_computed_is_told_as_an_erro
         await engine.fail("damaged")
         with pytest.raises(UnavailableError, match="taken back"):
             await task
-    assert engine.status().state is EngineState.FAILED and engine._gate._refusal == "damaged"
+    assert engine.status().state is EngineState.FAILED and engine.gate.refusal == "damaged"
 
 
 def busy(client: Any) -> Any:
@@ -79,7 +79,7 @@ def busy(client: Any) -> Any:
 async def test_a_probe_waits_for_a_slot_as_long_as_tokens_come(
     engine: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("_LOOK_S", 0.01), ("_SHOWN_S", 0.0), ("_STALL_S", 2.0)):
+    for name, value in (("LOOK_S", 0.01), ("_SHOWN_S", 0.0), ("_STALL_S", 2.0)):
         monkeypatch.setattr(prober, name, value)
     state = busy(client)
     reached, going_on = client.block("probe")
@@ -101,12 +101,12 @@ async def test_a_probe_waits_for_a_slot_as_long_as_tokens_come(
 async def test_a_probe_that_nothing_speaks_for_ends_with_the_reason(
     engine: Any, client: Any, monkeypatch: pytest.MonkeyPatch, limit: str, word: str
 ) -> None:
-    monkeypatch.setattr(prober, "_LOOK_S", 0.01)
+    monkeypatch.setattr(prober, "LOOK_S", 0.01)
     monkeypatch.setattr(prober, limit, 0.05)
     busy(client)
     if limit == "_SILENT_S":
-        engine._ping.stop()
-        engine._ping._asked_at = 0.0
+        engine.ping.stop()
+        engine.ping.asked_at = 0.0
     client.block("probe")
     async with asyncio.timeout(20):
         with pytest.raises(UnavailableError, match=word):

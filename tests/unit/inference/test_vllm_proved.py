@@ -161,7 +161,7 @@ def test_a_write_that_does_not_take_is_an_error(
     [write] = rank.writes(files)
     write.put(files, rank.parameter)
     assert rank.memory[500] == bits_of(1)[1500]
-    monkeypatch.setattr(memory, "_scatter", lambda *_: None)
+    monkeypatch.setattr(memory, "scatter", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda tensor, _: tensor)
     with pytest.raises(InternalError, match=r"other bits than were written at [0-9]+ elements of w"):
         write.put(files, torch.zeros(SIZE, dtype=torch.bfloat16))

@@ -56,7 +56,7 @@ def test_services_read_the_url_of_redis_from_the_file_that_it_came_from(tmp_path
     assert chosen.redis_url == "redis://:hunter2@cache:6379/0"
     stack = LocalStack(chosen, environ=environ)
     addresses = {"orchestrator": "127.0.0.1:1"}
-    env = stack._service("orchestrator", addresses, "127.0.0.1:2", {}, chosen.redis_url, "file:///store").env
+    env = stack.service_spec("orchestrator", addresses, "127.0.0.1:2", {}, chosen.redis_url, "file:///store").env
     assert "hunter2" not in str(env)
     assert Settings.from_env(env).redis_url == chosen.redis_url
 
@@ -136,7 +136,7 @@ def test_engine_limits_reach_the_inference_process_and_no_other(tmp_path):
     def environment(name: str, **more: str) -> dict[str, str]:
         stack = LocalStack(options(tmp_path, engine_environ=more), environ={"MILLRACE_MAX_NUM_SEQS": "7"})
         addresses = {"orchestrator": "127.0.0.1:1", name: "127.0.0.1:2"}
-        return dict(stack._service(name, addresses, "127.0.0.1:3", {}, "redis://r", "file:///s").env)
+        return dict(stack.service_spec(name, addresses, "127.0.0.1:3", {}, "redis://r", "file:///s").env)
 
     given = InferenceSettings.from_env(environment("inference", MILLRACE_MAX_NUM_SEQS="3", MILLRACE_MAX_MODEL_LEN="64"))
     assert (given.max_num_seqs, given.max_model_len) == (3, 64)
@@ -149,7 +149,7 @@ def test_services_see_the_gpus_that_are_named_for_them(tmp_path):
     stack = LocalStack(options(tmp_path, gpus={"inference": (0, 1), "trainer": ()}), environ={})
     addresses = dict.fromkeys(("orchestrator", "inference", "trainer", "env-server"), "127.0.0.1:1")
     seen = {
-        name: stack._service(name, addresses, "127.0.0.1:3", {}, "redis://r", "file:///s").env for name in addresses
+        name: stack.service_spec(name, addresses, "127.0.0.1:3", {}, "redis://r", "file:///s").env for name in addresses
     }
     assert seen["inference"]["CUDA_VISIBLE_DEVICES"] == "0,1" and seen["trainer"]["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in seen["env-server"]
@@ -164,7 +164,7 @@ def test_environment_of_a_service_names_its_own_place_only(tmp_path):
     }
     stack = LocalStack(options(tmp_path, log_level="debug"), environ=environ)
     addresses = {"orchestrator": "127.0.0.1:1", "inference": "127.0.0.1:2"}
-    spec = stack._service(
+    spec = stack.service_spec(
         "inference", addresses, "127.0.0.1:3", {"inference": "127.0.0.1:5"}, "redis://127.0.0.1:4/0", "file:///s"
     )
     assert spec.argv == [sys.executable, "-m", "millrace.inference.main"]
@@ -174,5 +174,5 @@ def test_environment_of_a_service_names_its_own_place_only(tmp_path):
     assert settings.metrics_listen == "127.0.0.1:5"
     assert settings.log_level == "DEBUG" and settings.drain_s == 0
     assert spec.env["AWS_REGION"] == "x" and spec.env["OMP_NUM_THREADS"] == "4"
-    other = stack._service("orchestrator", addresses, "h:3", {"inference": "h:5"}, "redis://r", "file:///s").env
+    other = stack.service_spec("orchestrator", addresses, "h:3", {"inference": "h:5"}, "redis://r", "file:///s").env
     assert "MILLRACE_HTTP_LISTEN" not in other and "MILLRACE_METRICS_LISTEN" not in other

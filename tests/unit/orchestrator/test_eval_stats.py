@@ -1,10 +1,11 @@
 """The figures of an evaluation, and how long a lost endpoint is tried."""
 
 import itertools
+import random
 
 import pytest
 
-from millrace.orchestrator.play.eval_stats import figures, pass_at_k
+from millrace.orchestrator.play.eval_stats import confidence, figures, pass_at_k
 from millrace.orchestrator.play.play import MAX_FAILED_ATTEMPTS, Play, PlayState
 from millrace.orchestrator.play.settings import PlaySettings
 from millrace.rollouts.types import Purpose, RolloutStatus
@@ -33,6 +34,27 @@ def test_figures_of_two_tasks() -> None:
     assert found["reward/sem"] == pytest.approx(0.25)  # means 0.5 and 1.0: deviation 0.354 over the root of 2
     assert (found["pass@1"], found["pass@2"], found["pass^2"]) == (0.75, 1.0, 0.5)
     assert figures([task(0, [0.5])], pass_threshold=0.5)["pass@1"] == 1.0
+
+
+def test_the_interval_of_pass_at_k_covers_the_truth_as_often_as_it_says() -> None:
+    draw = random.Random(7)
+    for num_tasks, per_task in ((50, 1), (50, 4), (200, 2)):
+        covered = 0
+        for _ in range(600):
+            truths = [draw.betavariate(2, 3) for _ in range(num_tasks)]
+            passed = [sum(draw.random() < truth for _ in range(per_task)) for truth in truths]
+            low, high = confidence([each / per_task for each in passed], num_draws=num_tasks * per_task)
+            covered += low <= 0.4 <= high
+        assert 0.93 <= covered / 600 <= 0.985
+
+
+def test_the_interval_of_pass_at_k_is_not_empty_where_all_or_no_task_passes() -> None:
+    assert confidence([0.0] * 20, num_draws=20) == (0.0, pytest.approx(0.161, abs=1e-3))
+    assert confidence([1.0] * 20, num_draws=20) == (pytest.approx(0.839, abs=1e-3), 1.0)
+    low, high = confidence([0.5] * 4, num_draws=8)
+    assert low < 0.5 < high
+    found = figures([task(0, [1.0, 0.0]), task(1, [1.0, 1.0])], pass_threshold=1.0)
+    assert found["pass@1/low"] < 0.75 < found["pass@1/high"] < 1.0 and "pass@2/low" in found
 
 
 def test_a_task_that_an_endpoint_keeps_losing_ends() -> None:

@@ -26,9 +26,9 @@ def blocks(request: pytest.FixtureRequest) -> Iterator[None]:
     """With blocks of seven elements every test crosses block boundaries."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param is not None:
-            patch.setattr(delta_module, "_BLOCK_ELEMENTS", request.param)
-            patch.setattr(delta_module, "_BATCH_CHANGES", 5)
-            patch.setattr(kinds, "_BLOCK_ELEMENTS", request.param)
+            patch.setattr(delta_module, "BLOCK_ELEMENTS", request.param)
+            patch.setattr(delta_module, "BATCH_CHANGES", 5)
+            patch.setattr(kinds, "BLOCK_ELEMENTS", request.param)
         yield
 
 

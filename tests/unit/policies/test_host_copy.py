@@ -187,7 +187,7 @@ def test_manifests_are_held_up_to_a_number_of_pieces(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, bound: int, num_reads: int
 ) -> None:
     Trainer(store).publish_to(1)
-    monkeypatch.setattr("millrace.policies.chain._MAX_HELD_ENTRIES", bound)
+    monkeypatch.setattr("millrace.policies.chain.MAX_HELD_ENTRIES", bound)
     manifests, read, get = Manifests(store), list[str](), store.get
     monkeypatch.setattr(store, "get", lambda key, **bound: read.append(key) or get(key, **bound))
     for version in (0, 1, 0):

@@ -133,13 +133,13 @@ def test_what_fails_at_one_rank_fails_at_all(
     whole = getattr(commit, where)
     of_thread = threading.local()
     for rank, committer in enumerate(trainer.committers):
-        publish = committer._publish
+        publish = committer.publish
 
         def note(version: VersionInput, key: str, rank: int = rank, publish=publish):
             of_thread.rank = rank
             return publish(version, key)
 
-        monkeypatch.setattr(committer, "_publish", note)
+        monkeypatch.setattr(committer, "publish", note)
 
     def fail(*args, **kwargs):
         if of_thread.rank == failing:

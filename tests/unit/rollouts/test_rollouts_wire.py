@@ -233,9 +233,9 @@ def test_an_evaluation_may_lack_spans():
 
 def test_every_enum_value_has_a_wire_value():
     for status in RolloutStatus:
-        assert wire._STATUS_FROM_WIRE[rollout_pb2.RolloutStatus.Value(f"ROLLOUT_STATUS_{status.name}")] is status
+        assert wire.STATUS_FROM_WIRE[rollout_pb2.RolloutStatus.Value(f"ROLLOUT_STATUS_{status.name}")] is status
     assert len(RolloutStatus) == len(rollout_pb2.RolloutStatus.keys()) - 1
-    assert all(wire.purpose_from_wire(wire._PURPOSE_TO_WIRE[purpose]) is purpose for purpose in Purpose)
+    assert all(wire.purpose_from_wire(wire.PURPOSE_TO_WIRE[purpose]) is purpose for purpose in Purpose)
 
 
 def _bomb(size: int) -> bytes:

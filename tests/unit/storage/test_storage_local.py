@@ -50,7 +50,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(local, "_sync", full)
+    monkeypatch.setattr(local, "sync", full)
     with pytest.raises(CapacityError, match=r"No space left.*MILLRACE_STORE_URL"):
         store.create("k", b"x")
     assert store.head("k") is None and not list((tmp_path / ".tmp").iterdir())

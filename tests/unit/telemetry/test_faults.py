@@ -15,7 +15,7 @@ from millrace.telemetry.faults import Action, Fault, Point
 
 @pytest.fixture
 def armed(tmp_path, monkeypatch):
-    monkeypatch.setattr(faults, "_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(faults, "DIRECTORY", str(tmp_path))
     return tmp_path
 
 

@@ -107,7 +107,7 @@ def test_the_url_of_redis_comes_from_a_file(tmp_path: Path) -> None:
 
 
 def test_what_a_file_says_is_kept_out_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redaction, "_known", ())
+    monkeypatch.setattr(redaction, "known_secrets", ())
     secret = tmp_path / "redis.url"
     secret.write_text("redis://user:a%2Flong%2Fpassword@cache:6379/0\n")
     Settings.from_env({"MILLRACE_REDIS_URL_FILE": str(secret)})

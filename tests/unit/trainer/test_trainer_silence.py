@@ -63,7 +63,7 @@ def test_an_idle_trainer_says_so_and_waits_in_a_run_are_of_the_run() -> None:
             look()
         worker.stop()
 
-    original = worker._stopping.wait
+    original = worker.stopping.wait
 
     def idle(timeout: float | None = None) -> bool:
         nonlocal turns
@@ -72,7 +72,7 @@ def test_an_idle_trainer_says_so_and_waits_in_a_run_are_of_the_run() -> None:
         worker.hear(HeartbeatResponse(assignments=[Assignment(run_uid="r-1")]))
         return original(0)
 
-    worker._stopping.wait = idle  # type: ignore[method-assign]
+    worker.stopping.wait = idle  # type: ignore[method-assign]
     worker.run(job, gang=Gang())
     assert seen == [
         ("a run to be assigned (it is idle)", "orchestrator", ""),

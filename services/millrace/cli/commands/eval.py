@@ -6,6 +6,17 @@ from millrace.cli.session.raw import RawCommand
 
 _HELP = """\b
 Options:
+  --environment-ids A,B
+                  Environments, instead of [[env]] in a file; they are played in parallel.
+  --run RUN       Evaluate the policies of this run (name, uid or directory of results; LoRA is merged into its base).
+  --weights-dir DIR
+                  Evaluate DIR/step_N, Hugging Face directories or LoRA adapters on top of model.name.
+  --steps 10,20   Of --run or --weights-dir only these steps.
+  --no-eval-base  Leave the base model out.
+  --store URL     Object store of --run; else outputs/RUN/store, MILLRACE_STORE_URL, outputs/local/store.
+  --endpoints-path PATH
+                  endpoints.toml (or endpoints.py) whose alias model.name is; else configs/ and here.
+  --resume        With --name: go on with an evaluation that was interrupted.
   --KEY VALUE     Any key of the config, such as --num-examples 20 or --client.base-url https://host/v1.
   --server ADDR   Submit to this orchestrator (also: MILLRACE_SERVER) instead of starting a local stack.
   --name NAME     Name of the run; made up if left out.
@@ -16,7 +27,7 @@ Options:
 
 @click.command(name="eval", cls=RawCommand, epilog=_HELP)
 def evaluate(arguments: tuple[str, ...]) -> int:
-    """Evaluate a model on environments, without training.
+    """Evaluate a model, or the policies of a run, on environments, without training.
 
     With [client] the model is served by an OpenAI-compatible endpoint; the API key is read from the environment
     variable that client.api_key_var names. Without it model.name is a directory, which the local stack serves.
@@ -27,8 +38,8 @@ def evaluate(arguments: tuple[str, ...]) -> int:
         from millrace.cli.commands.run_samples import samples
 
         return samples.main([*arguments[1:]], prog_name="millrace eval show", standalone_mode=False)
+    from millrace.cli.evals.prepare import prepare_eval
     from millrace.cli.session.dry_run import print_config
-    from millrace.cli.session.eval_prepare import prepare_eval
 
     prepared = prepare_eval(arguments)
     if prepared.is_dry_run:
@@ -38,9 +49,15 @@ def evaluate(arguments: tuple[str, ...]) -> int:
 
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable
-    from millrace.cli.session.eval_results import table
-    from millrace.cli.session.eval_session import evaluate_here, evaluate_there
+    from millrace.cli.evals.results import table
+    from millrace.cli.evals.session import evaluate_here, evaluate_there
 
+    if prepared.policies:
+        from millrace.cli.evals.sweep import evaluate_policies
+
+        data, path = evaluate_policies(prepared)
+        click.echo("\n".join(["", *table(data), str(path)]))
+        return 0
     flow = evaluate_here if prepared.server is None else evaluate_there
     explained = explain_unreachable(prepared.server_origin, prepared.server) if prepared.server else nullcontext()
     with explained:

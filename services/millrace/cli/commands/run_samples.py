@@ -2,19 +2,15 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from millrace.cli.offline.samples import SORTS, SampleFilter, read_samples, sort_samples
-from millrace.errors import NotFoundError
 
 if TYPE_CHECKING:
     from millrace.cli.offline.samples import SampleRecord
-    from millrace.storage import ObjectStore
 
-_OUTPUTS = Path("outputs")
 _ORDERS = [sign + name for name in SORTS for sign in ("", "-")]
 
 
@@ -45,9 +41,9 @@ def samples(
     `millrace eval` have written. Reads the object store only, and needs no server. Shows what a committed batch has
     resolved: trained on, evaluated, dropped and failed rollouts.
     """
-    from millrace.cli.offline.run_store import find_uid, store_prefix
+    from millrace.cli.offline.run_store import find_uid, store_of, store_prefix
 
-    objects, meant = _store_of(name, store)
+    objects, meant = store_of(name, store)
     deployment = store_prefix(prefix)
     uid = find_uid(objects, deployment, meant)
     found = read_samples(objects, deployment, uid, SampleFilter(**filters))
@@ -76,28 +72,3 @@ def _first(found: "Iterator[SampleRecord]", order: str, limit: int) -> "tuple[li
         if len(kept) >= 2 * limit + 100:
             kept = sort_samples(kept, order)[:limit]
     return sort_samples(kept, order)[:limit], total
-
-
-def _store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
-    """The store that holds the run, and the run's name there: a directory of results has a store of its own."""
-    from millrace.cli.offline.run_store import open_run_store
-    from millrace.storage import open_store
-
-    if url is None and (directory := _directory_of(name)) is not None:
-        return open_store((directory / "store").resolve().as_uri()), directory.resolve().name
-    return open_run_store(url), name
-
-
-def _directory_of(name: str) -> Path | None:
-    """The directory of results that is meant, if it is one: by its path, by the run's name, or as the newest."""
-    from millrace.runlog import run_name
-
-    if (Path(name) / "store").is_dir():
-        return Path(name)
-    found = {path.parent.name: path.parent for path in _OUTPUTS.glob("*/store") if path.parent.name != "local"}
-    if name == "-" and found and not (_OUTPUTS / "local" / "store").is_dir():
-        return max(found.values(), key=lambda directory: directory.stat().st_mtime)
-    try:
-        return found[run_name.resolve(name, {each: each for each in found})]
-    except NotFoundError:
-        return None

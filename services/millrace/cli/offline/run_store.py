@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.errors import CliError
-from millrace.errors import InvalidSpecError
+from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.telemetry.settings import Settings
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _UID = re.compile(r"[a-z0-9]{20,60}")
 
+_OUTPUTS = Path("outputs")
 DEFAULT_STORE = Path("outputs/local/store")
 """Where `millrace up` keeps its objects, seen from the directory that it is started in."""
 
@@ -88,6 +89,30 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
         text, uids, holder=f"{store.describe()} holds", remedy=f"check --store and --prefix (now {prefix!r})"
     )
     return uids[name]
+
+
+def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
+    """The store that holds the run, and the run's name there: a directory of results has a store of its own."""
+    from millrace.storage import open_store
+
+    if url is None and (directory := _directory_of(name)) is not None:
+        return open_store((directory / "store").resolve().as_uri()), directory.resolve().name
+    return open_run_store(url), name
+
+
+def _directory_of(name: str) -> Path | None:
+    """The directory of results that is meant, if it is one: by its path, by the run's name, or as the newest."""
+    from millrace.runlog import run_name
+
+    if (Path(name) / "store").is_dir():
+        return Path(name)
+    found = {path.parent.name: path.parent for path in _OUTPUTS.glob("*/store") if path.parent.name != "local"}
+    if name == "-" and found and not (_OUTPUTS / "local" / "store").is_dir():
+        return max(found.values(), key=lambda directory: directory.stat().st_mtime)
+    try:
+        return found[run_name.resolve(name, {each: each for each in found})]
+    except NotFoundError:
+        return None
 
 
 def _exists(store: "ObjectStore", prefix: str, uid: str) -> bool:

@@ -1,10 +1,12 @@
 """The rollouts of a run as people look at them: read from the archives in its object store, without a server."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from millrace.decoding import decode_json
+from millrace.errors import CorruptObjectError
 
 if TYPE_CHECKING:
     from millrace.rollouts.types import Rollout
@@ -106,8 +108,8 @@ def sort_samples(samples: Sequence[SampleRecord], order: str) -> list[SampleReco
 def messages_of(rollout: "Rollout") -> list[dict[str, Any]]:
     """The conversation; one message that says so where it is not kept or cannot be read."""
     try:
-        messages = json.loads(rollout.messages_json or "[]")
-    except ValueError:
+        messages = decode_json(rollout.messages_json or "[]", what="the conversation", reason="MESSAGES_CORRUPT")
+    except CorruptObjectError:
         messages = None
     if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
         return messages

@@ -58,7 +58,7 @@ async def _exit_code(ranks: Sequence[Child]) -> int:
         # unregistered wait: the command waits for as long as the training takes, and shows its progress
         done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         failed = next((child for child in ranks if child.exited in done and child.exited.result() != 0), None)
-        if failed is ranks[0]:
+        if failed is not None and failed is ranks[0]:
             return failed.exited.result()
         if failed is not None:
             # The ranks fail together if they can; then the first one says why. One that was killed leaves it in the

@@ -1,6 +1,7 @@
-"""The reward plot of a run."""
+"""The plots of a run and of an evaluation."""
 
 from pathlib import Path
+from typing import Any
 
 from millrace.cli.view.progress import Progress
 
@@ -41,6 +42,35 @@ def write_plot(progress: Progress, path: Path) -> bool:
         seconds.set_ylim(bottom=0)
         lines = [*bottom.get_lines(), *seconds.get_lines()]
         bottom.legend(lines, [str(line.get_label()) for line in lines], loc="best", fontsize="small")
+        figure.tight_layout()
+        figure.savefig(path, dpi=120)
+    finally:
+        pyplot.close(figure)
+    return True
+
+
+def write_eval_plot(data: dict[str, Any], path: Path) -> bool:
+    """Draw the reward of every environment over the steps, with its standard error; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    try:
+        for env in dict.fromkeys(name for policy in data["policies"] for name in policy["envs"]):
+            points = [(p["step"] or 0, p["envs"][env]) for p in data["policies"] if env in p["envs"]]
+            rewards, errors = [e["reward_mean"] for _, e in points], [e["reward_sem"] or 0.0 for _, e in points]
+            axes.errorbar([step for step, _ in points], rewards, yerr=errors, fmt="o-", capsize=3, label=env)
+        axes.set_xlabel("step (0: the base model)")
+        axes.set_ylabel("mean reward ± standard error")
+        axes.set_title(data["name"])
+        axes.legend(loc="best")
+        axes.grid(alpha=0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.tight_layout()
         figure.savefig(path, dpi=120)
     finally:

@@ -219,12 +219,6 @@ HEAD: dict[str, Meaning] = {
     "orchestrator.train.group_size": moved("orchestrator.rollouts_per_example"),
     "orchestrator.train.num_workers": nothing("env-servers start workers as they need them"),
     "orchestrator.eval.source": converted(conversions.eval_sources),
-    **{
-        f"orchestrator.{section}.{name}": moved(f"orchestrator.{section}.extra_body.{name}")
-        for section in ("sampling", "eval.sampling")
-        for name in ("top_k", "min_p")
-    },
-    "orchestrator.eval.sampling.repetition_penalty": moved("orchestrator.eval.sampling.extra_body.repetition_penalty"),
     "orchestrator.sampling.repetition_penalty": refused(
         "changes what is sampled in a way that the trainer does not compute; leave it out", 1
     ),

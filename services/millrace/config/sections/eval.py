@@ -1,5 +1,7 @@
 """The config of `millrace eval`: environments played with one fixed model, and no training."""
 
+from typing import Self
+
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import ConfigSection, Document, FreeTable, option, required, table
 from millrace.config.sections.client import ClientConfig
@@ -53,6 +55,10 @@ class EvalRunConfig(Document):
     output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
     run: RunConfig = table(RunConfig, "What the run is called.")
     log: LogConfig = table(LogConfig, "Logs.")
+
+    def with_model(self, name: str) -> Self:
+        """The same evaluation of another model."""
+        return self.model_copy(update={"model": FixedModelConfig(name=name)})
 
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""

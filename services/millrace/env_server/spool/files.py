@@ -87,7 +87,7 @@ class Spool:
         self._unwritten: dict[str, Kept] = {}
         self._disk_problem = ""
         self._rewriting: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "spool")
+        self.executor = ThreadPoolExecutor(1, "spool")
         self._lock_file = self._take()
         self._scan()
 
@@ -203,7 +203,7 @@ class Spool:
         if self._unwritten and not await self._write_again():
             extra = {"rollouts": len(self._unwritten), "problem": self._disk_problem}
             logger.error("finished rollouts die with this process: the disk does not take them", extra=extra)
-        self._thread.shutdown()
+        self.executor.shutdown()
         self._lock_file.close()
         if self._is_private:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -230,7 +230,7 @@ class Spool:
     async def _in_thread(self, function: Callable[[], T]) -> T:
         reason = f"{waits.COUNT} reads and writes of the spool {self.directory}"
         with waits.shared(reason, waits_on="disk", deadline_s=_SLOW_DISK_S, quiet_s=_QUIET_DISK_S):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+            return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
     def _write(self, kept: Kept) -> None:
         """Write its file; runs in the thread."""

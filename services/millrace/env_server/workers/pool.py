@@ -76,19 +76,19 @@ class EnvPool:
         self.trials = TaskTrials()
         self._limits = limits
         self._loader = Loader(env=env, limits=limits, starter=starter, is_over=lambda: self._is_over)
-        self._workers: list[WorkerProcess | None] = [None] * limits.num_workers
+        self.slots: list[WorkerProcess | None] = [None] * limits.num_workers
         self._changed = asyncio.Condition()
         self._supervisors: list[asyncio.Task[None]] = []
         self.probes = Probes(env.id, self._start_probe, limit=limits.num_probes, idle_s=limits.probe_idle_s)
         self._ending: set[asyncio.Task[None]] = set()
         self._num_plays = 0
         self._used_at = time.monotonic()
-        self._is_leaving = False
+        self.is_leaving = False
 
     def start(self) -> None:
         """Begin to load, in the background; nothing if it is loaded, or being loaded."""
         self._used_at = time.monotonic()
-        if self._supervisors or self._is_leaving or self.failure is not None:
+        if self._supervisors or self.is_leaving or self.failure is not None:
             return
         for slot in range(self._limits.num_workers):
             name = f"supervise {self.env.id} {slot}"
@@ -102,7 +102,7 @@ class EnvPool:
     @property
     def _is_over(self) -> bool:
         """Whether no more workers are started."""
-        return self._is_leaving or self.failure is not None
+        return self.is_leaving or self.failure is not None
 
     @property
     def idle_since(self) -> float | None:
@@ -118,8 +118,8 @@ class EnvPool:
     def rest(self) -> asyncio.Task[None]:
         """End the workers of an idle environment; what it is known for stays, and the next play starts them again."""
         supervisors, self._supervisors = self._supervisors, []
-        running = [worker for worker in self._workers if worker is not None]
-        self._workers = [None] * self._limits.num_workers
+        running = [worker for worker in self.slots if worker is not None]
+        self.slots = [None] * self._limits.num_workers
         return self._in_background(self._end(supervisors, running))
 
     async def close(self) -> None:
@@ -144,7 +144,7 @@ class EnvPool:
 
     async def leave(self) -> None:
         """The env-server is about to end: what workers play may finish, and their deaths accuse nobody from now on."""
-        self._is_leaving = True
+        self.is_leaving = True
         await self._notify()
 
     @property
@@ -155,7 +155,7 @@ class EnvPool:
     @property
     def workers(self) -> list[WorkerProcess]:
         """Workers that have loaded the environment and live, probe workers included."""
-        shared = [worker for worker in self._workers if worker is not None and worker.is_ready]
+        shared = [worker for worker in self.slots if worker is not None and worker.is_ready]
         return [*shared, *self.probes.workers]
 
     @property
@@ -201,7 +201,7 @@ class EnvPool:
                     return rollouts
             except WorkerDiedError as error:
                 logger.warning("rollout lost its worker", extra={"task": task_id, "reason": str(error)})
-                if self._is_leaving:
+                if self.is_leaving:
                     raise PlayAbandonedError from error
                 if error.death.cause is DeathCause.ASKED and num_asked < _MAX_ASKED_ENDS:
                     num_asked += 1
@@ -223,7 +223,7 @@ class EnvPool:
     @property
     def _is_forsaken(self) -> bool:
         """The env-server leaves, and there is no worker left that could play: none is started any more."""
-        return self._is_leaving and (self.failure is not None or not any(self._workers))
+        return self.is_leaving and (self.failure is not None or not any(self.slots))
 
     async def _play_shared(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout] | None:
         """Play in a shared worker; None if there will be none. Raises WorkerDiedError."""
@@ -252,7 +252,7 @@ class EnvPool:
                     with self._playing(request):
                         rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
             except EnvLoadError as error:
-                if self._is_leaving:
+                if self.is_leaving:
                     raise PlayAbandonedError from error
                 if self.failure is not None:
                     return None  # that is the reason
@@ -319,7 +319,7 @@ class EnvPool:
                 while self.failure is None and not self._is_forsaken:
                     is_v1 = self.info is not None and self.info.api == "v1"
                     most = _MAX_PLAYS_V1 if is_v1 else _MAX_PLAYS_V0
-                    ready = [w for w in self._workers if w is not None and w.is_ready and w.num_playing < most]
+                    ready = [w for w in self.slots if w is not None and w.is_ready and w.num_playing < most]
                     if ready:
                         return min(ready, key=lambda worker: worker.num_playing)
                     await self._changed.wait()
@@ -332,22 +332,22 @@ class EnvPool:
             began = time.monotonic()
             try:
                 # `rest` finds it in its slot while it loads.
-                worker = await self._loader.start("", lambda started: self._workers.__setitem__(slot, started))
+                worker = await self._loader.start("", lambda started: self.slots.__setitem__(slot, started))
             except EnvLoadError as error:
                 if not self._is_over:
                     await self._fail(error)
                     return
-                self._workers[slot] = None
+                self.slots[slot] = None
                 break
             except OSError as error:
                 await self._fail(EnvLoadError(type(error).__name__, f"cannot start a worker process: {error}"))
                 return
             await self._notify()
             await worker.wait_ended()
-            self._workers[slot] = None
+            self.slots[slot] = None
             self.num_deaths += 1
             await self._notify()
-            if self._is_leaving:
+            if self.is_leaving:
                 break
             play_meters.worker_died(self.env.label)
             pause_s = _FIRST_RESTART_S if time.monotonic() - began > _STABLE_S else min(pause_s * 2, _MAX_RESTART_S)

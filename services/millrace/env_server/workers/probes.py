@@ -40,10 +40,10 @@ class Probes:
         self._idle_s = idle_s
         self._slots = asyncio.Semaphore(limit)
         self._turns: dict[str, _Turn] = {}
-        self._num_waiting = 0
+        self.num_waiting = 0
         self._idle: list[WorkerProcess] = []
         self._busy: set[WorkerProcess] = set()
-        self._spare: asyncio.Task[None] | None = None
+        self.spare: asyncio.Task[None] | None = None
         self._retirement: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -57,7 +57,7 @@ class Probes:
         """Wait until it is this rollout's turn: one of its task at a time, and as many tasks as there are probes."""
         turn = self._turns.setdefault(task_id, _Turn())
         turn.num_waiting += 1
-        self._num_waiting += 1
+        self.num_waiting += 1
         is_waiting = True
         reason = f"{waits.COUNT} probes of suspect tasks of {self._env_id}"
         try:
@@ -65,11 +65,11 @@ class Probes:
                 with waits.shared(reason, waits_on="env worker"):
                     await stack.enter_async_context(turn.lock)
                     await stack.enter_async_context(self._slots)
-                self._num_waiting -= 1
+                self.num_waiting -= 1
                 is_waiting = False
                 yield
         finally:
-            self._num_waiting -= is_waiting
+            self.num_waiting -= is_waiting
             turn.num_waiting -= 1
             if not turn.num_waiting:
                 del self._turns[task_id]
@@ -82,7 +82,7 @@ class Probes:
         worker = await self._take()
         self._busy.add(worker)
         self.num_probing += 1
-        if self._num_waiting:
+        if self.num_waiting:
             self._start_spare()
         try:
             yield worker
@@ -99,17 +99,17 @@ class Probes:
         """End every probe worker; tasks that are played there lose theirs."""
         if self._retirement is not None:
             self._retirement.cancel()
-        if self._spare is not None:
-            self._spare.cancel()
-            await asyncio.gather(self._spare, return_exceptions=True)
+        if self.spare is not None:
+            self.spare.cancel()
+            await asyncio.gather(self.spare, return_exceptions=True)
         self._end([*self._idle, *self._busy])
         self._idle.clear()
         await asyncio.gather(*self._ending)
 
     async def _take(self) -> WorkerProcess:
         """A worker that waits for work, the spare that is being started, or a new one."""
-        if not any(worker.is_ready for worker in self._idle) and self._spare is not None:
-            await asyncio.wait({self._spare})
+        if not any(worker.is_ready for worker in self._idle) and self.spare is not None:
+            await asyncio.wait({self.spare})
         while self._idle:
             worker = self._idle.pop()
             if worker.is_ready:
@@ -117,9 +117,9 @@ class Probes:
         return await self._start()
 
     def _start_spare(self) -> None:
-        if self._idle or (self._spare is not None and not self._spare.done()):
+        if self._idle or (self.spare is not None and not self.spare.done()):
             return
-        self._spare = asyncio.create_task(self._make_spare(), name=f"spare probe {self._env_id}")
+        self.spare = asyncio.create_task(self._make_spare(), name=f"spare probe {self._env_id}")
 
     async def _make_spare(self) -> None:
         try:
@@ -135,7 +135,7 @@ class Probes:
         self._retirement = asyncio.get_running_loop().call_later(self._idle_s, self._retire)
 
     def _retire(self) -> None:
-        if not self.num_probing and not self._num_waiting:
+        if not self.num_probing and not self.num_waiting:
             self._end(self._idle)
             self._idle = []
 

@@ -63,7 +63,7 @@ class WorkerStarter:
         self.shared = self.directory / "shared"
         """For files that workers read."""
         self.shared.mkdir()
-        self._template = WorkerTemplate(self._environ, self.directory / "template") if forks else None
+        self.template = WorkerTemplate(self._environ, self.directory / "template") if forks else None
         if self.confinement.user is not None:
             self.directory.chmod(0o711)
             self.shared.chmod(0o755)
@@ -72,8 +72,8 @@ class WorkerStarter:
 
     async def warm(self) -> None:
         """Prepare for the first worker."""
-        if self._template is not None:
-            await self._template.warm()
+        if self.template is not None:
+            await self.template.warm()
 
     async def start(self, files: Sequence[int]) -> Started:
         """Start a worker with these sockets (`worker.run`). Raises OSError."""
@@ -95,18 +95,18 @@ class WorkerStarter:
 
     async def close(self) -> None:
         """End the template and remove all private directories; the workers have ended before."""
-        if self._template is not None:
-            self._template.close()
+        if self.template is not None:
+            self.template.close()
         await asyncio.to_thread(self._owned.close)
 
     async def _fork(self, files: Sequence[int], environ: Mapping[str, str], directory: Path) -> Process | None:
         """A copy of the template; None if there is none to be had."""
-        if self._template is None:
+        if self.template is None:
             return None
         numbers = range(_FIRST_FILE, _FIRST_FILE + len(files))  # theirs in the worker
         try:
             argv = self._argv(numbers, directory)
-            process = await self._template.fork(argv, environ, dict(zip(numbers, files, strict=True)))
+            process = await self.template.fork(argv, environ, dict(zip(numbers, files, strict=True)))
         except ForkServerError as error:
             logger.warning("env worker is started by itself, not forked", extra={"problem": str(error)})
             return None

@@ -42,7 +42,7 @@ class WorkerTemplate:
         """`environ` gives the variables of the template, `cwd` is its working directory."""
         self._environ = environ
         self._cwd = cwd
-        self._template = ForkServerClient({WORKER_MODULE: _PRELOADED}, module=_TEMPLATE_MODULE)
+        self.fork_server = ForkServerClient({WORKER_MODULE: _PRELOADED}, module=_TEMPLATE_MODULE)
         self._began: float | None = None
         self._num_short_lives = 0
         self._not_before = 0.0
@@ -51,7 +51,9 @@ class WorkerTemplate:
         """A copy of the template that works by these arguments, with these open files. Raises ForkServerError."""
         await self._ready()
         with waits.waiting("a copy of the template of env workers", waits_on="env worker", deadline_s=_FORK_S):
-            return await self._template.fork(WORKER_MODULE, argv, env=environ, marks={}, files=files, timeout_s=_FORK_S)
+            return await self.fork_server.fork(
+                WORKER_MODULE, argv, env=environ, marks={}, files=files, timeout_s=_FORK_S
+            )
 
     async def warm(self) -> None:
         """Start the template, if there is none; the next `fork` raises what goes wrong."""
@@ -60,19 +62,19 @@ class WorkerTemplate:
 
     def close(self) -> None:
         """End the template, and with it every copy."""
-        self._template.stop()
+        self.fork_server.stop()
 
     async def _ready(self) -> None:
         """Return once the template has imported everything; starts a new one if the last one ended."""
-        if self._template.pid is None:
+        if self.fork_server.pid is None:
             self._look_back()
             try:
-                self._template.start(self._environ(), cwd=self._cwd)
+                self.fork_server.start(self._environ(), cwd=self._cwd)
             except OSError as error:
                 raise ForkServerError(f"the template could not be started: {error}") from error
             self._began = time.monotonic()
         with waits.shared("the template of env workers to import", waits_on="env worker", deadline_s=_READY_S):
-            await self._template.wait_loaded(timeout_s=_READY_S)
+            await self.fork_server.wait_loaded(timeout_s=_READY_S)
 
     def _look_back(self) -> None:
         """Raise ForkServerError while no new template shall be tried."""

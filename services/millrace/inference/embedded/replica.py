@@ -35,9 +35,7 @@ class EmbeddedReplica:
         )
         slot = ModelSlot()
         names = () if own.model_name is None else (own.model_name,)
-        self._parts = ReplicaParts(
-            settings, self._engine, slot, stopping=stopping or asyncio.Event(), extra_names=names
-        )
+        self.parts = ReplicaParts(settings, self._engine, slot, stopping=stopping or asyncio.Event(), extra_names=names)
         self._api = HttpApi(self._engine, slot)
 
     async def run(self) -> None:
@@ -47,8 +45,8 @@ class EmbeddedReplica:
         logger.info("listening for HTTP", extra={"address": f"{host}:{server.port}"})
         try:
             if self._own.model_dir is not None:
-                await self._parts.updater.serve_fixed(self._own.model_dir)
-            await self._parts.run(http_address(host, server.port), drain=self._api.drain, warm_up=loader.warm_up)
+                await self.parts.updater.serve_fixed(self._own.model_dir)
+            await self.parts.run(http_address(host, server.port), drain=self._api.drain, warm_up=loader.warm_up)
         finally:
             await server.stop()
             await self._engine.close()

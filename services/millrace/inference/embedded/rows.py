@@ -153,7 +153,7 @@ class RowTable:
         count = self.count - len(gone)
         targets = sorted(row for row in gone if row < count)
         sources = [row for row in range(count, self.count) if row not in gone]
-        for column in self._columns():
+        for column in self.columns():
             column[targets] = column[sources]
         for source, target in zip(sources, targets, strict=True):
             self.running[target] = self.running[source]
@@ -165,7 +165,8 @@ class RowTable:
         """Row of a request, or None."""
         return next((row for row, entry in enumerate(self.running) if entry.request.request_id == request_id), None)
 
-    def _columns(self) -> tuple[np.ndarray, ...]:
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """Every column, in one order."""
         return (
             self.tokens,
             self.logprobs,
@@ -190,18 +191,19 @@ class RowTable:
         rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows, 8)
         length, stops = max(length, have_length), max(stops, have_stops)
         grown = {
-            "tokens": _grown(self.tokens, (rows, length)),
-            "logprobs": _grown(self.logprobs, (rows, length)),
-            "stop_ids": _grown(self.stop_ids, (rows, stops), fill=_NO_TOKEN),
+            "tokens": grow_column(self.tokens, (rows, length)),
+            "logprobs": grow_column(self.logprobs, (rows, length)),
+            "stop_ids": grow_column(self.stop_ids, (rows, stops), fill=_NO_TOKEN),
         }
         scalars = ("length", "prompt_length", "limit", "temperature", "top_p", "top_k", "min_p", "seed")
         for name in (*scalars, "has_stop_strings"):
-            grown[name] = _grown(getattr(self, name), (rows,))
+            grown[name] = grow_column(getattr(self, name), (rows,))
         for name, column in grown.items():  # memory can run out above, so that columns would differ in length
             setattr(self, name, column)
 
 
-def _grown(old: np.ndarray, shape: tuple[int, ...], *, fill: int = 0) -> np.ndarray:
+def grow_column(old: np.ndarray, shape: tuple[int, ...], *, fill: int = 0) -> np.ndarray:
+    """A longer copy of a column; what is new holds `fill`."""
     new = np.full(shape, fill, old.dtype)
     new[tuple(slice(size) for size in old.shape)] = old
     return new

@@ -28,7 +28,7 @@ PREFILL_TOKENS = 8192
 """Padded prompt tokens per forward pass, which is one step: bounds memory and how long running requests stand still."""
 _RESERVED = 8
 """One in so many rows, and as much of the cache, is not for a call that has rows already: others come in at once."""
-_IDLE_CACHE_BYTES = 64 << 20  # cache that is kept while nothing runs
+IDLE_CACHE_BYTES = 64 << 20  # cache that is kept while nothing runs
 _TAIL_EXTRA_TOKENS = 8  # tokens looked at for a stop string beyond its length: one may span incomplete characters
 
 
@@ -129,7 +129,7 @@ class Scheduler:
 
     def _admit(self) -> list[Running]:
         """Take waiting requests by turns, as long as rows, cache and a pass allow; the first one always fits."""
-        if not self._rows.count and self._cache.size_bytes > _IDLE_CACHE_BYTES:
+        if not self._rows.count and self._cache.size_bytes > IDLE_CACHE_BYTES:
             self._cache.release()  # one long request must not make every later row that long
         admitted: list[Running] = []
         running = Counter(entry.request.turn for entry in self._rows.running) if self._waiting else Counter[str]()

@@ -50,7 +50,7 @@ class VllmEngine:
     def __init__(self, client: Any, gate: GenerationGate, *, directory: Path, is_fixed: bool = False) -> None:
         self._is_fixed = is_fixed
         self._client = client
-        self._gate = gate
+        self.gate = gate
         self._directory = directory
         self._ranks = Ranks(client)
         self._adapters = AdapterSlot(client, directory=directory)
@@ -65,8 +65,8 @@ class VllmEngine:
         self._num_loads = 0
         self._times = UpdateTimes()
         self._foreseen: tuple[StagedPolicy, Readback] | None = None
-        self._ping = Ping(client, self._ranks)
-        self._prober = Prober(client, self._ranks, self._adapters, ping=self._ping)
+        self.ping = Ping(client, self._ranks)
+        self._prober = Prober(client, self._ranks, self._adapters, ping=self.ping)
         self._num_applied = 0
         self._is_busy = False
         self._verifier = BackgroundVerifier(
@@ -90,19 +90,19 @@ class VllmEngine:
         if staged is None:  # the model that vLLM was started with
             await self._set_version(identity)
             self._state, self._error, self._identity = EngineState.READY, "", identity
-            self._gate.open(self._salt(identity))
+            self.gate.open(self._salt(identity))
             return
         self._require_same_config(model_dir)
         order = await self._ranks.order(staged, self._directory)
         order |= {"changed": None}
         self._num_loads += 1  # whatever `load_directory` does meanwhile, the gate stays shut from here on
-        self._gate.refuse(f"policy {identity} is being loaded")
+        self.gate.refuse(f"policy {identity} is being loaded")
         async with self._loading:
             await self._load(staged, order, identity)
 
     async def _load(self, staged: StagedPolicy, order: dict[str, Any], identity: PolicyIdentity) -> None:
         await self._abort_all(f"policy {identity} replaced the model")
-        self._gate.hold()
+        self.gate.hold()
         await self.pause("load")
         try:
             await self._bounded(self._adapters.remove())
@@ -146,7 +146,7 @@ class VllmEngine:
             logger.info("weights of a directory loaded", extra={"standstill_s": round(time.monotonic() - began, 4)})
             self._state, self._error, self._identity = EngineState.READY, "", identity
             self._require_no_run(num_loads)
-            self._gate.open(self._salt(identity))
+            self.gate.open(self._salt(identity))
 
     async def check(self, staged: StagedPolicy) -> None:
         """See `PolicyEngine.check`; ends with the version staged in the workers."""
@@ -180,7 +180,7 @@ class VllmEngine:
         self._require_ready()
         await self.pause("apply")
         try:
-            self._gate.hold()
+            self.gate.hold()
             if staged.manifest.adapter is None:
                 await self._rpc("millrace_activate", identity.version)
             self._times.mark("write")
@@ -227,7 +227,7 @@ class VllmEngine:
                 await self._follow_pauses()
         assert self._identity is not None
         if opens:
-            self._gate.open(self._salt(self._identity))
+            self.gate.open(self._salt(self._identity))
             self._times.report(self._identity.version)
         self._verifier.begin()
         proof = "+".join(name for name, is_given in (("readback", found.is_whole), ("probe", probing)) if is_given)
@@ -244,7 +244,7 @@ class VllmEngine:
         """See `PolicyEngine.fail`."""
         self._state, self._error, self._identity = EngineState.FAILED, error, None
         self._prober.end()
-        self._gate.refuse(error)
+        self.gate.refuse(error)
         await self._abort_all(error)
 
     async def abort_all(self) -> None:
@@ -254,7 +254,7 @@ class VllmEngine:
     async def pause(self, holder: str) -> None:
         """See `PolicyEngine.pause`. An update's pause shuts the gate first: what comes meanwhile gets the new salt."""
         if holder != OPERATOR:
-            self._gate.wait()
+            self.gate.wait()
         if holder == PAUSE_HOLDER:
             self._times.begin()
         self._pauses.add(holder)
@@ -286,31 +286,31 @@ class VllmEngine:
             state=EngineState.FAILED if is_dead else self._state,
             identity=self._identity if self._state is EngineState.READY and not is_dead else None,
             is_paused=bool(self._pauses),
-            num_running=self._gate.num_open,
-            num_waiting=self._gate.num_waiting,
+            num_running=self.gate.num_open,
+            num_waiting=self.gate.num_waiting,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
-            progress_age_s=0.0 if self._is_busy else self._ping.age_s,
+            progress_age_s=0.0 if self._is_busy else self.ping.age_s,
             num_generated_tokens=0,
-            num_finished=self._gate.num_finished,
-            error="vLLM's engine is dead" if is_dead else self._error or self._ping.error,
+            num_finished=self.gate.num_finished,
+            error="vLLM's engine is dead" if is_dead else self._error or self.ping.error,
             is_dead=is_dead,
             pause_s=self._times.standstill_s,
         )
 
     async def close(self) -> None:
         """See `PolicyEngine.close`; vLLM ends itself."""
-        self._ping.stop()
+        self.ping.stop()
         self._verifier.stop()
-        self._gate.refuse("this replica is shutting down")
+        self.gate.refuse("this replica is shutting down")
         await self.abort_all()
 
     async def _requeue_unbegun(self) -> None:
         """Have requests without a token begin again, with the new version from their prompt on. Only while paused."""
-        await gates.abort(self._client, self._gate.requeue(gates.unbegun(self._client)))
+        await gates.abort(self._client, self.gate.requeue(gates.unbegun(self._client)))
 
     async def _abort_all(self, reason: str) -> None:
-        await gates.abort(self._client, self._gate.abort_all(reason))
+        await gates.abort(self._client, self.gate.abort_all(reason))
 
     async def _follow_pauses(self) -> None:
         """Have vLLM pause or go on, as the holders want it; `keep` leaves requests and their KV cache alone."""
@@ -330,7 +330,7 @@ class VllmEngine:
     async def _put_adapter(self, staged: StagedPolicy | None) -> None:
         """The adapter of all that begins or goes on from now on; None is a whole policy's, which adds nothing."""
         await self._bounded(self._adapters.unload() if staged is None else self._adapters.load(staged))
-        self._gate.lora_request = self._adapters.request
+        self.gate.lora_request = self._adapters.request
 
     async def _set_version(self, identity: PolicyIdentity) -> None:
         self._num_applied += 1

@@ -56,10 +56,10 @@ class GenerationGate:
     """Shut with a reason at first. All methods belong to the event loop."""
 
     def __init__(self) -> None:
-        self._refusal = "no policy is loaded yet"
+        self.refusal = "no policy is loaded yet"
         self._is_open = asyncio.Event()
-        self._may_leave = asyncio.Event()
-        self._may_leave.set()
+        self.may_leave = asyncio.Event()
+        self.may_leave.set()
         self._salt = ""
         self.lora_request: Any = None
         """The adapter of everything that begins, as vLLM names it; None for none."""
@@ -76,29 +76,29 @@ class GenerationGate:
 
     def wait(self) -> None:
         """Requests that come wait from now on, unless they are refused anyway."""
-        if not self._refusal:
+        if not self.refusal:
             self._is_open.clear()
 
     def hold(self) -> None:
         """No answer leaves from now on."""
-        self._may_leave.clear()
+        self.may_leave.clear()
 
     def open(self, salt: str) -> None:
         """Requests begin, answers leave."""
-        self._salt, self._refusal = salt, ""
-        self._may_leave.set()
+        self._salt, self.refusal = salt, ""
+        self.may_leave.set()
         self._is_open.set()
 
     def refuse(self, reason: str) -> None:
         """Requests that come are refused; answers leave."""
-        self._refusal = reason
+        self.refusal = reason
         self._is_open.set()  # those who wait hear it
 
     def abort_all(self, reason: str) -> list[str]:
         """Nothing that has begun gets an answer; returns the ids of the requests, to be aborted."""
         for ticket in self._tickets:
             ticket.abort_reason = reason
-        self._may_leave.set()
+        self.may_leave.set()
         return [ticket.request_id for ticket in self._tickets]
 
     def requeue(self, request_ids: Collection[str]) -> list[str]:
@@ -130,9 +130,9 @@ class GenerationGate:
         return self._salt
 
     async def _admitted(self) -> None:
-        while not (self._is_open.is_set() and not self._refusal):
-            if self._refusal:
-                raise UnavailableError(self._refusal, reason="NO_POLICY", remedy="retry in a few seconds")
+        while not (self._is_open.is_set() and not self.refusal):
+            if self.refusal:
+                raise UnavailableError(self.refusal, reason="NO_POLICY", remedy="retry in a few seconds")
             self.num_waiting += 1
             try:
                 await self._is_open.wait()  # an update ends it: applied and proved, or failed
@@ -141,7 +141,7 @@ class GenerationGate:
 
     async def pass_out(self, ticket: Ticket) -> None:
         """Return when the ticket's answer may leave; UnavailableError if it must not."""
-        await self._may_leave.wait()
+        await self.may_leave.wait()
         _require_not_aborted(ticket)
 
     def leave(self, ticket: Ticket) -> None:

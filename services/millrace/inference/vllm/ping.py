@@ -19,14 +19,14 @@ class Ping:
         self._client = client
         self._ranks = ranks
         self._period_s = period_s
-        self._asked_at: float | None = None
+        self.asked_at: float | None = None
         self.error = ""
         self._task = asyncio.create_task(self._run(), name="vLLM ping")
 
     @property
     def age_s(self) -> float:
         """Seconds that the engine owes an answer for; an error is none."""
-        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+        return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
 
     def stop(self) -> None:
         """Ask no more."""
@@ -42,8 +42,8 @@ class Ping:
     async def _run(self) -> None:
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
-            if self._asked_at is None:
-                self._asked_at = time.monotonic()
+            if self.asked_at is None:
+                self.asked_at = time.monotonic()
             try:
                 await self._ask()
             except Exception as error:  # the edge of a task that nobody awaits: whatever it is, it must be seen
@@ -54,5 +54,5 @@ class Ping:
                     logger.error("vLLM's engine answers with an error", exc_info=True)
                 self.error = f"vLLM's engine answers with an error: {type(error).__name__}: {error}"
             else:
-                self._asked_at, self.error = None, ""
+                self.asked_at, self.error = None, ""
             await asyncio.sleep(self._period_s)

@@ -26,7 +26,7 @@ _SILENT_S = 120.0
 _STALL_S = 300.0
 """Nor does one that works give no token for so long, whatever prompt it computes."""
 _LIMIT_S = 1800.0
-_LOOK_S = 1.0
+LOOK_S = 1.0
 _SHOWN_S = 2.0  # a probe that gets a slot at once takes less
 
 
@@ -109,7 +109,7 @@ class _Patience:
         seen = self._given()
         # unregistered wait: bounds the wait for the probe, which is registered around it
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
             now = time.monotonic()
             if (given := self._given()) != seen:
                 seen, moved = given, now

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _REST = 4.0  # rests this many times as long as a call took, which waits for a step to end
 _MIN_REST_S = 0.02  # longer than a share's digest takes: a fifth of one processor at most
-_FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
+FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 _OVERDUE_S = 600.0  # so long unverified weights serve, then the wait counts as overdue
 
 
@@ -56,7 +56,7 @@ class BackgroundVerifier:
                     try:
                         answers = await self._call()
                     except Exception as error:  # whatever it is, what serves must be verified
-                        retry_s = min(max(_FIRST_RETRY_S, 2 * retry_s), _LAST_RETRY_S)
+                        retry_s = min(max(FIRST_RETRY_S, 2 * retry_s), _LAST_RETRY_S)
                         what = f"weights to be verified in the background, which fails: {error}"
                         wait.on(what, waits_on="inference", key="verification", deadline_s=_OVERDUE_S)
                         logger.warning("the weights cannot be verified now", extra={"retry_s": retry_s}, exc_info=True)

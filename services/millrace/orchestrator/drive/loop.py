@@ -101,9 +101,9 @@ class RolloutLoop:
     async def admit(self) -> None:
         """Start new groups while there is room and somebody to play them; not at once behind some that failed."""
         plays = self.book.plays
-        if self.failures.not_before > time.monotonic():
-            return
         while (served := self.policies.served_version()) is not None:
+            if self.failures.not_before > time.monotonic():
+                return  # groups may fail, and leave room again, while others are asked for
             room = self.rule.num_allowed(step=self.book.step, served_version=served)
             if len(plays) >= room:
                 return

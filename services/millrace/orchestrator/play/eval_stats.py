@@ -8,13 +8,17 @@ import numpy as np
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout
 
+_Z95 = 1.959964
+"""The normal distribution has 95 % of its mass within so many standard deviations."""
+
 
 def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]:
     """Everything but the mean reward, by name.
 
     `reward/sem` is the standard error over tasks, because rollouts of one task are not independent. pass@k and pass^k
     (k = 1, 2, 4, ... up to the rollouts of a task) are the unbiased estimates of "at least one of k passes" and "all
-    of k pass"; tasks with fewer than k finished rollouts are left out of them.
+    of k pass"; tasks with fewer than k finished rollouts are left out of them. `pass@k/low` and `pass@k/high` are the
+    bounds of its 95 % confidence interval.
     """
     found: dict[str, float] = {}
     played = [[rollout.reward for rollout in play.members.values()] for play in plays if play.members]
@@ -25,7 +29,10 @@ def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]
     k = 1
     while k <= max((size for size, _ in counts), default=0):
         usable = [(size, passed) for size, passed in counts if size >= k]
-        found[f"pass@{k}"] = float(np.mean([pass_at_k(size, passed, k) for size, passed in usable]))
+        chances = [pass_at_k(size, passed, k) for size, passed in usable]
+        found[f"pass@{k}"] = float(np.mean(chances))
+        low, high = confidence(chances, num_draws=sum(size // k for size, _ in usable))
+        found[f"pass@{k}/low"], found[f"pass@{k}/high"] = low, high
         found[f"pass^{k}"] = float(np.mean([math.comb(passed, k) / math.comb(size, k) for size, passed in usable]))
         k *= 2
     good = [rollout for play in plays for rollout in play.members.values()]
@@ -39,6 +46,22 @@ def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]
 def pass_at_k(size: int, passed: int, k: int) -> float:
     """Chance that k of `size` rollouts, `passed` of which pass, hold one that passes (drawn without replacement)."""
     return 1.0 - math.comb(size - passed, k) / math.comb(size, k)
+
+
+def confidence(chances: Sequence[float], *, num_draws: int) -> tuple[float, float]:
+    """The 95 % confidence interval of the mean over tasks of a chance: Wilson's, which also holds near 0 and 1.
+
+    Its number of trials is what the spread over tasks amounts to: at least one a task, and at most `num_draws`, the
+    independent draws behind all of them, because equal tasks have no spread at all.
+    """
+    mean, trials = float(np.mean(chances)), float(len(chances))
+    if len(chances) > 1:
+        spread = float(np.var(chances, ddof=1)) / len(chances)
+        trials = max(trials, min(float(num_draws), mean * (1 - mean) / spread if spread > 0 else float(num_draws)))
+    shrink = 1 + _Z95**2 / trials
+    middle = (mean + _Z95**2 / (2 * trials)) / shrink
+    half = _Z95 * math.sqrt(mean * (1 - mean) / trials + _Z95**2 / (4 * trials**2)) / shrink
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def env_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from millrace.config.schema import EvalRunConfig, OrchestratorConfig
 from millrace.config.sections.eval import FixedSamplingConfig
@@ -130,9 +131,18 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
     )
 
 
+def _taken(extra: dict[str, Any], name: str) -> float:
+    """Take a number out of the further fields of a request; 0 without one."""
+    value = extra.get(name)
+    if not isinstance(value, int | float):
+        return 0.0
+    del extra[name]
+    return value
+
+
 def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig) -> env_service_pb2.Sampling:
     extra = dict(config.extra_body)
-    top_k, min_p = extra.pop("top_k", 0), extra.pop("min_p", 0.0)  # where other servers' users write them
+    top_k, min_p = _taken(extra, "top_k"), _taken(extra, "min_p")  # where other servers' users write them
     return env_service_pb2.Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens or 0,

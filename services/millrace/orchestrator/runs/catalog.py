@@ -68,7 +68,7 @@ class RunCatalog:
         self._note_names(index)
         for name, uid in index.runs.items():
             try:
-                await self._look_at(uid, name, is_looked_at=uid == looked_at)
+                await self.look_at(uid, name, is_looked_at=uid == looked_at)
             except MillraceError as error:  # Redis or the store is away: what was seen last stays
                 if self._unread.get(uid) != error.reason:
                     self._unread[uid] = error.reason
@@ -85,7 +85,7 @@ class RunCatalog:
         if wanted in index.damaged:
             return self._views[_key_of(wanted)]
         found = run_name.resolve(wanted, index.runs, is_exact=True)
-        return await self._look_at(index.runs[found], found, is_looked_at=True)
+        return await self.look_at(index.runs[found], found, is_looked_at=True)
 
     def known(self, name: str) -> RunView | None:
         """The run as it was at the last look, from memory alone: by name, uid, unique beginning, or `-` the newest."""
@@ -136,7 +136,7 @@ class RunCatalog:
         view.damage = damage
         return view
 
-    async def _look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
+    async def look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
         """The run as it is now, DAMAGED if it cannot be read; raises where Redis or the store is away."""
         try:
             view = await self._refresh_one(uid, is_looked_at=is_looked_at)

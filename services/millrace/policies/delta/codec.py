@@ -43,8 +43,8 @@ from millrace.policies.delta.kinds import (
 )
 from millrace.policies.digest import bits_digest, change_digest, digest_hex
 
-_BLOCK_ELEMENTS = 1 << 18  # compared at a time: small beside a piece, large beside the cost of a call
-_BATCH_CHANGES = 1 << 14  # encoded at a time, at least, but for the last: smaller batches pay for calls, not for work
+BLOCK_ELEMENTS = 1 << 18  # compared at a time: small beside a piece, large beside the cost of a call
+BATCH_CHANGES = 1 << 14  # encoded at a time, at least, but for the last: smaller batches pay for calls, not for work
 _SAMPLE_SLICES, _SAMPLE_ELEMENTS = 32, 2048
 _DENSE_ABOVE = 0.28  # changed share above which absolute exceptions cost more than differences of everything
 _WIDE_GAPS_BELOW = 0.004  # changed share below which two-byte gaps are smaller than one-byte gaps with escapes
@@ -175,16 +175,16 @@ def _encode_sparse(base: Bits, new: Bits, start: int, base_digest: int, *, gap_w
 
 def _changed_positions(base: Bits, new: Bits) -> Iterator[NDArray[np.int64]]:
     """Where the arrays differ, in order, in batches that are large enough to be worth numpy's calls."""
-    differs = np.empty(min(new.size, _BLOCK_ELEMENTS), np.bool_)
+    differs = np.empty(min(new.size, BLOCK_ELEMENTS), np.bool_)
     batch: list[NDArray[np.int64]] = []
     size = 0
-    for begin in range(0, new.size, _BLOCK_ELEMENTS):
-        old_block, new_block = base[begin : begin + _BLOCK_ELEMENTS], new[begin : begin + _BLOCK_ELEMENTS]
+    for begin in range(0, new.size, BLOCK_ELEMENTS):
+        old_block, new_block = base[begin : begin + BLOCK_ELEMENTS], new[begin : begin + BLOCK_ELEMENTS]
         inside = np.flatnonzero(np.not_equal(old_block, new_block, out=differs[: new_block.size]))
         inside += begin
         batch.append(inside)
         size += inside.size
-        if size >= _BATCH_CHANGES:
+        if size >= BATCH_CHANGES:
             yield np.concatenate(batch)
             batch, size = [], 0
     if size:

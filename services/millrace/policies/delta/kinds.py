@@ -30,7 +30,7 @@ from millrace.policies.delta.frame import COMPRESSION_LEVEL, FrameSection, Piece
 from millrace.policies.digest import change_digest
 
 _EXCEPTION_GAP_WIDTH = 1
-_BLOCK_ELEMENTS = 1 << 17
+BLOCK_ELEMENTS = 1 << 17
 
 
 @dataclass(slots=True)
@@ -119,9 +119,9 @@ def encode_dense(base: Bits, new: Bits) -> tuple[int, list[FrameSection]]:
     """The number of changed elements, and the planes of the differences."""
     changed = 0
     planes = _PlaneCompressor(new)
-    for begin in range(0, new.size, _BLOCK_ELEMENTS):
-        difference = ulp_map(new[begin : begin + _BLOCK_ELEMENTS])
-        difference -= ulp_map(base[begin : begin + _BLOCK_ELEMENTS])
+    for begin in range(0, new.size, BLOCK_ELEMENTS):
+        difference = ulp_map(new[begin : begin + BLOCK_ELEMENTS])
+        difference -= ulp_map(base[begin : begin + BLOCK_ELEMENTS])
         changed += int(np.count_nonzero(difference))
         planes.add(zigzag(difference))
     return changed, planes.sections()
@@ -130,18 +130,18 @@ def encode_dense(base: Bits, new: Bits) -> tuple[int, list[FrameSection]]:
 def encode_plain(new: Bits) -> list[FrameSection]:
     """The planes of the values."""
     planes = _PlaneCompressor(new)
-    for begin in range(0, new.size, _BLOCK_ELEMENTS):
-        planes.add(new[begin : begin + _BLOCK_ELEMENTS])
+    for begin in range(0, new.size, BLOCK_ELEMENTS):
+        planes.add(new[begin : begin + BLOCK_ELEMENTS])
     return planes.sections()
 
 
 def decode_dense(header: PieceHeader, sections: list[FrameSection], current: Bits) -> Bits:
     """The new bits of all elements."""
     new = decode_plain(header, sections)
-    for begin in range(0, new.size, _BLOCK_ELEMENTS):
-        block = new[begin : begin + _BLOCK_ELEMENTS]
+    for begin in range(0, new.size, BLOCK_ELEMENTS):
+        block = new[begin : begin + BLOCK_ELEMENTS]
         ordered = unzigzag(block)
-        ordered += ulp_map(current[begin : begin + _BLOCK_ELEMENTS])
+        ordered += ulp_map(current[begin : begin + BLOCK_ELEMENTS])
         block[:] = ulp_map(ordered)
     return new
 

@@ -25,7 +25,7 @@ from millrace.runlog.redis.connection import as_text
 from millrace.runlog.redis.entry import Entry, decode_entry, scan
 from millrace.storage.commit_points import newest_revision
 
-_PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each
+PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each
 
 
 class Mirror:
@@ -174,7 +174,7 @@ class Mirror:
     async def _entries(self, stream: Stream) -> AsyncIterator[Entry]:
         """The entries of a stream whose format and hash are right; the others are violations."""
         key, read_page = self._audit.names.stream(stream), partial(self._ask, f"auditing {stream}", "XRANGE")
-        async for id_, fields in scan(lambda start, count: read_page(key, start, "+", "COUNT", count), _PAGE[stream]):
+        async for id_, fields in scan(lambda start, count: read_page(key, start, "+", "COUNT", count), PAGE[stream]):
             try:
                 yield decode_entry(key, id_, fields)
             except (CorruptObjectError, InvalidStateError) as error:

@@ -41,10 +41,11 @@ async def write_intent(store: ObjectStore, names: Names, kind: str, payload: Map
 
 async def read_intents(store: ObjectStore, names: Names, *, after: int = 0) -> list[Intent]:
     """The intents with a number above `after`, in order."""
-    return await asyncio.to_thread(_read, store, names, after)
+    return await asyncio.to_thread(load_intents, store, names, after)
 
 
-def _read(store: ObjectStore, names: Names, after: int) -> list[Intent]:
+def load_intents(store: ObjectStore, names: Names, after: int) -> list[Intent]:
+    """The intents behind `after` in the store, in their order."""
     intents = []
     for info in store.list(names.intents, start_after=names.intent(after)):
         try:

@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 10  # each repetition means that Redis was wiped once more meanwhile
 _TEMPORARY_S = 600  # the rebuilt events of a dead rebuilder go after that
-_PAGE_ENTRIES = 500
-_MAX_PROMPT = 3  # rebuilds because of damage that need not wait
-_FIRST_PAUSE_S = 5.0
+PAGE_ENTRIES = 500
+MAX_PROMPT = 3  # rebuilds because of damage that need not wait
+FIRST_PAUSE_S = 5.0
 _MAX_PAUSE_S = 60.0
 _DAMAGE_WINDOW_S = 600.0
 
@@ -146,9 +146,9 @@ def _pace(log: RunLog, damage: str) -> None:
     """Raise `LogGoneError` if the log was rebuilt because of damage so often of late that the next time has to wait."""
     proof, now = proof_of(log), time.monotonic()
     proof.rebuilt = [at for at in proof.rebuilt if now - at < _DAMAGE_WINDOW_S]
-    extra = len(proof.rebuilt) - _MAX_PROMPT
+    extra = len(proof.rebuilt) - MAX_PROMPT
     if extra >= 0:
-        left_s = proof.rebuilt[-1] + min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**extra) - now
+        left_s = proof.rebuilt[-1] + min(_MAX_PAUSE_S, FIRST_PAUSE_S * 2**extra) - now
         if left_s > 0:
             raise LogGoneError(
                 f"{damage}; it was rebuilt {len(proof.rebuilt)} times within {now - proof.rebuilt[0]:.0f} s and was "
@@ -218,8 +218,8 @@ async def _fill(rebuild: _Rebuild, restored: Restored) -> None:
     """Write the events into their temporary key; it has its expiry from the first write on."""
     log = rebuild.log
     key = log.names.rebuilt_events(rebuild.generation)
-    for first in range(0, len(restored.events), _PAGE_ENTRIES):
-        page = restored.events[first : first + _PAGE_ENTRIES]
+    for first in range(0, len(restored.events), PAGE_ENTRIES):
+        page = restored.events[first : first + PAGE_ENTRIES]
 
         async def write(page=page, first=first) -> None:
             pipeline = log.redis.pipeline(transaction=True)

@@ -188,7 +188,7 @@ class Committer:
     def _commit(self, version: VersionInput) -> CommittedVersion:
         key, found = self._committed(version.version)
         if found is None:
-            return self._publish(version, key)
+            return self.publish(version, key)
         digests, entries = self._prove(version.parts, version.version)
         digest = whole_digest(entries)
         published = existing_policy(self._store, key, digest) if self._gang.is_leader else None
@@ -225,7 +225,8 @@ class Committer:
 
         return digests, merge_digests(self._gang.agree(prove))
 
-    def _publish(self, version: VersionInput, key: str) -> CommittedVersion:
+    def publish(self, version: VersionInput, key: str) -> CommittedVersion:
+        """Upload and commit a version."""
         parts, deltas, digests = version.parts, list[Delta](), Digests()
 
         def encode() -> list[Any]:

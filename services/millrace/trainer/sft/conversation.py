@@ -212,4 +212,8 @@ def _common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
 def _difference(left: str, right: str) -> tuple[str, str]:
     """Two texts from where they part, short, with a few characters before that."""
     start = max(_common_prefix(left, right) - _SHOWN // 3, 0)
-    return tuple(text[start : start + _SHOWN] + ("…" if len(text) > start + _SHOWN else "") for text in (left, right))
+    return _shown(left, start), _shown(right, start)
+
+
+def _shown(text: str, start: int) -> str:
+    return text[start : start + _SHOWN] + ("…" if len(text) > start + _SHOWN else "")

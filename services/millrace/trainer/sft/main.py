@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -75,7 +76,7 @@ def _progress() -> Iterator[Callable[[SFTStep], None]]:
         task = bar.add_task("sft", total=None, loss=float("nan"), val="", speed=0.0)
 
         def update(step: SFTStep) -> None:
-            fields = {"loss": step.loss, "speed": step.num_tokens / step.seconds}
+            fields: dict[str, Any] = {"loss": step.loss, "speed": step.num_tokens / step.seconds}
             if step.val_loss is not None:
                 fields["val"] = _val(step)
             bar.update(task, total=step.num_steps, completed=step.step + 1, **fields)

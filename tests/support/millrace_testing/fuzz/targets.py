@@ -96,7 +96,7 @@ def _archive() -> tuple[Any, Any]:
 def _chunk() -> tuple[Any, Any]:
     from millrace.rollouts import batch_wire
 
-    return (lambda data: batch_wire._decode_chunk(data, 5, "chunk") and None), None
+    return (lambda data: batch_wire.decode_chunk(data, 5, "chunk") and None), None
 
 
 def _scores() -> tuple[Any, Any]:
@@ -168,7 +168,7 @@ def _intent() -> tuple[Any, Any]:
     from millrace.runlog.records import intents
 
     names = Names("p", "u")
-    return (lambda data: intents._read(_Store(names.intent(1), data), names, 0)), None  # pyright: ignore
+    return (lambda data: intents.load_intents(_Store(names.intent(1), data), names, 0)), None  # pyright: ignore
 
 
 def _epoch() -> tuple[Any, Any]:
@@ -313,13 +313,13 @@ def _tokens() -> tuple[Any, Any]:
 
 
 def _stack() -> tuple[Any, Any]:
-    from millrace.cli.address import _is_of_stack
+    from millrace.cli.address import is_of_stack
 
     path = Path(tempfile.mkdtemp(prefix="millrace-fuzz-")) / "stack.json"
 
     def decode(data: bytes) -> Any:
         path.write_bytes(data)
-        return _is_of_stack("127.0.0.1:1", path)
+        return is_of_stack("127.0.0.1:1", path)
 
     return decode, None
 

@@ -107,7 +107,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
     async def PlayGroup(self, request, context):
         self.requests.append(request)
         if not (request.purpose == rollout_pb2.PURPOSE_TRAIN and request.ordinal in self.silent):
-            task = asyncio.create_task(self._play(request))
+            task = asyncio.create_task(self.play(request))
             self.tasks[task] = request
             task.add_done_callback(self.tasks.pop)
         return env_service_pb2.PlayGroupResponse()
@@ -137,7 +137,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
         train = rollout_pb2.PURPOSE_TRAIN
         return [request for request in self.requests if request.purpose == train and request.ordinal == ordinal]
 
-    async def _play(self, request) -> None:
+    async def play(self, request) -> None:
         await asyncio.sleep(self.delay_s * random.random())
         if request.purpose == rollout_pb2.PURPOSE_TRAIN:
             await self.go_on.wait()

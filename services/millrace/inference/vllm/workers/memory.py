@@ -59,7 +59,7 @@ class Write:
             wrong = 0 if torch.equal(box, source) else int((box != source).sum())
         else:
             flat = flat_bits(parameter)
-            _scatter(flat, self.index, self.bits)
+            scatter(flat, self.index, self.bits)
             wrong = int(np.count_nonzero(gather(flat, self.index) != self.bits))
         if wrong:
             raise mismatch(f"the engine holds other bits than were written at {wrong} elements of {self.region.tensor}")
@@ -156,7 +156,8 @@ def gather(flat: torch.Tensor, index: NDArray[np.int64]) -> Bits:
     return _as_numpy(flat[torch.from_numpy(index).to(flat.device)].cpu())
 
 
-def _scatter(flat: torch.Tensor, index: NDArray[np.int64], bits: Bits) -> None:
+def scatter(flat: torch.Tensor, index: NDArray[np.int64], bits: Bits) -> None:
+    """Write these bits at these places of a tensor."""
     if flat.device.type == "cpu":
         _as_numpy(flat)[index] = bits
         return

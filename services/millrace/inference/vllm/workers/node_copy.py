@@ -41,7 +41,7 @@ class NodeCopy:
         self._directory = directory
         self._copy = copy
         self._lock = (directory / "puller.lock").open("w")  # held for as long as this process lives
-        self._is_puller = False
+        self.is_puller = False
         self._pulling: tuple[str, Future[None]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy-of-node")
 
@@ -55,12 +55,12 @@ class NodeCopy:
 
     def begin(self, order: Mapping[str, Any]) -> None:
         """Begin to pull an order's policy, if this is the rank that does so."""
-        if not self._is_puller:
+        if not self.is_puller:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return
-            self._is_puller = True
+            self.is_puller = True
         self._pulling = order["number"], self._thread.submit(self._pull, dict(order))
 
     def is_there(self, number: str) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.cli.session.eval_prepare import PreparedEval
+from millrace.cli.evals.prepare import PreparedEval
 from millrace.cli.view.text import duration
 from millrace.v1 import event_pb2, run_pb2
 
@@ -29,7 +29,13 @@ def results(
 
 def _env(report: event_pb2.EvalCompleted) -> dict[str, Any]:
     metrics = dict(sorted(report.metrics.items()))
-    passes = {name: value for name, value in metrics.items() if name.startswith(("pass@", "pass^"))}
+    chances = {name: value for name, value in metrics.items() if name.startswith(("pass@", "pass^"))}
+    passes: dict[str, Any] = {name: value for name, value in chances.items() if "/" not in name}
+    passes |= {
+        f"{name}/ci95": [chances[f"{name}/low"], chances[f"{name}/high"]]
+        for name in passes
+        if f"{name}/low" in chances and f"{name}/high" in chances
+    }
     return {
         "reward_mean": report.reward_mean,
         "reward_sem": metrics.get("reward/sem"),
@@ -41,20 +47,28 @@ def _env(report: event_pb2.EvalCompleted) -> dict[str, Any]:
         "turns_mean": metrics.get("turns"),
         "rollout_seconds_mean": metrics.get("seconds"),
         "seconds": report.seconds,
-        "metrics": {name: value for name, value in metrics.items() if name not in passes and name not in _OWN},
+        "metrics": {name: value for name, value in metrics.items() if name not in chances and name not in _OWN},
     }
 
 
 def table(data: dict[str, Any]) -> list[str]:
-    """One line per environment: reward ± standard error, pass@k, rollouts."""
-    envs: dict[str, dict[str, Any]] = data["envs"]
-    ks = list(dict.fromkeys(name for env in envs.values() for name in env if name.startswith("pass@")))
-    head = ["environment", "reward", *ks, "rollouts", "failed", "time"]
-    rows = [head]
-    for name, env in envs.items():
+    """One line per policy and environment: reward ± standard error, pass@k with its interval, rollouts."""
+    policies: list[dict[str, Any]] = data.get("policies") or [data]
+    lines = [(each.get("policy", ""), name, env) for each in policies for name, env in each["envs"].items()]
+    ks = list(dict.fromkeys(k for *_, env in lines for k in env if k.startswith("pass@") and "/" not in k))
+    rows = [["policy", "environment", "reward", *ks, "rollouts", "failed", "time"]]
+    for policy, name, env in lines:
         sem = "" if env["reward_sem"] is None else f" ± {env['reward_sem']:.3f}"
-        passes = ["–" if k not in env else f"{env[k]:.3f}" for k in ks]
         counts = [str(env["num_rollouts"]), str(env["num_failed"]), duration(env["seconds"])]
-        rows.append([name, f"{env['reward_mean']:.3f}{sem}", *passes, *counts])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        rows.append([policy, name, f"{env['reward_mean']:.3f}{sem}", *(_chance(env, k) for k in ks), *counts])
+    if "policies" not in data:
+        rows = [row[1:] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _chance(env: dict[str, Any], k: str) -> str:
+    if k not in env:
+        return "–"
+    interval = env.get(f"{k}/ci95")
+    return f"{env[k]:.3f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")

@@ -11,21 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cli.connection import open_client
+from millrace.cli.errors import CliError
+from millrace.cli.evals.prepare import PreparedEval
+from millrace.cli.evals.results import results
 from millrace.cli.interrupts import Interrupts
-from millrace.cli.session.eval_prepare import PreparedEval
-from millrace.cli.session.eval_results import results
 from millrace.cli.session.follow import follow, require_success
 from millrace.cli.session.new_name import free_name
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import PlainView, is_fancy
 from millrace.client import Client
 from millrace.config.schema import ClientConfig, EvalRunConfig
-from millrace.errors import MillraceError
+from millrace.decoding import decode_object
+from millrace.errors import MillraceError, NotFoundError
 from millrace.local.ports import free_ports
 from millrace.local.stack import SERVICES, LocalStack, StackOptions
 from millrace.v1 import event_pb2, run_pb2
 
 RESULTS_NAME = "eval.json"
+BEGUN_NAME = "begun.json"
+"""What a stack that goes on with an interrupted evaluation needs to know of it: its settings, its engine's port."""
+_MAY_DIFFER = {"client", "output_dir", "run", "log", "max_concurrent"}
+"""Keys of the config that change nothing about the results; of `client`, the URL is that of our own engine."""
 LOOK_S = 0.5
 SAY_S = 5.0
 """How often a line says how far it is where no bar can be drawn."""
@@ -46,22 +52,85 @@ class EvalView(PlainView):
 
 
 async def evaluate_here(prepared: PreparedEval, interrupts: Interrupts) -> tuple[dict[str, Any], Path]:
-    """Start a stack, without a trainer, evaluate, stop it; returns the results and where they were written."""
+    """Start a stack, without a trainer, evaluate, stop it; returns the results and where they were written.
+
+    One that is resumed and was interrupted goes on from the log that its stack has left in its directory.
+    """
     begun, config = time.monotonic(), prepared.config
     root = Path(config.output_dir)
-    run_id = free_name(prepared.name, root=root)
+    if prepared.is_resumed and (data := finished(prepared)) is not None:
+        return data, root / prepared.name / RESULTS_NAME
+    run_id = prepared.name if prepared.is_resumed else free_name(prepared.name, root=root)
     directory = root / run_id
     progress = Progress(name=f"runs/{run_id}")
     view = EvalView(progress)
-    options, modules, config = _stack(prepared, directory)
+    options, modules, config = eval_stack(prepared, directory, http_port=_begin(prepared, directory))
     async with LocalStack(options, note=view.note, modules=modules) as stack:
         interrupts.on_second(stack.supervisor.hurry.set)
         view.note(f"starting the local stack; process logs: {directory / 'logs'}")
         await stack.start()
         async with Client(stack.address, access=stack.access) as client:
-            run = await stack.guard(_evaluate(client, config, run_id, progress, view, is_plain=prepared.is_plain))
-    require_success(progress, where=f"read the process logs in {directory / 'logs'}")
+            try:
+                run = await stack.guard(_evaluate(client, config, run_id, progress, view, prepared=prepared))
+            except asyncio.CancelledError:
+                name = "the name of the whole evaluation" if prepared.is_of_policy else run_id
+                view.note(f"interrupted; to go on, give the same command with --name {name} --resume")
+                raise
+    require_success(progress, where=f"its rollouts' errors: {directory / 'logs' / 'env-server.log'}")
+    _say_failures(view, directory / "logs" / "env-server.log")
     return _write(prepared, run, view, directory, seconds=time.monotonic() - begun)
+
+
+def finished(prepared: PreparedEval) -> dict[str, Any] | None:
+    """The results that an earlier command of this name has written; CliError if its settings were others."""
+    directory = Path(prepared.config.output_dir) / prepared.name
+    _require_same(prepared, directory)
+    path = directory / RESULTS_NAME
+    return _read(path) if path.is_file() else None
+
+
+def _begin(prepared: PreparedEval, directory: Path) -> int:
+    """Note what a later `--resume` needs; return the port of the engine, that of the first attempt where one was."""
+    _require_same(prepared, directory)
+    path = directory / BEGUN_NAME
+    if path.is_file():
+        return int(_read(path)["http_port"])
+    (port,) = free_ports(1)
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"http_port": port, "settings": _settings(prepared.config)}, indent=2) + "\n")
+    return port
+
+
+def _require_same(prepared: PreparedEval, directory: Path) -> None:
+    path = directory / BEGUN_NAME
+    if not path.is_file():
+        return
+    before, now = _read(path)["settings"], _settings(prepared.config)
+    if prepared.is_of_policy:
+        before, now = {**before, "model": None}, {**now, "model": None}
+    if differ := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
+        raise CliError(
+            f"{directory} is an evaluation with other settings: {', '.join(differ)}",
+            hint="give the command as it was, or choose another --name",
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file that an earlier command has written; CorruptObjectError if it was cut off."""
+    remedy = f"choose another --name, or remove {path.parent}"
+    return decode_object(path.read_bytes(), what=str(path), reason="EVAL_RESULTS_CORRUPT", remedy=remedy)
+
+
+def _settings(config: EvalRunConfig) -> dict[str, Any]:
+    """The keys that decide about the results."""
+    return {key: value for key, value in json.loads(config.resolved_json()).items() if key not in _MAY_DIFFER}
+
+
+def _say_failures(view: EvalView, log: Path) -> None:
+    """Name the log with the errors of the rollouts that failed."""
+    failed = {name: report.num_failed for name, report in view.reports.items() if report.num_failed}
+    for name, number in failed.items():
+        view.note(f"{name}: {number} rollouts failed, and count as none; their errors: {log}")
 
 
 async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tuple[dict[str, Any], Path]:
@@ -71,7 +140,7 @@ async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tupl
     view = EvalView(progress)
     async with open_client(prepared.server or "") as client:
         try:
-            run = await _evaluate(client, prepared.config, prepared.name, progress, view, is_plain=prepared.is_plain)
+            run = await _evaluate(client, prepared.config, prepared.name, progress, view, prepared=prepared)
         except asyncio.CancelledError:
             view.note(f"detached; the run continues.   stop: millrace run cancel {prepared.name}")
             raise
@@ -80,7 +149,9 @@ async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tupl
     return _write(prepared, run, view, directory, seconds=time.monotonic() - begun)
 
 
-def _stack(prepared: PreparedEval, directory: Path) -> tuple[StackOptions, dict[str, str], EvalRunConfig]:
+def eval_stack(
+    prepared: PreparedEval, directory: Path, *, http_port: int
+) -> tuple[StackOptions, dict[str, str], EvalRunConfig]:
     """The stack of an evaluation: without a trainer; with an engine, and then with its address in the config.
 
     It lives on loopback as long as this command and has no tokens or certificates, whatever the environment says: its
@@ -89,7 +160,6 @@ def _stack(prepared: PreparedEval, directory: Path) -> tuple[StackOptions, dict[
     config = prepared.config
     names = {"orchestrator", "env-server"} | ({"inference"} if config.client is None else set())
     engine: dict[str, str] = {}
-    (http_port,) = free_ports(1)
     if config.client is None:
         engine = {
             "MILLRACE_MODEL": str(Path(config.model.name).expanduser().resolve()),
@@ -107,22 +177,32 @@ def _stack(prepared: PreparedEval, directory: Path) -> tuple[StackOptions, dict[
         engine_environ=engine,
         log_level=config.log.level,
         log_json=config.log.json_logging,
-        is_durable=False,  # the run ends with the stack, and its log is in the store
     )
     return options, {name: module for name, module in SERVICES.items() if name in names}, config
 
 
 async def _evaluate(
-    client: Client, config: EvalRunConfig, run_id: str, progress: Progress, view: EvalView, *, is_plain: bool
+    client: Client, config: EvalRunConfig, run_id: str, progress: Progress, view: EvalView, *, prepared: PreparedEval
 ) -> run_pb2.Run:
-    run = await client.runs.create(
-        config.resolved_json(), run_id=run_id, kind=run_pb2.RUN_KIND_EVAL, request_id=str(uuid.uuid4())
-    )
+    run = await _find(client, run_id) if prepared.is_resumed and prepared.server is None else None
+    is_new = run is None
+    if run is None:
+        run = await client.runs.create(
+            config.resolved_json(), run_id=run_id, kind=run_pb2.RUN_KIND_EVAL, request_id=str(uuid.uuid4())
+        )
     progress.name, progress.uid = run.name, run.uid
-    view.note(f"submitted {run.name} (uid {run.uid})")
-    async with _telling(client, run.name, view, is_plain=is_plain):
+    view.note(f"{'submitted' if is_new else 'going on with'} {run.name} (uid {run.uid})")
+    async with _telling(client, run.name, view, is_plain=prepared.is_plain):
         await follow(client, progress, view)
     return run
+
+
+async def _find(client: Client, run_id: str) -> run_pb2.Run | None:
+    """The run that an earlier stack in this directory has made, if it came so far."""
+    try:
+        return await client.runs.get(run_id)
+    except NotFoundError:
+        return None
 
 
 @contextlib.asynccontextmanager

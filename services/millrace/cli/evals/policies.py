@@ -1,0 +1,190 @@
+"""The policies that `millrace eval` compares: the base model, and steps of a run or of a directory of weights."""
+
+import re
+import shutil
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.cli.errors import CliError
+from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+if TYPE_CHECKING:
+    from millrace.policies.tensors import TensorBytes
+    from millrace.runlog.names import Names
+    from millrace.runlog.records.run_record import RunRecord
+    from millrace.storage import ObjectStore
+
+BASE = "base"
+_STEP_NAME = re.compile(r"(?:global_)?(?:step|checkpoint)[_-](\d+)")
+_WEIGHTS_SUBDIRECTORIES = ("", "weights", "model", "policy", "hf")
+"""Where trainers put the Hugging Face directory below the one that is named by the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPolicy:
+    """One policy to evaluate."""
+
+    step: int | None
+    """None for the base model."""
+    fetch: Callable[[Path], Path]
+    """Return a directory with a whole model in Hugging Face format; the argument is a new one that may be used."""
+
+    @property
+    def label(self) -> str:
+        """As names of runs and tables have it."""
+        return BASE if self.step is None else f"step-{self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPolicies:
+    """What a run has published, read from the object store alone."""
+
+    store: "ObjectStore"
+    names: "Names"
+    record: "RunRecord"
+
+    @classmethod
+    def open(cls, text: str, *, store_url: str | None, prefix: str) -> "RunPolicies":
+        """Find the run by its name, uid or directory of results; NotFoundError if there is none."""
+        from millrace.cli.offline.run_store import find_uid, store_of
+        from millrace.runlog.names import Names
+        from millrace.runlog.records.run_record import RunRecord
+
+        store, meant = store_of(text, store_url)
+        names = Names(prefix, find_uid(store, prefix, meant))
+        record = RunRecord.parse(store.get(names.run_json), where=names.run_json)
+        return cls(store, names, record)
+
+    @property
+    def model_name(self) -> str:
+        """What the run began with, as its config names it."""
+        return self.record.training.model.name
+
+    def find(self) -> dict[int, str]:
+        """The manifest's key of every published version, of the newest lineage that has it."""
+        from millrace.runlog.records.listing import list_policies
+        from millrace.storage.commit_points import find_newest
+
+        found: dict[int, str] = {}
+        for version, lineage in list_policies(self.store, self.names):
+            if (key := find_newest(self.store, self.names.policy_manifest(lineage, version))) is not None:
+                found[version] = key
+        return found
+
+    def download(self, key: str, directory: Path) -> Path:
+        """Write one version as a whole model; an adapter is merged into its base."""
+        from millrace.policies.pull import download_merged, read_manifest
+
+        return download_merged(self.store, read_manifest(self.store, key), directory)
+
+
+def of_run(run: RunPolicies, *, steps: Sequence[int] | None, has_base: bool, base: Path | None) -> list[EvalPolicy]:
+    """The base and the published steps of a run; CliError naming the steps that there are if one is missing.
+
+    The base is version 0 of the run where that is still stored, else the directory `base`.
+    """
+    found = run.find()
+
+    def published(version: int) -> Callable[[Path], Path]:
+        return lambda directory: run.download(found[version], directory)
+
+    chosen = _choose(found.keys() - {0}, steps, where=f"run {run.record.name} has published")
+    policies = [EvalPolicy(step=step, fetch=published(step)) for step in chosen]
+    if not has_base:
+        return _some(policies)
+    if 0 in found:
+        return [EvalPolicy(step=None, fetch=published(0)), *policies]
+    return [*_base(base, hint="name it with --model.name DIRECTORY, or leave it out with --no-eval-base"), *policies]
+
+
+def of_directory(weights: Path, *, steps: Sequence[int] | None, has_base: bool, base: Path | None) -> list[EvalPolicy]:
+    """The base and `step_N` (also `step-N`, `checkpoint-N`) of a directory; a LoRA adapter is merged into the base."""
+    if not weights.is_dir():
+        raise CliError(f"--weights-dir {weights} is no directory", hint=f"looked for {weights.absolute()}")
+    found = {
+        int(match[1]): directory
+        for path in sorted(weights.iterdir())
+        if (match := _STEP_NAME.fullmatch(path.name)) and (directory := _model_in(path)) is not None
+    }
+
+    def stored(step: int) -> Callable[[Path], Path]:
+        return lambda directory: _whole(found[step], base, directory)
+
+    chosen = _choose(found.keys(), steps, where=f"{weights} holds")
+    policies = [EvalPolicy(step=step, fetch=stored(step)) for step in chosen]
+    hint = "name it with --model.name DIRECTORY, or leave it out with --no-eval-base"
+    return [*_base(base, hint=hint), *policies] if has_base else _some(policies)
+
+
+def _base(base: Path | None, *, hint: str) -> list[EvalPolicy]:
+    if base is None or not (base / "config.json").is_file():
+        raise CliError("the base model is to be evaluated, and it is no directory with a model here", hint=hint)
+    return [EvalPolicy(step=None, fetch=lambda _: base)]
+
+
+def _some(policies: list[EvalPolicy]) -> list[EvalPolicy]:
+    if not policies:
+        raise CliError(
+            "there is nothing to evaluate: no step was found and --no-eval-base leaves the base model out",
+            hint="check --weights-dir or --run and --steps",
+        )
+    return policies
+
+
+def _choose(found: Set[int], steps: Sequence[int] | None, *, where: str) -> list[int]:
+    """The steps that are asked for, ascending; all that were found where none is named."""
+    missing = sorted(set(steps or ()) - found)
+    if missing:
+        raise CliError(
+            f"--steps: {where} no step {', '.join(map(str, missing))}",
+            hint=f"there are {', '.join(map(str, sorted(found)))}" if found else "there is none at all",
+        )
+    return sorted(set(found if steps is None else steps))
+
+
+def _model_in(path: Path) -> Path | None:
+    """The directory with the model or adapter of a step."""
+    for name in _WEIGHTS_SUBDIRECTORIES:
+        if any((path / name / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
+            return path / name
+    return None
+
+
+def _whole(source: Path, base: Path | None, directory: Path) -> Path:
+    """The model itself, or an adapter merged into its base."""
+    if not (source / ADAPTER_CONFIG).is_file():
+        return source
+    if base is None or not (base / "config.json").is_file():
+        raise CliError(
+            f"{source} holds a LoRA adapter, and its base model is no directory here",
+            hint="name the base with --model.name DIRECTORY",
+        )
+    from millrace.policies.adapter import parse_adapter_config
+    from millrace.policies.merge import merge_adapter
+    from millrace.policies.pull import write_hf
+
+    spec = parse_adapter_config((source / ADAPTER_CONFIG).read_bytes(), source=str(source))
+    tensors = merge_adapter(_tensors(base), _read(source / ADAPTER_WEIGHTS), spec, source=str(source))
+    write_hf({}, tensors, directory)
+    for path in base.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+            shutil.copy(path, directory / path.name)
+    return directory
+
+
+def _tensors(directory: Path) -> "dict[str, TensorBytes]":
+    return {name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in _read(path).items()}
+
+
+def _read(path: Path) -> "dict[str, TensorBytes]":
+    from millrace.policies.tensors import TensorBytes, read_places
+
+    data = memoryview(path.read_bytes())
+    return {
+        place.name: TensorBytes(
+            dtype=place.dtype, shape=place.shape, data=data[place.offset : place.offset + place.length_bytes]
+        )
+        for place in read_places(data, source=str(path))
+    }

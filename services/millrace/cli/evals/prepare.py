@@ -1,0 +1,211 @@
+"""From a command line to a checked evaluation, before anything starts."""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.cli.address import check_address
+from millrace.cli.errors import CliError
+from millrace.cli.evals.endpoints import find_endpoint
+from millrace.cli.evals.policies import EvalPolicy, RunPolicies, of_directory, of_run
+from millrace.cli.session.config_file import missing_file, refuse_check
+from millrace.cli.session.model_path import check_models, is_path
+from millrace.cli.session.new_name import check_new_name
+from millrace.cli.session.notes import say_notes
+from millrace.config.argv import COMMAND_LINE, RESERVED_FLAGS
+from millrace.config.layers import Layer, Provenance, Strength
+from millrace.config.load import load
+from millrace.config.schema import ClientConfig, EvalRunConfig
+from millrace.errors import InvalidSpecError
+from millrace.runlog import run_name
+from millrace.telemetry.settings import Settings
+
+EXAMPLE = "millrace eval @ eval.toml"
+EVAL_FLAGS: Mapping[str, bool] = {
+    **RESERVED_FLAGS,
+    "weights-dir": True,
+    "run": True,
+    "steps": True,
+    "store": True,
+    "eval-base": False,
+    "endpoints-path": True,
+    "resume": False,
+}
+_ENVIRONMENT_IDS = ("--environment-ids", "--environment_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedEval:
+    """An evaluation that is ready to be submitted."""
+
+    config: EvalRunConfig
+    settings: Settings
+    server: str | None
+    """host:port of the orchestrator; None starts a local stack."""
+    server_origin: str
+    name: str
+    """Chosen, or made of the first environment and a random tail."""
+    is_dry_run: bool
+    is_plain: bool
+    is_resumed: bool = False
+    """Whether what an earlier command of this name has begun goes on."""
+    is_of_policy: bool = False
+    """Whether it evaluates one of several policies, whose weights may lie elsewhere than in an earlier attempt."""
+    policies: tuple[EvalPolicy, ...] = ()
+    """Policies to compare; empty where `model.name` is all that is evaluated."""
+
+
+def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.environ) -> PreparedEval:
+    """Load and check; InvalidSpecError with everything that is wrong, CliError for what this machine lacks."""
+    settings = Settings.from_env(environ)
+    arguments = _with_environments(arguments)
+    weights, of, store = (_value(arguments, f"--{name}") for name in ("weights-dir", "run", "store"))
+    run = RunPolicies.open(of, store_url=store or settings.store_url, prefix=settings.prefix) if of else None
+    begun = run.model_name if run is not None else weights
+    try:
+        loaded = load(EvalRunConfig, arguments, environ, reserved=EVAL_FLAGS, base=_base(begun))
+    except InvalidSpecError as error:
+        if not arguments:
+            raise missing_file(EXAMPLE) from error
+        raise
+    refuse_check(loaded)
+    flags = loaded.flags
+    config = _with_endpoint(loaded.config, str(flags.get("endpoints-path", "")) or None)
+    steps = _steps(flags.get("steps"), is_sweep=bool(weights or run))
+    say_notes(loaded.notes)
+    server, origin = settings.server, "MILLRACE_SERVER"
+    if "server" in flags:
+        server, origin = check_address(str(flags["server"]), option="--server"), "--server"
+    name = str(flags.get("name") or config.run.name or "")
+    if name:
+        check_new_name(name, option="--name" if flags.get("name") else "run.name")
+    policies: list[EvalPolicy] = []
+    if weights or run is not None:
+        _check_sweep(config, server, has_both=bool(weights and run is not None))
+        base, has_base = Path(config.model.name).expanduser(), flags.get("eval-base") is not False
+        if run is not None:
+            policies = of_run(run, steps=steps, has_base=has_base, base=base)
+        else:
+            policies = of_directory(Path(weights or ""), steps=steps, has_base=has_base, base=base)
+    elif not flags.get("dry-run"):
+        _check_place(config, server, loaded.sources, environ)
+    if flags.get("resume") and (not name or server is not None):
+        raise CliError(
+            "--resume goes on with an evaluation of this machine, and needs its name"
+            if not name
+            else f"--resume is for a stack of this command; {server} goes on with its runs by itself",
+            hint="add --name NAME" if not name else f"follow it: millrace run logs {name} --follow",
+        )
+    return PreparedEval(
+        config=config,
+        settings=settings,
+        server=server,
+        server_origin=origin,
+        name=name or run_name.make(f"eval-{config.env[0].name}", secrets.token_hex(2)),
+        is_dry_run=bool(flags.get("dry-run")),
+        is_plain=bool(flags.get("plain")),
+        is_resumed=bool(flags.get("resume")),
+        policies=tuple(policies),
+    )
+
+
+def _with_environments(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--environment-ids a,b` as the list of environments that it stands for."""
+    words: list[str] = []
+    rest = list(arguments)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if name not in _ENVIRONMENT_IDS:
+            words.append(f"{name}{equals}{value}")
+            continue
+        text = value if equals else (rest.pop(0) if rest else "")
+        ids = [word for each in text.strip("[] ").split(",") if (word := each.strip(" \"'"))]
+        words.append(f"--env={json.dumps([{'id': each} for each in ids])}")
+    return words
+
+
+def _value(arguments: Sequence[str], flag: str) -> str | None:
+    """The last value of a flag of this command, which decides what the config is loaded with."""
+    found = None
+    for index, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            found = value if equals else next(iter(arguments[index + 1 : index + 2]), None)
+    return found
+
+
+def _base(model: str | None) -> Layer | None:
+    """The model that a run began with, as the weakest source of `model.name`."""
+    if model is None:
+        return None
+    origin = Provenance(label=COMMAND_LINE, strength=Strength.ENVIRONMENT)
+    return Layer(tree={"model": {"name": model}}, origin=origin)
+
+
+def _with_endpoint(config: EvalRunConfig, path: str | None) -> EvalRunConfig:
+    """The config with the endpoint that `model.name` is an alias of, where it is no directory and none is named."""
+    if config.client is not None or (path is None and is_path(config.model.name, output_dir=config.output_dir)):
+        return config
+    endpoint = find_endpoint(config.model.name, path)
+    if endpoint is None:
+        return config
+    client = ClientConfig(base_url=list(endpoint.urls), api_key_var=endpoint.key_var)
+    config = config.with_model(endpoint.model).model_copy(update={"client": client})
+    if problems := config.broken_rules():
+        raise CliError(
+            f"the endpoint {endpoint.model!r} cannot be asked: {problems[0].message}", hint="correct its url"
+        )
+    return config
+
+
+def _steps(text: str | bool | None, *, is_sweep: bool) -> list[int] | None:
+    """`--steps 10,20` or `[10, 20]`."""
+    if text is None:
+        return None
+    if not is_sweep:
+        raise CliError("--steps says which steps of what", hint="add --run RUN or --weights-dir DIR")
+    words = [word for word in str(text).strip("[] ").replace(",", " ").split() if word]
+    if not words or not all(word.isdecimal() for word in words):
+        raise CliError(f"--steps {text} is no list of steps", hint="for example --steps 10,20")
+    return [int(word) for word in words]
+
+
+def _check_sweep(config: EvalRunConfig, server: str | None, *, has_both: bool) -> None:
+    """Weights are served by a stack of this command only."""
+    if has_both:
+        raise CliError("--run and --weights-dir both name the policies", hint="keep one of them")
+    if config.client is not None:
+        raise CliError(
+            "an endpoint serves its own model, and policies are named",
+            hint="leave [client] out: then a stack is started for each policy; or leave --run and --weights-dir out",
+        )
+    if server is not None:
+        raise CliError(f"policies are served by a stack of this command, not by {server}", hint="leave --server out")
+
+
+def _check_place(
+    config: EvalRunConfig, server: str | None, sources: Mapping[str, str], environ: Mapping[str, str]
+) -> None:
+    """A model or an endpoint, and the endpoint's key where this command starts the env-server."""
+    if config.client is None:
+        if server is not None:
+            raise CliError(
+                "an evaluation on a server needs an endpoint that serves the model",
+                hint="name it with --client.base-url URL, or leave --server out: then a stack is started for the model",
+            )
+        if not is_path(config.model.name, output_dir=config.output_dir):
+            raise CliError(
+                f"model.name is {config.model.name!r}, which is no directory, and there is no [client]",
+                hint="name a directory with a Hugging Face model, or the endpoint that serves it (--client.base-url)",
+            )
+        check_models({"model.name": config.model.name}, sources=sources, output_dir=config.output_dir, sft_hint=True)
+        return
+    variable = config.client.api_key_var
+    if variable and server is None and not environ.get(variable):
+        raise CliError(
+            f"client.api_key_var names {variable}, and that environment variable is not set",
+            hint=f"export {variable}=<the endpoint's API key>, or leave client.api_key_var out if it needs none",
+        )

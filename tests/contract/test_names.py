@@ -1,0 +1,64 @@
+"""One name for one thing, in classes and in docs/vocabulary.md; and the files that AGENTS.md names exist."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import millrace
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = Path(millrace.__file__).parent
+# Names that still stand for two things. An entry goes when its name has one meaning; none is added.
+TWO_MEANINGS = {"Sampling"}
+
+
+def _classes() -> dict[str, list[str]]:
+    """Where the public classes of the services are defined, by name; a private one stays in its module."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in SERVICES.rglob("*.py"):
+        if "_pb2" not in path.name:
+            names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+            for name in (name for name in names if not name.startswith("_")):
+                found[name].append(str(path.relative_to(SERVICES)))
+    return found
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    twice = {name: places for name, places in _classes().items() if len(places) > 1}
+    assert not {name: places for name, places in twice.items() if name not in TWO_MEANINGS}
+    assert not TWO_MEANINGS - set(twice), "these have one meaning now: take them off the list"
+
+
+def _terms(table: str) -> list[str]:
+    """The words that the left column explains."""
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
+    return [term.strip(" `") for cell in cells for term in re.split(r"[,/](?![^()]*\))", cell)]
+
+
+def test_a_word_of_the_vocabulary_has_one_entry() -> None:
+    terms = _terms((ROOT / "docs" / "vocabulary.md").read_text())
+    assert len(terms) > 30
+    assert not sorted({term for term in terms if terms.count(term) > 1})
+
+
+def _files_named(text: str) -> Iterator[str]:
+    """What stands between backticks and looks like a file or folder of this repository."""
+    for words in re.findall(r"`([^`\n]+)`", text):
+        for word in words.split():
+            if re.fullmatch(r"[\w./-]+(/|\.py|\.md|\.toml|\.proto|\.sh)", word):
+                yield word
+
+
+def test_the_files_that_agents_md_names_exist() -> None:
+    names = sorted(set(_files_named((ROOT / "AGENTS.md").read_text())))
+    assert len(names) > 20
+    paths = [path.relative_to(ROOT).as_posix() for top in ("services", "tests") for path in (ROOT / top).rglob("*.py")]
+    at_home = [ROOT, SERVICES]  # rooms are called by their name within the package
+
+    def exists(name: str) -> bool:
+        return any((home / name).exists() for home in at_home) or any(path.endswith(f"/{name}") for path in paths)
+
+    # `utils.py` is the name that no file has.
+    assert [name for name in names if not exists(name)] == ["utils.py"]

@@ -1,0 +1,122 @@
+"""What `millrace eval` takes: environments by id, policies of a directory, aliases of endpoints."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.cli.errors import CliError
+from millrace.cli.evals.endpoints import find_endpoint
+from millrace.cli.evals.policies import of_directory
+from millrace.cli.evals.prepare import prepare_eval
+from millrace.cli.evals.results import table
+from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec
+from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
+
+WEIGHT = np.eye(4, dtype=np.float32)
+ENDPOINTS_TOML = """
+[[endpoint]]
+endpoint_id = "small"
+model = "org/small"
+url = "https://one.example/v1"
+key = "SMALL_KEY"
+[[endpoint]]
+endpoint_id = "small"
+model = "org/small"
+api_base_url = "https://two.example/v1"
+key = "SMALL_KEY"
+"""
+ENDPOINTS_PY = (
+    'import os\nos.abort()\nENDPOINTS = {"old": {"model": "m", "url": "https://old.example/v1", "key": "OLD"}}\n'
+)
+
+
+def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pack_safetensors((name, TensorBytes.from_numpy(array)) for name, array in tensors.items())[0])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    write(tmp_path / "base" / "model.safetensors", {"layers.0.q_proj.weight": WEIGHT})
+    (tmp_path / "base" / "config.json").write_text("{}")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """step_10 is a whole model, step_20 an adapter."""
+    write(tmp_path / "weights" / "step_10" / "model.safetensors", {"layers.0.q_proj.weight": WEIGHT})
+    (tmp_path / "weights" / "step_10" / "config.json").write_text("{}")
+    adapter = tmp_path / "weights" / "step_20"
+    low, high = np.full((2, 4), 0.5, np.float32), np.ones((4, 2), np.float32)
+    name = "base_model.model.layers.0.q_proj"
+    write(adapter / ADAPTER_WEIGHTS, {f"{name}.lora_A.weight": low, f"{name}.lora_B.weight": high})
+    (adapter / ADAPTER_CONFIG).write_bytes(AdapterSpec(rank=2, alpha=4.0, target_modules=("q_proj",)).to_config())
+    return tmp_path / "weights"
+
+
+def test_base_and_steps_of_a_directory_with_an_adapter_merged(weights: Path, base: Path, tmp_path: Path) -> None:
+    policies = of_directory(weights, steps=None, has_base=True, base=base)
+    assert [each.label for each in policies] == ["base", "step-10", "step-20"]
+    assert policies[0].fetch(tmp_path / "x") == base
+    assert policies[1].fetch(tmp_path / "y") == weights / "step_10"
+    merged = policies[2].fetch(tmp_path / "merged")
+    data = (merged / "model.safetensors").read_bytes()
+    (place,) = read_places(data, source="merged")
+    found = np.frombuffer(data[place.offset : place.offset + place.length_bytes], np.float32).reshape(4, 4)
+    assert place.name == "layers.0.q_proj.weight" and (merged / "config.json").is_file()
+    np.testing.assert_array_equal(found, WEIGHT + 2.0)  # alpha / rank = 2, times B·A = 1
+
+
+def test_a_step_that_is_not_there_and_nothing_to_evaluate(weights: Path, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(CliError, match=r"holds no step 30") as caught:
+        of_directory(weights, steps=[10, 30], has_base=True, base=base)
+    assert "there are 10, 20" in str(caught.value.hint)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CliError, match="nothing to evaluate"):
+        of_directory(tmp_path / "empty", steps=None, has_base=False, base=None)
+    with pytest.raises(CliError, match="base model is to be evaluated"):
+        of_directory(weights, steps=None, has_base=True, base=tmp_path / "empty")
+
+
+def test_the_command_line_names_environments_and_policies(weights: Path, base: Path) -> None:
+    common = ["--environment-ids", "a-b,c", "--model.name", str(base), "--weights-dir", str(weights)]
+    prepared = prepare_eval([*common, "--steps", "20", "--no-eval-base"], environ={})
+    assert [each.id for each in prepared.config.env] == ["a-b", "c"]
+    assert [each.step for each in prepared.policies] == [20]
+    with pytest.raises(CliError, match="serves its own model"):
+        prepare_eval([*common, "--client.base-url", "https://one.example/v1"], environ={})
+    with pytest.raises(CliError, match="which steps of what"):
+        prepare_eval(["--environment-ids=a", "--model.name", str(base), "--steps", "1"], environ={})
+    with pytest.raises(CliError, match="needs its name"):
+        prepare_eval(["--environment-ids=a", "--model.name", str(base), "--resume"], environ={})
+
+
+def test_an_alias_of_an_endpoint(tmp_path: Path) -> None:
+    path = tmp_path / "endpoints.toml"
+    path.write_text(ENDPOINTS_TOML)
+    words = ["--environment-ids", "a", "--model.name", "small", "--endpoints-path", str(path)]
+    config = prepare_eval(words, environ={"SMALL_KEY": "x"}).config
+    assert config.model.name == "org/small" and config.client is not None
+    assert config.client.base_url == ["https://one.example/v1", "https://two.example/v1"]
+    assert config.client.api_key_var == "SMALL_KEY"
+    with pytest.raises(CliError, match="has no endpoint 'large'"):
+        find_endpoint("large", str(path))
+
+
+def test_an_old_registry_is_read_and_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "endpoints.py"
+    path.write_text(ENDPOINTS_PY)
+    found = find_endpoint("old", str(path))
+    assert found is not None and (found.model, found.urls, found.key_var) == ("m", ("https://old.example/v1",), "OLD")
+    path.write_text("ENDPOINTS = dict(a=1)")
+    with pytest.raises(CliError, match="lists no endpoints"):
+        find_endpoint("old", str(path))
+
+
+def test_a_table_over_policies() -> None:
+    env = {"reward_mean": 0.5, "reward_sem": 0.1, "pass@1": 0.4, "pass@1/ci95": [0.3, 0.5]}
+    env |= {"num_rollouts": 8, "num_failed": 0, "seconds": 2.0}
+    lines = table({"name": "x", "policies": [{"policy": "base", "step": None, "envs": {"a": env}}]})
+    assert lines[0].split()[:2] == ["policy", "environment"] and "0.400 [0.30, 0.50]" in lines[1]
