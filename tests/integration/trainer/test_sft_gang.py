@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from millrace.config.sections.sft import SFTConfig
+from millrace.local.ports import free_port
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.sft.fine_tune import run_sft
 
@@ -58,7 +59,7 @@ def losses(output: Path) -> list[float]:
 
 
 FLAG = ("-m", "millrace.cli.main", "sft", "--nproc-per-node", "2", "@")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1")
 TRAINER = ("-m", "millrace.trainer.main", "sft", "--config")
 
 
@@ -93,7 +94,8 @@ def test_torchrun_does_the_same(example: Path, tmp_path: Path) -> None:
     run_sft(make_config(example, tmp_path / "one", max_steps=2), gang=Gang(), on_step=lambda _: None)
     lora = {"name": str(example / "base"), "lora": {"rank": 4}}
     for name, changes in (("two", {}), ("lora", {"model": lora})):
-        process = start(make_config(example, tmp_path / name, max_steps=2, **changes), *TORCHRUN, *TRAINER)
+        config = make_config(example, tmp_path / name, max_steps=2, **changes)
+        process = start(config, *TORCHRUN, f"--master-port={free_port()}", *TRAINER)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         assert (tmp_path / name / "sft" / "model" / "model.safetensors").is_file()
