@@ -92,14 +92,14 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.CreateRunResponse:
         """Validate and queue a run."""
         config, record = await self._validated(request)
+        if request.request_id and not request.validate_only:
+            earlier = await find_request(self._store, self._prefix, request.request_id)
+            if earlier is not None:
+                return run_service_pb2.CreateRunResponse(run=await self._earlier(earlier, record))
         if request.check_environments:
             await check_environments(config, self._registry)
         if request.validate_only:
             return run_service_pb2.CreateRunResponse(run=RunView(record).run)
-        if request.request_id:
-            earlier = await find_request(self._store, self._prefix, request.request_id)
-            if earlier is not None:
-                return run_service_pb2.CreateRunResponse(run=await self._earlier(earlier, record))
         return run_service_pb2.CreateRunResponse(run=await self._create(record))
 
     async def ForkRun(

@@ -68,7 +68,7 @@ class StepMetrics:
         if micro_batch.truncation_B is not None:
             self._add("is_outside_support", is_outside, micro_batch.loss_mask_BT)
         own_entropy = self._add("entropy", entropy_BT, sampled)
-        self._add("nll", -trainer_logprobs_BT, losses.ce_members)
+        self._add("nll", -trainer_logprobs_BT, losses.ce_members & ~is_outside)
         for env in self._envs:
             rows = torch.tensor([name == env for name in micro_batch.env_B], device=sampled.device)[:, None]
             self._add(f"mismatch_kl/{env}", losses.mismatch_kl, sampled & rows)
