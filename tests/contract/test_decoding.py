@@ -60,7 +60,6 @@ ALLOWED = {
     "telemetry/faults.py:_strike": USERS,
     "trainer/job.py:make_publisher": OWN,
     "trainer/model/pretrained.py:policy_files": USERS,
-    "trainer/sft/fine_tune.py:_open_metrics": OWN,
     "trainer/sft/rows.py:_decoded": USERS,
     "trainer/sft/rows.py:_read_jsonl": USERS,
     "trainer/sft/rows.py:_tool_call": USERS,

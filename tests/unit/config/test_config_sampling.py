@@ -32,7 +32,9 @@ def document(sampling: dict[str, Any], evaluation: dict[str, Any] | None = None)
         ({"frequency_penalty": 0.1}, "does not compute"),
         ({"repetition_penalty": 1.1}, "does not compute"),
         ({"logit_bias": {"3": 1}}, "does not compute"),
-        ({"top_k": "many"}, "must be a number"),
+        ({"top_k": "many"}, "must be a whole number"),
+        ({"top_k": 1.5}, "must be a whole number"),
+        ({"min_p": 5}, "must be a number of 0 to 1"),
     ],
 )
 def test_what_the_trainer_would_not_know_is_refused(extra: dict[str, Any], text: str) -> None:
