@@ -31,7 +31,7 @@ from millrace.env_server.workers.starter import WorkerStarter
 from millrace.errors import CapacityError, InvalidStateError, MillraceError, UnavailableError
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
 from millrace.rollouts.types import Rollout, RolloutStatus
-from millrace.rollouts.wire import purpose_from_wire
+from millrace.rollouts.wire import purpose_to_wire
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -167,10 +167,11 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     ) -> env_service_pb2.CancelGroupsResponse:
         """Stop groups of the run: the named ones, every attempt of them, or all."""
         self.groups.check_epoch(request.run_uid, request.epoch)
-        named = {(purpose_from_wire(group.purpose), group.eval_id, group.ordinal) for group in request.groups}
+        named = {(int(group.purpose), group.eval_id, group.ordinal) for group in request.groups}
         stopped = 0
         for group in self.groups.of_run(request.run_uid):
-            if not named or (group.request.purpose, group.request.eval_id, group.request.ordinal) in named:
+            played = group.request
+            if not named or (int(purpose_to_wire(played.purpose)), played.eval_id, played.ordinal) in named:
                 self.groups.cancel(group)
                 stopped += 1
         return env_service_pb2.CancelGroupsResponse(num_cancelled=stopped)

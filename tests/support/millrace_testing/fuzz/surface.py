@@ -13,7 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from millrace.errors import InvalidSpecError
+from millrace.v1.run_service_pb2 import CreateRunRequest
 
 ANSWER_S = 15.0
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 2, "seed": 1, "stop": ["x"]}
@@ -166,6 +169,8 @@ class Grpc(_Loop):
                 finally:
                     stream.cancel()
                 return None
+            if path.endswith("/CreateRun") and _loads_environments(body):
+                return None  # loading an environment may take minutes
             return await channel.unary_unary(path)(body, timeout=ANSWER_S) and None
         except grpc.aio.AioRpcError as error:
             wrong = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED}
@@ -210,3 +215,10 @@ class Http(_Loop):
             from millrace.errors import Violation
 
             raise InvalidSpecError([Violation(field="body", message=text)])
+
+
+def _loads_environments(body: bytes) -> bool:
+    try:
+        return CreateRunRequest.FromString(body).check_environments
+    except DecodeError:
+        return False
