@@ -75,7 +75,7 @@ async def test_a_run_whose_rollouts_all_fail_ends_with_the_first_real_error(stac
 
 async def test_why_names_the_cause_while_it_fails(stack) -> None:
     env, _, _ = await workers(stack, shape=failing(RolloutStatus.ENV_ERROR))
-    run = await create(stack, failure_window=10_000)
+    run = await create(stack, failure_window=4_000)
 
     async def is_explained() -> bool:
         return "rollouts of environment 'reverse-text' failed; the first: KeyError: 'answer'" in await explained(
