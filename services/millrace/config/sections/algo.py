@@ -76,9 +76,9 @@ class AdvantageConfig(ConfigSection):
 class AlgoConfig(AdvantageConfig):
     """How rollouts become advantages."""
 
-    type: Literal[
+    type: Literal[  # pyright: ignore[reportIncompatibleVariableOverride] - the wider choice of the whole run
         "grpo", "rloo", "opo", "reinforce_pp", "max_rl", "opd", "rae", "echo", "hierarchical_grpo", "opsd", "sft"
-    ] = option(  # pyright: ignore[reportIncompatibleVariableOverride] - the wider choice of the whole run
+    ] = option(
         "grpo",
         "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
         "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
