@@ -175,8 +175,11 @@ def test_up_serves_runs_and_its_directory_is_locked(project):
         assert process.poll() is None
     finally:
         process.send_signal(signal.SIGINT)
-        code, _, _ = finish(process, timeout=30)
+        code, _, err = finish(process, timeout=30)
     assert code == 130
+    assert err.splitlines()[-1].startswith(
+        "stopped. Its runs lie in outputs/local and go on with the next `millrace up"
+    )
     assert leftovers(project) == []
 
 

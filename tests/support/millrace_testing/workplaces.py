@@ -35,7 +35,10 @@ class Workplace:
 
     def popen(self, *argv: str, stdout: int | IO[str] = subprocess.PIPE, **options) -> subprocess.Popen[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
-        env |= {"OMP_NUM_THREADS": "1", MARKER: str(self.path), **options.pop("env", {})}
+        more = options.pop("env", {})
+        # A test's own modules stand in front of the code that is tested, wherever that was found.
+        search = os.pathsep.join(filter(None, [more.get("PYTHONPATH"), env.get("PYTHONPATH")]))
+        env |= {"OMP_NUM_THREADS": "1", MARKER: str(self.path), **more, **({"PYTHONPATH": search} if search else {})}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         return subprocess.Popen(
             [*self.program(), *argv],

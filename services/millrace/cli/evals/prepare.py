@@ -13,14 +13,13 @@ from millrace.cli.evals.endpoints import find_endpoint
 from millrace.cli.evals.policies import EvalPolicy, RunPolicies, of_directory, of_run
 from millrace.cli.session.config_file import missing_file, refuse_check
 from millrace.cli.session.model_path import check_models, is_path
-from millrace.cli.session.new_name import check_new_name
+from millrace.cli.session.new_name import check_new_name, free_name
 from millrace.cli.session.notes import say_notes
 from millrace.config.argv import COMMAND_LINE, RESERVED_FLAGS
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import load
 from millrace.config.schema import ClientConfig, EvalRunConfig
 from millrace.errors import InvalidSpecError
-from millrace.runlog import run_name
 from millrace.telemetry.settings import Settings
 
 EXAMPLE = "millrace eval @ eval.toml"
@@ -52,8 +51,9 @@ class PreparedEval:
     is_plain: bool
     is_resumed: bool = False
     """Whether what an earlier command of this name has begun goes on."""
-    is_of_policy: bool = False
-    """Whether it evaluates one of several policies, whose weights may lie elsewhere than in an earlier attempt."""
+    part_of: str = ""
+    """The name of the evaluation of several policies that this is one of; then its weights may lie elsewhere than in
+    an earlier attempt."""
     policies: tuple[EvalPolicy, ...] = ()
     """Policies to compare; empty where `model.name` is all that is evaluated."""
 
@@ -104,7 +104,7 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
         settings=settings,
         server=server,
         server_origin=origin,
-        name=name or run_name.make(f"eval-{config.env[0].name}", secrets.token_hex(2)),
+        name=name or free_name(f"eval-{config.env[0].name}", secrets.token_hex(2), root=Path(config.output_dir)),
         is_dry_run=bool(flags.get("dry-run")),
         is_plain=bool(flags.get("plain")),
         is_resumed=bool(flags.get("resume")),

@@ -61,4 +61,9 @@ class CheckpointConfig(ConfigSection):
     keep_last: int | None = option(
         None, "Keep this many newest checkpoints; all if left out.", facts=Facts(aliases=("keep",)), ge=1
     )
-    keep_interval: int | None = option(None, "Also keep every checkpoint whose step is a multiple of this.", ge=1)
+    keep_interval: int | None = option(
+        None,
+        "With `keep_last`: also keep every checkpoint whose step is a multiple of this.",
+        facts=Facts(needs=(".keep_last", "then every checkpoint is kept")),
+        ge=1,
+    )
