@@ -33,7 +33,7 @@ _INTRODUCTION = """# Events
 <!-- Made by `python scripts/events_reference.py > docs/events.md`; a test fails where the two differ. -->
 
 What a run says of itself: `millrace run logs RUN` prints it, `millrace run watch RUN` follows it, `WatchRun` streams it
-to programs (`proto/millrace/v1/event.proto`). Each event has a cursor, a time, a writer, and that writer's number of it.
+to programs (`proto/millrace/v1/event.proto`). Each has a cursor, a time, a writer, and that writer's number of it.
 Reasons in capitals are stable for programs. [`troubleshooting.md`](troubleshooting.md) goes by symptom.
 """
 
@@ -274,7 +274,7 @@ DROPPED: Texts = {
     "zero_advantage": ("all rewards of the group are equal", "see ZERO_ADVANTAGE if they are most"),
     "stale": ("older than `orchestrator.max_off_policy_steps` versions", "see GROUPS_STALE"),
     "surplus": ("more groups were whole than the batch takes (`oversampling_factor`)", NOTHING),
-    "error": ("its rollouts failed three times", "see `rollouts_failed`"),
+    "error": ("its rollouts failed in two attempts", "see `rollouts_failed`"),
     "prompt_too_long": ("`seq_len` has no room for the prompt", "raise `seq_len`, or shorten the prompts"),
     "quarantined": ("the task ended the worker that played it alone", "see the env-server's log"),
     "run_ended": ("still played when the last batch was cut", NOTHING),
