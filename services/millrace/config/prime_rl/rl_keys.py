@@ -119,7 +119,7 @@ def process_keys(prefix: str) -> dict[str, Meaning]:
 
 _VLLM_FLAGS = (
     "api_server_count enable_lora max_loras max_cpu_loras max_lora_rank enable_prefix_caching seed "
-    "enable_expert_parallel all2all_backend enable_eplb enable_dbo data_parallel_size_local "
+    "enable_expert_parallel all2all_backend enable_eplb enable_dbo data_parallel_size data_parallel_size_local "
     "data_parallel_address data_parallel_rpc_port data_parallel_start_rank headless quantization"
 )
 
