@@ -78,6 +78,9 @@ def test_it_is_told_again_when_the_number_has_doubled_and_at_the_end() -> None:
     assert told == [4, 8, 16, 32, 64, 128]
     assert [count.num_failed for count in counted.report(is_final=True)] == [160]
     assert not list(counted.report(is_final=True))
+    played(counted, 50, OK, OK, OK, OK)
+    assert [count.num_rollouts for count in counted.report(is_final=True)] == [164], "what is shown is what is said"
+    assert not list(counted.report(is_final=True))
 
 
 def test_every_environment_is_told_of_by_itself() -> None:

@@ -104,7 +104,7 @@ class Failures:
         self._open: dict[int, GroupCount] = {}
         self._closed: deque[GroupCount] = deque(maxlen=num_groups)
         self._totals: dict[str, EnvCount] = {}
-        self._told: dict[str, int] = {}
+        self._told: dict[str, EnvCount] = {}
         self._num_in_a_row = 0
         self._has_failed = False  # ever: most runs need no look at the last groups at every turn
         self.not_before = 0.0
@@ -173,10 +173,11 @@ class Failures:
             return
         failing = {group.env for group in self._recent() if group.num_failed}
         for count in self.environments():
-            told = self._told.get(count.env, 0)
-            is_due = count.num_failed >= 2 * told if told else count.env in failing
-            if is_due or (is_final and count.num_failed > told):
-                self._told[count.env] = count.num_failed
+            told = self._told.get(count.env)
+            is_due = count.num_failed >= 2 * told.num_failed if told else count.env in failing
+            is_outdated = told is None or (told.num_failed, told.num_rollouts) != (count.num_failed, count.num_rollouts)
+            if is_due or (is_final and is_outdated):
+                self._told[count.env] = count
                 yield count
 
     def error(self) -> RolloutsFailedError | None:
