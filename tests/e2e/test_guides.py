@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 GUIDES = sorted((REPOSITORY / "docs" / "guides").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+) (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK_TIMEOUT_S = 600
-PORTS = ("50051", "8000", "9090")
+PORTS = ("50051", "8000", "8001")
 """What `millrace up` and the replicas of the guides listen on, where a reader follows them."""
 
 
