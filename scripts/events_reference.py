@@ -108,7 +108,7 @@ WARNINGS: Texts = {
         "add replicas, or raise it",
     ),
     "KL_EXPLODING": (
-        "engine and trainer disagree ten times more than before on the tokens that are trained on",
+        "engine and trainer disagree ten times more than before on the tokens of a batch, or by more than 0.5 nats",
         "lower `trainer.optim.lr` or `async_level`, or raise `trainer.loss.kl_tau`",
     ),
     "LOSS_NOT_FINITE": (
