@@ -137,7 +137,11 @@ def absent(before: str, name: str, reason: str) -> Row:
 
 @functools.cache
 def _functions(path: Path) -> frozenset[str]:
-    return frozenset(node.name for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "name"))
+    return frozenset(
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 def key(before: str, name: str, text: str, value: object, path: str = "") -> Row:
