@@ -103,6 +103,10 @@ WARNINGS: Texts = {
         "the norm of the gradient is not finite; the step is skipped",
         "lower `trainer.optim.lr` or `trainer.optim.max_norm`",
     ),
+    "ROLLOUTS_LOST": (
+        "an engine answers 5xx or ends, or a worker is lost from outside; no rollout of a group's worth came back OK",
+        "look at the log of the process that the message names; the run goes on by itself once it works",
+    ),
     "GROUPS_STALE": (
         "inference is slower than the trainer: groups are older than `orchestrator.max_off_policy_steps`",
         "add replicas, or raise it",

@@ -158,6 +158,26 @@ def test_what_the_infrastructure_caused_never_counts(status: RolloutStatus, is_i
     assert counted.error() is None and counted.describe() == "" and not list(counted.report(is_final=True))
 
 
+def test_what_the_infrastructure_loses_is_told_with_its_error_until_it_works() -> None:
+    counted, told = made(), []
+    for ordinal in range(8):
+        for member in range(SIZE):
+            counted.note(
+                rollout(ordinal, member, RolloutStatus.MODEL_ERROR, is_infrastructure=True, message="HTTP 503")
+            )
+        told.append(bool(counted.outage_report()))
+    assert told == [True, True, False, True, False, False, False, True]
+    assert counted.outage.startswith("32 rollouts in a row were lost to what they run on (32 model_error); the last: ")
+    assert "HTTP 503" in counted.outage
+    counted.note(rollout(9, 0, RolloutStatus.CANCELLED))
+    assert counted.outage, "that says nothing"
+    counted.note(rollout(9, 0, OK))
+    assert not counted.outage and not counted.outage_report()
+    for member in range(SIZE):
+        counted.note(rollout(10, member, RolloutStatus.ENGINE_LOST))
+    assert counted.outage_report(), "another outage"
+
+
 @pytest.mark.parametrize("status", [RolloutStatus.WORKER_DIED, RolloutStatus.QUARANTINED, RolloutStatus.MODEL_ERROR])
 def test_an_environment_that_ends_its_own_worker_counts_and_so_does_a_refusal(status: RolloutStatus) -> None:
     counted = made(num_groups=1)
