@@ -7,7 +7,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-SOURCES = sorted([*ROOT.glob("services/millrace/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("proto/**/*.proto")])
+_CITING = ("services/millrace/**/*.py", "tests/**/*.py", "proto/**/*.proto", "benchmarks/**/*.py")
+_CITING += (
+    "environments/**/*.py",
+    "scripts/*",
+    "charts/**/*.yaml",
+    "charts/**/*.tpl",
+    "docker/*.sh",
+    "Dockerfile*",
+    "docker*.yml",
+)
+_CITING += ("Makefile",)
+SOURCES = sorted(path for pattern in _CITING for path in ROOT.glob(pattern) if path.is_file())
 HISTORY = ROOT / "CHANGELOG.md"
 
 _DOCUMENT = re.compile(r"(?<![\w/.-])((?:docs|benchmarks)/[\w/-]+\.md)\b")
