@@ -91,6 +91,9 @@ def test_the_command_line_names_environments_and_policies(weights: Path, base: P
     assert [each.step for each in prepared.policies] == [20]
     with pytest.raises(CliError, match="serves its own model"):
         prepare_eval([*common, "--client.base-url", "https://one.example/v1"], environ={})
+    with pytest.raises(CliError, match=r"not by 127.0.0.1:1 \(MILLRACE_SERVER") as caught:
+        prepare_eval(common, environ={"MILLRACE_SERVER": "127.0.0.1:1"})
+    assert "env -u MILLRACE_SERVER" in str(caught.value.hint)
     with pytest.raises(CliError, match="which steps of what"):
         prepare_eval(["--environment-ids=a", "--model.name", str(base), "--steps", "1"], environ={})
     with pytest.raises(CliError, match="needs its name"):
