@@ -79,6 +79,7 @@ def test_interrupt_while_running(project, number, code):
     process.send_signal(number)
     got, out, err = finish(process, timeout=30)
     assert got == code and out == "" and "all processes are stopped" in err
+    assert "; to go on, give the same command with --name demo --resume\n" in err
     assert time.monotonic() - began < 10
     assert leftovers(project) == []
 

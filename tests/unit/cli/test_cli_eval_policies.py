@@ -13,7 +13,7 @@ from millrace.cli.evals.prepare import prepare_eval
 from millrace.cli.evals.results import table
 from millrace.cli.evals.session import claim
 from millrace.cli.evals.sweep import evaluate_policies
-from millrace.errors import AlreadyExistsError
+from millrace.errors import AlreadyExistsError, InvalidSpecError
 from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 
@@ -91,10 +91,18 @@ def test_the_command_line_names_environments_and_policies(weights: Path, base: P
     assert [each.step for each in prepared.policies] == [20]
     with pytest.raises(CliError, match="serves its own model"):
         prepare_eval([*common, "--client.base-url", "https://one.example/v1"], environ={})
+    with pytest.raises(CliError, match=r"not by 127.0.0.1:1 \(MILLRACE_SERVER") as caught:
+        prepare_eval(common, environ={"MILLRACE_SERVER": "127.0.0.1:1"})
+    assert "env -u MILLRACE_SERVER" in str(caught.value.hint)
     with pytest.raises(CliError, match="which steps of what"):
         prepare_eval(["--environment-ids=a", "--model.name", str(base), "--steps", "1"], environ={})
     with pytest.raises(CliError, match="needs its name"):
         prepare_eval(["--environment-ids=a", "--model.name", str(base), "--resume"], environ={})
+
+
+def test_a_model_that_is_not_named_can_be_named_by_a_flag() -> None:
+    with pytest.raises(InvalidSpecError, match=r"model: is required; .*, or give --model\.name"):
+        prepare_eval(["--environment-ids", "a"], environ={})
 
 
 def test_a_name_that_is_taken_is_refused_and_one_that_is_not_there_does_not_go_on(base: Path, tmp_path: Path) -> None:
