@@ -1,12 +1,19 @@
-"""What every algorithm implements: group in, per-token streams out. Pure numpy, no I/O."""
+"""What every algorithm implements: groups in, per-token streams out. Pure numpy, no I/O, nothing kept between batches.
 
+An algorithm has two hooks. `credit` sees one group of rollouts of the same task; `finish` sees every sample of a batch,
+for what is computed over a whole batch. Both run where the batch is cut, so the log holds what came of them, and the
+trainer, a replay and a fork never compute them again.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 import numpy as np
 
-from millrace.config.sections.algo import AlgoConfig
+from millrace.algorithms.overlong import OverlongPenalty
+from millrace.config.sections.algo import AdvantageConfig, AlgoConfig
 from millrace.rollouts.types import Rollout, Sample
 
 
@@ -26,8 +33,17 @@ class Credit:
     reference_kl: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credited:
+    """A sample that will be trained on, with the credit that its group gave it."""
+
+    rollout: Rollout
+    sample: Sample
+    credit: Credit
+
+
 class Algorithm(Protocol):
-    """Turns the rollouts of one group into credit for each of their samples."""
+    """Turns rollouts into credit for each of their samples."""
 
     @classmethod
     def from_config(cls, config: AlgoConfig) -> Self:
@@ -35,8 +51,59 @@ class Algorithm(Protocol):
         ...
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """Return, for each rollout in order, one `Credit` per sample of it."""
+        """Return, for each rollout of a group in order, one `Credit` per sample of it."""
         ...
+
+    def finish(self, batch: Sequence[Credited]) -> list[Credit]:
+        """Return the final credit of every sample of a batch, in order."""
+        ...
+
+
+class ScalarAdvantage(ABC):
+    """An algorithm that gives every sampled token of a rollout the same advantage, from rewards and lengths alone."""
+
+    def __init__(self, *, overlong: OverlongPenalty | None = None) -> None:
+        self._overlong = overlong
+
+    @classmethod
+    def from_config(cls, config: AdvantageConfig) -> Self:
+        """As `[orchestrator.algo]` says."""
+        return cls(overlong=OverlongPenalty.from_config(config))
+
+    @abstractmethod
+    def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return the advantages of a group of G rollouts, float64 [G].
+
+        `rewards` are float64 [G], relative to some constant that is the same for the whole group if
+        `is_shift_invariant`; `lengths` are int64 [G], sampled tokens.
+        """
+
+    is_shift_invariant = True
+    """Whether only differences of rewards count: they are then computed against the first, so equal ones give exactly 0
+    (the mean of equal values may round to another value)."""
+
+    def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
+        """Return one `Credit` per sample; a group of one, or of equal rewards, gets advantage 0."""
+        rewards = self.shaped_rewards(group)
+        lengths = np.asarray([rollout.num_loss_tokens for rollout in group], dtype=np.int64)
+        advantages = np.zeros(len(rewards))
+        if len(rewards) and (rewards != rewards[0]).any():
+            advantages = self.advantages(rewards - rewards[0] if self.is_shift_invariant else rewards, lengths)
+        return [
+            [Credit(advantages=broadcast(float(advantage), sample)) for sample in rollout.samples]
+            for rollout, advantage in zip(group, advantages, strict=True)
+        ]
+
+    def shaped_rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        """Return the rewards that are compared, float64 [N]: with the punishment of long responses if there is one."""
+        rewards = np.asarray([rollout.reward for rollout in rollouts], dtype=np.float64)
+        if self._overlong is None:
+            return rewards
+        return rewards + self._overlong(np.asarray([rollout.num_loss_tokens for rollout in rollouts], dtype=np.int64))
+
+    def finish(self, batch: Sequence[Credited]) -> list[Credit]:
+        """Return the groups' credit as it is."""
+        return [item.credit for item in batch]
 
 
 def broadcast(advantage: float, sample: Sample) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from millrace.algorithms.base import Credit
+from millrace.algorithms.base import Credit, Credited
 from millrace.config.sections.algo import AlgoConfig
 from millrace.errors import InternalError
 from millrace.rollouts.types import Rollout
@@ -33,6 +33,10 @@ class Opd:
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
         """Return one `Credit` per sample; InternalError if a sample comes without its teacher's scores."""
         return [[self._credit(rollout, index) for index in range(len(rollout.samples))] for rollout in group]
+
+    def finish(self, batch: Sequence[Credited]) -> list[Credit]:
+        """Return the credit as it is: a teacher's scores are not compared over a batch."""
+        return [item.credit for item in batch]
 
     def _credit(self, rollout: Rollout, index: int) -> Credit:
         sample = rollout.samples[index]

@@ -135,7 +135,7 @@ def _placeholder(node: SchemaKey, *, index: int) -> Any:
         case Kind.FREE_TABLE:
             return {}
         case Kind.LEAF:
-            return f"placeholder-{index}"
+            return node.annotation(1) if node.annotation in (int, float) else f"placeholder-{index}"
 
 
 def _least(node: SchemaKey, *, index: int) -> dict[str, Any]:

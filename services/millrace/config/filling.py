@@ -193,7 +193,7 @@ def _clamp(tree: Tree, node: SchemaKey) -> None:
     if type(value) is not int or value != bound or value < 2:
         return
     if tree.is_written(node.path):
-        text = f"is {value - 1}, one below `{dotted(other.path)}`: {limit.words} it{limit.why}"
+        text = f"is {value - 1}: it must be {limit.words} `{dotted(other.path)}`{limit.why}"
         where = tree.locate(node.path) or "config"
         tree.notes.append(Note(path=node.path, source=where, effect=Effect.MEANS, text=text))
     put(tree.values, node.path, value - 1)

@@ -70,7 +70,9 @@ async def test_a_run_whose_rollouts_all_fail_ends_with_the_first_real_error(stac
     why = await explained(stack, run)
     assert "ended as FAILED" in why and "KeyError: 'answer'" in why
     report = await audit_run(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
-    assert {each.check for each in report.violations} <= {"POLICY_CORRUPT"}, "a fake trainer publishes no real policy"
+    [violation] = report.violations
+    assert violation.check == "POLICY_CORRUPT", violation
+    assert violation.message.startswith("manifest of policy 0-0 "), "the fake trainer publishes no real start policy"
 
 
 async def test_why_names_the_cause_while_it_fails(stack) -> None:

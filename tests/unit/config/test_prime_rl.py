@@ -415,8 +415,8 @@ def test_a_document_for_a_server_has_no_key_without_effect():
     document = {"orchestrator": {"env": [{"id": "a"}], "rollouts_per_example": 2}, "trainer": {"model": {"ac": {}}}}
     with pytest.raises(InvalidSpecError, match="no effect"):
         validate_document(document)
-    document = {"orchestrator": {"env": [{"id": "a"}], "algo": {"type": "max_rl"}, "rollouts_per_example": 2}}
-    with pytest.raises(InvalidSpecError, match="max_rl is not there yet"):
+    document = {"orchestrator": {"env": [{"id": "a"}], "algo": {"type": "echo"}, "rollouts_per_example": 2}}
+    with pytest.raises(InvalidSpecError, match="echo is not there yet"):
         validate_document(document)
 
 

@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import numpy as np
 
-from millrace.algorithms import Grpo
+from millrace.algorithms import Grpo, ReinforcePlusPlus
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.batcher import count_dropped, cut, resolutions, score_samples
 from millrace.orchestrator.play.play import Play
 from millrace_testing.orchestrator.builders import make_play, make_rollout
+
+GRPO = {make_play(0).task.env: Grpo()}
 
 
 def make_group(ordinal: int, rewards: list[float]) -> Play:
@@ -15,7 +19,7 @@ def make_group(ordinal: int, rewards: list[float]) -> Play:
 
 
 def test_advantages_stand_on_sampled_tokens_only() -> None:
-    batch = cut([make_group(4, [0.0, 1.0])], Grpo(), step=7, filter_zero_advantages=True, seq_len=64)
+    batch = cut([make_group(4, [0.0, 1.0])], GRPO, step=7, filter_zero_advantages=True, seq_len=64)
     assert [sample.ordinal for sample in batch.samples] == [4, 4]
     np.testing.assert_array_equal(batch.samples[0].advantages, np.float32([0, 0, -0.5, -0.5, -0.5, -0.5]))
     np.testing.assert_array_equal(batch.samples[1].advantages, np.float32([0, 0, 0.5, 0.5, 0.5, 0.5]))
@@ -24,7 +28,7 @@ def test_advantages_stand_on_sampled_tokens_only() -> None:
 
 def test_a_group_without_advantage_is_dropped_and_still_counts_in_the_mean() -> None:
     groups = [make_group(0, [1.0, 1.0]), make_group(1, [0.0, 1.0])]
-    batch = cut(groups, Grpo(), step=0, filter_zero_advantages=True, seq_len=64)
+    batch = cut(groups, GRPO, step=0, filter_zero_advantages=True, seq_len=64)
     assert {sample.ordinal for sample in batch.samples} == {1}
     assert count_dropped(batch.resolved) == {"zero_advantage": 1}
     assert batch.rewards == [1.0, 1.0, 0.0, 1.0]
@@ -35,7 +39,7 @@ def test_a_group_without_advantage_is_dropped_and_still_counts_in_the_mean() -> 
 
 
 def test_without_the_filter_every_sample_is_trained() -> None:
-    batch = cut([make_group(0, [1.0, 1.0])], Grpo(), step=0, filter_zero_advantages=False, seq_len=64)
+    batch = cut([make_group(0, [1.0, 1.0])], GRPO, step=0, filter_zero_advantages=False, seq_len=64)
     assert len(batch.samples) == 2
     assert count_dropped(batch.resolved) == {}
 
@@ -47,8 +51,23 @@ def test_evaluation_samples_carry_no_advantage() -> None:
 
 
 def test_samples_are_cut_at_the_sequence_length_and_vanish_without_sampled_tokens() -> None:
-    batch = cut([make_group(0, [0.0, 1.0])], Grpo(), step=0, filter_zero_advantages=False, seq_len=4)
+    batch = cut([make_group(0, [0.0, 1.0])], GRPO, step=0, filter_zero_advantages=False, seq_len=4)
     assert [sample.num_tokens for sample in batch.samples] == [4, 4]
     assert all(len(sample.advantages) == len(sample.loss_mask) == 4 for sample in batch.samples)
-    prompt_only = cut([make_group(0, [0.0, 1.0])], Grpo(), step=0, filter_zero_advantages=False, seq_len=2)
+    prompt_only = cut([make_group(0, [0.0, 1.0])], GRPO, step=0, filter_zero_advantages=False, seq_len=2)
     assert prompt_only.samples == [] and count_dropped(prompt_only.resolved) == {"zero_advantage": 1}
+
+
+def test_each_environment_has_its_algorithm_and_those_of_one_are_finished_together() -> None:
+    """Two groups of one environment are whitened together, the group of the other one is not touched."""
+    other = make_play(2, group_size=2)
+    other.task = replace(other.task, env="other")
+    for member, reward in enumerate([0.0, 3.0]):
+        other.add(replace(make_rollout(2, member, reward=reward, group_size=2), env="other"))
+    groups = [make_group(0, [0.0, 1.0]), other, make_group(1, [0.0, 4.0])]
+    algorithms = {groups[0].task.env: ReinforcePlusPlus(), "other": Grpo()}
+    batch = cut(groups, algorithms, step=0, filter_zero_advantages=True, seq_len=64)
+    assert [sample.ordinal for sample in batch.samples] == [0, 0, 2, 2, 1, 1]
+    found = [float(sample.advantages[2]) for sample in batch.samples]
+    scale = np.sqrt(np.var([value for value in (-0.5, 0.5, -2.0, 2.0) for _ in range(4)], ddof=1))
+    np.testing.assert_allclose(found, [-0.5 / scale, 0.5 / scale, -1.5, 1.5, -2 / scale, 2 / scale], rtol=1e-6)

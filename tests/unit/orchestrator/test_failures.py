@@ -78,6 +78,35 @@ def test_it_is_told_again_when_the_number_has_doubled_and_at_the_end() -> None:
     assert told == [4, 8, 16, 32, 64, 128]
     assert [count.num_failed for count in counted.report(is_final=True)] == [160]
     assert not list(counted.report(is_final=True))
+    played(counted, 50, OK, OK, OK, OK)
+    assert [count.num_rollouts for count in counted.report(is_final=True)] == [164], "what is shown is what is said"
+    assert not list(counted.report(is_final=True))
+
+
+def test_a_member_that_is_played_again_and_again_is_no_whole_group() -> None:
+    counted = made(num_groups=1)
+    for _ in range(SIZE):
+        counted.note(rollout(0, 0))
+    assert counted.error() is None and not list(counted.report()), "three members have not come back yet"
+    for member in range(1, SIZE):
+        counted.note(rollout(0, member))
+    assert counted.error() is not None
+
+
+def test_a_successor_does_not_repeat_what_was_told() -> None:
+    counted = made(num_groups=1000)
+    for ordinal in range(3):
+        played(counted, ordinal)
+    assert len(list(counted.report())) == 1
+    after = successor(counted, num_groups=1000)
+    played(after, 3)
+    assert not list(after.report()), "16 of 16 are not twice the 12 that were told of"
+    for ordinal in range(4, 6):
+        played(after, ordinal)
+    assert [count.num_failed for count in after.report()] == [24]
+    resumed = successor(counted, num_groups=1000, is_reopened=True)
+    played(resumed, 3)
+    assert [count.num_failed for count in resumed.report()] == [16], "who resumed it wants to know at once"
 
 
 def test_every_environment_is_told_of_by_itself() -> None:

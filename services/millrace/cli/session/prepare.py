@@ -71,6 +71,8 @@ def prepare(
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"
     if server is not None:
         _say_what_a_running_stack_keeps(loaded)
+    else:
+        _say_what_the_engine_ignores(loaded.config)
     if not flags.get("dry-run"):
         loaded = _with_checked_model(loaded, server)
     name = flags.get("name") or loaded.config.run.name
@@ -104,6 +106,20 @@ def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig]) -> None:
         print(
             f"note: a stack that runs keeps its own settings; without effect there: {', '.join(kept)}", file=sys.stderr
         )
+
+
+def _say_what_the_engine_ignores(config: RLConfig) -> None:
+    """Name the fields of `extra_body` that the embedded engine does not have."""
+    body = config.orchestrator.sampling.extra_body
+    if not body or config.inference.engine == "vllm" or config.inference.needs_vllm:
+        return
+    try:
+        from millrace.inference.http.schema import ChatBody
+    except ModuleNotFoundError:  # the client alone is installed: no engine is started here
+        return
+    if unknown := sorted(body.keys() - ChatBody.model_fields.keys()):
+        where = "orchestrator.sampling.extra_body"
+        print(f"note: {where}: the embedded engine has no {', '.join(unknown)}: without effect there", file=sys.stderr)
 
 
 def _engine_of(environ: Mapping[str, str]) -> Layer | None:

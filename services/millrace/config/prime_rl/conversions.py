@@ -113,10 +113,10 @@ def algorithm(target: Target, path: Path, value: Any) -> None:
     """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted."""
     target.put(path, value, source=path)
     if isinstance(value, str) and value in UNBUILT_ALGORITHMS:
-        target.note(path, Effect.BLOCKS, f"{value} is not there yet; grpo and opd are")
+        target.note(path, Effect.BLOCKS, f"{value} is not there yet; grpo, rloo, opo, max_rl and opd are")
 
 
-UNBUILT_ALGORITHMS = ("max_rl", "rae", "echo", "hierarchical_grpo", "opsd", "sft")
+UNBUILT_ALGORITHMS = ("rae", "echo", "hierarchical_grpo", "opsd", "sft")
 """Names that the schema knows and no algorithm bears yet."""
 
 

@@ -1,7 +1,9 @@
 """`[orchestrator.algo]`: how rollouts become per-token credit, and the teacher of on-policy distillation."""
 
+from collections.abc import Iterator
 from typing import Literal
 
+from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import ConfigSection, option, required
 from millrace.config.sections.client import VARIABLE_PATTERN, WITHHELD_KEY_PREFIX, ClientConfig
 from millrace.config.tree import Facts, OnlyFor
@@ -23,15 +25,65 @@ class TeacherConfig(ClientConfig):
     )
 
 
-class AlgoConfig(ConfigSection):
+_GRPO_ONLY = Facts(only_for=OnlyFor(".type", ("grpo",)))
+_GROUPS = ("grpo", "rloo", "opo", "reinforce_pp", "max_rl")
+
+
+class OverlongConfig(ConfigSection):
+    """DAPO's soft punishment: what is taken off the reward of responses that come near the limit."""
+
+    buffer_tokens: int = required("Tokens below the limit over which the punishment grows from 0.", ge=1)
+    max_tokens: int | None = option(
+        None,
+        "The limit, in sampled tokens of a rollout, from which the punishment is whole.",
+        facts=Facts(follows="orchestrator.sampling.max_tokens"),
+        ge=1,
+    )
+    factor: float = option(1.0, "The whole punishment.", gt=0)
+
+
+class AdvantageConfig(ConfigSection):
+    """How the rewards of a group become advantages."""
+
+    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl"] = option(
+        "grpo",
+        "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
+        "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
+        "batch. max_rl: (r - m) / m.",
+    )
+    std_norm: Literal["none", "group", "batch"] = option(
+        "none", "grpo only: divide by the deviation of the rewards of the group, or of the batch.", facts=_GRPO_ONLY
+    )
+    leave_one_out: bool = option(False, "grpo only: compare with the mean of the others.", facts=_GRPO_ONLY)
+    overlong: OverlongConfig | None = option(
+        None,
+        "DAPO's soft punishment of long responses, taken off the rewards that are compared; off if left out.",
+        facts=Facts(only_for=OnlyFor(".type", _GROUPS)),
+    )
+
+    def broken_rules(self, where: str) -> Iterator[BrokenRule]:
+        """Rules over several keys that do not hold; `where` is the path of this table."""
+        if self.overlong is None:
+            return
+        limit, buffer = f"{where}.overlong.max_tokens", f"{where}.overlong.buffer_tokens"
+        if self.overlong.max_tokens is None:
+            message = "is required where `orchestrator.sampling.max_tokens` is left out: the limit of a response"
+            yield broken(message, limit)
+        elif self.overlong.buffer_tokens > self.overlong.max_tokens:
+            yield broken(f"must be at most `{limit}`, which is {self.overlong.max_tokens}; lower it", buffer, limit)
+
+
+class AlgoConfig(AdvantageConfig):
     """How rollouts become advantages."""
 
-    type: Literal["grpo", "opd", "max_rl", "rae", "echo", "hierarchical_grpo", "opsd", "sft"] = option(
+    type: Literal[  # pyright: ignore[reportIncompatibleVariableOverride] - the wider choice of the whole run
+        "grpo", "rloo", "opo", "reinforce_pp", "max_rl", "opd", "rae", "echo", "hierarchical_grpo", "opsd", "sft"
+    ] = option(
         "grpo",
-        "grpo: reward minus the mean reward of the rollouts of the same task, not divided by a deviation. opd: "
-        "on-policy distillation, per token the teacher's log-probability minus the policy's; rewards only show. "
-        "The others are not there yet: "
-        "runs with them are refused when they are submitted.",
+        "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
+        "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
+        "batch. max_rl: (r - m) / m. opd: on-policy distillation, per token the teacher's log-probability minus the "
+        "policy's; rewards only show. The others are not there yet: runs with them are refused at submission.",
     )
     teacher: TeacherConfig | None = option(
         None,

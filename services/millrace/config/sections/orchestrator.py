@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import IDENTIFIER_PATTERN, ConfigSection, FreeTable, option, required, table
-from millrace.config.sections.algo import AlgoConfig
+from millrace.config.sections.algo import AdvantageConfig, AlgoConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
 from millrace.config.tree import Facts, Limit, Path, dotted
@@ -129,6 +129,11 @@ class EnvConfig(NamedEnv):
         facts=Facts(aliases=("ratio",)),
         gt=0,
     )
+    algo: AdvantageConfig | None = option(
+        None,
+        "How the rewards of this environment become advantages.",
+        facts=Facts(default_text="as in `orchestrator.algo`"),
+    )
 
 
 class EvalEnvConfig(NamedEnv):
@@ -192,7 +197,7 @@ class OrchestratorConfig(ConfigSection):
         128, "Rollouts per optimizer step, a multiple of `orchestrator.rollouts_per_example`.", ge=1
     )
     rollouts_per_example: int = option(
-        1, "Rollouts per task whose rewards are compared; grpo needs at least 2.", facts=_ROLLOUTS, ge=1
+        1, "Rollouts per task whose rewards are compared: at least 2, for opd 1 is enough.", facts=_ROLLOUTS, ge=1
     )
     oversampling_factor: float = option(
         1.0, "Start this many times the rollouts that a batch needs, and train on the first that finish.", ge=1
@@ -269,20 +274,33 @@ class OrchestratorConfig(ConfigSection):
             near = f"{lower} or {upper}" if lower else f"{upper}"
             message = f"must be a multiple of `{_GROUP}`, which is {group}; use {near}"
             yield broken(message, "orchestrator.batch_size", _GROUP)
-        if self.algo.type == "grpo" and group < 2:
-            yield broken(
-                "must be at least 2 for grpo: it compares rollouts of the same task, so with one every advantage is 0; "
-                "set it to 8 or 16",
-                _GROUP,
-                _ALGO,
-            )
-        if self.algo.type == "opd":
-            yield from self._teacher_rules()
+        yield from self._algo_rules()
         yield from extra_body_rules(self.sampling, "orchestrator.sampling", is_training=True)
         yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
         if self.eval:
             yield from extra_body_rules(self.eval.sampling, "orchestrator.eval.sampling")
             yield from self._eval_rules(self.eval)
+
+    def _algo_rules(self) -> Iterator[BrokenRule]:
+        """Algorithms that compare have something to compare; what they need is there."""
+        if self.algo.type == "opd":
+            yield from self._teacher_rules()
+        elif self.rollouts_per_example < 2:
+            yield broken(
+                f"must be at least 2 for {self.algo.type}: it compares rollouts of the same task, so with one every "
+                "advantage is 0; set it to 8 or 16",
+                _GROUP,
+                _ALGO,
+            )
+        yield from self.algo.broken_rules("orchestrator.algo")
+        for index, env in enumerate(self.env):
+            if env.algo is None:
+                continue
+            yield from env.algo.broken_rules(f"orchestrator.env[{index}].algo")
+            if self.algo.type == "opd":
+                path: Path = ("orchestrator", "env", index, "algo")
+                message = "has no meaning for opd: it distils on every environment; leave it out"
+                yield BrokenRule(paths=(path, ("orchestrator", "algo", "type")), message=message)
 
     def _teacher_rules(self) -> Iterator[BrokenRule]:
         """A teacher, and a policy whose log-probs mean the same as the teacher's."""

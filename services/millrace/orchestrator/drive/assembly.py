@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from millrace.algorithms import ALGORITHMS
+from millrace.algorithms import ADVANTAGES, ALGORITHMS, Algorithm
 from millrace.config.schema import EvalRunConfig, RLConfig
-from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW
+from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW, OrchestratorConfig
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.damage import DamageBook
@@ -154,11 +154,17 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
         policies=parts.policies,
         writer=parts.writer,
         events=parts.context.events,
-        algorithm=ALGORITHMS[settings.algo.type].from_config(settings.algo),
+        algorithms=_algorithms(settings),
         settings=settings,
         timeout_s=plays.timeout_s,
         is_stopping=is_stopping,
     )
+
+
+def _algorithms(settings: OrchestratorConfig) -> dict[str, Algorithm]:
+    """The algorithm of each environment; those without one of their own share the run's."""
+    shared = ALGORITHMS[settings.algo.type].from_config(settings.algo)
+    return {env.name: ADVANTAGES[env.algo.type].from_config(env.algo) if env.algo else shared for env in settings.env}
 
 
 def _rule(config: RLConfig) -> AdmissionRule:

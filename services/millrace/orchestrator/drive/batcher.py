@@ -2,12 +2,12 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.algorithms import Algorithm, Credit
+from millrace.algorithms import Algorithm, Credit, Credited
 from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
@@ -27,19 +27,18 @@ class CutBatch:
     resolved: list[Resolved] = field(default_factory=list)
 
 
-def credit_group(group: Play, algorithm: Algorithm, *, filter_zero_advantages: bool, seq_len: int) -> list[TrainSample]:
-    """Turn a whole group into training samples of at most `seq_len` tokens, cut there as prime-rl's packing does.
+def credit_group(group: Play, algorithm: Algorithm, *, filter_zero_advantages: bool, seq_len: int) -> list[Credited]:
+    """Give a whole group its credit, and return the samples to train on, which are cut at `seq_len` tokens.
 
-    Samples without a sampled token are left out, and if filtered those whose every advantage is 0.
+    Samples without a sampled token in that range are left out, and if filtered those whose every advantage is 0.
     """
     rollouts = group.rollouts()
-    samples: list[TrainSample] = []
-    for rollout, credits in zip(rollouts, algorithm.credit(rollouts), strict=True):
-        for sample, credit in zip(rollout.samples, credits, strict=True):
-            row = train_sample(rollout, sample, credit, seq_len=seq_len)
-            if row.num_loss_tokens and (row.advantages.any() or not filter_zero_advantages):
-                samples.append(row)
-    return samples
+    return [
+        Credited(rollout=rollout, sample=sample, credit=credit)
+        for rollout, credits in zip(rollouts, algorithm.credit(rollouts), strict=True)
+        for sample, credit in zip(rollout.samples, credits, strict=True)
+        if sample.loss_mask[:seq_len].any() and (credit.advantages[:seq_len].any() or not filter_zero_advantages)
+    ]
 
 
 def train_sample(rollout: Rollout, sample: Sample, credit: Credit, *, seq_len: int) -> TrainSample:
@@ -66,16 +65,38 @@ def train_sample(rollout: Rollout, sample: Sample, credit: Credit, *, seq_len: i
 
 
 def cut(
-    groups: Sequence[Play], algorithm: Algorithm, *, step: int, filter_zero_advantages: bool, seq_len: int
+    groups: Sequence[Play],
+    algorithms: Mapping[str, Algorithm],
+    *,
+    step: int,
+    filter_zero_advantages: bool,
+    seq_len: int,
 ) -> CutBatch:
-    """Make a batch of whole groups. Groups without any advantage are resolved as dropped, and not replaced."""
+    """Make a batch of whole groups, with the algorithm of each one's environment.
+
+    Groups without any advantage are resolved as dropped, and not replaced. An algorithm that several environments share
+    finishes their samples together.
+    """
     batch = CutBatch(step=step, samples=[], rewards=[])
+    credited: list[Credited] = []
     for group in groups:
-        samples = credit_group(group, algorithm, filter_zero_advantages=filter_zero_advantages, seq_len=seq_len)
-        batch.samples += samples
+        algorithm = algorithms[group.task.env]
+        items = credit_group(group, algorithm, filter_zero_advantages=filter_zero_advantages, seq_len=seq_len)
+        credited += items
         batch.rewards += [rollout.reward for rollout in group.rollouts()]
-        batch.resolved.append(Resolved.of(group, "" if samples else "zero_advantage"))
+        batch.resolved.append(Resolved.of(group, "" if items else "zero_advantage"))
+    for item, credit in zip(credited, finish(credited, algorithms), strict=True):
+        batch.samples.append(train_sample(item.rollout, item.sample, credit, seq_len=seq_len))
     return batch
+
+
+def finish(credited: Sequence[Credited], algorithms: Mapping[str, Algorithm]) -> list[Credit]:
+    """The final credit of a batch's samples, in order: each algorithm sees those of its own environments."""
+    credits: dict[int, Credit] = {}
+    for algorithm in {id(each): each for each in algorithms.values()}.values():
+        places = [at for at, item in enumerate(credited) if algorithms[item.rollout.env] is algorithm]
+        credits.update(zip(places, algorithm.finish([credited[at] for at in places]), strict=True))
+    return [credits[at] for at in range(len(credited))]
 
 
 def count_dropped(resolved: Sequence[Resolved]) -> Counter[str]:

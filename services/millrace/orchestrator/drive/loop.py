@@ -24,7 +24,7 @@ its end: what the log holds is never generated twice.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.algorithms import Algorithm
@@ -64,7 +64,8 @@ class RolloutLoop:
     policies: Policies
     writer: BatchWriter
     events: RunEvents
-    algorithm: Algorithm
+    algorithms: Mapping[str, Algorithm]
+    """By name of the environment."""
     settings: OrchestratorConfig
     timeout_s: float
     """Time after which a play counts as lost."""
@@ -164,7 +165,7 @@ class RolloutLoop:
         """Turn groups into batch n and commit it; at async level 0 what is left over is dropped."""
         batch = cut(
             groups,
-            self.algorithm,
+            self.algorithms,
             step=self.book.step,
             filter_zero_advantages=self.settings.filter_zero_advantages,
             seq_len=self.settings.seq_len,

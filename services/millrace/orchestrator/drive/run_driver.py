@@ -211,8 +211,7 @@ class RunDriver(ABC):
             await self._record_end(run_pb2.RUN_STATE_FAILED, closing.error_message, error=error)
             return
         succeeded = closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
-        failed = self._parts.failures.describe()
-        why = f"{self.WRITTEN}{f'; {failed}' if failed else ''}" if succeeded else "cancelled on request"
+        why = self.WRITTEN if succeeded else "cancelled on request"
         # After a takeover nobody may know that the trainer had finished: the last checkpoint says so as well.
         is_written = was_closed and await self._keeper.newest_checkpoint() >= closing.final_version
         try:
@@ -223,7 +222,8 @@ class RunDriver(ABC):
             why = "the trainer did not say that it has written everything"
             await self._events.warning(error.reason, str(error))
         state = run_pb2.RUN_STATE_SUCCEEDED if succeeded else run_pb2.RUN_STATE_CANCELLED
-        await self._record_end(state, why)
+        failed = self._parts.failures.describe() if succeeded else ""  # just what the last report says, too
+        await self._record_end(state, f"{why}; {failed}" if failed else why)
 
     async def _record_end(self, state: run_pb2.RunState, why: str, *, error: run_pb2.RunError | None = None) -> None:
         """The terminal state, its event archived, and the seal behind it."""

@@ -49,6 +49,8 @@ class GroupCount:
     num_rollouts: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     """By status."""
+    members: set[int] = field(default_factory=set)
+    """Members that came back; not kept once the group is resolved."""
 
     @property
     def num_failed(self) -> int:
@@ -104,7 +106,7 @@ class Failures:
         self._open: dict[int, GroupCount] = {}
         self._closed: deque[GroupCount] = deque(maxlen=num_groups)
         self._totals: dict[str, EnvCount] = {}
-        self._told: dict[str, int] = {}
+        self._told: dict[str, EnvCount] = {}
         self._num_in_a_row = 0
         self._has_failed = False  # ever: most runs need no look at the last groups at every turn
         self.not_before = 0.0
@@ -119,6 +121,7 @@ class Failures:
             return
         group = self._open.setdefault(rollout.ordinal, GroupCount(env=rollout.env))
         group.num_rollouts += 1
+        group.members.add(rollout.member)
         if is_ok:
             return
         group.failed[str(rollout.status)] += 1
@@ -140,6 +143,7 @@ class Failures:
             self.not_before = time.monotonic() + min(first_s * 2 ** min(self._num_in_a_row, 10), longest_s)
             self._num_in_a_row += 1
         if group := self._open.pop(ordinal, None):
+            group.members.clear()
             self._total(group.env).add(group)
             self._closed.append(group)
 
@@ -173,10 +177,11 @@ class Failures:
             return
         failing = {group.env for group in self._recent() if group.num_failed}
         for count in self.environments():
-            told = self._told.get(count.env, 0)
-            is_due = count.num_failed >= 2 * told if told else count.env in failing
-            if is_due or (is_final and count.num_failed > told):
-                self._told[count.env] = count.num_failed
+            told = self._told.get(count.env)
+            is_due = count.num_failed >= 2 * told.num_failed if told else count.env in failing
+            is_outdated = told is None or (told.num_failed, told.num_rollouts) != (count.num_failed, count.num_rollouts)
+            if is_due or (is_final and is_outdated):
+                self._told[count.env] = count
                 yield count
 
     def error(self) -> RolloutsFailedError | None:
@@ -216,13 +221,14 @@ class Failures:
         self._totals = dict(tally.environments)
         self._has_failed = any(count.num_failed for count in self._totals.values())
         self._closed = deque([] if is_reopened else tally.groups, maxlen=self._num_groups)
+        self._told = {} if is_reopened else {count.env: count for count in self.environments()}  # by a predecessor
 
     def _total(self, env: str) -> EnvCount:
         return self._totals.setdefault(env, EnvCount(env=env))
 
     def _recent(self) -> list[GroupCount]:
         """The last groups, of those that are resolved, or of which every member came back once."""
-        answered = [group for group in self._open.values() if group.num_rollouts >= self._group_size]
+        answered = [group for group in self._open.values() if len(group.members) >= self._group_size]
         return [*self._closed, *answered][-self._num_groups :]
 
 
