@@ -89,7 +89,8 @@ def test_faults_of_every_kind_strike_during_a_run(stack: ChaosStack, proxy: Faul
     proxy.clear()
     struck = {f"{fault.method} {fault.effect} {fault.key}": fault.struck for fault in faults}
     assert all(struck.values()), f"every fault struck: {struck}"
-    assert run.steps() == sorted(set(run.steps())) and run.steps()[-1] == 4
+    # A trainer that such a store throws out of a step computes it again; the audit proves that it came to the same.
+    assert list(dict.fromkeys(run.steps())) == list(range(5))
     stack.audit(run)
 
 

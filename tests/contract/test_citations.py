@@ -6,12 +6,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-SOURCES = sorted([*ROOT.glob("services/millrace/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("proto/**/*.proto")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+_CITING = ("services/millrace/**/*.py", "tests/**/*.py", "proto/**/*.proto", "benchmarks/**/*.py")
+_CITING += (
+    "environments/**/*.py",
+    "scripts/*",
+    "charts/**/*.yaml",
+    "charts/**/*.tpl",
+    "docker/*.sh",
+    "Dockerfile*",
+    "docker*.yml",
+)
+_CITING += ("Makefile",)
+SOURCES = sorted(path for pattern in _CITING for path in ROOT.glob(pattern) if path.is_file())
 HISTORY = ROOT / "CHANGELOG.md"
 
 _DOCUMENT = re.compile(r"(?<![\w/.-])((?:docs|benchmarks)/[\w/-]+\.md)\b")
 _PRIVATE = re.compile(r"\b[A-Z][A-Z_]{4,}(?:\.md)? §\s?\d")
+_LINK = re.compile(r"\]\(([^)\s:#]*)(#[\w-]+)?\)")
 _SOURCE = re.compile(r"`((?:services/millrace/|tests/|scripts/|benchmarks/)?[\w/]+/\w+\.(?:py|sh|proto))`")
 _PLACES = ("", "services/", "services/millrace/", "proto/millrace/")
 
@@ -38,3 +50,19 @@ def test_a_file_that_a_document_names_is_there(path: Path) -> None:
     cited = set(_SOURCE.findall(text)) | set(_DOCUMENT.findall(text))
     missing = sorted(each for each in cited if not any((ROOT / place / each).exists() for place in _PLACES))
     assert not missing, f"{path.name} names files that are not there: {missing}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_a_link_leads_to_a_file_and_to_a_heading_of_it(path: Path) -> None:
+    dead = []
+    for target, anchor in _LINK.findall(path.read_text()):
+        page = path.parent / target if target else path
+        if not page.exists() or (anchor and anchor[1:] not in _headings(page)):
+            dead.append(target + anchor)
+    assert not dead
+
+
+def _headings(page: Path) -> set[str]:
+    """The names under which headings can be linked."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}

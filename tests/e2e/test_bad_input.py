@@ -117,6 +117,8 @@ def test_load_environment_raises(warm, server, env: dict, text: str) -> None:
     assert f"failed: environment '{env['id']}'" in output and text in output
     assert "[ENV_LOAD_FAILED] (env-server)" in output
     assert "remedy: see its events: millrace run logs faulty-v0-" in output
+    end = next(line for line in output.splitlines() if line.startswith("Error: "))
+    assert end.count("environment's args") <= 1 and "; submit again once that is mended" in end, "one remedy"
 
 
 def test_load_environment_raises_on_a_stack_of_its_own(warm) -> None:

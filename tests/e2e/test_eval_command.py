@@ -226,3 +226,68 @@ def wait_answering(port: int, process: subprocess.Popen, log: Path) -> None:
     while "Uvicorn running" not in log.read_text():
         assert process.poll() is None and time.monotonic() < ends, log.read_text()[-2000:]
         time.sleep(0.2)
+
+
+SMALL = [
+    *("--orchestrator.batch-size", "32", "--orchestrator.rollouts-per-example", "8", "--max-steps", "2"),
+    *("--orchestrator.eval.num-examples", "4"),
+]
+
+
+def interrupt(process: subprocess.Popen) -> str:
+    """What the command says after a Ctrl-C; it has to end in time and as interrupted."""
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    return said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)  # three stacks, one after the other
+def test_the_policies_of_a_run_are_compared_and_an_interrupted_comparison_goes_on(warm: Workplace) -> None:
+    warm.train(*SMALL, "--name", "trained")
+    compare = ["eval", "--run", "trained", "--steps", "2", "--environment-ids", "reverse-text", "--name", "compared"]
+    compare += ["--sampling.max-tokens", "12", "--num-examples", "6", "--rollouts-per-example", "2"]
+    with warm.following(*compare) as process:
+        warm.read_until(process, "step-2: runs/compared-step-2")
+        said = interrupt(process)
+    (advice,) = [line for line in said.splitlines() if "--resume" in line]
+    assert advice == "interrupted; to go on, give the same command with --name compared --resume"
+    root = warm.path / "outputs"
+    base = json.loads((root / "compared-base" / "eval.json").read_text())
+    code, refused = warm.attempt("-m", "millrace.cli", *compare)
+    assert code == 2 and "outputs/compared exists already" in refused and "--resume" in refused
+    code, refused = warm.attempt("-m", "millrace.cli", *compare, "--resume", "--num-examples", "7")
+    assert code == 2 and "other settings: num_examples" in refused
+    output = warm.millrace(*compare, "--resume")
+    assert "base: evaluated before" in output and "step-2: evaluated before" not in output
+    data = json.loads((root / "compared" / "eval.json").read_text())
+    assert [(each["policy"], each["step"]) for each in data["policies"]] == [("base", None), ("step-2", 2)]
+    assert data["policies"][0]["envs"] == base["envs"]
+    assert len({each["uid"] for each in data["policies"]}) == 2
+    assert all(each["envs"]["reverse-text"]["num_rollouts"] == 12 for each in data["policies"])
+    assert (root / "compared" / "eval.png").is_file()
+    assert not list((root / "compared" / "policies").iterdir()), "weights are removed once they are evaluated"
+    assert warm.processes() == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)  # three stacks, one after the other
+def test_an_interrupted_evaluation_goes_on_with_what_was_played(warm: Workplace) -> None:
+    tasks, per_task = 300, 2
+    env = json.dumps([{"id": "reverse-text", "args": {"num_train": 50, "num_eval": tasks}}])
+    command = ["eval", "--env", env, "--model.name", str(warm.path / "outputs" / "reverse-text" / "sft" / "model")]
+    command += ["--sampling.max-tokens", "12", "--num-examples", str(tasks), "--rollouts-per-example", str(per_task)]
+    command += ["--max-concurrent", "1", "--name", "cut"]
+    with warm.following(*command) as process:
+        warm.read_until(process, "played ")
+        assert "give the same command with --name cut --resume" in interrupt(process)
+    directory = warm.path / "outputs" / "cut"
+    assert not (directory / "eval.json").exists()
+    output = warm.millrace(*command, "--resume", "--max-concurrent", "64")
+    assert "going on with runs/cut" in output
+    data = json.loads((directory / "eval.json").read_text())
+    found = data["envs"]["reverse-text"]
+    assert (found["num_rollouts"], found["num_failed"]) == (tasks * per_task, 0)
+    audit((directory / "store").as_uri(), data["uid"], tasks * per_task)
+    assert warm.processes() == []

@@ -5,13 +5,13 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.defaults import DEFAULT_DIRECTORY, DEFAULT_LISTEN
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, UnavailableError, Violation
 from millrace.telemetry.settings import Settings, parse_address
 
-STACK_JSON = Path("outputs/local/stack.json")
 CONNECT_TIMEOUT_S = 1.0
 START_REMEDY = "start a stack with `millrace up`, or name another server with --server or MILLRACE_SERVER"
 WAIT_REMEDY = "; or wait: a stack restarts what died"
@@ -37,7 +37,7 @@ def server_address(option: str | None, *, environ: Mapping[str, str] = os.enviro
 
 
 @contextlib.contextmanager
-def explain_unreachable(origin: str, address: str, *, stack_json: Path = STACK_JSON) -> Iterator[None]:
+def explain_unreachable(origin: str, address: str, *, directory: Path = DEFAULT_DIRECTORY) -> Iterator[None]:
     """Say where the address came from and what to do, when none answers at it."""
     try:
         yield
@@ -49,7 +49,7 @@ def explain_unreachable(origin: str, address: str, *, stack_json: Path = STACK_J
         elif error.reason == "DEADLINE_EXCEEDED":
             raise
         else:
-            remedy = START_REMEDY + (WAIT_REMEDY if is_of_stack(address, stack_json) else "")
+            remedy = START_REMEDY + (WAIT_REMEDY if stack_at(address, directory) else "")
         message = f"{error.message} (the address is from {origin})"
         raise UnavailableError(message, reason=error.reason, remedy=remedy) from error
 
@@ -63,12 +63,13 @@ def is_listening(address: str) -> bool:
         return False
 
 
-def is_of_stack(address: str, path: Path) -> bool:
-    """Whether the stack that `path` describes has this address and still has its supervisor."""
+def stack_at(address: str, directory: Path) -> dict[str, Any] | None:
+    """What the stack of a directory says of itself, if it has this address and still has its supervisor."""
+    path = directory / "stack.json"
     try:
         stack = decode_object(path.read_bytes(), what=str(path), reason="STACK_FILE_CORRUPT")
         os.kill(int(stack["pid"]), 0)
     # None, being written, damaged, or its supervisor is gone.
     except (CorruptObjectError, OSError, KeyError, TypeError, ValueError, OverflowError):
-        return False
-    return stack.get("address") == address
+        return None
+    return stack if stack.get("address") == address else None

@@ -5,9 +5,12 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from millrace.cli.address import explain_unreachable
+from millrace.cli.address import explain_unreachable, stack_at
 from millrace.cli.connection import environ as with_options
+from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.errors import InvalidStateError, MillraceError
 from millrace.telemetry.redact import redact
 from millrace.telemetry.settings import Settings
@@ -25,23 +28,40 @@ class CheckResult:
     remedy: str = ""
 
 
-async def examine(server: str, origin: str, *, environ: Mapping[str, str] = os.environ) -> list[CheckResult]:
-    """API, Redis and object store, in that order; nothing raises but broken settings (InvalidSpecError)."""
+async def examine(
+    server: str, origin: str, *, directory: Path = DEFAULT_DIRECTORY, environ: Mapping[str, str] = os.environ
+) -> list[CheckResult]:
+    """API, Redis and object store, in that order; nothing raises but broken settings (InvalidSpecError).
+
+    What the environment does not name is that of the stack in `directory`, if that is the server.
+    """
     settings = Settings.from_env(with_options(environ))
+    stack = stack_at(server, directory) or {}
+    redis_url = settings.redis_url or _redis_of(stack)
+    store_url = settings.store_url or stack.get("store")
     results = [await _asked("API", lambda: _api(server, origin))]
-    if settings.redis_url is None:
-        results.append(_skipped("Redis", "MILLRACE_REDIS_URL"))
+    if redis_url:
+        results.append(await _asked("Redis", lambda: _redis(redis_url)))
     else:
-        results.append(await _asked("Redis", lambda: _redis(settings.redis_url or "")))
-    if settings.store_url is None:
-        results.append(_skipped("object store", "MILLRACE_STORE_URL"))
+        results.append(_skipped("Redis", "MILLRACE_REDIS_URL", directory))
+    if store_url:
+        results.append(await _asked("object store", lambda: _store(store_url, settings.prefix)))
     else:
-        results.append(await _asked("object store", lambda: _store(settings.store_url or "", settings.prefix)))
+        results.append(_skipped("object store", "MILLRACE_STORE_URL", directory))
     return results
 
 
-def _skipped(what: str, variable: str) -> CheckResult:
-    return CheckResult(what=what, is_good=None, text=f"not looked at: {variable} is not set here")
+def _redis_of(stack: Mapping[str, Any]) -> str | None:
+    """The URL of a stack's Redis, whose password only a file has."""
+    try:
+        return Path(str(stack["redis_url_file"])).read_text().strip()
+    except (KeyError, OSError):
+        return None
+
+
+def _skipped(what: str, variable: str, directory: Path) -> CheckResult:
+    text = f"not looked at: {variable} is not set here, and no stack of {directory} has this address"
+    return CheckResult(what=what, is_good=None, text=text)
 
 
 async def _asked(what: str, ask: Callable[[], Awaitable[str]]) -> CheckResult:

@@ -111,13 +111,14 @@ class _Reader:
     def _flag(self, name: str, value: str | None) -> None:
         """Read one flag and the value behind it."""
         kebab = name.replace("_", "-")
-        if kebab in self._reserved or kebab.removeprefix("no-") in self._reserved:
+        key = Key(name.split("."), self._schema)
+        is_section_file = value is None and self._file_follows(key.node)  # `--orchestrator @ file` is no address
+        if not is_section_file and (kebab in self._reserved or kebab.removeprefix("no-") in self._reserved):
             self._reserved_flag(kebab, value)
             return
-        key = Key(name.split("."), self._schema)
         if key.node is None and (off := self._switched_off(name)):
             self._switch_off(name, off)
-        elif value is None and self._file_follows(key.node):
+        elif is_section_file:
             self._file(self._arguments.pop(), key.path)
         elif value is None and (bare := self._bare(key.node)) is not None:
             self._put(name, key, bare)

@@ -181,7 +181,10 @@ def _how_to_write(node: SchemaKey | None) -> str:
     """How a required key is written, as the end of a message."""
     table = {Kind.SECTION: "[{}]", Kind.SECTION_LIST: "[[{}]]"}.get(node.kind) if node else None
     what = f"a table {table.format(dotted(node.path))}" if node and table else "it"
-    return f"write {what} into the config file"
+    inner = next((child for child in node.children.values() if child.is_required), node) if node else None
+    is_one = inner is not None and inner.kind is Kind.LEAF and node is not None and node.kind is not Kind.SECTION_LIST
+    flag = f", or give --{dotted(inner.path).replace('_', '-')}" if inner and is_one else ""
+    return f"write {what} into the config file{flag}"
 
 
 def _article(noun: str) -> str:

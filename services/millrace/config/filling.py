@@ -74,6 +74,11 @@ def _followers(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
 
 
 @cache
+def _needy(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
+    return tuple(node for node in schema_tree(model).walk() if node.facts.needs)
+
+
+@cache
 def _clamped(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
     return tuple(node for node in schema_tree(model).walk() if node.facts.limit and node.facts.limit.is_clamped)
 
@@ -94,6 +99,8 @@ def fill(tree: Tree) -> list[Conflict]:
         _follow(tree, node)
     for node in _clamped(model):
         _clamp(tree, node)
+    for node in _needy(model):
+        _note_without_effect(tree, node)
     return conflicts
 
 
@@ -186,7 +193,17 @@ def _clamp(tree: Tree, node: SchemaKey) -> None:
     if type(value) is not int or value != bound or value < 2:
         return
     if tree.is_written(node.path):
-        text = f"is {value - 1}, one below `{dotted(other.path)}`: {limit.words} it{limit.why}"
+        text = f"is {value - 1}: it must be {limit.words} `{dotted(other.path)}`{limit.why}"
         where = tree.locate(node.path) or "config"
         tree.notes.append(Note(path=node.path, source=where, effect=Effect.MEANS, text=text))
     put(tree.values, node.path, value - 1)
+
+
+def _note_without_effect(tree: Tree, node: SchemaKey) -> None:
+    """Say of a key that it has no effect, because another one is left out."""
+    key, why = node.facts.needs or ("", "")
+    other = node.other(key)
+    if tree.is_written(node.path) and tree.get(node.path) is not None and tree.get(other) in (ABSENT, None):
+        text = f"has no effect without `{dotted(other)}`: {why}"
+        where = tree.locate(node.path) or "config"
+        tree.notes.append(Note(path=node.path, source=where, effect=Effect.NOTHING, text=text))

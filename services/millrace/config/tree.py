@@ -58,8 +58,9 @@ class Facts:
 
     ``shared`` is the key at the top of a document that means the same; ``may_differ`` says of such a key that the keys
     that it fills may have different values where it is left out. ``follows`` is the key whose value is taken where this
-    one is left out. ``default_from`` makes the default from the raw table that the key is in. Keys are written with
-    dots from the top of the document, or from the table that holds the field with a dot in front.
+    one is left out. ``needs`` is a key without which this one has no effect, and why. ``default_from`` makes the
+    default from the raw table that the key is in. Keys are written with dots from the top of the document, or from the
+    table that holds the field with a dot in front.
     """
 
     aliases: tuple[str, ...] = ()
@@ -67,6 +68,7 @@ class Facts:
     shared: str | None = None
     may_differ: bool = False
     follows: str | None = None
+    needs: tuple[str, str] | None = None
     default_from: Callable[[Mapping[str, Any]], Any] | None = None
     limit: Limit | None = None
     only_for: OnlyFor | None = None

@@ -150,7 +150,7 @@ class _EnvWorker:
         live: set[str] = set()
         for assignment in reply.assignments:
             if assignment.is_over:
-                self._service.end_run(assignment.run_uid)
+                self._service.look_for_end(assignment.run_uid)
             else:
                 live.add(assignment.run_uid)
                 self._sink.note_run(assignment.run_uid, assignment.resolved_below, assignment.log_instance)

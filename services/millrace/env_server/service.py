@@ -87,11 +87,13 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         """An environment that rests is unknown from now on; the next OpenEnv loads it."""
         self._pools = {key: known for key, known in self._pools.items() if known is not pool}
 
-    def end_run(self, run_uid: str) -> None:
-        """Stop what is played for a run that has ended, and forget what is kept of it."""
+    def look_for_end(self, run_uid: str) -> None:
+        """Told that a run has ended: if the store says so, too, stop what is played for it, and keep nothing of it."""
+        self._sink.look_for_end(run_uid, then=self._stop_playing)
+
+    def _stop_playing(self, run_uid: str) -> None:
         for group in self.groups.of_run(run_uid):
             self.groups.cancel(group)
-        self._sink.end_run(run_uid)
 
     async def leave(self) -> None:
         """Take nothing new; workers that end from now on are no news."""

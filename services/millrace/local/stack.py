@@ -405,11 +405,21 @@ class LocalStack:
         while True:
             await asyncio.sleep(SAY_WAIT_AFTER_S)
             pending = waits.snapshot("millrace", min_age_s=SAY_WAIT_AFTER_S / 2)
+            silent = []
             for wait in pending:
                 path = self.logs / f"{wait.waits_on}.log"
-                since = self._log_sizes.get(wait.waits_on, 0)
-                last = (tail(path, 1, after=since) or ["(no output yet)"])[0][:120]
-                self._note(f"waiting for {wait.reason} ({wait.age_s:.0f} s of {wait.deadline_s:.0f} s): {last}")
+                last = tail(path, 1, after=self._log_sizes.get(wait.waits_on, 0))
+                if last:
+                    self._note(f"waiting for {wait.reason} ({_of(wait)}): {last[0][:120]}")
+                else:
+                    silent.append(wait)
+            if silent:  # most import for seconds before they write anything: one line for all
+                names = ", ".join(wait.waits_on for wait in silent)
+                self._note(f"waiting for {names} to be ready ({_of(silent[0])}); no output yet")
+
+
+def _of(wait: waits.Wait) -> str:
+    return f"{wait.age_s:.0f} s of {wait.deadline_s:.0f} s"
 
 
 async def _wait_redis(redis: EmbeddedRedis) -> None:

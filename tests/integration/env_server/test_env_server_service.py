@@ -11,7 +11,7 @@ import pytest
 from millrace.env_server.warm import WarmKeeper
 from millrace.env_server.workers.pool import EnvPool
 from millrace.errors import CapacityError, FencedError, InvalidSpecError, InvalidStateError, MillraceError
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.internal.v1 import batch_pb2, env_service_pb2, rollout_pb2
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
@@ -251,8 +251,13 @@ async def test_a_run_that_ended_leaves_nothing_behind_but_warm_workers(server: A
     await server.play(server.request("reverse-text", 0, args=args))
     await play_group(server, server.request("reverse-text", 1, args=args, size=3, mode="hang"))
     assert server.service.num_rollouts == 3 and server.log.uid in server.sink.spool.run_uids
-    server.service.end_run(server.log.uid)
-    assert server.service.num_rollouts == 0 and server.log.uid not in server.sink.spool.run_uids
+    closing = batch_pb2.BatchHeader(step=0, kind=batch_pb2.BATCH_KIND_CLOSE, run_uid=server.log.uid)
+    server.store.create(server.log.names.batch_header(0), closing.SerializeToString())
+    async with asyncio.timeout(patient(60)):
+        while server.service.num_rollouts or server.log.uid in server.sink.spool.run_uids:
+            server.service.look_for_end(server.log.uid)  # as every heartbeat does
+            await asyncio.sleep(0.01)
+    server.store.delete(server.log.names.batch_header(0))
     assert await playing(server) == []
     WarmKeeper(service=server.service).look()
     began = time.monotonic()

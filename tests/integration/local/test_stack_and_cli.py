@@ -79,6 +79,7 @@ def test_interrupt_while_running(project, number, code):
     process.send_signal(number)
     got, out, err = finish(process, timeout=30)
     assert got == code and out == "" and "all processes are stopped" in err
+    assert "; to go on, give the same command with --name demo --resume\n" in err
     assert time.monotonic() - began < 10
     assert leftovers(project) == []
 
@@ -175,8 +176,11 @@ def test_up_serves_runs_and_its_directory_is_locked(project):
         assert process.poll() is None
     finally:
         process.send_signal(signal.SIGINT)
-        code, _, _ = finish(process, timeout=30)
+        code, _, err = finish(process, timeout=30)
     assert code == 130
+    assert err.splitlines()[-1].startswith(
+        "stopped. Its runs lie in outputs/local and go on with the next `millrace up"
+    )
     assert leftovers(project) == []
 
 

@@ -70,7 +70,9 @@ async def test_a_run_whose_rollouts_all_fail_ends_with_the_first_real_error(stac
     why = await explained(stack, run)
     assert "ended as FAILED" in why and "KeyError: 'answer'" in why
     report = await audit_run(stack.deps["redis"], stack.deps["store"], prefix=stack.prefix, uid=run.uid)
-    assert {each.check for each in report.violations} <= {"POLICY_CORRUPT"}, "a fake trainer publishes no real policy"
+    [violation] = report.violations
+    assert violation.check == "POLICY_CORRUPT", violation
+    assert violation.message.startswith("manifest of policy 0-0 "), "the fake trainer publishes no real start policy"
 
 
 async def test_why_names_the_cause_while_it_fails(stack) -> None:
@@ -117,6 +119,25 @@ async def test_what_the_infrastructure_lost_is_played_again_and_never_counts(sta
     events = await watch(stack, run)
     assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
     assert not bodies(events, "rollouts_failed") and "failed" not in events[-1].state_changed.reason
+
+
+@pytest.mark.parametrize(("status", "flag"), [(RolloutStatus.ENGINE_LOST, False), (RolloutStatus.MODEL_ERROR, True)])
+async def test_an_engine_that_fails_every_request_is_told_of_and_the_run_goes_on_when_it_works(
+    stack, status, flag
+) -> None:
+    env, _, _ = await workers(stack, shape=failing(status, is_infrastructure=flag))
+    run = await create(stack)
+    said = "rollouts in a row were lost to what they run on"
+
+    async def is_explained() -> bool:
+        return said in await explained(stack, run) and "KeyError: 'answer'" in await explained(stack, run)
+
+    await until(is_explained)
+    env.shape = lambda rollout: rollout
+    events = await watch(stack, run, timeout_s=WITHIN_S)
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    told = [body for body in bodies(events, "warning") if body.reason == "ROLLOUTS_LOST"]
+    assert told and said in told[0].message and "KeyError: 'answer'" in told[0].message
 
 
 async def test_a_successor_goes_on_with_the_window_and_counts_no_rollout_twice(stack) -> None:

@@ -35,7 +35,10 @@ class Workplace:
 
     def popen(self, *argv: str, stdout: int | IO[str] = subprocess.PIPE, **options) -> subprocess.Popen[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
-        env |= {"OMP_NUM_THREADS": "1", MARKER: str(self.path), **options.pop("env", {})}
+        more = options.pop("env", {})
+        # A test's own modules stand in front of the code that is tested, wherever that was found.
+        search = os.pathsep.join(filter(None, [more.get("PYTHONPATH"), env.get("PYTHONPATH")]))
+        env |= {"OMP_NUM_THREADS": "1", MARKER: str(self.path), **more, **({"PYTHONPATH": search} if search else {})}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         return subprocess.Popen(
             [*self.program(), *argv],
@@ -52,15 +55,15 @@ class Workplace:
         """What runs Python here."""
         return [sys.executable]
 
-    def attempt(self, *argv: str, **options) -> tuple[int, str]:
+    def attempt(self, *argv: str, timeout_s: float = COMMAND_TIMEOUT_S, **options) -> tuple[int, str]:
         """Run a command to its end, good or bad; returns the exit code and everything that was printed."""
         process = self.popen(*argv, **options)
         try:
-            output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
+            output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.terminate()
             output, _ = process.communicate(timeout=STOP_TIMEOUT_S)
-            pytest.fail(f"{argv} did not end within {COMMAND_TIMEOUT_S} s:\n{output[-5000:]}")
+            pytest.fail(f"{argv} did not end within {timeout_s} s:\n{output[-5000:]}")
         return process.returncode, output
 
     def run(self, *argv: str, **options) -> str:

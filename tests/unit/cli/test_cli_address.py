@@ -10,8 +10,8 @@ from millrace.cli.address import SILENT_REMEDY, START_REMEDY, WAIT_REMEDY, expla
 from millrace.errors import UnavailableError
 
 
-def remedy(address: str, reason: str, stack_json) -> str | None:
-    with pytest.raises(UnavailableError) as caught, explain_unreachable("--server", address, stack_json=stack_json):
+def remedy(address: str, reason: str, directory) -> str | None:
+    with pytest.raises(UnavailableError) as caught, explain_unreachable("--server", address, directory=directory):
         raise UnavailableError("gone", reason=reason, remedy="own")
     return caught.value.remedy
 
@@ -27,11 +27,11 @@ def port():
 def test_refused(port, tmp_path):
     path = tmp_path / "stack.json"
     address = f"127.0.0.1:{port.getsockname()[1]}"
-    assert remedy(address, "UNREACHABLE", path) == START_REMEDY
+    assert remedy(address, "UNREACHABLE", tmp_path) == START_REMEDY
     path.write_text(json.dumps({"address": "127.0.0.1:1", "pid": os.getpid()}))
-    assert remedy(address, "UNREACHABLE", path) == START_REMEDY
+    assert remedy(address, "UNREACHABLE", tmp_path) == START_REMEDY
     path.write_text(json.dumps({"address": address, "pid": os.getpid()}))
-    assert remedy(address, "UNREACHABLE", path) == START_REMEDY + WAIT_REMEDY
+    assert remedy(address, "UNREACHABLE", tmp_path) == START_REMEDY + WAIT_REMEDY
 
 
 @pytest.mark.parametrize("reason", ["UNREACHABLE", "DEADLINE_EXCEEDED"])

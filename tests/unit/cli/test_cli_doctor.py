@@ -1,5 +1,8 @@
 """`millrace doctor` says of each part whether it is fit, and what to do if not."""
 
+import json
+import os
+
 from millrace.cli.main import main
 from millrace.local.ports import free_ports
 
@@ -13,6 +16,21 @@ def test_nobody_there_and_a_good_store(monkeypatch, capsys, tmp_path) -> None:
     assert api.startswith("FAILED  API") and f"127.0.0.1:{port}" in api
     assert "MILLRACE_REDIS_URL is not set" in "\n".join(rest)
     assert [line for line in rest if line.startswith("ok") and "object store" in line]
+
+
+def test_the_stack_that_listens_there_says_where_its_redis_and_store_are(redis_url, capsys, tmp_path) -> None:
+    (port,) = free_ports(1)
+    directory = tmp_path / "local"
+    (directory / "store").mkdir(parents=True)
+    (directory / "redis.url").write_text(redis_url)
+    stack = {"address": f"127.0.0.1:{port}", "pid": os.getpid(), "redis_url_file": str(directory / "redis.url")}
+    stack["store"] = (directory / "store").as_uri()
+    (directory / "stack.json").write_text(json.dumps(stack))
+    assert main(["doctor", "--server", f"127.0.0.1:{port}", "--dir", str(directory)]) == 5
+    _, _, redis, store = capsys.readouterr().out.splitlines()
+    assert redis.startswith("ok      Redis") and store.startswith("ok      object store")
+    main(["doctor", "--server", "127.0.0.1:1", "--dir", str(directory)])
+    assert f"no stack of {directory} has this address" in capsys.readouterr().out, "it is another one's"
 
 
 def test_a_redis_that_evicts_is_refused(redis_url, monkeypatch, capsys) -> None:

@@ -1,15 +1,19 @@
 """What `millrace eval` takes: environments by id, policies of a directory, aliases of endpoints."""
 
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from millrace.cli.errors import CliError
+from millrace.cli.errors import CliError, Interrupted
 from millrace.cli.evals.endpoints import find_endpoint
 from millrace.cli.evals.policies import of_directory
 from millrace.cli.evals.prepare import prepare_eval
 from millrace.cli.evals.results import table
+from millrace.cli.evals.session import claim
+from millrace.cli.evals.sweep import evaluate_policies
+from millrace.errors import AlreadyExistsError, InvalidSpecError
 from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 
@@ -87,10 +91,55 @@ def test_the_command_line_names_environments_and_policies(weights: Path, base: P
     assert [each.step for each in prepared.policies] == [20]
     with pytest.raises(CliError, match="serves its own model"):
         prepare_eval([*common, "--client.base-url", "https://one.example/v1"], environ={})
+    with pytest.raises(CliError, match=r"not by 127.0.0.1:1 \(MILLRACE_SERVER") as caught:
+        prepare_eval(common, environ={"MILLRACE_SERVER": "127.0.0.1:1"})
+    assert "env -u MILLRACE_SERVER" in str(caught.value.hint)
     with pytest.raises(CliError, match="which steps of what"):
         prepare_eval(["--environment-ids=a", "--model.name", str(base), "--steps", "1"], environ={})
     with pytest.raises(CliError, match="needs its name"):
         prepare_eval(["--environment-ids=a", "--model.name", str(base), "--resume"], environ={})
+
+
+def test_a_model_that_is_not_named_can_be_named_by_a_flag() -> None:
+    with pytest.raises(InvalidSpecError, match=r"model: is required; .*, or give --model\.name"):
+        prepare_eval(["--environment-ids", "a"], environ={})
+
+
+def test_a_name_that_is_taken_is_refused_and_one_that_is_not_there_does_not_go_on(base: Path, tmp_path: Path) -> None:
+    common = ["--environment-ids", "a", "--model.name", str(base), "--output-dir", str(tmp_path / "out"), "--name", "x"]
+    (tmp_path / "out" / "x").mkdir(parents=True)
+    with pytest.raises(CliError, match="there is no evaluation x"):
+        claim(prepare_eval([*common, "--resume"], environ={}))
+    assert claim(prepare_eval(common, environ={})) == tmp_path / "out" / "x", "an empty directory is nobody's"
+    (tmp_path / "out" / "x" / "eval.json").write_text("{}")
+    with pytest.raises(AlreadyExistsError, match="exists already") as caught:
+        claim(prepare_eval(common, environ={}))
+    assert "--resume" in (caught.value.remedy or "")
+    assert claim(prepare_eval([*common, "--resume"], environ={})) == tmp_path / "out" / "x"
+
+
+def test_policies_of_a_taken_name_are_refused_before_any_is_played(weights: Path, base: Path, tmp_path: Path) -> None:
+    common = ["--environment-ids", "a", "--model.name", str(base), "--weights-dir", str(weights)]
+    prepared = prepare_eval([*common, "--output-dir", str(tmp_path / "out"), "--name", "x"], environ={})
+    (tmp_path / "out" / "x-step-20" / "logs").mkdir(parents=True)
+    with pytest.raises(AlreadyExistsError, match="x-step-20 exists already"):
+        evaluate_policies(prepared)
+    assert not (tmp_path / "out" / "x").exists()
+
+
+def test_an_interrupted_comparison_says_how_it_goes_on(
+    weights: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--environment-ids", "a", "--model.name", str(base), "--weights-dir", str(weights)]
+    prepared = prepare_eval([*common, "--output-dir", str(tmp_path / "out"), "--name", "x"], environ={})
+
+    def interrupted(work: object) -> None:
+        raise Interrupted(signal.SIGINT)
+
+    monkeypatch.setattr("millrace.cli.interrupts.run", interrupted)
+    with pytest.raises(Interrupted):
+        evaluate_policies(prepared)
+    assert capsys.readouterr().err.splitlines()[-1].endswith("give the same command with --name x --resume")
 
 
 def test_an_alias_of_an_endpoint(tmp_path: Path) -> None:

@@ -193,6 +193,28 @@ def test_sft_checks_its_model_and_dry_runs(tmp_path):
     assert done.returncode == 0 and json.loads(done.stdout)["max_steps"] == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("tune.toml", "[data]\npath = 'x.jsonl'\n", "`millrace sft`: millrace sft @ tune.toml"),
+        ("held.toml", "environment_ids = ['a']\n", "`millrace eval`: millrace eval @ held.toml"),
+        (
+            "trainer.toml",
+            "[optim]\nlr = 1e-5\n",
+            "'s part of a config: millrace rl --trainer @ trainer.toml …",
+        ),
+        ("rl.toml", "max_step = 3\n[orchestrator]\n", None),
+    ],
+)
+def test_a_file_for_another_command_names_it(tmp_path, monkeypatch, name, text, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InvalidSpecError) as caught:
+        prepare(["@", name], environ={})
+    assert (caught.value.remedy or "").endswith(says or "")
+    assert bool(caught.value.remedy) == bool(says)
+
+
 def test_run_ids(rl, tmp_path):
     config = prepare(["@", str(rl)], environ={}).config
     made_up = choose_run_id(config, None, root=tmp_path)

@@ -63,9 +63,9 @@ def test_plain_lines_of_a_run():
         "QUEUED -> STARTING  claimed by an orchestrator",
         "STARTING -> RUNNING  workers, environments and policy are ready",
         "eval reverse-text  policy v0  reward 0.450  (64 rollouts, 2.0s)",
-        "step   1/3  reward 0.400  staleness 0.8/8  7.1k tok/s  2.00s (wait 1.50s, 75%)  kl 1.2e-05  eta 4s",
+        "step   1/3  reward 0.400  staleness 0.8/8  7.1k tok/s  2.00s (wait 1.50s, 75%)  kl 1.2e-05",
         "warning: 3 groups dropped; raise max_off_policy_steps [STALE_GROUPS]",
-        "step   2/3  reward 0.550  staleness 0.8/8  14.2k tok/s  1.00s (wait 0.25s, 25%)  kl 1.2e-05  eta 2s",
+        "step   2/3  reward 0.550  staleness 0.8/8  14.2k tok/s  1.00s (wait 0.25s, 25%)  kl 1.2e-05  eta 1s",
         "trainer-0 waits for batch 3 ← orchestrator (12.0s of 60s)",
         "step   3/3  reward 0.700  staleness 0.8/8  14.2k tok/s  1.00s (wait 0.25s, 25%)  kl 1.2e-05  eta 0s",
         "eval reverse-text  policy v3  reward 0.750  (64 rollouts, 2.0s)",
@@ -83,6 +83,14 @@ def test_line_of_a_run_without_end_or_kl():
     progress.apply(event)
     line = "step  12  reward 0.500  staleness 0.8  14.2k tok/s  1.00s (wait 0.25s, 25%)"
     assert progress_line(event, progress) == line
+
+
+def test_the_first_step_says_nothing_of_the_time_that_is_left():
+    progress = progress_of([step(0, 0, reward=0.1, step_s=90.0)])
+    progress.max_steps = 11
+    assert progress.eta_s is None
+    progress.apply(step(1, 1, reward=0.1, step_s=2.0))
+    assert progress.eta_s == 2.0 * 9
 
 
 def test_failure_is_told():
@@ -109,7 +117,7 @@ def test_picture_before_the_first_event():
 
 def test_picture_while_running():
     text = picture(progress_of(recorded()[:10]))
-    assert "RUNNING  step 2/3" in text and "eta 2s" in text
+    assert "RUNNING  step 2/3" in text and "eta 1s" in text
     assert "reward" in text and "0.550" in text and "▁█" in text
     assert "trainer waited 25%" in text
     assert "\nreward " in text and "\n━" in text  # the bar has a line of its own

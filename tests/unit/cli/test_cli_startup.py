@@ -1,8 +1,8 @@
 """`millrace --help` is quick because it imports nothing heavy, and says what there is."""
 
+import resource
 import subprocess
 import sys
-import time
 
 HEAVY = ("torch", "grpc", "pydantic", "rich", "google.protobuf", "numpy", "transformers", "redis")
 PROBE = """
@@ -24,13 +24,14 @@ def test_help_imports_nothing_heavy():
 
 
 def test_help_is_quick():
-    # The budget is 150 ms on an idle machine; the bound here is for one that runs other tests at the same time.
+    # CPU seconds, which other tests at the same time change little; 0.15 on an idle machine.
     times_s = []
     for _ in range(3):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "millrace.cli", "--help"], capture_output=True, timeout=60, check=True)
-        times_s.append(time.perf_counter() - began)
-    print(f"millrace --help: best of 3 {min(times_s) * 1000:.0f} ms")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    print(f"millrace --help: best of 3 {min(times_s) * 1000:.0f} ms of CPU")
     assert min(times_s) < 0.6
 
 

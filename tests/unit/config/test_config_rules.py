@@ -168,7 +168,15 @@ def test_a_limit_of_just_the_room_is_lowered_with_a_note(load_rl):
     assert loaded.config.orchestrator.sampling.max_tokens == 2047
     assert loaded.config.orchestrator.eval.sampling.max_tokens == 2047
     (note,) = loaded.notes
-    assert "is 2047, one below `orchestrator.seq_len`" in str(note) and "command line" in note.source
+    assert "is 2047: it must be below `orchestrator.seq_len`" in str(note) and "command line" in note.source
+
+
+def test_an_interval_of_kept_checkpoints_says_that_it_does_nothing_alone(load_rl):
+    loaded = load_rl("--ckpt.keep-interval", "50")
+    (note,) = loaded.notes
+    assert str(note).startswith("ckpt.keep_interval (command line (--ckpt.keep-interval)): has no effect without")
+    assert "`ckpt.keep_last`: then every checkpoint is kept" in str(note)
+    assert load_rl("--ckpt.keep-interval", "50", "--trainer.ckpt.keep-last", "2").notes == ()
 
 
 @pytest.mark.parametrize(

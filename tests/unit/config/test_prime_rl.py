@@ -1,5 +1,6 @@
 """Keys of prime-rl: every one of its documents and of the usual training guide works, is warned of, or is refused."""
 
+import contextlib
 import os
 import tomllib
 from pathlib import Path
@@ -378,6 +379,17 @@ def test_the_tables_fit_our_schema(keys, model):
             is_free = any(node is not None and node.kind is Kind.FREE_TABLE for node in parents)
             assert schema.find(target) is not None or is_free or meaning.to in keys, f"{key} goes to {meaning.to}"
         assert not meaning.is_native or schema.find(path) or schema.find(path[:-1]), f"{key} is no key of ours"
+
+
+@pytest.mark.parametrize(("keys", "model"), [(RL_KEYS, RLConfig), (SFT_KEYS, SFTConfig)])
+@pytest.mark.parametrize("value", [False, 3, "x", [3], [None], {"x": 1}])
+def test_a_value_of_any_type_is_taken_or_refused(keys, model, value):
+    for key in keys:
+        document = value
+        for part in reversed(key.split(".")):
+            document = {part.removesuffix("[]"): [document] if part.endswith("[]") else document}
+        with contextlib.suppress(InvalidSpecError):
+            validate_document(document, model)
 
 
 def test_prime_variables_work_and_foreign_ones_are_left_alone():

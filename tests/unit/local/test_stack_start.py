@@ -70,11 +70,15 @@ async def test_lines_of_an_earlier_life_are_not_shown(tmp_path, deaf, monkeypatc
     monkeypatch.setattr(stack_module, "SAY_WAIT_AFTER_S", 0.2)
     with pytest.raises(UnavailableError) as caught:
         async with LocalStack(
-            options(tmp_path / "out"), note=notes.append, environ=deaf, modules=DEAF, ready_deadline_s=0.8
+            options(tmp_path / "out"),
+            note=notes.append,
+            environ=deaf,
+            modules={**DEAF, "trainer": "deaf_service"},
+            ready_deadline_s=0.8,
         ) as stack:
             await stack.start()
     assert "(it wrote nothing)" in caught.value.message
-    assert any("(no output yet)" in note for note in notes)
+    assert "waiting for orchestrator, trainer to be ready (0 s of 1 s); no output yet" in notes, "one line for both"
     assert not any("ended long ago" in text for text in [*notes, caught.value.message])
 
 

@@ -206,6 +206,8 @@ def test_each_environment_has_its_own_counts_and_interval() -> None:
     evaluator = Evaluator(settings=settings, epoch=1, envs=envs, player=player_of(envs), evaluations={})
     assert evaluator.interval == 2
     assert [evaluator.due(step) for step in (2, 4, 6, 12)] == [[], ["a"], ["b"], ["a", "b"]]
+    assert evaluator.due(8, since=4) == ["a", "b"], "that of step 6 passed meanwhile"
+    assert evaluator.due(14, since=12) == [] and evaluator.due(100, since=4) == ["a", "b"]
 
 
 async def test_tasks_begin_at_env_servers_in_turn_and_stop_when_all_are_full() -> None:

@@ -83,6 +83,32 @@ def test_it_is_told_again_when_the_number_has_doubled_and_at_the_end() -> None:
     assert not list(counted.report(is_final=True))
 
 
+def test_a_member_that_is_played_again_and_again_is_no_whole_group() -> None:
+    counted = made(num_groups=1)
+    for _ in range(SIZE):
+        counted.note(rollout(0, 0))
+    assert counted.error() is None and not list(counted.report()), "three members have not come back yet"
+    for member in range(1, SIZE):
+        counted.note(rollout(0, member))
+    assert counted.error() is not None
+
+
+def test_a_successor_does_not_repeat_what_was_told() -> None:
+    counted = made(num_groups=1000)
+    for ordinal in range(3):
+        played(counted, ordinal)
+    assert len(list(counted.report())) == 1
+    after = successor(counted, num_groups=1000)
+    played(after, 3)
+    assert not list(after.report()), "16 of 16 are not twice the 12 that were told of"
+    for ordinal in range(4, 6):
+        played(after, ordinal)
+    assert [count.num_failed for count in after.report()] == [24]
+    resumed = successor(counted, num_groups=1000, is_reopened=True)
+    played(resumed, 3)
+    assert [count.num_failed for count in resumed.report()] == [16], "who resumed it wants to know at once"
+
+
 def test_every_environment_is_told_of_by_itself() -> None:
     counted = made(num_groups=10)
     played(counted, 0, env="math")
@@ -130,6 +156,26 @@ def test_what_the_infrastructure_caused_never_counts(status: RolloutStatus, is_i
             counted.note(rollout(ordinal, member, status, is_infrastructure=is_infrastructure))
         counted.close(ordinal, has_failed=True)
     assert counted.error() is None and counted.describe() == "" and not list(counted.report(is_final=True))
+
+
+def test_what_the_infrastructure_loses_is_told_with_its_error_until_it_works() -> None:
+    counted, told = made(), []
+    for ordinal in range(8):
+        for member in range(SIZE):
+            counted.note(
+                rollout(ordinal, member, RolloutStatus.MODEL_ERROR, is_infrastructure=True, message="HTTP 503")
+            )
+        told.append(bool(counted.outage_report()))
+    assert told == [True, True, False, True, False, False, False, True]
+    assert counted.outage.startswith("32 rollouts in a row were lost to what they run on (32 model_error); the last: ")
+    assert "HTTP 503" in counted.outage
+    counted.note(rollout(9, 0, RolloutStatus.CANCELLED))
+    assert counted.outage, "that says nothing"
+    counted.note(rollout(9, 0, OK))
+    assert not counted.outage and not counted.outage_report()
+    for member in range(SIZE):
+        counted.note(rollout(10, member, RolloutStatus.ENGINE_LOST))
+    assert counted.outage_report(), "another outage"
 
 
 @pytest.mark.parametrize("status", [RolloutStatus.WORKER_DIED, RolloutStatus.QUARANTINED, RolloutStatus.MODEL_ERROR])

@@ -117,7 +117,8 @@ async def test_a_rollout_that_nobody_here_asked_for_opens_its_play_where_it_came
 
 
 def test_what_is_read_before_the_environments_are_known_is_noted_and_can_be_resolved() -> None:
-    book = Book()
+    counted: list[tuple[int, int]] = []
+    book = Book(count=lambda rollout: counted.append((rollout.ordinal, rollout.attempt)))
     intake = Intake(book=book, evaluations={}, policies=cast("Any", None))
     for ordinal, attempt in [(2, 0), (0, 1)]:
         intake.take(make_rollout(ordinal, 0, attempt=attempt))
@@ -129,3 +130,4 @@ def test_what_is_read_before_the_environments_are_known_is_noted_and_can_be_reso
         (2, "cancelled", 1),
     ]
     assert len(archived(book)) == 2 and book.frontier == Frontier(resolved_below=3)
+    assert counted == [(2, 0), (0, 1)], "they count as all others do"

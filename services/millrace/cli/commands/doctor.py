@@ -1,24 +1,37 @@
 """`millrace doctor`."""
 
+from pathlib import Path
+
 import click
+
+from millrace.cli.defaults import DEFAULT_DIRECTORY
 
 
 @click.command()
 @click.option(
     "--server", metavar="ADDR", help="host:port of the orchestrator; else MILLRACE_SERVER, else 127.0.0.1:50051."
 )
-def doctor(server: str | None) -> int:
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_DIRECTORY,
+    show_default=True,
+    help="Directory of `millrace up`, if that is what listens there.",
+)
+def doctor(server: str | None, directory: Path) -> int:
     """Check that the API, Redis and the object store are there and fit for runs.
 
-    Redis and the object store are looked at where MILLRACE_REDIS_URL and MILLRACE_STORE_URL name them, as in the
-    containers of a deployment. Writes and removes a few small objects. Exits 0 if all is well, else 5.
+    Redis and the object store are those of MILLRACE_REDIS_URL and MILLRACE_STORE_URL, as in the containers of a
+    deployment, or those of the stack that `millrace up` has started here. Writes and removes a few small objects.
+    Exits 0 if all is well, else 5.
     """
     import asyncio
 
     from millrace.cli.address import server_address
     from millrace.cli.doctor import examine
 
-    findings = asyncio.run(examine(*server_address(server)))
+    findings = asyncio.run(examine(*server_address(server), directory=directory))
     marks = {True: "ok", False: "FAILED", None: "–"}
     for finding in findings:
         click.echo(f"{marks[finding.is_good]:<7} {finding.what:<13} {finding.text}")

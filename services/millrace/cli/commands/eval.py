@@ -25,7 +25,18 @@ Options:
   --debug         Show tracebacks."""
 
 
-@click.command(name="eval", cls=RawCommand, epilog=_HELP)
+class _EvalCommand(RawCommand):
+    """As `RawCommand`, but `eval show` has a help of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leave everything behind `show` to it."""
+        if args[:1] != ["show"]:
+            return super().parse_args(ctx, args)
+        ctx.params["arguments"] = tuple(args)
+        return []
+
+
+@click.command(name="eval", cls=_EvalCommand, epilog=_HELP)
 def evaluate(arguments: tuple[str, ...]) -> int:
     """Evaluate a model, or the policies of a run, on environments, without training.
 

@@ -18,7 +18,7 @@ _NUM_RANKS = "nproc-per-node"
 @click.command(cls=RawCommand, epilog=_HELP)
 def sft(arguments: tuple[str, ...]) -> int:
     """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
-    from millrace.cli.session.config_file import refuse_check, require_file_or_model
+    from millrace.cli.session.config_file import explained, refuse_check, require_file_or_model
     from millrace.cli.session.dry_run import print_config
     from millrace.cli.session.model_path import check_models
     from millrace.cli.session.notes import refuse_blocked, say_notes
@@ -26,7 +26,9 @@ def sft(arguments: tuple[str, ...]) -> int:
     from millrace.config.load import load
     from millrace.config.schema import SFTConfig
 
-    loaded = load(SFTConfig, arguments, reserved={**RESERVED_FLAGS, _NUM_RANKS: True})
+    example = "millrace sft @ examples/reverse_text/sft.toml"
+    with explained(arguments, command="sft", example=example):
+        loaded = load(SFTConfig, arguments, reserved={**RESERVED_FLAGS, _NUM_RANKS: True})
     num_ranks = _num_ranks(loaded.flags.get(_NUM_RANKS, "1"))
     refuse_check(loaded)
     say_notes(loaded.notes)
@@ -34,7 +36,7 @@ def sft(arguments: tuple[str, ...]) -> int:
         print_config(loaded.config)
         return 0
     refuse_blocked(loaded.notes)
-    require_file_or_model(loaded, example="millrace sft @ examples/reverse_text/sft.toml")
+    require_file_or_model(loaded, example=example)
     names = {"model.name": loaded.config.model.name}
     check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=False)
 

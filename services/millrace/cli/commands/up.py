@@ -4,11 +4,12 @@ from pathlib import Path
 
 import click
 
-from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.defaults import DEFAULT_DIRECTORY, DEFAULT_LISTEN
+from millrace.cli.errors import Interrupted
 
 
 @click.command()
-@click.option("--dir", "directory", type=click.Path(path_type=Path), default=Path("outputs/local"), show_default=True)
+@click.option("--dir", "directory", type=click.Path(path_type=Path), default=DEFAULT_DIRECTORY, show_default=True)
 @click.option("--listen", default=DEFAULT_LISTEN, show_default=True, help="host:port of the orchestrator.")
 @click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Engine's HTTP API.")
 @click.option(
@@ -64,10 +65,21 @@ def up(
         note(f"starting the stack in {directory}; process logs: {directory / 'logs'}")
         async with LocalStack(options, note=note) as stack:
             signals.on_second(stack.supervisor.hurry.set)
-            await stack.start()
-            click.echo(f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}")
-            click.echo(f"  export MILLRACE_SERVER={stack.address}")
-            click.echo("  millrace rl @ examples/reverse_text/rl.toml     millrace run list     Ctrl-C here stops it")
-            await stack.guard(asyncio.Event().wait())
+            try:
+                await stack.start()
+                click.echo(f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}")
+                click.echo(f"  export MILLRACE_SERVER={stack.address}")
+                click.echo(
+                    "  millrace rl @ examples/reverse_text/rl.toml     millrace run list     Ctrl-C here stops it"
+                )
+                await stack.guard(asyncio.Event().wait())
+            except asyncio.CancelledError:
+                note("stopping the stack; a second Ctrl-C hurries")
+                raise
 
-    interrupts.run(serve)
+    try:
+        interrupts.run(serve)
+    except Interrupted:
+        again = "" if directory == DEFAULT_DIRECTORY else f" --dir {directory}"
+        click.echo(f"stopped. Its runs lie in {directory} and go on with the next `millrace up{again}`", err=True)
+        raise

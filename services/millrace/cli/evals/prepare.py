@@ -11,16 +11,14 @@ from millrace.cli.address import check_address
 from millrace.cli.errors import CliError
 from millrace.cli.evals.endpoints import find_endpoint
 from millrace.cli.evals.policies import EvalPolicy, RunPolicies, of_directory, of_run
-from millrace.cli.session.config_file import missing_file, refuse_check
+from millrace.cli.session.config_file import explained, refuse_check
 from millrace.cli.session.model_path import check_models, is_path
-from millrace.cli.session.new_name import check_new_name
+from millrace.cli.session.new_name import check_new_name, free_name
 from millrace.cli.session.notes import say_notes
 from millrace.config.argv import COMMAND_LINE, RESERVED_FLAGS
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import load
 from millrace.config.schema import ClientConfig, EvalRunConfig
-from millrace.errors import InvalidSpecError
-from millrace.runlog import run_name
 from millrace.telemetry.settings import Settings
 
 EXAMPLE = "millrace eval @ eval.toml"
@@ -52,8 +50,9 @@ class PreparedEval:
     is_plain: bool
     is_resumed: bool = False
     """Whether what an earlier command of this name has begun goes on."""
-    is_of_policy: bool = False
-    """Whether it evaluates one of several policies, whose weights may lie elsewhere than in an earlier attempt."""
+    part_of: str = ""
+    """The name of the evaluation of several policies that this is one of; then its weights may lie elsewhere than in
+    an earlier attempt."""
     policies: tuple[EvalPolicy, ...] = ()
     """Policies to compare; empty where `model.name` is all that is evaluated."""
 
@@ -65,12 +64,8 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
     weights, of, store = (_value(arguments, f"--{name}") for name in ("weights-dir", "run", "store"))
     run = RunPolicies.open(of, store_url=store or settings.store_url, prefix=settings.prefix) if of else None
     begun = run.model_name if run is not None else weights
-    try:
+    with explained(arguments, command="eval", example=EXAMPLE):
         loaded = load(EvalRunConfig, arguments, environ, reserved=EVAL_FLAGS, base=_base(begun))
-    except InvalidSpecError as error:
-        if not arguments:
-            raise missing_file(EXAMPLE) from error
-        raise
     refuse_check(loaded)
     flags = loaded.flags
     config = _with_endpoint(loaded.config, str(flags.get("endpoints-path", "")) or None)
@@ -84,7 +79,7 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
         check_new_name(name, option="--name" if flags.get("name") else "run.name")
     policies: list[EvalPolicy] = []
     if weights or run is not None:
-        _check_sweep(config, server, has_both=bool(weights and run is not None))
+        _check_sweep(config, server and f"{server} ({origin})", has_both=bool(weights and run is not None))
         base, has_base = Path(config.model.name).expanduser(), flags.get("eval-base") is not False
         if run is not None:
             policies = of_run(run, steps=steps, has_base=has_base, base=base)
@@ -92,19 +87,14 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
             policies = of_directory(Path(weights or ""), steps=steps, has_base=has_base, base=base)
     elif not flags.get("dry-run"):
         _check_place(config, server, loaded.sources, environ)
-    if flags.get("resume") and (not name or server is not None):
-        raise CliError(
-            "--resume goes on with an evaluation of this machine, and needs its name"
-            if not name
-            else f"--resume is for a stack of this command; {server} goes on with its runs by itself",
-            hint="add --name NAME" if not name else f"follow it: millrace run logs {name} --follow",
-        )
+    if flags.get("resume"):
+        _check_resume(name, server)
     return PreparedEval(
         config=config,
         settings=settings,
         server=server,
         server_origin=origin,
-        name=name or run_name.make(f"eval-{config.env[0].name}", secrets.token_hex(2)),
+        name=name or free_name(f"eval-{config.env[0].name}", secrets.token_hex(2), root=Path(config.output_dir)),
         is_dry_run=bool(flags.get("dry-run")),
         is_plain=bool(flags.get("plain")),
         is_resumed=bool(flags.get("resume")),
@@ -173,6 +163,17 @@ def _steps(text: str | bool | None, *, is_sweep: bool) -> list[int] | None:
     return [int(word) for word in words]
 
 
+def _check_resume(name: str, server: str | None) -> None:
+    """An evaluation that goes on has a name, and began here."""
+    if not name:
+        raise CliError(
+            "--resume goes on with an evaluation of this machine, and needs its name", hint="add --name NAME"
+        )
+    if server is not None:
+        message = f"--resume is for a stack of this command; {server} goes on with its runs by itself"
+        raise CliError(message, hint=f"follow it: millrace run watch {name}")
+
+
 def _check_sweep(config: EvalRunConfig, server: str | None, *, has_both: bool) -> None:
     """Weights are served by a stack of this command only."""
     if has_both:
@@ -183,7 +184,10 @@ def _check_sweep(config: EvalRunConfig, server: str | None, *, has_both: bool) -
             hint="leave [client] out: then a stack is started for each policy; or leave --run and --weights-dir out",
         )
     if server is not None:
-        raise CliError(f"policies are served by a stack of this command, not by {server}", hint="leave --server out")
+        raise CliError(
+            f"policies are served by a stack of this command, not by {server}",
+            hint="leave --server out, and MILLRACE_SERVER: env -u MILLRACE_SERVER millrace eval …",
+        )
 
 
 def _check_place(

@@ -16,13 +16,12 @@ from millrace.cli.evals.prepare import PreparedEval
 from millrace.cli.evals.results import results
 from millrace.cli.interrupts import Interrupts
 from millrace.cli.session.follow import follow, require_success
-from millrace.cli.session.new_name import free_name
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import PlainView, is_fancy
 from millrace.client import Client
 from millrace.config.schema import ClientConfig, EvalRunConfig
 from millrace.decoding import decode_object
-from millrace.errors import MillraceError, NotFoundError
+from millrace.errors import AlreadyExistsError, MillraceError, NotFoundError
 from millrace.local.ports import free_ports
 from millrace.local.stack import SERVICES, LocalStack, StackOptions
 from millrace.v1 import event_pb2, run_pb2
@@ -57,28 +56,46 @@ async def evaluate_here(prepared: PreparedEval, interrupts: Interrupts) -> tuple
     One that is resumed and was interrupted goes on from the log that its stack has left in its directory.
     """
     begun, config = time.monotonic(), prepared.config
-    root = Path(config.output_dir)
+    directory = claim(prepared)
     if prepared.is_resumed and (data := finished(prepared)) is not None:
-        return data, root / prepared.name / RESULTS_NAME
-    run_id = prepared.name if prepared.is_resumed else free_name(prepared.name, root=root)
-    directory = root / run_id
-    progress = Progress(name=f"runs/{run_id}")
+        return data, directory / RESULTS_NAME
+    progress = Progress(name=f"runs/{prepared.name}")
     view = EvalView(progress)
     options, modules, config = eval_stack(prepared, directory, http_port=_begin(prepared, directory))
-    async with LocalStack(options, note=view.note, modules=modules) as stack:
-        interrupts.on_second(stack.supervisor.hurry.set)
-        view.note(f"starting the local stack; process logs: {directory / 'logs'}")
-        await stack.start()
-        async with Client(stack.address, access=stack.access) as client:
-            try:
-                run = await stack.guard(_evaluate(client, config, run_id, progress, view, prepared=prepared))
-            except asyncio.CancelledError:
-                name = "the name of the whole evaluation" if prepared.is_of_policy else run_id
-                view.note(f"interrupted; to go on, give the same command with --name {name} --resume")
-                raise
+    try:
+        async with LocalStack(options, note=view.note, modules=modules) as stack:
+            interrupts.on_second(stack.supervisor.hurry.set)
+            view.note(f"starting the local stack; process logs: {directory / 'logs'}")
+            await stack.start()
+            async with Client(stack.address, access=stack.access) as client:
+                run = await stack.guard(_evaluate(client, config, prepared.name, progress, view, prepared=prepared))
+    except asyncio.CancelledError:
+        if not prepared.part_of:
+            view.note(go_on(prepared))
+        raise
     require_success(progress, where=f"its rollouts' errors: {directory / 'logs' / 'env-server.log'}")
     _say_failures(view, directory / "logs" / "env-server.log")
     return _write(prepared, run, view, directory, seconds=time.monotonic() - begun)
+
+
+def claim(prepared: PreparedEval) -> Path:
+    """The directory of the results; an error if it has others, or if nothing is there that could go on."""
+    directory = Path(prepared.config.output_dir) / prepared.name
+    is_there = directory.is_dir() and any(directory.iterdir())
+    if is_there and not prepared.is_resumed:
+        raise AlreadyExistsError(
+            f"{directory} exists already",
+            reason="EVAL_EXISTS",
+            remedy="go on with it: the same command with --resume; or choose another --name",
+        )
+    if prepared.is_resumed and not prepared.part_of and not is_there:
+        raise CliError(f"there is no evaluation {prepared.name}: {directory} is not there", hint="leave --resume out")
+    return directory
+
+
+def go_on(prepared: PreparedEval) -> str:
+    """What to say to somebody who has interrupted an evaluation."""
+    return f"interrupted; to go on, give the same command with --name {prepared.name} --resume"
 
 
 def finished(prepared: PreparedEval) -> dict[str, Any] | None:
@@ -106,7 +123,7 @@ def _require_same(prepared: PreparedEval, directory: Path) -> None:
     if not path.is_file():
         return
     before, now = _read(path)["settings"], _settings(prepared.config)
-    if prepared.is_of_policy:
+    if prepared.part_of:
         before, now = {**before, "model": None}, {**now, "model": None}
     if differ := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
         raise CliError(

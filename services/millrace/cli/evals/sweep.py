@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cli import interrupts
+from millrace.cli.errors import Interrupted
 from millrace.cli.evals.policies import EvalPolicy
 from millrace.cli.evals.prepare import PreparedEval
-from millrace.cli.evals.session import RESULTS_NAME, evaluate_here, finished
+from millrace.cli.evals.session import RESULTS_NAME, claim, evaluate_here, finished, go_on
 from millrace.cli.view.plot import write_eval_plot
-from millrace.errors import AlreadyExistsError
 from millrace.runlog import run_name
 
 PLOT_NAME = "eval.png"
@@ -23,28 +23,35 @@ _WEIGHTS = "policies"
 def evaluate_policies(prepared: PreparedEval) -> tuple[dict[str, Any], Path]:
     """Evaluate every policy; return the results, which are written after each, and their path.
 
-    AlreadyExistsError if there are results of this name already and they are not to be resumed.
+    AlreadyExistsError if the name is taken, of the whole or of one policy's part, and they are not to be resumed.
     """
-    directory = Path(prepared.config.output_dir) / prepared.name
+    parts = [_part(prepared, policy) for policy in prepared.policies]
+    directory, *_ = [claim(each) for each in (prepared, *parts)]
     path = directory / RESULTS_NAME
-    if directory.exists() and not prepared.is_resumed:
-        raise AlreadyExistsError(
-            f"{directory} exists already", reason="EVAL_EXISTS", remedy="go on with --resume, or choose another --name"
-        )
     directory.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {"name": prepared.name, "policies": []}
-    for policy in prepared.policies:
-        data["policies"].append({"policy": policy.label, "step": policy.step, **_evaluate(prepared, policy, directory)})
-        path.write_text(json.dumps(data, indent=2) + "\n")
+    try:
+        for policy, part in zip(prepared.policies, parts, strict=True):
+            found = _evaluate(part, policy, directory)
+            data["policies"].append({"policy": policy.label, "step": policy.step, **found})
+            path.write_text(json.dumps(data, indent=2) + "\n")
+    except (Interrupted, KeyboardInterrupt):
+        print(go_on(prepared), file=sys.stderr)
+        raise
     write_eval_plot(data, directory / PLOT_NAME)
     return data, path
 
 
-def _evaluate(prepared: PreparedEval, policy: EvalPolicy, directory: Path) -> dict[str, Any]:
+def _part(prepared: PreparedEval, policy: EvalPolicy) -> PreparedEval:
+    """The evaluation of one of the policies."""
+    name = run_name.make(prepared.name, policy.label)
+    return replace(prepared, name=name, policies=(), part_of=prepared.name)
+
+
+def _evaluate(one: PreparedEval, policy: EvalPolicy, directory: Path) -> dict[str, Any]:
     """The results of one policy, from an earlier attempt where that has finished it."""
     place = directory / _WEIGHTS / policy.label
-    one = replace(prepared, name=run_name.make(prepared.name, policy.label), policies=(), is_of_policy=True)
-    if prepared.is_resumed and (data := finished(one)) is not None:
+    if one.is_resumed and (data := finished(one)) is not None:
         print(f"{policy.label}: evaluated before", file=sys.stderr)
         return data
     shutil.rmtree(place, ignore_errors=True)  # a download that was interrupted

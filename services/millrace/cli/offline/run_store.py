@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.cli.errors import CliError
 from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.telemetry.settings import Settings
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _UID = re.compile(r"[a-z0-9]{20,60}")
 
 _OUTPUTS = Path("outputs")
-DEFAULT_STORE = Path("outputs/local/store")
+DEFAULT_STORE = DEFAULT_DIRECTORY / "store"
 """Where `millrace up` keeps its objects, seen from the directory that it is started in."""
 
 

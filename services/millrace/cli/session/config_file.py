@@ -1,13 +1,49 @@
 """Whether a command line says what to train: without a file and without a model, the defaults would fetch one."""
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 from millrace.cli.errors import CliError
+from millrace.cli.session.part import PARTS, read_raw
 from millrace.config.check import ConfigT
 from millrace.config.load import Loaded
+from millrace.config.prime_rl.importing import WHOLE, kind_of
+from millrace.errors import InvalidSpecError
 
 
 def missing_file(example: str) -> CliError:
     """The error of a command that needs a config file; `example` is the command line that would do."""
     return CliError(f"name a config file: {example}")
+
+
+@contextlib.contextmanager
+def explained(arguments: Sequence[str], *, command: str, example: str) -> Iterator[None]:
+    """Say of a config that is wrong what was probably meant: a file at all, or the command that the file is for."""
+    try:
+        yield
+    except InvalidSpecError as error:
+        if not arguments:
+            raise missing_file(example) from error
+        if error.remedy is None:
+            error.remedy = _meant(arguments, command, example)
+        raise
+
+
+def _meant(arguments: Sequence[str], command: str, example: str) -> str | None:
+    """What to do without a file, or with one that configures something else."""
+    files = _files(arguments)
+    for name in files:
+        kind = kind_of(read_raw(name) or {}, name)
+        if kind in WHOLE and kind != command:
+            return f"{name} looks like a config of `millrace {kind}`: millrace {kind} @ {name}"
+        if kind in PARTS and command == "rl" and f"--{kind}" not in arguments:
+            return f"{name} looks like the {kind}'s part of a config: millrace rl --{kind} @ {name} …"
+    return None if files else f"name a config file: {example}"
+
+
+def _files(arguments: Sequence[str]) -> list[str]:
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    return [name for word, after in pairs if word.startswith("@") and (name := word[1:] or after)]
 
 
 def refuse_check(loaded: Loaded[ConfigT]) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 
 from millrace.cli.address import check_address
 from millrace.cli.connection import environ as with_options
-from millrace.cli.session.config_file import missing_file, require_file_or_model
+from millrace.cli.session.config_file import explained, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name, free_name
 from millrace.cli.session.notes import refuse_blocked, say_notes
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
 from millrace.config.schema import RLConfig
-from millrace.errors import InvalidSpecError
 from millrace.telemetry.settings import Settings, parse_address
 
 _OF_THE_STACK = ("inference", "log", "inference_gpu_ids", "trainer_gpu_ids")
@@ -60,14 +59,8 @@ def prepare(
     """
     settings = Settings.from_env(with_options(environ))
     example = f"{command} @ examples/reverse_text/rl.toml"
-    try:
+    with explained(arguments, command="rl", example=example):
         loaded = load(RLConfig, arguments, environ, base=_engine_of(environ))
-    except InvalidSpecError as error:
-        if not arguments:
-            raise missing_file(example) from error
-        if "@" not in arguments and error.remedy is None:
-            error.remedy = f"name a config file: {example}"
-        raise
     flags = loaded.flags
     say_notes(loaded.notes)
     if not flags.get("dry-run"):
@@ -78,15 +71,10 @@ def prepare(
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"
     if server is not None:
         _say_what_a_running_stack_keeps(loaded)
-    is_here = server is None or parse_address(server)[0] in _LOOPBACK
-    if is_here and not flags.get("dry-run"):
-        names = {"model.name": loaded.config.model.name, "trainer.model.name": loaded.config.trainer.model.name}
-        if server is None:
-            check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=True)
-        else:
-            # A server on this machine may live in a container with files of its own: what is here gets a whole path,
-            # and what is not is left to its trainer, whose answer names the directory that it looked in.
-            loaded = _with_absolute_model(loaded)
+    else:
+        _say_what_the_engine_ignores(loaded.config)
+    if not flags.get("dry-run"):
+        loaded = _with_checked_model(loaded, server)
     name = flags.get("name") or loaded.config.run.name
     if name:
         check_new_name(str(name), option="--name" if flags.get("name") else "run.name")
@@ -118,6 +106,20 @@ def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig]) -> None:
         print(
             f"note: a stack that runs keeps its own settings; without effect there: {', '.join(kept)}", file=sys.stderr
         )
+
+
+def _say_what_the_engine_ignores(config: RLConfig) -> None:
+    """Name the fields of `extra_body` that the embedded engine does not have."""
+    body = config.orchestrator.sampling.extra_body
+    if not body or config.inference.engine == "vllm" or config.inference.needs_vllm:
+        return
+    try:
+        from millrace.inference.http.schema import ChatBody
+    except ModuleNotFoundError:  # the client alone is installed: no engine is started here
+        return
+    if unknown := sorted(body.keys() - ChatBody.model_fields.keys()):
+        where = "orchestrator.sampling.extra_body"
+        print(f"note: {where}: the embedded engine has no {', '.join(unknown)}: without effect there", file=sys.stderr)
 
 
 def _engine_of(environ: Mapping[str, str]) -> Layer | None:
@@ -155,6 +157,19 @@ def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
     if name is not None:
         return name
     return free_name(config.orchestrator.env[0].id, secrets.token_hex(2), root=root)
+
+
+def _with_checked_model(loaded: Loaded[RLConfig], server: str | None) -> Loaded[RLConfig]:
+    """Refuse a model that the stack of this command would not find; a server on this machine gets its whole path."""
+    config = loaded.config
+    if server is None:
+        names = {"model.name": config.model.name, "trainer.model.name": config.trainer.model.name}
+        check_models(names, sources=loaded.sources, output_dir=config.output_dir, sft_hint=True)
+    elif parse_address(server)[0] in _LOOPBACK:
+        # It may live in a container with files of its own: what is not here is left to its trainer, whose answer
+        # names the directory that it looked in.
+        return _with_absolute_model(loaded)
+    return loaded
 
 
 def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:

@@ -59,7 +59,9 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
                     directory = root / progress.name.removeprefix("runs/")
                     stopping = time.monotonic()
             except asyncio.CancelledError:
-                view.note(f"interrupted: all processes are stopped; what there is so far lies in {directory}")
+                name = progress.name.removeprefix("runs/")
+                go_on = f"; to go on, give the same command with --name {name} --resume" if progress.uid else ""
+                view.note(f"interrupted: all processes are stopped; what there is so far lies in {directory}{go_on}")
                 raise
         phases["stop_s"] = time.monotonic() - stopping
     require_success(progress, where=f"read the process logs in {home / 'logs'}")

@@ -134,10 +134,16 @@ class Progress(RunStatus):
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the pace of the last steps; None if unknown."""
+        """Seconds to the last step at the pace of the last steps; None if unknown.
+
+        The first step includes the wait for the first batch and what is done once, and says nothing of the others.
+        """
         if not self.steps or not self.max_steps:
             return None
-        pace_s = statistics.median(point.step_s for point in self.steps[-_RECENT_STEPS:])
+        recent = self.steps[1:][-_RECENT_STEPS:]
+        if self.step < self.max_steps and not recent:
+            return None
+        pace_s = statistics.median(point.step_s for point in recent) if recent else 0.0
         return pace_s * (self.max_steps - self.step)
 
     @property

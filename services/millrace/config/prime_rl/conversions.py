@@ -76,7 +76,8 @@ def evaluated_ids(target: Target, path: Path, value: Any) -> None:
     """`eval.environment_ids`, whose neighbours may be lists with one entry each (see `finish`)."""
     target.note(path, Effect.MEANS, "is `[[orchestrator.eval.env]]` here, one for each")
     ids = [value] if isinstance(value, str) else value
-    target.put(_EVAL_ENVS, [{"id": each} for each in ids], source=path)
+    envs = [{"id": each} for each in ids] if isinstance(ids, list) else ids  # which is an error there
+    target.put(_EVAL_ENVS, envs, source=path)
 
 
 def per_environment(target: Target, path: Path, value: Any) -> None:

@@ -23,7 +23,7 @@ _DOCUMENT_KEYS = {
 }
 """Keys at the top that only one kind of document has, the surest kind first."""
 _NAMES = (("sft", "sft"), ("train", "trainer"), ("orch", "orchestrator"), ("infer", "inference"), ("eval", "eval"))
-_WHOLE = ("rl", "sft", "eval")
+WHOLE = ("rl", "sft", "eval")
 
 
 def kind_of(tree: Mapping[str, Any], name: str) -> str | None:

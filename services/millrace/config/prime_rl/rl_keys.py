@@ -68,8 +68,6 @@ def model_keys(prefix: str) -> dict[str, Meaning]:
 def checkpoint_keys(prefix: str) -> dict[str, Meaning]:
     """Keys of `[ckpt]`."""
     return {
-        f"{prefix}keep": moved(f"{prefix}keep_last"),
-        f"{prefix}resume_step": converted(conversions.resume),
         f"{prefix}save_async": nothing("checkpoints are always written as the trainer does it; there is no choice"),
         **same(nothing("checkpoints lie in the object store, with the run"), prefix, "output_dir path"),
         **same(
@@ -119,7 +117,7 @@ def process_keys(prefix: str) -> dict[str, Meaning]:
 
 _VLLM_FLAGS = (
     "api_server_count enable_lora max_loras max_cpu_loras max_lora_rank enable_prefix_caching seed "
-    "enable_expert_parallel all2all_backend enable_eplb enable_dbo data_parallel_size_local "
+    "enable_expert_parallel all2all_backend enable_eplb enable_dbo data_parallel_size data_parallel_size_local "
     "data_parallel_address data_parallel_rpc_port data_parallel_start_rank headless quantization"
 )
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from millrace.config.section import RUN_NAME_PATTERN, ConfigSection, option, table
+from millrace.config.section import RUN_NAME_PATTERN, ConfigSection, Document, option, table
 from millrace.config.tree import Facts
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
@@ -61,4 +61,27 @@ class CheckpointConfig(ConfigSection):
     keep_last: int | None = option(
         None, "Keep this many newest checkpoints; all if left out.", facts=Facts(aliases=("keep",)), ge=1
     )
-    keep_interval: int | None = option(None, "Also keep every checkpoint whose step is a multiple of this.", ge=1)
+    keep_interval: int | None = option(
+        None,
+        "With `keep_last`: also keep every checkpoint whose step is a multiple of this.",
+        facts=Facts(needs=(".keep_last", "then every checkpoint is kept")),
+        ge=1,
+    )
+
+
+class SharedKeys(Document):
+    """What a run and one service's part of it have in common: keys that fill those of the services."""
+
+    model: ModelConfig = table(ModelConfig, "The model that is trained.")
+    max_steps: int | None = option(None, "Optimizer steps; unlimited if left out.", ge=1)
+    seq_len: int | None = option(
+        None, "Longest sample in tokens; none if those of the services differ.", facts=Facts(may_differ=True), ge=2
+    )
+    async_level: int = option(
+        1, "Steps that sampling may run ahead of training.", facts=Facts(aliases=("max_async_level",)), ge=0
+    )
+    seed: int = option(0, "Seed of the task order and of the trainer; sampled tokens are not seeded.", ge=0)
+    output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
+    log: LogConfig = table(LogConfig, "Logs.")
+    ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.")
+    wandb: WandbConfig | None = option(None, "Weights & Biases; off if left out.")

@@ -8,8 +8,10 @@ over.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 
 from millrace.env_server.play_meters import APPEND_SECONDS
 from millrace.env_server.spool.appender import MAX_DELAY_S, RunAppender
@@ -27,6 +29,21 @@ _LOOK_FOR_END_S = 60.0
 # So may one whose log cannot be opened.
 _LOOK_AT_CLOSED_LOG_S = 10.0
 _LOOK_TIMEOUT_S = 60.0
+_KNOWN_S = 3600.0
+"""How long a run is remembered that nothing is heard of, and nothing kept of: longer than any play of it lasts."""
+
+
+@dataclass(slots=True)
+class _KnownRun:
+    """What this env-server was told of a run. Moments are monotonic."""
+
+    resolved_below: int = 0
+    log_instance: str = ""
+    has_ended: bool = False
+    heard_at: float = field(default_factory=time.monotonic)
+    driven_at: float = -math.inf
+    """When an orchestrator last showed that it drives the run."""
+    looked_for_end_at: float = -math.inf
 
 
 class RolloutSink:
@@ -47,11 +64,7 @@ class RolloutSink:
         self._max_delay_s = max_delay_s
         self._look_for_end_s = look_for_end_s
         self._appenders: dict[str, RunAppender] = {}
-        self._resolved_below: dict[str, int] = {}
-        self._instances: dict[str, str] = {}
-        self._heard_of: dict[str, float] = {}
-        self._ended: set[str] = set()
-        self._looked_for_end: dict[str, float] = {}
+        self._runs: dict[str, _KnownRun] = {}
         self._dropping: set[asyncio.Task[None]] = set()
         self._tidying = asyncio.create_task(self._tidy(), name="spool tidy")
         for run_uid in spool.run_uids:
@@ -69,8 +82,8 @@ class RolloutSink:
 
     async def append(self, rollout: Rollout) -> bool:
         """Keep, then append, as long as it takes; False if it was given up because nobody needs it any more."""
-        is_resolved = not rollout.eval_id and rollout.ordinal < self._resolved_below.get(rollout.run_uid, 0)
-        if is_resolved or rollout.run_uid in self._ended:
+        run = self._run(rollout.run_uid)
+        if run.has_ended or (not rollout.eval_id and rollout.ordinal < run.resolved_below):
             return False
         began = time.monotonic()
         kept = await self.spool.keep(rollout)
@@ -81,27 +94,36 @@ class RolloutSink:
 
     def note_run(self, run_uid: str, resolved_below: int, log_instance: str) -> None:
         """Take what a heartbeat says about a run that goes on; files are deleted in the background."""
-        self._heard_of[run_uid] = time.monotonic()
+        run = self._run(run_uid)
         self.note_driven(run_uid)
-        if log_instance:
-            self._instances[run_uid] = log_instance
-        self._resolved_below[run_uid] = below = max(resolved_below, self._resolved_below.get(run_uid, 0))
+        run.log_instance = log_instance or run.log_instance
+        run.resolved_below = max(resolved_below, run.resolved_below)
         appender = self._appenders.get(run_uid)
         if appender is None:
             return
         appender.note_instance(log_instance)
-        if resolved := appender.give_up(below, all_of_them=False):
+        if resolved := appender.give_up(run.resolved_below, all_of_them=False):
             self._in_background(self.spool.drop(resolved))
 
     def note_driven(self, run_uid: str) -> None:
         """An orchestrator drives the run: if it had ended (as FAILED), `run resume` has reopened it."""
-        self._ended.discard(run_uid)
+        run = self._run(run_uid)
+        run.has_ended, run.driven_at, run.heard_at = False, time.monotonic(), time.monotonic()
+
+    def look_for_end(self, run_uid: str, *, then: Callable[[str], None] = lambda run_uid: None) -> None:
+        """Ask the store, now and then, whether the run has ended; if so it is forgotten here, and `then` is called.
+
+        What an orchestrator says of an end may be old: another one may have reopened the run since, and drive it.
+        """
+        run, now = self._run(run_uid), time.monotonic()
+        run.heard_at = now
+        if not run.has_ended and now - run.looked_for_end_at >= _LOOK_AT_CLOSED_LOG_S:
+            run.looked_for_end_at = now
+            self._in_background(self._end_if_over(run_uid, then))
 
     def end_run(self, run_uid: str) -> None:
         """Forget at once what is kept of a run that has ended; its files are deleted in the background."""
-        self._heard_of[run_uid] = time.monotonic()
-        self._ended.add(run_uid)
-        self._resolved_below.pop(run_uid, None)
+        self._runs[run_uid] = _KnownRun(has_ended=True)
         appender = self._appenders.pop(run_uid, None)
         if appender is None and run_uid not in self.spool.run_uids:
             return
@@ -118,8 +140,8 @@ class RolloutSink:
         UnavailableError (RESYNC_RUNNING) after `timeout_s`; it goes on, so asking again is right.
         """
         self.note_driven(run_uid)
-        if log_instance:
-            self._instances[run_uid] = log_instance
+        run = self._run(run_uid)
+        run.log_instance = log_instance or run.log_instance
         appender = self._appenders.get(run_uid)
         if appender is None:
             return  # nothing was ever kept of it
@@ -158,10 +180,10 @@ class RolloutSink:
                 run_uid,
                 self.spool,
                 self._open_log,
-                on_closed_log=lambda: self._note_closed_log(run_uid),
+                on_closed_log=lambda: self.look_for_end(run_uid),
                 max_delay_s=self._max_delay_s,
             )
-            appender.note_instance(self._instances.get(run_uid, ""))
+            appender.note_instance(self._run(run_uid).log_instance)
         return self._appenders[run_uid]
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
@@ -169,11 +191,8 @@ class RolloutSink:
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
 
-    def _note_closed_log(self, run_uid: str) -> None:
-        now = time.monotonic()
-        if now - self._looked_for_end.get(run_uid, -_LOOK_AT_CLOSED_LOG_S) >= _LOOK_AT_CLOSED_LOG_S:
-            self._looked_for_end[run_uid] = now
-            self._in_background(self._end_if_over(run_uid))
+    def _run(self, run_uid: str) -> _KnownRun:
+        return self._runs.setdefault(run_uid, _KnownRun())
 
     async def _tidy(self) -> None:
         """Drop evaluations that were read long ago, and runs that ended while nobody told us."""
@@ -185,15 +204,21 @@ class RolloutSink:
                 kept = self.spool.of_run(run_uid)
                 old = [k for k in kept if k.is_eval and k.appended_at and now - k.appended_at > EVAL_KEPT_S]
                 await self.spool.drop(old)
-                if now - self._heard_of.get(run_uid, 0.0) > self._look_for_end_s:
+                if now - self._run(run_uid).heard_at > self._look_for_end_s:
                     await self._end_if_over(run_uid)
+            kept_of = {*self.spool.run_uids, *self._appenders}
+            old_runs = [uid for uid, run in self._runs.items() if uid not in kept_of and now - run.heard_at > _KNOWN_S]
+            for run_uid in old_runs:
+                del self._runs[run_uid]
 
-    async def _end_if_over(self, run_uid: str) -> None:
+    async def _end_if_over(self, run_uid: str, then: Callable[[str], None] = lambda run_uid: None) -> None:
+        asked_at = time.monotonic()
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
                 is_over = await self._has_ended(run_uid)
         except (MillraceError, TimeoutError) as error:
             logger.warning("cannot see whether the run ended", extra={"run": run_uid, "problem": str(error)})
             return
-        if is_over:
+        if is_over and self._run(run_uid).driven_at < asked_at:  # else it was reopened while the store was asked
             self.end_run(run_uid)
+            then(run_uid)

@@ -105,7 +105,8 @@ async def serve_orchestrator(
     settings: Settings, *, on_started: Callable[[int], None] | None = None, handle_signals: bool = True
 ) -> None:
     """Serve RunService and WorkerService until a signal; raises what ends the manager. `on_started` gets the port."""
-    process, listen = _assemble(settings), settings.require("listen")
+    listen = settings.require("listen")  # before anything is open that would have to be closed
+    process = _assemble(settings)
     started_once, stopping = asyncio.Event(), asyncio.Event()
 
     def started(port: int) -> None:

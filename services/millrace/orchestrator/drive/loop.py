@@ -96,6 +96,8 @@ class RolloutLoop:
         """Tell of rollouts that fail; RolloutsFailedError if so many do that the run cannot learn."""
         for count in self.failures.report():
             await self.events.rollouts_failed(count)
+        if outage := self.failures.outage_report():
+            await self.events.warning("ROLLOUTS_LOST", outage)
         if error := self.failures.error():
             raise error
 
@@ -200,6 +202,8 @@ class RolloutLoop:
             )
         elif have < need and self.book.open:
             reason = f"{need - have} of {need} groups for batch {step}"
+            if outage := self.failures.outage:
+                reason = f"{reason}; {outage}"
             self.wait.on(reason, waits_on="env-server", key=f"groups {step}", deadline_s=self.timeout_s)
         else:
             version = step - self.rule.async_level

@@ -76,13 +76,14 @@ class TrainRunDriver(RunDriver):
         step = self._parts.book.step // interval * interval
         if step == 0 or all((env, step) in self._done_evals for env in evals.due(step)):
             step += interval  # else a predecessor was at it: do again what the log does not have
+        since = step - 1
         while step < self._parts.max_steps:
             await self._wait_served(step, overdue_s=0.0)  # it comes when it comes: nothing is held up
             try:
-                await self._evaluate(step, evals.due(step), done=self._done_evals)
+                await self._evaluate(step, evals.due(step, since=since), done=self._done_evals)
             except InvalidStateError as error:
                 await self._events.warning(error.reason, str(error))
-            step = max(step, self._parts.book.step // interval * interval) + interval
+            since, step = step, max(step, self._parts.book.step // interval * interval) + interval
 
     async def _evaluate(
         self, step: int, envs: Sequence[str] | None = None, *, done: Collection[tuple[str, int]] = ()

@@ -151,6 +151,8 @@ class Book:
         """
         left = [r for r in rollouts if r.purpose is Purpose.TRAIN and not self.frontier.is_resolved(r.ordinal)]
         self._archive += left
+        for rollout in {(r.ordinal, r.member, r.attempt): r for r in left}.values():
+            self._count(rollout)
         newest = {rollout.ordinal: rollout for rollout in sorted(left, key=lambda rollout: rollout.attempt)}
         highest = max([*newest, *self.frontier.resolved_above], default=-1)
         for ordinal in range(self.frontier.resolved_below, highest + 1):

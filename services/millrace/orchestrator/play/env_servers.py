@@ -165,12 +165,13 @@ class EnvServers:
             self._problems.pop(worker_id, None)
             if answer.state == env_service_pb2.ENV_STATE_FAILED:
                 is_killing = answer.error_type == KILLS_WORKERS
+                named = "" if spec.name == spec.id else f" (id {spec.id!r})"
                 what = "is given up" if is_killing else "could not be loaded"
                 failure = InvalidStateError(
-                    f"environment {spec.name!r} (id {spec.id!r}) {what} on {worker_id}: "
+                    f"environment {spec.name!r}{named} {what} on {worker_id}: "
                     f"{answer.error_type}: {answer.error_message}",
                     reason=KILLS_WORKERS if is_killing else "ENV_LOAD_FAILED",
-                    remedy="mend the environment or its args in the run config, then submit again",
+                    remedy="submit again once that is mended",
                     metadata={"env": spec.name, "error_type": answer.error_type},
                 )
             if answer.state == env_service_pb2.ENV_STATE_READY:

@@ -101,9 +101,14 @@ class Evaluator:
         """Steps after which some environment may be due."""
         return math.gcd(*(env.interval for env in self.settings.envs))
 
-    def due(self, step: int) -> list[str]:
-        """The environments that are evaluated with the policy of a step between the first and the last."""
-        return [] if self._settings is None else [env.name for env in self._settings.envs if step % env.interval == 0]
+    def due(self, step: int, *, since: int | None = None) -> list[str]:
+        """The environments that are evaluated with the policy of a step between the first and the last.
+
+        `since`: also those whose steps passed behind that one, while others were evaluated.
+        """
+        envs = [] if self._settings is None else self._settings.envs
+        after = step - 1 if since is None else since
+        return [env.name for env in envs if step // env.interval > after // env.interval]
 
     @property
     def settings(self) -> EvalSettings:

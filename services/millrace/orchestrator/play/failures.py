@@ -50,6 +50,8 @@ class GroupCount:
     num_rollouts: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     """By status."""
+    members: set[int] = field(default_factory=set)
+    """Members that came back; not kept once the group is resolved."""
 
     @property
     def num_failed(self) -> int:
@@ -96,6 +98,30 @@ class Tally:
     groups: Sequence[GroupCount] = ()
 
 
+@dataclass(slots=True)
+class Losses:
+    """Rollouts that the infrastructure lost, one after the other, with none between them that came back OK."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    last_error: str = ""
+
+    def note(self, rollout: Rollout) -> None:
+        """Count a rollout; what was cancelled says nothing."""
+        if rollout.status == RolloutStatus.OK:
+            self.statuses.clear()
+        elif rollout.status != RolloutStatus.CANCELLED and not rollout.is_environment_failure:
+            self.statuses[str(rollout.status)] += 1
+            self.last_error = describe_error(rollout)[:MAX_ERROR_CHARS]
+
+    def explain(self) -> str:
+        """How many came to nothing, with what error last, and what to do."""
+        return (
+            f"{self.statuses.total()} rollouts in a row were lost to what they run on ({by_status(self.statuses)}); "
+            f"the last: {self.last_error}; they are played again until it works: see the logs of inference and "
+            "env-server"
+        )
+
+
 class Failures:
     """Counts what is taken, group by group."""
 
@@ -106,6 +132,7 @@ class Failures:
         self._closed: deque[GroupCount] = deque(maxlen=num_groups)
         self._totals: dict[str, EnvCount] = {}
         self._told: dict[str, EnvCount] = {}
+        self._losses, self._num_losses_told = Losses(), 0
         self._num_in_a_row = 0
         self._has_failed = False  # ever: most runs need no look at the last groups at every turn
         self.not_before = 0.0
@@ -113,6 +140,7 @@ class Failures:
 
     def note(self, rollout: Rollout) -> None:
         """A rollout found its place in a group."""
+        self._losses.note(rollout)
         is_ok = rollout.status == RolloutStatus.OK
         if is_ok:
             self._num_in_a_row, self.not_before = 0, 0.0
@@ -120,6 +148,7 @@ class Failures:
             return
         group = self._open.setdefault(rollout.ordinal, GroupCount(env=rollout.env))
         group.num_rollouts += 1
+        group.members.add(rollout.member)
         if is_ok:
             return
         group.failed[str(rollout.status)] += 1
@@ -140,6 +169,7 @@ class Failures:
             self._num_in_a_row += 1
             self.not_before = time.monotonic() + BACKOFF.after(self._num_in_a_row)
         if group := self._open.pop(ordinal, None):
+            group.members.clear()
             self._total(group.env).add(group)
             self._closed.append(group)
 
@@ -180,6 +210,21 @@ class Failures:
                 self._told[count.env] = count
                 yield count
 
+    @property
+    def outage(self) -> str:
+        """What the infrastructure lost since a rollout last came back OK; empty if less than a group."""
+        return self._losses.explain() if self._losses.statuses.total() >= self._group_size else ""
+
+    def outage_report(self) -> str:
+        """The outage to tell of now: at the first group that is lost, then whenever the number has doubled."""
+        count = self._losses.statuses.total()
+        if count < self._num_losses_told:
+            self._num_losses_told = 0
+        if count < max(self._group_size, 2 * self._num_losses_told):
+            return ""
+        self._num_losses_told = count
+        return self._losses.explain()
+
     def error(self) -> RolloutsFailedError | None:
         """Why the run cannot learn; None while it can, or nobody can tell yet."""
         recent = self._recent() if self._has_failed else []
@@ -217,13 +262,14 @@ class Failures:
         self._totals = dict(tally.environments)
         self._has_failed = any(count.num_failed for count in self._totals.values())
         self._closed = deque([] if is_reopened else tally.groups, maxlen=self._num_groups)
+        self._told = {} if is_reopened else {count.env: count for count in self.environments()}  # by a predecessor
 
     def _total(self, env: str) -> EnvCount:
         return self._totals.setdefault(env, EnvCount(env=env))
 
     def _recent(self) -> list[GroupCount]:
         """The last groups, of those that are resolved, or of which every member came back once."""
-        answered = [group for group in self._open.values() if group.num_rollouts >= self._group_size]
+        answered = [group for group in self._open.values() if len(group.members) >= self._group_size]
         return [*self._closed, *answered][-self._num_groups :]
 
 

@@ -20,6 +20,10 @@ _EARLIER_STEPS = 20
 _KL_FACTOR = 10.0
 # Below this no policy gradient is visibly wrong, however much it has grown: bf16 alone gives about 1e-3.
 _LEAST_KL = 0.01
+# Above it for so many steps trainer and engine sample from different distributions, whatever it was before: a learning
+# rate that is too high gets there in the first steps, when there is no trend yet.
+_MOST_KL = 0.5
+_MOST_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -86,8 +90,18 @@ class KlTrend:
         """The mismatch that was told of last; 0 if it has fallen since."""
 
     def add(self, step: int, mismatch_kl: float) -> str:
-        """Take a step's mean; in words how it has grown, once per growth, else empty."""
+        """Take a step's mean; in words how it has grown, once per growth, or how large it is, else empty."""
         self._steps.append((step, mismatch_kl if math.isfinite(mismatch_kl) else math.inf))
+        return self._growth() or self._excess()
+
+    def _excess(self) -> str:
+        last = list(self._steps)[-_MOST_STEPS:]
+        if self._told or len(last) < _MOST_STEPS or min(kl for _, kl in last) < _MOST_KL:
+            return ""
+        self._told = median(kl for _, kl in last)
+        return f"mismatch_kl is {self._told:.3g} ({_shown(last)})"
+
+    def _growth(self) -> str:
         if len(self._steps) < 2 * _RECENT_STEPS:
             return ""
         steps = list(self._steps)
@@ -101,5 +115,9 @@ class KlTrend:
         self._told = now
         return (
             f"mismatch_kl rose from {before:.3g} (median of the steps {earlier[0][0]} to {earlier[-1][0]}) to "
-            f"{now:.3g} (steps {recent[0][0]} to {recent[-1][0]}: {', '.join(f'{kl:.3g}' for _, kl in recent)})"
+            f"{now:.3g} ({_shown(recent)})"
         )
+
+
+def _shown(steps: Sequence[tuple[int, float]]) -> str:
+    return f"steps {steps[0][0]} to {steps[-1][0]}: {', '.join(f'{kl:.3g}' for _, kl in steps)}"

@@ -313,13 +313,13 @@ def _tokens() -> tuple[Any, Any]:
 
 
 def _stack() -> tuple[Any, Any]:
-    from millrace.cli.address import is_of_stack
+    from millrace.cli.address import stack_at
 
     path = Path(tempfile.mkdtemp(prefix="millrace-fuzz-")) / "stack.json"
 
     def decode(data: bytes) -> Any:
         path.write_bytes(data)
-        return is_of_stack("127.0.0.1:1", path)
+        return stack_at("127.0.0.1:1", path.parent)
 
     return decode, None
 

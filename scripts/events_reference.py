@@ -1,0 +1,387 @@
+"""`docs/events.md`, made from the protos, the code that reports, and the tables below; a test compares.
+
+What the code has (an event, a warning, a reason of a failed run) and no table explains is an error, as is the reverse.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SERVICES = ROOT / "services" / "millrace"
+PROTO = ROOT / "proto" / "millrace" / "v1" / "event.proto"
+
+# Where the errors arise that end a run. What another orchestrator or trainer may do better (`_HANDED_OVER`) ends none.
+_ROOMS = ("algorithms", "env_server/adapters", "env_server/teacher", "orchestrator/drive", "orchestrator/play")
+_ROOMS += ("trainer", "trainer/checkpoint", "trainer/learning", "trainer/model", "trainer/publish")
+_HANDED_OVER = ("CapacityError", "ConflictError", "FencedError", "LogGoneError", "UnavailableError", "Warning")
+_BY_VALUE = {
+    "ENV_KILLS_WORKERS",
+    "ENV_LOAD_FAILED",
+    "CHECKPOINT_MANIFEST_INVALID",
+    "HEADER_CORRUPT",
+    "LORA_TARGET_UNKNOWN",
+}
+_BY_VALUE |= {"LORA_SAVED_UNKNOWN", "TEACHER_TOKENIZER_DIFFERS", "TEACHER_VOCABULARY_DIFFERS", "TEACHER_REFUSED"}
+_CAUGHT = {"EVAL_FAILED", "TRAINER_FINISH_TIMEOUT"}  # errors that become warnings; the first only during training
+_NOT_FINITE = ("LOSS", "ENTROPY", "GRADIENT")
+
+_INTRODUCTION = """# Events
+
+<!-- Made by `python scripts/events_reference.py > docs/events.md`; a test fails where the two differ. -->
+
+What a run says of itself: `millrace run logs RUN` prints it, `millrace run watch RUN` follows it, `WatchRun` streams it
+to programs (`proto/millrace/v1/event.proto`). Each has a cursor, a time, a writer, and that writer's number of it.
+Reasons in capitals are stable for programs. [`troubleshooting.md`](troubleshooting.md) goes by symptom.
+"""
+
+Texts = Mapping[str, tuple[str, str]]
+"""What it is about: its cause, and what to do."""
+
+NOTHING = "nothing"
+
+EVENTS: Texts = {
+    "state_changed": (
+        "queued → starting → running → stopping → succeeded; or paused, cancelled, failed",
+        "for FAILED see the reasons below; `millrace run why RUN` for one that stays queued or starting",
+    ),
+    "step_completed": ("the trainer finished a step; `metrics` has its figures", NOTHING),
+    "eval_completed": (
+        "an evaluation is due (`orchestrator.eval.interval`), or the run begins or ends",
+        "with `num_failed` above 0 look at them: `millrace eval show RUN --status env_error`",
+    ),
+    "policy_published": ("the trainer made a version durable, in full or as a delta", NOTHING),
+    "checkpoint_saved": ("`ckpt.interval`, or the run ends or is paused", NOTHING),
+    "warning": ("something needs a person; the run goes on", "see the reasons below"),
+    "wait_reported": (
+        "no step for 20 s, then 60, 300, 900 s; or one wait is older than its deadline",
+        "the wait names who is waited on; `millrace run why RUN` prints the whole chain",
+    ),
+    "score_completed": (
+        "the run ends: the trainer scored the final evaluation with the last policy",
+        "`mismatch_kl` far from 0 (1e-12 in float32, 1e-3 in bf16): engine and trainer compute differently",
+    ),
+    "batch_committed": (
+        "a batch is durable; `dropped` counts what was not trained on, by reason (below)",
+        "see the drop reasons if they are many",
+    ),
+    "policy_served": ("a replica loaded and proved a version", NOTHING),
+    "rollouts_failed": (
+        "rollouts of an environment failed: the first group that did, then each doubling",
+        "the message has the first error, its frames and the remedy; `millrace env check ID` plays one task",
+    ),
+}
+
+WARNINGS: Texts = {
+    "ALL_TRUNCATED": (
+        "every rollout of a batch was cut at its token limit",
+        "raise `orchestrator.sampling.max_tokens` and `seq_len`, or use the model's own chat template",
+    ),
+    "CHECKPOINT_DAMAGED": (
+        "a checkpoint's bytes are not those that were written; an older one is used",
+        "`millrace run repair RUN --from URL` restores it from a replica of the bucket; look at the store",
+    ),
+    "ENTROPY_NOT_FINITE": (
+        "the entropy of a token is not finite; the step is skipped",
+        "lower `trainer.optim.lr`; look at the sample that the message names",
+    ),
+    "ENTRY_DAMAGED": (
+        "a Redis stream has an entry that nobody of this run wrote, or a damaged one",
+        "nothing is lost; find out who else writes to this Redis",
+    ),
+    "EVAL_FAILED": (
+        "no rollout of an evaluation during training finished; the run goes on",
+        "as for `rollouts_failed`; `millrace env check ID --eval` plays a held-out task",
+    ),
+    "EVAL_ON_TRAINING_TASKS": (
+        "the environment has no held-out tasks, so the evaluation plays training tasks",
+        "give it an `eval_dataset`, or an `[[orchestrator.eval.env]]` with other args",
+    ),
+    "GRADIENT_NOT_FINITE": (
+        "the norm of the gradient is not finite; the step is skipped",
+        "lower `trainer.optim.lr` or `trainer.optim.max_norm`",
+    ),
+    "ROLLOUTS_LOST": (
+        "an engine answers 5xx or ends, or a worker is lost from outside; no rollout of a group's worth came back OK",
+        "look at the log of the process that the message names; the run goes on by itself once it works",
+    ),
+    "GROUPS_STALE": (
+        "inference is slower than the trainer: groups are older than `orchestrator.max_off_policy_steps`",
+        "add replicas, or raise it",
+    ),
+    "KL_EXPLODING": (
+        "engine and trainer disagree ten times more than before on the tokens of a batch, or by more than 0.5 nats",
+        "lower `trainer.optim.lr` or `async_level`, or raise `trainer.loss.kl_tau`",
+    ),
+    "LOSS_NOT_FINITE": (
+        "the loss of a token is not finite; the step is skipped",
+        "lower `trainer.optim.lr`; look at the sample that the message names: its advantage, its log-probs",
+    ),
+    "NEW_LINEAGE": (
+        "after a resume, published versions could not be computed again bit for bit",
+        'nothing; `trainer.determinism = "strict"` avoids it',
+    ),
+    "ORCHESTRATOR_BACK": ("the orchestrator answers the trainer again", NOTHING),
+    "ORCHESTRATOR_REPLACED": (
+        "another orchestrator took the run over: the one before was stopped, frozen or gone",
+        "look at its log if nobody stopped it",
+    ),
+    "ORCHESTRATOR_SILENT": (
+        "the orchestrator does not answer the trainer, which goes on with what is committed",
+        "look at its process and at the network between the two",
+    ),
+    "ORCHESTRATOR_STOOD_STILL": (
+        "the orchestrator's process was frozen, or its machine overloaded",
+        "give it a processor of its own",
+    ),
+    "POLICY_PUBLISHED_ANEW": (
+        "an object of a published version was damaged or gone; the trainer wrote it again",
+        "look at the object store: who deletes or changes objects?",
+    ),
+    "POLICY_UPDATE_FAILED": (
+        "a replica could not load or prove a version; it is tried again",
+        "the message has the replica's error; see its log",
+    ),
+    "REDIS_RESTARTED": (
+        "Redis restarted; what it lost of the log is appended again",
+        "nothing, if somebody restarted it",
+    ),
+    "REDIS_SILENT": ("Redis did not answer for a while", "look at its machine, its memory and its disk"),
+    "SCORE_OTHER_VERSION": (
+        "some tokens of the final evaluation are of another version and were not scored",
+        "nothing; `mismatch_kl` is of the others",
+    ),
+    "TRAINER_FINISH_TIMEOUT": (
+        "the run is over, and the trainer did not say that it has written everything",
+        "look at the trainer's log",
+    ),
+    "WORKER_BACK": ("a silent worker answers again", NOTHING),
+    "WORKER_LOST": (
+        "a worker's lease ran out; what it held goes to others",
+        "look at its machine; start another one",
+    ),
+    "WORKER_REPLACED": ("a worker ended and another took its place", "see the log of the one that ended"),
+    "WORKER_SILENT": ("a worker does not answer", "it is frozen, overloaded or cut off: look at its machine"),
+    "ZERO_ADVANTAGE": (
+        "in every group of a batch all rewards are equal, so nothing is learned",
+        "look at the rewards (`millrace run samples RUN`); raise `rollouts_per_example` or the temperature",
+    ),
+}
+
+FAILURES: Texts = {
+    "CHECKPOINTS_DAMAGED": (
+        "no whole checkpoint reaches to where the log begins",
+        "restore one from a replica of the bucket (`millrace run repair RUN --from URL --apply`), then resume",
+    ),
+    "CHECKPOINT_BASE_DIFFERS": (
+        "the trainer has another base model than the run began with",
+        "give it that model, under `trainer.model.name`",
+    ),
+    "CHECKPOINT_CONDITIONS_DIFFER": (
+        "with strict determinism: another number of ranks, device or library than at the checkpoint",
+        'resume under the same conditions, or fork with `trainer.determinism = "best_effort"`',
+    ),
+    "CHECKPOINT_INDEX_INVALID": ("the index of a checkpoint's tensors cannot be read", "as for CHECKPOINTS_DAMAGED"),
+    "CHECKPOINT_MANIFEST_INVALID": ("a checkpoint's manifest cannot be read", "as for CHECKPOINTS_DAMAGED"),
+    "CHECKPOINT_MISMATCH": (
+        "the checkpoint's tensors are not those of the model",
+        "use the model and the LoRA settings that the run began with",
+    ),
+    "CHECKPOINT_MISSING": (
+        "a fork has lost the checkpoint that it begins with",
+        "restore it from a replica of the bucket, or fork again",
+    ),
+    "ENV_ARGS_INVALID": ("`args` of an environment are no JSON object", "mend `orchestrator.env.args`"),
+    "ENV_KILLS_WORKERS": (
+        "the environment ends its worker process again and again (memory, a crash, an exit)",
+        "see the env-server's log; mend the environment, or raise the limits of its workers",
+    ),
+    "ENV_LOAD_FAILED": (
+        "`load_environment` raised on every env-server",
+        "the message has the error; `millrace env check ID --args …` shows it without a run",
+    ),
+    "ENV_LOAD_TIMEOUT": (
+        "no env-server was there, or none loaded the environment in time",
+        "start an env-server, or look at its log (downloads of data sets are the usual cause)",
+    ),
+    "ENV_NOT_AN_ENVIRONMENT": (
+        "the module has no `load_environment` that returns one",
+        "see `docs/guides/first_environment.md`",
+    ),
+    "ENV_NOT_FOUND": ("no such module on the env-servers", "install the environment's package there"),
+    "EVAL_FAILED": (
+        "no rollout of the first or the last evaluation finished",
+        "as for `rollouts_failed`",
+    ),
+    "GANG_MESSAGE_INVALID": ("the ranks of one trainer run different releases", "install the same one on every rank"),
+    "HEADER_CORRUPT": ("the log's last header cannot be read", "`millrace run repair RUN`"),
+    "LORA_SAVED_TIED": ("`modules_to_save` names one end of a tied weight", "leave it out"),
+    "LORA_SAVED_UNKNOWN": ("`modules_to_save` fits no layer of the model", "name layers of this model"),
+    "LORA_TARGET_UNKNOWN": ("`target_modules` fits no layer of the model", "name layers of this model"),
+    "MODEL_CORRUPT": ("the model's files cannot be read", "fetch or make it again"),
+    "MODEL_NOT_FOUND": (
+        "`model.name` is neither a directory there nor a model of the Hub",
+        "mend it; private models need HF_TOKEN",
+    ),
+    "NO_ADVANTAGE": (
+        "ten batches in a row had no group with different rewards",
+        "as for ZERO_ADVANTAGE",
+    ),
+    "POLICY_ABANDONED": (
+        "the trainer was stopped before it committed a version",
+        "nothing: who trains next publishes it",
+    ),
+    "POLICY_BASE_DIFFERS": (
+        "the trainer's base model is not the one that was published",
+        "as for CHECKPOINT_BASE_DIFFERS",
+    ),
+    "POLICY_LOST": (
+        "a published version is damaged, and these weights cannot make it again",
+        "`millrace run repair RUN --from URL --apply`, then `millrace run resume RUN`",
+    ),
+    "ROLLOUTS_FAILED": (
+        "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",
+        "mend the first error, which the message has, then submit again or `millrace run resume RUN`",
+    ),
+    "SCORES_MISSING": (
+        "rollouts came without the teacher's log-probs",
+        "see `orchestrator.algo.teacher` and the env-server's log",
+    ),
+    "SHARD_LAYOUT_UNKNOWN": (
+        "the model's tensors are sharded in a way that cannot be published",
+        "report it, with the model's name",
+    ),
+    "TASK_SET_DIFFERS": (
+        "two env-servers have different tasks for one environment",
+        "install the same version on all; make the data set depend on nothing but its args",
+    ),
+    "TEACHER_KEY_MISSING": ("the variable `api_key_var` is not set in the env-server", "set it there"),
+    "TEACHER_REFUSED": ("the teacher's endpoint refused the request", "the message has its answer"),
+    "TEACHER_TOKENIZER_DIFFERS": ("teacher and policy have different tokenizers", "use a teacher of the same family"),
+    "TEACHER_VOCABULARY_DIFFERS": (
+        "teacher and policy have different vocabularies",
+        "use a teacher of the same family",
+    ),
+    "TENSOR_DTYPE_UNKNOWN": (
+        "a checkpoint has a number format that this release does not know",
+        "use the release that wrote it",
+    ),
+    "TOO_MANY_SKIPPED_STEPS": (
+        "`trainer.max_skipped_steps` steps in a row had no finite loss, entropy or gradient",
+        "fork before the first of them with a lower `trainer.optim.lr`",
+    ),
+}
+
+DROPPED: Texts = {
+    "zero_advantage": ("all rewards of the group are equal", "see ZERO_ADVANTAGE if they are most"),
+    "stale": ("older than `orchestrator.max_off_policy_steps` versions", "see GROUPS_STALE"),
+    "surplus": ("more groups were whole than the batch takes (`oversampling_factor`)", NOTHING),
+    "error": ("its rollouts failed in two attempts", "see `rollouts_failed`"),
+    "prompt_too_long": ("`seq_len` has no room for the prompt", "raise `seq_len`, or shorten the prompts"),
+    "quarantined": ("the task ended the worker that played it alone", "see the env-server's log"),
+    "run_ended": ("still played when the last batch was cut", NOTHING),
+    "cancelled": ("still played when the run was cancelled", NOTHING),
+    "run_failed": ("still played when the run failed", NOTHING),
+}
+
+
+def render() -> str:
+    """The whole page."""
+    bodies, fields = _proto()
+    _require_all("events of event.proto", set(bodies), EVENTS)
+    _require_all("warnings in the code", _warnings() | _CAUGHT, WARNINGS)
+    _require_all("reasons of failed runs in the code", _failures() - {"TRAINER_FINISH_TIMEOUT"} | _by_value(), FAILURES)
+    _require_all("drop reasons in the code", _drops(), DROPPED)
+    text = _INTRODUCTION + "\n## Kinds\n\n| Event | Says | Fields | Cause | What to do |\n|---|---|---|---|---|\n"
+    for name, (message, says) in bodies.items():
+        cause, remedy = EVENTS[name]
+        text += f"| `{name}` | {says} | {', '.join(f'`{each}`' for each in fields[message])} | {cause} | {remedy} |\n"
+    text += _table("Warnings", "The run goes on.", WARNINGS)
+    text += _table(
+        "Why a run failed",
+        "`state_changed` to FAILED has one of these as `error.reason`, or one of the store's or "
+        "Redis' own, whose message has the remedy. `millrace run resume RUN` goes on once the cause is removed.",
+        FAILURES,
+    )
+    return text + _table("Why groups were dropped", "Keys of `batch_committed.dropped`.", DROPPED)
+
+
+def _table(title: str, about: str, texts: Texts) -> str:
+    rows = "".join(f"| `{name}` | {cause} | {remedy} |\n" for name, (cause, remedy) in sorted(texts.items()))
+    return f"\n## {title}\n\n{about}\n\n| Reason | Cause | What to do |\n|---|---|---|\n{rows}"
+
+
+def _require_all(what: str, there: Collection[str], texts: Texts) -> None:
+    """Exit with the names that are there and not explained, or explained and not there."""
+    if missing := sorted(set(there) - set(texts)):
+        sys.exit(f"{what} without cause and remedy in scripts/events_reference.py: {', '.join(missing)}")
+    if gone := sorted(set(texts) - set(there)):
+        sys.exit(f"explained in scripts/events_reference.py, but not among the {what}: {', '.join(gone)}")
+
+
+def _proto() -> tuple[dict[str, tuple[str, str]], dict[str, list[str]]]:
+    """Events with their message and comment, and the fields of each message."""
+    text = PROTO.read_text()
+    oneof = text.partition("oneof body {")[2].partition("}")[0]
+    bodies = {
+        name: (message, says.strip(". ")) for says, message, name in re.findall(r"// (.+)\n\s+(\w+) (\w+) = ", oneof)
+    }
+    messages = re.findall(r"^message (\w+) \{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    return bodies, {name: re.findall(r"^  [\w.<>, ]+ (\w+) = \d+;", body, re.MULTILINE) for name, body in messages}
+
+
+def _calls(room: Path, *, is_deep: bool) -> Iterator[tuple[str, ast.Call]]:
+    """Every call in the modules of a package, with the name of what is called."""
+    for path in sorted(room.rglob("*.py") if is_deep else room.glob("*.py")):
+        if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                yield node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", ""), node
+
+
+def _warnings() -> set[str]:
+    """Reasons of the warnings that orchestrator and trainer report."""
+    found: set[str] = set()
+    for name, call in (each for room in ("orchestrator", "trainer") for each in _calls(SERVICES / room, is_deep=True)):
+        if name in ("warning", "_warn") and len(call.args) > 1 and isinstance(first := call.args[0], ast.Constant):
+            found |= {first.value} if isinstance(first.value, str) and first.value.isupper() else set()
+        if name == "Warning":
+            found |= set(_reasons(call))
+    silent = (SERVICES / "trainer" / "silence.py").read_text()
+    return found | set(re.findall(r'"(ORCHESTRATOR_\w+)"', silent)) | {f"{what}_NOT_FINITE" for what in _NOT_FINITE}
+
+
+def _failures() -> set[str]:
+    """Reasons of the errors that can end a run."""
+    calls = (each for room in _ROOMS for each in _calls(SERVICES / room, is_deep=False))
+    return {reason for name, call in calls if name not in _HANDED_OVER for reason in _reasons(call)}
+
+
+def _by_value() -> set[str]:
+    """Those of `_BY_VALUE` that the code still has."""
+    code = "".join(path.read_text() for room in _ROOMS for path in (SERVICES / room).glob("*.py"))
+    return {reason for reason in _BY_VALUE if f'"{reason}"' in code}
+
+
+def _drops() -> set[str]:
+    """Why groups are dropped: what the drive says, and what a play resolves itself to."""
+    rooms = (SERVICES / "orchestrator" / "drive", SERVICES / "orchestrator" / "play")
+    said = {
+        reason.lower() for name, call in _calls(rooms[0], is_deep=False) for reason in _reasons(call, is_upper=False)
+    }
+    code = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
+    return said | {reason for reason in DROPPED if re.search(rf'"{reason}"|RolloutStatus\.{reason.upper()}\b', code)}
+
+
+def _reasons(call: ast.Call, *, is_upper: bool = True) -> Iterator[str]:
+    for keyword in call.keywords:
+        value = keyword.value
+        if keyword.arg == "reason" and isinstance(value, ast.Constant) and str(value.value).isupper() == is_upper:
+            yield str(value.value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

@@ -1,0 +1,38 @@
+"""Pages that scripts make are as the scripts make them now; a script refuses what it has no words for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = {"docs/commands.md": "scripts/commands_reference.py", "docs/events.md": "scripts/events_reference.py"}
+
+
+def made_by(script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / script)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_a_page_is_up_to_date(page: str) -> None:
+    done = made_by(PAGES[page])
+    assert done.returncode == 0, done.stderr
+    assert (ROOT / page).read_text() == done.stdout, f"run: python {PAGES[page]} > {page}"
+
+
+@pytest.mark.parametrize("gone", ['"checkpoint_saved": (', '"GROUPS_STALE": (', '"NO_ADVANTAGE": (', '"surplus": ('])
+def test_an_event_without_cause_and_remedy_is_refused(gone: str, tmp_path: Path) -> None:
+    """The script, with one name of its tables misspelled: what is there is missed, and what is not there found."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("services", "proto"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    text = (ROOT / "scripts/events_reference.py").read_text()
+    assert gone in text
+    (tmp_path / "scripts/page.py").write_text(text.replace(gone, gone.replace('": (', '_X": (')))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "scripts/page.py")], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1 and "without cause and remedy" in done.stderr
+    assert gone.split('"')[1] in done.stderr
