@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
+from millrace.backoff import Backoff
 from millrace.client.configs import RunConfigLike, config_json
 from millrace.errors import InvalidStateError, MillraceError, UnavailableError
 from millrace.rpc.channel import call, stream
@@ -23,7 +23,7 @@ FORK_TIMEOUT_S = 1800.0  # copies a checkpoint and batches from store to store
 SILENCE_S = 45.0  # the server sends a heartbeat every 15 s, so three are missing
 GIVE_UP_S = 120.0
 WHY_QUEUED_PERIOD_S = 2.0
-_BACKOFF_S = (0.2, 5.0)
+_BACKOFF = Backoff(0.2, 5.0, spread=(0.7, 1.3))
 _PAGE_SIZE = 200
 
 OnReconnect = Callable[[UnavailableError, float], None]
@@ -179,13 +179,13 @@ class RunsClient:
         """
         cursor = after
         heard = time.monotonic()
-        attempt = 0
+        num_lost = 0
         # unregistered wait: tells its caller of every lost server (`on_reconnect`), and gives up after `give_up_s`
         while True:
             try:
                 async with contextlib.aclosing(self._watch_once(name, cursor, silence_s)) as responses:
                     async for response in responses:
-                        heard, attempt = time.monotonic(), 0
+                        heard, num_lost = time.monotonic(), 0
                         if not response.HasField("event"):
                             continue
                         cursor = response.event.cursor or cursor
@@ -201,8 +201,8 @@ class RunsClient:
             silent_s = time.monotonic() - heard
             if silent_s > give_up_s:
                 raise lost
-            delay_s = min(_BACKOFF_S[1], _BACKOFF_S[0] * 2**attempt) * random.uniform(0.7, 1.3)
-            attempt = min(attempt + 1, 10)
+            num_lost += 1
+            delay_s = _BACKOFF.after(num_lost)
             if on_reconnect is not None:
                 on_reconnect(lost, delay_s)
             await asyncio.sleep(delay_s)

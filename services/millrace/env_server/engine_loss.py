@@ -6,7 +6,7 @@ ENGINE_LOST and the orchestrator plays it again, whole, where an engine answers.
 (400, 500) is the engine's word about this request.
 """
 
-import random
+from millrace.backoff import Backoff
 
 EXTERNAL_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504, *range(520, 525)})
 """An endpoint that is not ours has no other replica that we know of: what may pass by itself is tried again there. A
@@ -25,7 +25,8 @@ MAX_ATTEMPTS = 4
 """Tries of one model call, within two seconds: longer outages are the orchestrator's, which knows other replicas."""
 ENGINE_LOST_MARK = "engine lost:"
 """Begins the message of such an error, through layers that keep only its text."""
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 5.0
+_BACKOFF = Backoff(0.25, 5.0, spread=(0.5, 1.0))
+_EXTERNAL_BACKOFF = Backoff(1.0, MAX_RETRY_AFTER_S, spread=(1.0, 1.25))
 
 
 def external_pause_s(attempt: int, retry_after: str | None) -> float:
@@ -34,11 +35,10 @@ def external_pause_s(attempt: int, retry_after: str | None) -> float:
         asked_s = float(retry_after or 0.0)
     except ValueError:  # a date: rare, and our own pauses do
         asked_s = 0.0
-    if not 0 < asked_s < float("inf"):
-        asked_s = 2.0 ** (attempt - 1)
-    return min(asked_s, MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25)
+    is_asked = 0 < asked_s < float("inf")
+    return _EXTERNAL_BACKOFF.limited(asked_s) if is_asked else _EXTERNAL_BACKOFF.after(attempt)
 
 
 def retry_pause_s(attempt: int) -> float:
     """Seconds before the try that follows the `attempt`-th, from 1; spread over a group."""
-    return min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _MAX_PAUSE_S) * random.uniform(0.5, 1.0)
+    return _BACKOFF.after(attempt)

@@ -7,9 +7,9 @@ out of memory, our own liveness) and says less about the process than a death of
 from dataclasses import dataclass
 from enum import Enum
 
-FIRST_BACKOFF_S = 0.2
-BACKOFF_FACTOR = 3.0
-LONGEST_BACKOFF_S = 10.0
+from millrace.backoff import Backoff
+
+BACKOFF = Backoff(0.2, 10.0, factor=3.0)
 SETTLED_AFTER_S = 30.0
 """A life that lasted this long after it was ready was a good one: what came before is forgotten."""
 CRASH_LOOP = 5.0
@@ -78,5 +78,5 @@ class Lives:
         if lived_s is not None and lived_s >= self._settled_after_s:
             self._short, self._weight = 0, 0.0
         self._short, self._weight = self._short + 1, self._weight + exit_kind.value
-        delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** max(0.0, self._weight - 1))
+        delay_s = BACKOFF.after(self._weight)
         return RestartDecision(is_hopeless=self._weight >= CRASH_LOOP, delay_s=delay_s, short_lives=self._short)

@@ -16,11 +16,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, NoReturn, Self, TypeVar
+from typing import IO, Any, NoReturn, Self, TypeVar
 
 from millrace.errors import UnavailableError
 from millrace.inference.launch_env import engine_python
@@ -35,6 +35,7 @@ from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.processes import parent_death
 from millrace.processes.forked import ForkServerClient
 from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
+from millrace.race import first_of
 from millrace.rpc.access import ClientAccess
 from millrace.storage.scratch import SCRATCH_VARIABLE, sweep
 from millrace.telemetry import waits
@@ -214,19 +215,13 @@ class LocalStack:
         access = self._peers()
         self._keep({**probes, **{name: probe_service(address, access) for name, address in addresses.items()}})
 
-    async def guard(self, work: Awaitable[T]) -> T:
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` while the stack lives; ProcessDiedError as soon as a process is dead for good."""
-        task = asyncio.ensure_future(work)
-        death = asyncio.create_task(self._wait_failure(), name="death of a process")
-        try:
-            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise death.result()
-        finally:
-            for unfinished in (task, death):
-                unfinished.cancel()
-            await asyncio.gather(task, death, return_exceptions=True)
+        done, death = await first_of(work, self._wait_failure())
+        if done is not None:
+            return done.result()
+        assert death is not None
+        raise death.result()
 
     def _keep(self, probes: Mapping[str, Probe]) -> None:
         """From now on processes that die are started again."""

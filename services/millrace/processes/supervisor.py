@@ -27,6 +27,7 @@ from millrace.errors import InternalError, NotFoundError
 from millrace.processes import lifeline, sessions, table
 from millrace.processes.forked import ForkedProcess, ForkServerClient, ForkServerError
 from millrace.processes.reaper_process import WatchedReaper
+from millrace.race import first_of
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -295,10 +296,8 @@ class Supervisor:
             return
         names = ", ".join(child.spec.name for child in alive)
         with waits.waiting(f"{names} to stop", waits_on=names, deadline_s=grace_s):
-            hurry = asyncio.create_task(self.hurry.wait())
             gone = asyncio.gather(*(child.exited for child in alive))
-            await asyncio.wait({hurry, gone}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-            hurry.cancel()
+            await first_of(gone, self.hurry.wait(), timeout_s=grace_s)
         for child in alive:
             if child.is_alive:
                 logger.warning("%s did not stop within %.0f s: killing it", child.spec.name, grace_s)

@@ -14,7 +14,6 @@ import contextlib
 import inspect
 import math
 import os
-import random
 import socket
 import time
 import uuid
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace import errors
+from millrace.backoff import Backoff
 from millrace.errors import MillraceError
 from millrace.internal.v1.worker_service_pb2 import (
     HeartbeatRequest,
@@ -32,6 +32,7 @@ from millrace.internal.v1.worker_service_pb2 import (
     Worker,
 )
 from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceStub
+from millrace.race import first_of
 from millrace.rpc.channel import call, open_channel
 from millrace.rpc.waits_wire import to_proto
 from millrace.telemetry import logging, waits
@@ -43,7 +44,7 @@ SILENT_S = 15.0
 """Silence of the orchestrator after which the worker's `on_silence` hears of it; three attempts to reach it."""
 MAX_WAITS = 100
 """Waits in one heartbeat, the longest first."""
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
+BACKOFF = Backoff(0.2, 5.0, spread=(0.5, 1.0))
 # The interval is the orchestrator's choice, within these bounds: a reply of 0 must not become a busy loop.
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
 # Waiting does not turn these into success: the worker ends with them and its supervisor shows them. (NotFoundError is
@@ -142,16 +143,8 @@ class WorkerAgent:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Register and send heartbeats until `stopping`; raises what the orchestrator refuses for good."""
-        life = asyncio.create_task(self._live(), name="worker agent")
-        stop = asyncio.create_task(stopping.wait(), name="worker agent stop")
-        try:
-            await asyncio.wait((life, stop), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ended_itself = life.done()
-            for task in (life, stop):
-                task.cancel()
-            await asyncio.gather(life, stop, return_exceptions=True)
-        if ended_itself:
+        life, _ = await first_of(self._live(), stopping.wait())
+        if life is not None:
             life.result()  # only an error ends it
 
     async def tell_now(self, *, timeout_s: float) -> bool:
@@ -224,7 +217,7 @@ class WorkerAgent:
         answer, failure = await self._attempt(method, make())
         if failure is None:
             return answer
-        began, backoff_s, num_failed, is_told = time.monotonic(), MIN_BACKOFF_S, 0, False
+        began, num_failed, is_told = time.monotonic(), 0, False
         silent_since = began if self._last_contact is None else self._last_contact
         fields: dict[str, Any] = {"orchestrator": self._address, "error": str(failure)}
         logger.warning("orchestrator does not answer; trying again", extra=fields)
@@ -236,8 +229,7 @@ class WorkerAgent:
                 if not is_told and num_failed > 1 and time.monotonic() - silent_since >= self._silent_s:
                     is_told = True
                     self._tell(time.monotonic() - silent_since, is_over=False, problem=failure.message)
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # spreads the workers after a restart
-                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+                await asyncio.sleep(BACKOFF.after(num_failed))
                 answer, failure = await self._attempt(method, make())
         silent_s = time.monotonic() - silent_since
         logger.info("orchestrator answers again", extra={"orchestrator": self._address, "after_s": round(silent_s, 3)})

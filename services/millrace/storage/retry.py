@@ -1,12 +1,12 @@
 """Bounded, visible retries of a store's operations (blocking)."""
 
 import logging
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from millrace.backoff import Backoff
 from millrace.errors import MillraceError, UnavailableError
 from millrace.telemetry import waits
 
@@ -18,8 +18,7 @@ ATTEMPT_S = 60.0
 """How long one attempt takes at most while nothing is wrong but the time; large objects may take longer."""
 QUIET_S = 1.0
 """Operations that are over sooner are no wait worth showing."""
-_FIRST_DELAY_S = 0.1
-_MAX_DELAY_S = 5.0
+_BACKOFF = Backoff(0.1, 5.0, spread=(0.5, 1.0))
 
 
 class TransientError(Exception):
@@ -44,7 +43,6 @@ class RetryPolicy:
         The whole time is one wait, whose reason says what failed last.
         """
         began = time.monotonic()
-        delay_s = _FIRST_DELAY_S
         number = 0
         reason = f"object store {where}: {what}"
         deadline_s = self.deadline_s + ATTEMPT_S
@@ -61,11 +59,11 @@ class RetryPolicy:
                 number += 1
                 if number == 1:
                     logger.warning("object store fails, retrying: %s at %s: %s", what, where, last)
+                delay_s = _BACKOFF.after(number)
                 if number >= self.max_attempts or time.monotonic() - began + delay_s > self.deadline_s:
                     break
                 wait.update(reason=f"{reason}, attempt {number + 1} of at most {self.max_attempts} after {last}")
-                time.sleep(delay_s * random.uniform(0.5, 1.0))
-                delay_s = min(2 * delay_s, _MAX_DELAY_S)
+                time.sleep(delay_s)
         if last.final is not None:
             raise last.final from last
         raise UnavailableError(

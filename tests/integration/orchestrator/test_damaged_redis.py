@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from millrace.backoff import Backoff
 from millrace.client.runs import RunsClient
 from millrace.errors import MillraceError
 from millrace.internal.v1 import batch_pb2, policy_pb2, rollout_pb2
@@ -55,8 +56,7 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebuild, "MAX_PROMPT", 1000)
     monkeypatch.setattr(manager, "MAX_GONE", 1000)
     monkeypatch.setattr(housekeeping, "ARCHIVE_S", 0.5)
-    monkeypatch.setattr(housekeeping, "TELL_DAMAGE_S", 0.1)
-    monkeypatch.setattr(housekeeping, "MAX_TELL_DAMAGE_S", 0.1)
+    monkeypatch.setattr(housekeeping, "TELL_DAMAGE", Backoff(0.1, 0.1))
 
 
 class Attacked:
@@ -314,7 +314,7 @@ async def _replace_meta(attacked: Attacked) -> None:
 
 async def test_damage_that_comes_again_is_rebuilt_ever_more_seldom_and_why_names_it(attacked, monkeypatch) -> None:
     monkeypatch.setattr(rebuild, "MAX_PROMPT", 3)
-    monkeypatch.setattr(rebuild, "FIRST_PAUSE_S", 14.0)
+    monkeypatch.setattr(rebuild, "BACKOFF", Backoff(14.0, 60.0))
     key = attacked.key(Stream.POLICIES)
     for _ in range(3):
         await attacked.rebuilt(attacked.redis.xadd(key, entry(JUNK), id="50-1"), "promptly")

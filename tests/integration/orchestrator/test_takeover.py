@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 
+from millrace.backoff import Backoff
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.orchestrator import manager
 from millrace.orchestrator.play import env_servers, play
@@ -180,7 +181,7 @@ async def test_an_ended_run_lets_env_servers_forget_everything(stack) -> None:
 
 
 async def test_a_lost_engine_costs_no_attempt_and_nothing_is_sent_to_it_until_it_answers(stack, monkeypatch) -> None:
-    monkeypatch.setattr(play, "BLAMELESS_PAUSE_S", (0.1, 0.5))
+    monkeypatch.setattr(play, "BLAMELESS_BACKOFF", Backoff(0.1, 0.5))
     env, replica, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
     env.go_on.clear()
     run = await create(stack)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from millrace.backoff import Backoff
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference import pauses
 from millrace.inference.engine import EngineState, PolicyIdentity
@@ -270,7 +271,7 @@ async def test_a_base_whose_adapter_is_to_come_is_not_served(
 async def test_reading_back_goes_on_after_an_error_and_says_so(
     engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(verification, "BACKOFF", Backoff(0.01, 60.0))
     client.verify_error = UnavailableError("busy", reason="ENGINE_SILENT")
     client.num_verified = 0
     await update(engine)

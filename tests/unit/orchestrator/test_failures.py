@@ -187,12 +187,12 @@ def test_an_environment_that_ends_its_own_worker_counts_and_so_does_a_refusal(st
 
 
 def test_groups_that_come_to_nothing_hold_the_next_ones_back_until_one_is_good() -> None:
-    counted, (first_s, longest_s) = made(), failures_module.PAUSE_S
+    counted, backoff = made(), failures_module.BACKOFF
     pauses = []
     for ordinal in range(8):
         played(counted, ordinal)
         pauses.append(round(counted.not_before - time.monotonic(), 2))
-    assert pauses[0] == first_s and pauses == sorted(pauses) and pauses[-1] == longest_s
+    assert pauses[0] == backoff.first_s and pauses == sorted(pauses) and pauses[-1] == backoff.longest_s
     counted.note(rollout(9, 0, OK))
     assert counted.not_before == 0.0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from millrace.cli.interrupts import Interrupts
 from millrace.config.schema import SFTConfig
 from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
+from millrace.race import first_of
 from millrace.runlog import run_name
 
 TRAINER = ("-m", "millrace.trainer.main", "sft", "--config")
@@ -53,11 +54,10 @@ async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int
 
 async def _exit_code(ranks: Sequence[Child]) -> int:
     """The exit code of the first rank, at once when all ended well or one did not."""
-    running = {child.exited for child in ranks}
-    while running:
+    while running := [child.exited for child in ranks if not child.exited.done()]:
         # unregistered wait: the command waits for as long as the training takes, and shows its progress
-        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        failed = next((child for child in ranks if child.exited in done and child.exited.result() != 0), None)
+        await first_of(*running)
+        failed = next((child for child in ranks if child.exited.done() and child.exited.result() != 0), None)
         if failed is not None and failed is ranks[0]:
             return failed.exited.result()
         if failed is not None:

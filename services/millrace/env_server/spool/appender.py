@@ -12,9 +12,9 @@ may have lost its tail), it first reads which entries that copy holds and makes 
 import asyncio
 import itertools
 import logging
-import random
 from collections.abc import Awaitable, Callable
 
+from millrace.backoff import Backoff
 from millrace.env_server.spool.files import Kept, Spool
 from millrace.errors import LogGoneError
 from millrace.runlog.names import Stream
@@ -49,7 +49,7 @@ class RunAppender:
         self._spool = spool
         self._open_log = open_log
         self._on_closed_log = on_closed_log
-        self._max_delay_s = max_delay_s
+        self._backoff = Backoff(_FIRST_DELAY_S, max_delay_s, spread=(0.5, 1.0))
         self._log: RunLog | None = None
         self._is_gone = False
         """The log must be opened anew, and compared with."""
@@ -130,7 +130,7 @@ class RunAppender:
         return self._must_compare or (bool(self._asked) and self._asked not in self._compared)
 
     async def _run(self) -> None:
-        delay_s = _FIRST_DELAY_S
+        num_failed = 0
         wait = waits.LastingWait()
         with waits.of_run(self._uid):
             try:
@@ -142,15 +142,15 @@ class RunAppender:
                     self._problem = await self._round()
                     self._notify()
                     if not self._problem:
-                        delay_s = _FIRST_DELAY_S
+                        num_failed = 0
                         wait.over()
                         continue
                     logger.warning("rollouts kept, append failed", extra={"run": self._uid, "problem": self._problem})
                     wait.on(self._describe_pending(), waits_on="redis", key="append")
                     if self._log is None or self._is_gone:
                         self._on_closed_log()
-                    await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-                    delay_s = min(2 * delay_s, self._max_delay_s)
+                    num_failed += 1
+                    await asyncio.sleep(self._backoff.after(num_failed))
             finally:
                 wait.over()
 

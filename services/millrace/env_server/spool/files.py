@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 
+from millrace.backoff import Backoff
 from millrace.errors import CapacityError, InvalidStateError
 from millrace.rollouts.types import Purpose, Rollout
 from millrace.rollouts.wire import encode_rollout
@@ -44,7 +45,7 @@ _LOCK = ".lock"
 _DROPPED = ".dropped-"
 _SLOW_DISK_S = 10.0  # a write above this is overdue in `run why`; the kernel ends it
 _QUIET_DISK_S = 2.0  # a queue of writes that lasts no longer is ordinary
-_FIRST_RETRY_S, _MAX_RETRY_S = 0.5, 5.0
+_RETRIES = Backoff(0.5, 5.0)
 
 T = TypeVar("T")
 
@@ -257,13 +258,13 @@ class Spool:
 
     async def _rewrite(self) -> None:
         """Try again until the disk takes what is in memory; meanwhile `require_room` lets nothing new in."""
-        delay_s = _FIRST_RETRY_S
+        num_failed = 1
         with waits.waiting("the disk of the spool", waits_on="disk") as wait:
             while self._unwritten:
                 count, problem = len(self._unwritten), self._disk_problem
                 wait.update(reason=f"room for {count} finished rollouts in {self.directory}: {problem}")
-                await asyncio.sleep(delay_s)
-                delay_s = _FIRST_RETRY_S if await self._write_again() else min(2 * delay_s, _MAX_RETRY_S)
+                await asyncio.sleep(_RETRIES.after(num_failed))
+                num_failed = 1 if await self._write_again() else num_failed + 1
 
     async def _write_again(self) -> bool:
         """Write what is in memory until the disk refuses; whether it took everything."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from millrace.backoff import Backoff
 from millrace.config.sections.algo import AlgoConfig, TeacherConfig
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.env_server.requests import PlayRequest
@@ -41,7 +42,7 @@ REVERSE_KL = "teacher_reverse_kl"
 """Metric of scored rollouts: mean over sampled tokens of the policy's minus the teacher's log-prob."""
 # PlayGroup answers before its caller stops to listen (5 s); what takes longer goes on and is asked for again.
 _ANSWER_S = 2.0
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 15.0
+_BACKOFF = Backoff(0.5, 15.0)
 _NOBODY_ASKS_S = 120.0
 """A teacher that does not answer is asked no longer once nobody wants to play."""
 _SCORE_S = 20.0
@@ -156,7 +157,7 @@ class Teachers:
         if run.client is None:
             run.client = TeacherClient(teacher, api_key=os.environ[variable] if variable else "")
         tokenizer_dir = await self._tokenizers.directory(request.tokenizer_manifest_key)
-        pause_s = _FIRST_PAUSE_S
+        num_failed = 0
         with waits.waiting(f"{run.client.describe()} to answer", waits_on=teacher.base_url[0]) as wait:
             while True:
                 try:
@@ -172,8 +173,8 @@ class Teachers:
                 logger.warning("the teacher does not answer", extra={"problem": run.problem})
                 if time.monotonic() - run.asked_at > _NOBODY_ASKS_S:
                     raise UnavailableError(f"the run's teacher did not answer: {run.problem}", reason="TEACHER_LOST")
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+                num_failed += 1
+                await asyncio.sleep(_BACKOFF.after(num_failed))
 
     def _read_scoring(self, run_uid: str) -> _Scoring | None:
         """What `run.json` says (blocking); None if the run has no teacher."""

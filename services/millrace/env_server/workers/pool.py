@@ -29,6 +29,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from millrace.backoff import Backoff
 from millrace.env_server import play_meters
 from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
 from millrace.env_server.isolation.deaths import DeathCause, EnvLoadError, WorkerDiedError
@@ -47,8 +48,7 @@ logger = logging.getLogger(__name__)
 _MAX_PLAYS_V1 = 128
 _MAX_PLAYS_V0 = 1024
 _MAX_SHARED_DEATHS = 2
-_FIRST_RESTART_S = 0.2
-_MAX_RESTART_S = 30.0
+_RESTARTS = Backoff(0.2, 30.0)
 # A worker that lived this long did not die of being started.
 _STABLE_S = 60.0
 # Ends of workers that were asked to end, per rollout, that count for nothing.
@@ -327,7 +327,7 @@ class EnvPool:
 
     async def _supervise(self, slot: int) -> None:
         """Keep one shared worker alive until the pool is closed or the environment cannot be loaded."""
-        pause_s = _FIRST_RESTART_S
+        num_short_lives = 1
         while not self._is_over:
             began = time.monotonic()
             try:
@@ -350,9 +350,9 @@ class EnvPool:
             if self.is_leaving:
                 break
             play_meters.worker_died(self.env.label)
-            pause_s = _FIRST_RESTART_S if time.monotonic() - began > _STABLE_S else min(pause_s * 2, _MAX_RESTART_S)
+            num_short_lives = 1 if time.monotonic() - began > _STABLE_S else num_short_lives + 1
             with waits.waiting(f"another start of a worker of {self.env.id} ({self.num_deaths} died)"):
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(_RESTARTS.after(num_short_lives))
         await self._notify()
 
     async def _fail(self, error: EnvLoadError) -> None:

@@ -55,6 +55,7 @@ from millrace.inference.http.schema import (
     TokenizeBody,
 )
 from millrace.inference.model_files import ModelSlot, ServedModel
+from millrace.race import first_of
 from millrace.rpc.http_server import HttpBounds, HttpServer
 from millrace.telemetry.metrics import make_registry
 
@@ -408,14 +409,8 @@ def _safely(handler: Handler) -> Handler:
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """What `work` gives; it is cancelled when the client hangs up."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(request.receive())  # behind the whole body only a disconnect comes
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=_CLIENT_GONE)
-    finally:
-        working.cancel()
-        gone.cancel()
+    answered, _ = await first_of(work, request.receive())  # behind the whole body only a disconnect comes
+    return Response(status_code=_CLIENT_GONE) if answered is None else answered.result()
 
 
 async def _routing_error(_: Request, error: Exception) -> Response:

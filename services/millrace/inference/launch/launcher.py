@@ -35,6 +35,7 @@ from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID
 from millrace.inference.vllm.lora import lora_argv
 from millrace.inference.vllm.workers.node_copy import DIRECTORY_VARIABLE
 from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.race import first_of
 from millrace.rpc.worker import new_worker_id
 from millrace.storage.base import ObjectStore
 from millrace.storage.opening import open_store
@@ -101,52 +102,44 @@ class Launcher:
         vllm = await VllmProcess.start(environ)
         logger.info("started vLLM", extra={"pid": vllm.pid})
         work = asyncio.create_task(job(vllm), name="life of vLLM")
-        stop = asyncio.create_task(self._stopping.wait())
         try:
-            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if stop.done() and not work.done():
+            ended, _ = await first_of(work, self._stopping.wait())
+            if ended is None:
                 await self._let_drain(vllm)
             else:
-                work.result()
+                ended.result()
         finally:
-            for task in (work, stop):
-                task.cancel()
+            work.cancel()
             await vllm.end()
-            await asyncio.gather(work, stop, return_exceptions=True)
+            await asyncio.gather(work, return_exceptions=True)
 
     async def _follow(self, vllm: VllmProcess) -> None:
         """On a node that does not serve: workers for the head, for as long as it lives."""
         await vllm.check(self._own.vllm_flags)
         vllm.send({"argv": [f"--model={self._own.vllm_model}", *self._own_argv()], "is_headless": True})
-        head = asyncio.create_task(self._node.until_head_ends(), name="head of the replica")
-        try:
-            await asyncio.wait({head, vllm.exited}, return_when=asyncio.FIRST_COMPLETED)
-            if head.done():
-                head.result()
-            raise await vllm.death()
-        finally:
-            head.cancel()
+        head, _ = await first_of(self._node.until_head_ends(), vllm.exited)
+        if head is not None:
+            head.result()
+        raise await vllm.death()
 
     async def _work(self, vllm: VllmProcess) -> None:
         front = Front()
         http_url = http_address(*parse_address(self._settings.require("http_listen")))
         serving = asyncio.create_task(front.run(self._settings, self._worker_id, http_url), name="front of vLLM")
-        starting = asyncio.create_task(self._bring_up(vllm, front), name="start of vLLM")
         try:
-            await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done() and not starting.done():
+            started, _ = await first_of(self._start_engine(vllm, front), serving)
+            if started is None:
                 serving.result()  # the address is taken, or the orchestrator refuses the replica
                 raise UnavailableError("the replica's gRPC server ended by itself", reason="SERVER_ENDED")
-            starting.result()
+            started.result()
         finally:
             if not serving.done():
                 await front.close()
-            starting.cancel()
-            await asyncio.gather(starting, serving, return_exceptions=True)
+            await asyncio.gather(serving, return_exceptions=True)
         vllm.send({"event": "yours"})
         await self._watch(vllm)
 
-    async def _bring_up(self, vllm: VllmProcess, front: Front) -> None:
+    async def _start_engine(self, vllm: VllmProcess, front: Front) -> None:
         """From the flags to a server that wants the replica's address."""
         await vllm.check(self._own.vllm_flags)
         front.say(pb.POLICY_STATE_EMPTY)
@@ -156,12 +149,13 @@ class Launcher:
         front.say(pb.POLICY_STATE_APPLYING)
         bound_s = self._own.vllm_start_s
         saying = asyncio.create_task(_say_progress(vllm, bound_s), name="progress of vLLM")
-        alone = asyncio.create_task(self._until_it_serves_alone(), name="vLLM without its plugin")
-        heard = asyncio.create_task(vllm.hear(deadline_s=bound_s, purpose="load the model"))
         try:
             with waits.waiting("vLLM to load the model", waits_on="inference", deadline_s=bound_s):
-                await asyncio.wait({heard, alone}, return_when=asyncio.FIRST_COMPLETED)
-            if not heard.done():
+                heard, alone = await first_of(
+                    vllm.hear(deadline_s=bound_s, purpose="load the model"), self._until_it_serves_alone()
+                )
+            if heard is None:
+                assert alone is not None
                 alone.result()
                 raise InternalError(
                     "vLLM serves without Millrace's plugin; its output says why the plugin did not start",
@@ -170,8 +164,7 @@ class Launcher:
                 )
             heard.result()
         finally:
-            for task in (saying, alone, heard):
-                task.cancel()
+            saying.cancel()
         logger.info("vLLM is up", extra={"pid": vllm.pid, "load_s": round(time.monotonic() - began, 2)})
 
     async def _until_it_serves_alone(self) -> None:
@@ -201,10 +194,8 @@ class Launcher:
             raise InvalidSpecError([missing], reason="SETTINGS_INVALID", remedy="set it, or MILLRACE_MODEL")
         while self._model is None:
             with waits.waiting("the first policy of a run", waits_on="orchestrator"):
-                wanted = asyncio.create_task(front.wanted())
-                await asyncio.wait({wanted, vllm.exited}, return_when=asyncio.FIRST_COMPLETED)
-                if not wanted.done():
-                    wanted.cancel()
+                wanted, _ = await first_of(front.wanted(), vllm.exited)
+                if wanted is None:
                     raise await vllm.death()
             front.say(pb.POLICY_STATE_FETCHING)
             try:
@@ -225,23 +216,17 @@ class Launcher:
 
     async def _watch(self, vllm: VllmProcess) -> None:
         """Return when a new vLLM is to be started; raises when this one dies."""
-        message = asyncio.create_task(vllm.messages.get())
-        try:
-            await asyncio.wait({message, vllm.exited}, return_when=asyncio.FIRST_COMPLETED)
-            if not message.done():
-                raise await vllm.death()
-            logger.warning("vLLM is started again", extra={"reason": message.result().get("reason", "")})
-        finally:
-            message.cancel()
+        message, _ = await first_of(vllm.messages.get(), vllm.exited)
+        if message is None:
+            raise await vllm.death()
+        logger.warning("vLLM is started again", extra={"reason": message.result().get("reason", "")})
 
     async def _let_drain(self, vllm: VllmProcess) -> None:
         """SIGTERM, and the time that calls under way may take."""
         bound_s = self._settings.drain_s + self._settings.grace_s + _LEAVE_S
         vllm.ask_to_end()
-        hurry = asyncio.create_task(self._hurry.wait())
         with waits.waiting("vLLM to end", waits_on="inference", deadline_s=bound_s):
-            await asyncio.wait({vllm.exited, hurry}, timeout=bound_s, return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
+            await first_of(vllm.exited, self._hurry.wait(), timeout_s=bound_s)
         if not vllm.exited.done():
             logger.warning("vLLM did not end by itself: killing it", extra={"pid": vllm.pid})
 

@@ -22,6 +22,7 @@ from millrace.inference.vllm.handover import FD_VARIABLE, PARENT_VARIABLE
 from millrace.processes import sessions
 from millrace.processes.channel import Channel
 from millrace.processes.table import members
+from millrace.race import first_of
 from millrace.telemetry import waits
 
 HOST_MODULE = "millrace.inference.vllm.server.host"
@@ -96,20 +97,16 @@ class VllmProcess:
 
     async def hear(self, *, deadline_s: float, purpose: str) -> dict[str, Any]:
         """The next message; InternalError if it dies before, or says nothing for `deadline_s`."""
-        message = asyncio.create_task(self.messages.get())
-        try:
-            await asyncio.wait({message, self.exited}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            if message.done():
-                return message.result()
-            if self.exited.done():
-                raise await self.death()
-            raise InternalError(
-                f"vLLM did not {purpose} within {deadline_s:g} s. Its last lines:\n{self._shown()}",
-                reason="VLLM_START_TIMEOUT",
-                remedy="give it longer with MILLRACE_VLLM_START_S, if its last lines show progress",
-            )
-        finally:
-            message.cancel()
+        message, exited = await first_of(self.messages.get(), self.exited, timeout_s=deadline_s)
+        if message is not None:
+            return message.result()
+        if exited is not None:
+            raise await self.death()
+        raise InternalError(
+            f"vLLM did not {purpose} within {deadline_s:g} s. Its last lines:\n{self._shown()}",
+            reason="VLLM_START_TIMEOUT",
+            remedy="give it longer with MILLRACE_VLLM_START_S, if its last lines show progress",
+        )
 
     async def death(self) -> InternalError:
         """What to say about its end that nobody asked for."""

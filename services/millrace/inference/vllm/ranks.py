@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
+from millrace.backoff import Backoff
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.orders import write_order
@@ -24,8 +25,7 @@ from millrace.telemetry import waits
 logger = logging.getLogger(__name__)
 
 _FETCH_DEADLINE_S = 1800.0  # that of a whole model over a slow network
-_FIRST_POLL_S, _LAST_POLL_S = 0.02, 0.5
-_POLL_GROWTH = 2.0
+_POLLS = Backoff(0.02, 0.5)
 
 T = TypeVar("T")
 
@@ -63,21 +63,20 @@ async def poll(
     *,
     what: str,
     deadline_s: float,
-    rests_s: tuple[float, float],
+    rests: Backoff,
     late: UnavailableError,
 ) -> T:
     """Ask until an answer is done, and return it; raise `late` after `deadline_s`. `what` is waited for, visibly.
 
-    A call of the workers has to be short, what they do meanwhile need not be. Rests grow from the first of `rests_s`
-    to the last.
+    A call of the workers has to be short, what they do meanwhile need not be, so the rests between calls grow.
     """
-    began, (rest_s, last_s) = time.monotonic(), rests_s
+    began, num_asked = time.monotonic(), 0
     with waits.waiting(what, waits_on="inference", deadline_s=deadline_s):
         while not is_done(answer := await ask()):
             if time.monotonic() - began > deadline_s:
                 raise late
-            await asyncio.sleep(rest_s)
-            rest_s = min(_POLL_GROWTH * rest_s, last_s)
+            num_asked += 1
+            await asyncio.sleep(rests.after(num_asked))
     return answer
 
 
@@ -147,7 +146,7 @@ class Ranks:
             all,
             what=f"the other nodes to fetch policy {manifest.version}",
             deadline_s=_FETCH_DEADLINE_S,
-            rests_s=(_FIRST_POLL_S, _LAST_POLL_S),
+            rests=_POLLS,
             late=UnavailableError(
                 f"the other nodes of this replica did not fetch the policy within {_FETCH_DEADLINE_S:.0f} s",
                 reason="NODE_SILENT",

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from millrace.backoff import Backoff
 from millrace.errors import InternalError, UnavailableError
 from millrace.inference.vllm.ranks import Ranks, poll, units_of
 from millrace.inference.vllm.times import UpdateTimes
@@ -14,7 +15,7 @@ from millrace.policies.staged import StagedPolicy
 
 _UNIT_BYTES = 16 << 20  # built or looked up between two decode steps: some ten milliseconds
 _DIGESTED_BYTES = 64 << 20  # read back between two decode steps: some tenth of a second
-_FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
+_POLLS = Backoff(0.005, 0.1)
 _DIGEST_DEADLINE_S = 1800.0  # the digests of a whole model by one thread of each worker
 
 Call = Callable[..., Awaitable[list[Any]]]
@@ -61,7 +62,7 @@ async def _foresee(call: Call, manifest: PolicyManifest) -> Readback | None:
         lambda answers: not any(answer["is_pending"] for answer in answers),
         what="vLLM's workers to digest the policy",
         deadline_s=_DIGEST_DEADLINE_S,
-        rests_s=(_FIRST_POLL_S, _LAST_POLL_S),
+        rests=_POLLS,
         late=UnavailableError(
             f"vLLM's workers did not digest the policy within {_DIGEST_DEADLINE_S:.0f} s",
             reason="ENGINE_SILENT",

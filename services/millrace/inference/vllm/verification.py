@@ -11,13 +11,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from millrace.backoff import Backoff
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 
 _REST = 4.0  # rests this many times as long as a call took, which waits for a step to end
 _MIN_REST_S = 0.02  # longer than a share's digest takes: a fifth of one processor at most
-FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
+BACKOFF = Backoff(1.0, 60.0)
 _OVERDUE_S = 600.0  # so long unverified weights serve, then the wait counts as overdue
 
 
@@ -47,7 +48,7 @@ class BackgroundVerifier:
             self._task.cancel()
 
     async def _run(self) -> None:
-        began_all, retry_s, wait = time.monotonic(), 0.0, waits.LastingWait()
+        began_all, num_failed, wait = time.monotonic(), 0, waits.LastingWait()
         try:
             while True:
                 took = 0.0
@@ -56,14 +57,15 @@ class BackgroundVerifier:
                     try:
                         answers = await self._call()
                     except Exception as error:  # whatever it is, what serves must be verified
-                        retry_s = min(max(FIRST_RETRY_S, 2 * retry_s), _LAST_RETRY_S)
+                        num_failed += 1
+                        retry_s = BACKOFF.after(num_failed)
                         what = f"weights to be verified in the background, which fails: {error}"
                         wait.on(what, waits_on="inference", key="verification", deadline_s=_OVERDUE_S)
                         logger.warning("the weights cannot be verified now", extra={"retry_s": retry_s}, exc_info=True)
                         await asyncio.sleep(retry_s)
                         continue
                     wait.over()
-                    retry_s, took = 0.0, time.monotonic() - began
+                    num_failed, took = 0, time.monotonic() - began
                     if await self._is_over(answers, began_all):
                         return
                 await asyncio.sleep(max(_MIN_REST_S, _REST * took))

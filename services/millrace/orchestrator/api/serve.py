@@ -15,6 +15,7 @@ from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.meters import registry_of
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
+from millrace.race import first_of
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.metrics_server import metrics_server
 from millrace.rpc.serve import serve
@@ -142,15 +143,14 @@ async def _manage(manager: RunManager, started: asyncio.Event, stopping: asyncio
     Raises what ends the manager by itself.
     """
     await started.wait()
-    running, stop = asyncio.create_task(manager.run()), asyncio.create_task(stopping.wait())
+    running = asyncio.create_task(manager.run())
     try:
-        await asyncio.wait((running, stop), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
+        ended, _ = await first_of(running, stopping.wait())
+        if ended is not None:
+            ended.result()
         logger.info("giving every run back")
     finally:
-        for task in (running, stop):
-            task.cancel()
-        _, left = await asyncio.wait((running, stop), timeout=GIVE_BACK_S)
+        running.cancel()
+        _, left = await asyncio.wait((running,), timeout=GIVE_BACK_S)
         if left:
             logger.warning("not every run could be given back", extra={"within_s": GIVE_BACK_S})

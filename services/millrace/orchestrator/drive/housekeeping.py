@@ -6,6 +6,7 @@ Each method is a background task of the driver and ends by cancellation.
 import asyncio
 import logging
 
+from millrace.backoff import Backoff
 from millrace.errors import CapacityError, LogGoneError, MillraceError, UnavailableError
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.runlog import reappend_committed
@@ -22,7 +23,7 @@ TRIM_S = 10.0
 ARCHIVE_S = 10.0
 """How often new events go to the store: what a wiped Redis may lose of them at most."""
 LAST_ARCHIVE_S = 3.0
-TELL_DAMAGE_S, MAX_TELL_DAMAGE_S = 1.0, 60.0
+TELL_DAMAGE = Backoff(1.0, 60.0)
 """Shortest and longest pause between two looks at what was damaged; one event tells of all that was met meanwhile."""
 
 
@@ -100,14 +101,12 @@ class Housekeeper:
 
     async def mend_damage(self) -> None:
         """Tell of damaged entries and remove them; env-servers append again what the log then lacks."""
-        mended = 0
-        pause_s = TELL_DAMAGE_S
+        mended = num_met = 0
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
-            await asyncio.sleep(pause_s)
-            was_met = await self._parts.damage.tell()
             # The event log is for people: where damage comes again and again it is told ever more seldom.
-            pause_s = min(2 * pause_s, MAX_TELL_DAMAGE_S) if was_met else TELL_DAMAGE_S
+            await asyncio.sleep(TELL_DAMAGE.after(1 + num_met))
+            num_met = num_met + 1 if await self._parts.damage.tell() else 0
             if self._parts.damage.num_rollouts != mended:
                 mended = self._parts.damage.num_rollouts
                 await self._parts.envs.playing(f"{self.log_instance}~{mended}")  # as if it were another copy of the log

@@ -13,6 +13,7 @@ from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.routing import ReadyReplica
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
+from millrace.race import first_of
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
@@ -136,7 +137,7 @@ class PolicyDriver:
                 desired = self.desired
                 if desired is None or self._serves(record.worker_id, desired):
                     # A replica may also lose its policy by itself, so look again now and then.
-                    await _wait_any(published, self._suspected[record.worker_id], timeout_s=LOOK_S)
+                    await first_of(published.wait(), self._suspected[record.worker_id].wait(), timeout_s=LOOK_S)
                     if desired is not None and not published.is_set():
                         await self._refresh(stub, record)
                     continue
@@ -232,14 +233,3 @@ class PolicyDriver:
             and status.state == policy_service_pb2.POLICY_STATE_SERVING
             and (status.lineage, status.version) >= (desired.lineage, desired.version)
         )
-
-
-async def _wait_any(*events: asyncio.Event, timeout_s: float) -> None:
-    """Return when one of the events is set, or after `timeout_s`."""
-    waiting = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)

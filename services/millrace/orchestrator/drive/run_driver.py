@@ -27,6 +27,7 @@ from millrace.orchestrator.drive.housekeeping import Housekeeper
 from millrace.orchestrator.drive.trainer_watch import TrainerFailedError
 from millrace.orchestrator.play.failures import RolloutsFailedError
 from millrace.orchestrator.runs.desired_state import DesiredState
+from millrace.race import first_of
 from millrace.rollouts.types import Rollout
 from millrace.runlog.records.origin import load_origin
 from millrace.runlog.recovery.recover import load_history
@@ -180,17 +181,10 @@ class RunDriver(ABC):
         return await self._unless(self._asked_to_stop, work)
 
     async def _unless(self, event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-        working = asyncio.create_task(work)
-        stopped = asyncio.create_task(event.wait())
-        try:
-            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise RunStoppedError
-            return working.result()
-        finally:
-            for task in (working, stopped):
-                task.cancel()
-            await asyncio.gather(working, stopped, return_exceptions=True)
+        working, _ = await first_of(work, event.wait())
+        if working is None:
+            raise RunStoppedError
+        return working.result()
 
     async def _pause(self) -> None:
         """Say that the run is paused; who resumes it continues from the log."""

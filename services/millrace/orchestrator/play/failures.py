@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.backoff import Backoff
 from millrace.decoding import Fields
 from millrace.errors import InternalError
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout, RolloutStatus
 
-PAUSE_S = (0.05, 0.5)
+BACKOFF = Backoff(0.05, 0.5)
 """First and longest pause before new groups start behind groups that came to nothing; it doubles in between. A run
 whose rollouts all fail shall end soon, and meanwhile neither flood the log nor keep the workers busy."""
 MAX_ERROR_CHARS, MAX_FRAMES_CHARS = 500, 1000
@@ -165,9 +166,8 @@ class Failures:
     def close(self, ordinal: int, *, has_failed: bool) -> None:
         """An ordinal is resolved; `has_failed`: as a group that came to nothing, behind which the next ones wait."""
         if has_failed:
-            first_s, longest_s = PAUSE_S
-            self.not_before = time.monotonic() + min(first_s * 2 ** min(self._num_in_a_row, 10), longest_s)
             self._num_in_a_row += 1
+            self.not_before = time.monotonic() + BACKOFF.after(self._num_in_a_row)
         if group := self._open.pop(ordinal, None):
             group.members.clear()
             self._total(group.env).add(group)

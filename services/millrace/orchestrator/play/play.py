@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from millrace.backoff import Backoff
 from millrace.orchestrator.play.settings import PlaySettings
 from millrace.orchestrator.play.tasks import TaskRef
 from millrace.rollouts.types import Rollout, RolloutStatus
@@ -35,7 +36,7 @@ FAILED_PAUSE_S = 0.25
 BLAMELESS = frozenset({RolloutStatus.ENGINE_LOST, RolloutStatus.CANCELLED})
 """Outcomes that say nothing about the task: the member is played again, within `max_blameless_attempts`."""
 
-BLAMELESS_PAUSE_S = (0.5, 15.0)
+BLAMELESS_BACKOFF = Backoff(0.5, 15.0)
 """First and longest pause before a member is played again that an engine lost; it doubles in between."""
 
 
@@ -213,9 +214,8 @@ class Play:
             return Arrival.OPEN
         is_blameless, limit = all(status in BLAMELESS for status in statuses), self.settings.max_blameless_attempts
         if is_blameless and (limit is None or self.num_blameless_attempts < limit):
-            first_s, longest_s = BLAMELESS_PAUSE_S
-            self.not_before = time.monotonic() + min(first_s * 2 ** min(self.num_blameless_attempts, 10), longest_s)
             self.num_blameless_attempts += 1
+            self.not_before = time.monotonic() + BLAMELESS_BACKOFF.after(self.num_blameless_attempts)
         else:
             self.not_before = time.monotonic() + FAILED_PAUSE_S
             self.num_failed_attempts = MAX_FAILED_ATTEMPTS if is_blameless else self.num_failed_attempts + 1

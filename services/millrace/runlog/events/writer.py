@@ -7,6 +7,7 @@ import time
 from collections import deque
 
 from millrace.errors import CapacityError, ConflictError, InternalError, LogGoneError, MillraceError, UnavailableError
+from millrace.race import first_of
 from millrace.runlog.events.reader import MAX_EVENT_BYTES
 from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import waits
@@ -103,22 +104,13 @@ class EventWriter:
     async def _join(self, pump: asyncio.Task[None]) -> bool:
         """Have Redis looked at behind what is queued; whether that came to its end before the task did."""
         await self._put(None)
-        joined = asyncio.ensure_future(self._queue.join())
-        try:
-            await asyncio.wait((joined, pump), return_when=asyncio.FIRST_COMPLETED)
-            return joined.done()
-        finally:
-            joined.cancel()
+        joined, _ = await first_of(self._queue.join(), pump)
+        return joined is not None
 
     async def _put(self, item: event_pb2.Event | None) -> None:
         """Wait for room, or for the end of the background task, which would leave none for ever."""
-        put = asyncio.ensure_future(self._queue.put(item))
         assert self._pump is not None
-        try:
-            await asyncio.wait((put, self._pump), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not put.done():
-                put.cancel()
+        await first_of(self._queue.put(item), self._pump)
         if self._failure is not None:
             raise self._failure
 

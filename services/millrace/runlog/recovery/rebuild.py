@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import redis.asyncio as redis_asyncio
 from redis.exceptions import ResponseError
 
+from millrace.backoff import Backoff
 from millrace.errors import LogGoneError, UnavailableError
 from millrace.runlog.events.archive import load_newest_archived
 from millrace.runlog.names import Names, Stream
@@ -42,8 +43,7 @@ _MAX_ATTEMPTS = 10  # each repetition means that Redis was wiped once more meanw
 _TEMPORARY_S = 600  # the rebuilt events of a dead rebuilder go after that
 PAGE_ENTRIES = 500
 MAX_PROMPT = 3  # rebuilds because of damage that need not wait
-FIRST_PAUSE_S = 5.0
-_MAX_PAUSE_S = 60.0
+BACKOFF = Backoff(5.0, 60.0)
 _DAMAGE_WINDOW_S = 600.0
 
 
@@ -148,7 +148,7 @@ def _pace(log: RunLog, damage: str) -> None:
     proof.rebuilt = [at for at in proof.rebuilt if now - at < _DAMAGE_WINDOW_S]
     extra = len(proof.rebuilt) - MAX_PROMPT
     if extra >= 0:
-        left_s = proof.rebuilt[-1] + min(_MAX_PAUSE_S, FIRST_PAUSE_S * 2**extra) - now
+        left_s = proof.rebuilt[-1] + BACKOFF.after(1 + extra) - now
         if left_s > 0:
             raise LogGoneError(
                 f"{damage}; it was rebuilt {len(proof.rebuilt)} times within {now - proof.rebuilt[0]:.0f} s and was "

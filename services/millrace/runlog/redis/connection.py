@@ -7,7 +7,6 @@ for that (a repeated append answers ALREADY).
 
 import asyncio
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -28,6 +27,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from millrace.backoff import Backoff
 from millrace.errors import (
     CapacityError,
     CorruptObjectError,
@@ -51,8 +51,7 @@ RETRY_DEADLINE_S = 30.0  # an append-only file of some GiB loads in that time; t
 QUIET_S = 1.0  # a command that lasts longer shows itself as a wait; a blocking one that much beyond its block
 OUTAGE_S = 5.0  # a command that took so long was held up by Redis, not by its own work
 EXCUSED = 3  # tries that failed while this process itself stood still and are repeated as if they had not been made
-_FIRST_DELAY_S = 0.05
-_MAX_DELAY_S = 2.0
+_BACKOFF = Backoff(0.05, 2.0, spread=(0.5, 1.0))
 _MAX_CONNECTIONS = 512  # every blocked reader (a watcher of a run) holds one
 
 # ReadOnlyError: a failover is under way and this connection still leads to the demoted server.
@@ -143,7 +142,7 @@ async def _retry(
     on_failure: Callable[[], None],
 ) -> T:
     """Try for `deadline_s` behind the first failure; that and the recovery are one log line each."""
-    address, delay_s, began, excused = describe(client), _FIRST_DELAY_S, 0.0, 0
+    address, num_failed, began, excused = describe(client), 0, 0.0, 0
     # unregistered wait: `call` around it is the registered wait
     while True:
         tried = time.monotonic()
@@ -175,8 +174,8 @@ async def _retry(
                 remedy="start Redis or correct MILLRACE_REDIS_URL",
                 metadata={"address": address},
             ) from failure
-        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-        delay_s = min(2 * delay_s, _MAX_DELAY_S)
+        num_failed += 1
+        await asyncio.sleep(_BACKOFF.after(num_failed))
 
 
 def _awake_s(began: float) -> float:

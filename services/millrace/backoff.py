@@ -1,0 +1,27 @@
+"""How long to wait before the next try: longer after each failure, up to a limit."""
+
+import random
+from dataclasses import KW_ONLY, dataclass
+
+_MAX_EXPONENT = 64
+"""A larger power would overflow, and is longer than every limit long before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """The delays between tries; the number of failures so far is the caller's."""
+
+    first_s: float
+    longest_s: float
+    _: KW_ONLY
+    factor: float = 2.0
+    spread: tuple[float, float] = (1.0, 1.0)
+    """Each delay is multiplied by a random number between these: who fails together shall not come back together."""
+
+    def after(self, num_failures: float) -> float:
+        """Return the delay after so many failures in a row; 1 or less gives the first."""
+        return self.limited(self.first_s * self.factor ** min(max(num_failures - 1, 0), _MAX_EXPONENT))
+
+    def limited(self, delay_s: float) -> float:
+        """Return a delay that somebody else asks for, limited and spread like ours."""
+        return min(delay_s, self.longest_s) * random.uniform(*self.spread)
