@@ -3,12 +3,15 @@
 
 PY := .venv/bin/python
 ENGINE ?= embedded
-# Tests mostly wait: twice as many at a time as there are processors.
-TEST_JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 24 ? n : 24)))
+# Tests mostly wait: twice as many at a time as there are processors, which nproc takes from OMP_NUM_THREADS if it can.
+TEST_JOBS ?= $(shell n=$$((2 * $$(env -u OMP_NUM_THREADS nproc))); echo $$((n < 24 ? n : 24)))
 PYTEST_JOBS = -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# Collecting all other files costs every worker 20 s.
+LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long' tests)
 FUZZ_SECONDS ?= 60
 PYTHONS ?= 3.12 3.13
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE # bytecode makes collecting and every start of a process cheaper by a quarter
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -29,7 +32,7 @@ test: setup-dev ## Run the default test suite, several files at a time (TEST_JOB
 	$(PY) -m pytest $(PYTEST_JOBS) -m "not long and not slow and not gpu and not vllm and not compose"
 
 test-long: setup-dev ## Run the tests of whole stacks that take long and rarely fail.
-	$(PY) -m pytest $(PYTEST_JOBS) -m "long and not slow and not gpu and not vllm and not compose"
+	$(PY) -m pytest $(PYTEST_JOBS) $(LONG_FILES) -m "long and not slow and not gpu and not vllm and not compose"
 
 test-unit: setup-dev ## Run the tests that need no services.
 	$(PY) -m pytest tests/unit tests/contract

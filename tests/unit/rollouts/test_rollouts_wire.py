@@ -8,7 +8,6 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as npst
 
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import rollout_pb2
@@ -22,14 +21,15 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
     length = draw(st.integers(1, 40))
-    mask = draw(npst.arrays(np.uint8, length, elements=st.integers(0, 1)))
-    logprobs = draw(npst.arrays(np.float32, length, elements=st.floats(-50, 0, width=32)))
+    words = st.binary(min_size=4 * length, max_size=4 * length).map(lambda data: np.frombuffer(data, np.uint32))
+    mask = (draw(words) & 1).astype(np.uint8)
+    logprobs = (draw(words) / 2**32 * -50).astype(np.float32)
     cut = draw(st.integers(1, length))
     spans = [PolicySpan(lineage=0, version=draw(st.integers(0, 2**40)), start=0, end=cut)]
     if cut < length:
         spans.append(PolicySpan(lineage=1, version=draw(st.integers(0, 2**40)), start=cut, end=length))
     return Sample(
-        token_ids=draw(npst.arrays(np.int32, length, elements=st.integers(0, 2**31 - 1))),
+        token_ids=(draw(words) >> 1).astype(np.int32),
         loss_mask=mask,
         inference_logprobs=np.where(mask == 1, logprobs, np.float32(0)),
         policy_spans=tuple(spans),
