@@ -191,6 +191,7 @@ def audit(store_url: str, uid: str, num_rollouts: int) -> None:
     assert report.num_rollouts == num_rollouts
 
 
+@pytest.mark.long  # the others evaluate an endpoint that starts in no time
 def test_the_server_of_transformers_is_evaluated(warm: Workplace, make_workplace, tmp_path: Path) -> None:
     place = make_workplace("eval-transformers")
     model = warm.path / "outputs" / "reverse-text" / "sft" / "model"

@@ -84,6 +84,7 @@ def test_the_next_run_starts_and_learns_as_ever(warm, server) -> None:
     assert summary["steps"] == 1
 
 
+@pytest.mark.long  # test_failing_runs.py has the successor of an orchestrator alone
 def test_kill_9_of_the_whole_stack_neither_resets_the_window_nor_counts_a_rollout_twice(warm) -> None:
     port, http_port = free_ports(2)
     address = f"127.0.0.1:{port}"

@@ -32,6 +32,7 @@ def _check(workplace: Any, summary: dict[str, Any], steps: int) -> None:
     assert (policy / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.long  # tests/chaos/test_adapters.py trains some, too
 @pytest.mark.timeout(300)
 def test_adapters_learn_on_the_embedded_engine(warm: Any) -> None:
     summary, _ = warm.train("--max-steps", "5", "--orchestrator.eval.interval", "5", *LORA)

@@ -1,9 +1,11 @@
 """The demo's run with an S3 server behind it: the same code path as on a cluster."""
 
 import boto3
+import pytest
 from botocore.config import Config
 
 
+@pytest.mark.long  # tests/integration/storage has every operation
 def test_a_run_over_s3(warm, s3_endpoint) -> None:
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_DEFAULT_REGION": "us-east-1"}
     client = boto3.client(
