@@ -1,11 +1,13 @@
 """Fine-tunings that are continued, validated, packed, or train adapters only."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from millrace.config.sections.sft import SFTConfig
 from millrace.errors import InvalidSpecError, InvalidStateError
@@ -93,8 +95,41 @@ def test_rows_that_were_added_make_another_training(example: Path, tmp_path: Pat
     data = {"name": str(path), "batch_size": 4, "seq_len": 64}
     steps_of(make_config(example, tmp_path, data=data, max_steps=2))
     path.write_text('{"prompt": "a", "completion": "b"}\n' * 10)
-    with pytest.raises(InvalidSpecError, match=r"rows in the data.*was 9"):
+    with pytest.raises(InvalidSpecError, match=r"the rows of each source.*was \[9\]"):
         steps_of(make_config(example, tmp_path, data=data, max_steps=4))
+    path.write_text('{"prompt": "a", "completion": "c"}\n' * 9)
+    with pytest.raises(InvalidSpecError, match=r"the SHA-256 of the rows.*which makes it another training"):
+        steps_of(make_config(example, tmp_path, data=data, max_steps=4))
+    path.write_text('{"completion": "b", "prompt": "a"}\n' * 9)
+    assert steps_of(make_config(example, tmp_path, data=data, max_steps=4)) == [2, 3], "the same rows, written anew"
+
+
+def test_a_step_whose_rows_are_all_left_out_takes_the_next_ones(example: Path, tmp_path: Path) -> None:
+    """An optimizer step on nothing would still move the weights: momentum, weight decay."""
+    path = tmp_path / "rows.jsonl"
+    good = [{"prompt": "a", "completion": f"b{number}"} for number in range(8)]
+    long = [{"prompt": "a" * 200, "completion": "b"}] * 4
+    data = {"name": str(path), "batch_size": 4, "seq_len": 64, "shuffle": False}
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in [*good[:4], *long, *good[4:]]))
+    assert steps_of(make_config(example, tmp_path / "with", data=data, max_steps=2)) == [0, 1]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in good))
+    assert steps_of(make_config(example, tmp_path / "without", data=data, max_steps=2)) == [0, 1]
+    assert weights(tmp_path / "with") == weights(tmp_path / "without")
+
+
+def test_gradients_that_are_never_finite_end_the_run(example: Path, tmp_path: Path) -> None:
+    """The start model has NaN weights: every step is skipped."""
+    model = AutoModelForCausalLM.from_pretrained(example / "base")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "broken")
+    for file in (example / "base").iterdir():
+        if not (tmp_path / "broken" / file.name).exists():
+            shutil.copy(file, tmp_path / "broken" / file.name)
+    with pytest.raises(InvalidStateError, match=r"gradients of the 2 steps up to step 1 were not finite") as raised:
+        steps_of(make_config(example, tmp_path, model={"name": str(tmp_path / "broken")}, max_skipped_steps=2))
+    assert raised.value.reason == "TOO_MANY_SKIPPED_STEPS"
+    assert [line["optim/skipped"] for line in lines_of(tmp_path)] == [1, 1], "what happened can be seen"
 
 
 def test_a_run_that_saved_nothing_yet_may_change(example: Path, tmp_path: Path) -> None:

@@ -156,6 +156,9 @@ def test_a_sampled_token_that_is_cut_away_is_counted_and_masked() -> None:
     assert torch.isfinite(logprobs_BT[0, 1:3]).all(), "what nobody sampled was not cut"
     losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), LossConfig())
     assert losses.rl[0, -1] == 0 and not losses.rl_members[0, -1]
+    weighted = replace(micro_batch, ce_weights_BT=torch.ones_like(micro_batch.ce_weights_BT))
+    with_ce = token_losses(LossInputs.of(weighted, logprobs_BT.detach()), LossConfig())
+    assert with_ce.ce[0, -1] == 0 and not with_ce.ce_members[0, -1] and with_ce.ce_members[0, 1:3].all()
     total_loss(losses, num_rl_tokens=11, num_ce_tokens=0).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     metrics = StepMetrics(["e"])

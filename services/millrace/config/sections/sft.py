@@ -8,7 +8,14 @@ from pydantic import field_validator
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import ConfigSection, Document, option, table
 from millrace.config.sections.shared import DEFAULT_MODEL, CheckpointConfig, LogConfig, RunConfig, WandbConfig
-from millrace.config.sections.trainer import Dtype, LoraConfig, OptimConfig, SchedulerConfig, micro_batch_tokens
+from millrace.config.sections.trainer import (
+    Dtype,
+    LoraConfig,
+    OptimConfig,
+    SchedulerConfig,
+    max_skipped_steps,
+    micro_batch_tokens,
+)
 from millrace.config.tree import Facts
 
 
@@ -131,6 +138,7 @@ class SFTConfig(Document):
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.")
     max_steps: int | None = option(None, "Optimizer steps; one pass over the data if left out.", ge=1)
+    max_skipped_steps: int = max_skipped_steps()
     micro_batch_tokens: int = micro_batch_tokens("data.seq_len", "data")
     seed: int = option(0, "Seed of everything random.", ge=0)
     output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)

@@ -61,7 +61,7 @@ def find_not_finite(
             "token id": int(micro_batch.token_ids_BT[row, token]),
             "trainer's log-prob": float(trainer_logprobs_BT[row, token]),
             "engine's": float(micro_batch.inference_logprobs_BT[row, token]),
-            "advantage": float(micro_batch.advantages_BT[row, token]),
+            "advantage": float(losses.advantages[row, token]),
         }
         what = "loss" if is_loss_BT[row, token] else "entropy"
         text = ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())

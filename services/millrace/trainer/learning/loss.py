@@ -48,7 +48,7 @@ class LossInputs:
             advantages=micro_batch.advantages_BT - micro_batch.reference_kl_B[:, None] * moved_BT,
             loss_mask=micro_batch.loss_mask_BT & ~is_outside_BT,
             rl_weights=micro_batch.rl_weights_BT,
-            ce_weights=micro_batch.ce_weights_BT,
+            ce_weights=micro_batch.ce_weights_BT * ~is_outside_BT,
         )
 
 
@@ -68,7 +68,8 @@ class TokenLosses:
     """Weighted loss per token of both components (0 outside their members), and what the metrics need.
 
     `rl_members` and `ce_members` select each component's tokens. `mismatch_kl` is k3 of the log-ratio. `is_masked_low`
-    and `is_masked_high` say which rl tokens the trust region dropped, and on which side.
+    and `is_masked_high` say which rl tokens the trust region dropped, and on which side. `advantages` are those that
+    the loss used.
     """
 
     rl: torch.Tensor
@@ -78,6 +79,7 @@ class TokenLosses:
     mismatch_kl: torch.Tensor
     is_masked_low: torch.Tensor
     is_masked_high: torch.Tensor
+    advantages: torch.Tensor
 
 
 LossFunction = Callable[[LossInputs, LossConfig], TokenLosses]
@@ -111,6 +113,7 @@ def token_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
         mismatch_kl=mismatch_kl,
         is_masked_low=is_masked_low,
         is_masked_high=is_masked_high,
+        advantages=inputs.advantages,
     )
 
 

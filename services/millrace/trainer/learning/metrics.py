@@ -53,7 +53,6 @@ class StepMetrics:
         sampled = micro_batch.loss_mask_BT & ~is_outside
         members = losses.rl_members
         is_masked = losses.is_masked_low | losses.is_masked_high
-        advantages = micro_batch.advantages_BT
         own_loss = float(loss)
         self._total_loss += own_loss
         self._add("loss", losses.rl + losses.ce, members | losses.ce_members)
@@ -64,11 +63,11 @@ class StepMetrics:
         self._add("is_masked_low", losses.is_masked_low, members)
         self._add("is_masked_high", losses.is_masked_high, members)
         self._add("masked_advantage_positive", losses.is_masked_high, is_masked)
-        self._add("masked_advantage_negative", losses.is_masked_low & (advantages != 0), is_masked)
+        self._add("masked_advantage_negative", losses.is_masked_low & (losses.advantages != 0), is_masked)
         if micro_batch.truncation_B is not None:
             self._add("is_outside_support", is_outside, micro_batch.loss_mask_BT)
         own_entropy = self._add("entropy", entropy_BT, sampled)
-        self._add("nll", -trainer_logprobs_BT, losses.ce_members & ~is_outside)
+        self._add("nll", -trainer_logprobs_BT, losses.ce_members)
         for env in self._envs:
             rows = torch.tensor([name == env for name in micro_batch.env_B], device=sampled.device)[:, None]
             self._add(f"mismatch_kl/{env}", losses.mismatch_kl, sampled & rows)

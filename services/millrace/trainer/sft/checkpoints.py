@@ -31,7 +31,17 @@ logger = logging.getLogger(__name__)
 _NAMES = Names("sft", "run")  # every run has a directory of its own
 _RECORD = f"{_NAMES.root}training.json"
 _MAX_RECORD_BYTES = 1 << 20
-_MAY_CHANGE = ("max_steps", "micro_batch_tokens", "output_dir", "ckpt", "log", "run", "val", "wandb")
+_MAY_CHANGE = (
+    "max_steps",
+    "max_skipped_steps",
+    "micro_batch_tokens",
+    "output_dir",
+    "ckpt",
+    "log",
+    "run",
+    "val",
+    "wandb",
+)
 """Keys and tables that do not make another training of one that is continued: how long, where, and what is shown."""
 
 
@@ -46,9 +56,10 @@ class SFTCheckpoints:
         model: nn.Module,
         optimizer: PolicyOptimizer,
         gang: Gang,
-        num_rows: int,
+        data: Mapping[str, Any],
         base_digest: str = "",
     ) -> None:
+        """`data` says in words what the rows are: another training is one on other rows."""
         self._model = model
         self._optimizer = optimizer
         self._gang = gang
@@ -57,7 +68,7 @@ class SFTCheckpoints:
         self._checkpointer: Checkpointer | None = None
         if config.ckpt is None:
             return
-        self._training = {**_flat(_training(config)), "rows in the data": num_rows}
+        self._training = {**_flat(_training(config)), **data}
         self._run_hash = hashlib.sha256(json.dumps(self._training, sort_keys=True).encode()).hexdigest()
         self._store = LocalStore(directory)
         self._checkpoints = CheckpointStore(self._store, _NAMES, gang=gang)

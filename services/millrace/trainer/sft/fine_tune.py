@@ -5,6 +5,7 @@ trained, and `metrics.jsonl`, one line per step. With `[ckpt]` it saves checkpoi
 that is started again.
 """
 
+import hashlib
 import json
 import os
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torch import nn
 from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import LossConfig
 from millrace.decoding import decode_json
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.policies.adapter import AdapterSpec
 from millrace.rollouts.types import TrainSample
 from millrace.telemetry import logging
@@ -42,7 +43,7 @@ from millrace.trainer.model.pretrained import (
 from millrace.trainer.sft.checkpoints import SFTCheckpoints
 from millrace.trainer.sft.encoder import RowEncoder
 from millrace.trainer.sft.order import Order, mix, take_full, take_rows
-from millrace.trainer.sft.rows import Source, load_rows, load_sources
+from millrace.trainer.sft.rows import Source, digest_rows, load_rows, load_sources
 from millrace.trainer.sft.saving import require_mergeable, save_adapter, save_model
 
 logger = logging.getLogger(__name__)
@@ -100,12 +101,13 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         model=model,
         optimizer=optimizer,
         gang=gang,
-        num_rows=len(data.train.rows),
+        data={} if config.ckpt is None else data.identity,
         base_digest=base_digest,
     )
     step, position = checkpoints.resume(max_steps=max_steps)
     learner = _Learner(config, gang=gang, model=model, optimizer=optimizer)
     validate = _validation(config, data, learner, start=step)
+    num_skipped = 0
     with _open_metrics(output, step, gang=gang) as metrics:
         while not data.is_over(step, position, max_steps=max_steps):
             val_loss = validate(step)
@@ -117,6 +119,8 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
                 _write_line(metrics, report.metrics())
                 on_step(report)
                 data.warn_of_losses(position, following, is_first=step == 0)
+            num_skipped = num_skipped + 1 if report.was_skipped else 0
+            _require_learning(config, step, num_skipped)
             step, position = step + 1, following
             is_last = data.is_over(step, position, max_steps=max_steps)
             checkpoints.maybe_save(step, position=position, is_last=is_last)
@@ -127,6 +131,19 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     if adapter is not None:
         save_adapter(model, adapter, base=config.model.name, target=output / "adapter", dtype=dtype, gang=gang)
     return save_model(model, source=directory, target=output / "model", dtype=dtype, gang=gang)
+
+
+def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
+    """InvalidStateError if too many steps in a row changed nothing."""
+    if num_skipped < config.max_skipped_steps:
+        return
+    raise InvalidStateError(
+        f"the model cannot learn: the gradients of the {num_skipped} steps up to step {step} were not finite "
+        f"(max_skipped_steps = {config.max_skipped_steps})",
+        reason="TOO_MANY_SKIPPED_STEPS",
+        remedy="lower optim.lr or optim.max_norm, or look at the rows: `millrace sft` again goes on from the newest "
+        "checkpoint",
+    )
 
 
 def _load(config: SFTConfig, directory: Path, *, gang: Gang) -> tuple[nn.Module, AdapterSpec | None, str]:
@@ -162,6 +179,7 @@ class _Data:
             stop_at_first=data.stopping_strategy == "first_exhausted",
             seed=data.seed,
         )
+        self._sizes = [len(source.rows) for source in sources]
         self.train = Source(
             rows=[row for source in sources for row in source.rows],
             places=[place for source in sources for place in source.places],
@@ -178,6 +196,16 @@ class _Data:
         )
         taken = self._order.first_pass(max_steps=None if self._is_full else config.max_steps)
         self._encoder.require_completion((self.train.rows[index], self.train.place(index)) for index in taken)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What training on other data than these rows, under this template, would differ in."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        return {
+            "the rows of each source": self._sizes,
+            "the SHA-256 of the rows": digest_rows(self.train.rows),
+            "the SHA-256 of the chat template": hashlib.sha256(json.dumps(template).encode()).hexdigest(),
+        }
 
     @property
     def rows_per_pass(self) -> int:

@@ -91,9 +91,17 @@ Encode = Callable[[int], TrainSample | None]
 
 
 def take_rows(order: Order, encode: Encode, position: int, *, count: int) -> tuple[list[TrainSample], int]:
-    """The samples of `count` rows from a position on, and the position behind them."""
-    rows = (order.row_at(at) for at in range(position, position + count))
-    return [sample for row in rows if (sample := encode(row)) is not None], position + count
+    """The samples of `count` rows from a position on, and the position behind them.
+
+    Where none of the rows has a sample, the next `count` are taken: a step learns from something. One of a pass has.
+    """
+    end = position + order.rows_per_pass
+    while True:
+        rows = [order.row_at(at) for at in range(position, position + count)]
+        samples = [sample for row in rows if (sample := encode(row)) is not None]
+        position += count
+        if samples or position >= end:
+            return samples, position
 
 
 def take_full(

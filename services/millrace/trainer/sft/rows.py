@@ -4,6 +4,7 @@ A row has `messages`, or `prompt` and `completion`, both text or both lists of m
 `chat_template_kwargs` may stand beside them, as they are or as JSON text.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,14 @@ def load_rows(config: DataSourceConfig) -> Source:
         rows=[row for source in sources for row in source.rows],
         places=[place for source in sources for place in source.places],
     )
+
+
+def digest_rows(rows: Sequence[Row]) -> str:
+    """SHA-256 (hex) of rows, in order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def conversation_of(row: Row) -> Conversation:
