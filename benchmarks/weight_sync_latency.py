@@ -33,6 +33,7 @@ from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.publish.commit import Committer, VersionInput
+from millrace.trainer.publish.target import PublishTarget
 
 DENSITY = 0.009
 FULL, DELTA = "full copies", "deltas"
@@ -195,12 +196,9 @@ class Run:
         uid = name.replace(" ", "-")
         store = LocalStore(place / "store")
         self._committer = Committer(
-            store=store,
-            names=Names("benchmark", uid),
-            gang=Gang(),
+            PublishTarget(store=store, names=Names("benchmark", uid), gang=Gang(), epoch=1),
             config=PolicyConfig(delta=name == DELTA),
             lineage=0,
-            epoch=1,
             files=(),
         )
         self._copy = HostCopy(store, directory=place / uid)

@@ -49,6 +49,7 @@ from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.publish.commit import Committer, VersionInput
+from millrace.trainer.publish.target import PublishTarget
 
 PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 FLAGS = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8, "kv_cache_memory_bytes": 512 << 20}
@@ -77,12 +78,9 @@ class Versions:
     def committer(self, uid: str, *, delta: bool) -> Committer:
         """Of a new run."""
         return Committer(
-            store=self._store,
-            names=Names("benchmark", uid),
-            gang=Gang(),
+            PublishTarget(store=self._store, names=Names("benchmark", uid), gang=Gang(), epoch=1),
             config=PolicyConfig(delta=delta),
             lineage=0,
-            epoch=1,
             files=upload_files(self._store, prefix="benchmark", uid=uid, epoch=1, files=self._files),
         )
 

@@ -6,21 +6,26 @@ same, in the same order: min-p, then top-k, then top-p.
 
 from typing import Any
 
+_ONE = 2.0**40
+"""A probability of 1 as an integer: finer than float32, and a sum over any vocabulary fits into int64."""
+
 
 def kept_tokens(logprobs: Any, *, top_p: Any, top_k: Any, min_p: Any) -> Any:
     """Return bool [..., V]: which tokens stay, of log-probs [..., V] under bounds that are tensors [...].
 
-    The likeliest token always stays, and of equally likely ones those with the smaller ids. A bound that is off (top_p
-    1, top_k 0, min_p 0) cuts nothing, not even by rounding.
+    The likeliest token always stays. Tokens as likely as the last of the top-k stay, too; of equally likely ones at the
+    border of the top-p those with the smaller ids. A bound that is off (top_p 1, top_k 0, min_p 0) cuts nothing, not
+    even by rounding. Sums are those of integers, which are the same in any order, on any device.
     """
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
-    rank = order.new_ones(order.shape[-1]).cumsum(-1)
     probs = ordered.exp()
     keep = probs >= min_p[..., None] * probs[..., :1]
-    keep &= (rank <= top_k[..., None]) | (top_k[..., None] == 0)
-    probs = probs.masked_fill(~keep, 0)
-    probs /= probs.sum(dim=-1, keepdim=True)
-    before = probs.cumsum(dim=-1) - probs
-    keep &= (before < top_p[..., None]) | (top_p[..., None] >= 1)
+    last = ordered.gather(-1, (top_k - 1).clamp(0, ordered.shape[-1] - 1).long()[..., None])
+    keep &= (ordered >= last) | (top_k[..., None] == 0)
+    if (top_p < 1).any():
+        shares = (probs.masked_fill(~keep, 0) * _ONE).long()
+        before = shares.cumsum(dim=-1) - shares
+        room = top_p[..., None].double() * shares.sum(dim=-1, keepdim=True)
+        keep &= (before < room) | (top_p[..., None] >= 1)
     keep[..., 0] = True
     return keep.new_zeros(keep.shape).scatter_(-1, order, keep)

@@ -15,7 +15,7 @@ from millrace.errors import MillraceError, all_errors
 from millrace.internal.v1.worker_service_pb2 import HeartbeatResponse, Worker
 from millrace.rpc.health import HealthBoard
 from millrace.rpc.reach import advertised
-from millrace.rpc.serve import Register, serve
+from millrace.rpc.serve import Register, Shutdown, serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import OnAssignments, OnSilence, Report, WorkerAgent
 from millrace.telemetry.settings import Settings, parse_address
@@ -98,13 +98,15 @@ class RegisteredWorker:
                     await serve(
                         self._settings.require("listen"),
                         register or (lambda server, draining: []),
-                        drain_s=self._settings.drain_s,
-                        grace_s=self._settings.grace_s,
+                        shutdown=Shutdown(
+                            drain_s=self._settings.drain_s,
+                            grace_s=self._settings.grace_s,
+                            before_stop=drain_and_announce,
+                        ),
                         on_started=None if register is None else self._find_address,
                         stopping=self.stopping,
                         health_board=health_board,
                         handle_signals=handle_signals,
-                        before_stop=drain_and_announce,
                     )
                 self._is_gone.set()
                 await registration

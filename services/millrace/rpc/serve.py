@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -70,17 +71,30 @@ Register = Callable[[grpc.aio.Server, asyncio.Event], Sequence[str]]
 """Adds servicers to the server and returns their full names; the event says that the server drains."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """How a server ends once it is asked to."""
+
+    drain_s: float = 3.0
+    """How long load balancers may take to look away."""
+    grace_s: float = 10.0
+    """How long calls under way may take after that."""
+    before_stop: Callable[[], Awaitable[None]] | None = None
+    """Finishes what the process works on beside its calls."""
+
+
+_SHUTDOWN = Shutdown()
+
+
 async def serve(
     address: str,
     register: Register,
     *,
-    drain_s: float = 3.0,
-    grace_s: float = 10.0,
+    shutdown: Shutdown = _SHUTDOWN,
     on_started: Callable[[int], None] | None = None,
     stopping: asyncio.Event | None = None,
     health_board: HealthBoard | None = None,
     handle_signals: bool = True,
-    before_stop: Callable[[], Awaitable[None]] | None = None,
     access: ServerAccess | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stopping`, then drain and return.
@@ -113,13 +127,13 @@ async def serve(
         if on_started is not None:
             on_started(port)
         await stopping.wait()
-        logger.info("draining", extra={"drain_s": drain_s, "grace_s": grace_s})
+        logger.info("draining", extra={"drain_s": shutdown.drain_s, "grace_s": shutdown.grace_s})
         board.drain()
-        await asyncio.sleep(drain_s)
-        if before_stop is not None:
-            await before_stop()
+        await asyncio.sleep(shutdown.drain_s)
+        if shutdown.before_stop is not None:
+            await shutdown.before_stop()
         draining.set()
-        await asyncio.gather(server.stop(grace_s), beside.stop(grace_s))
+        await asyncio.gather(server.stop(shutdown.grace_s), beside.stop(shutdown.grace_s))
         logger.info("stopped", extra={"port": port})
     finally:
         draining.set()

@@ -33,6 +33,7 @@ from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import DamageReport, Mender, published_anew
 from millrace.trainer.publish.plan import PublishPlan, newest_published, plan_publishing
 from millrace.trainer.publish.publisher import Publisher
+from millrace.trainer.publish.target import PublishTarget
 from millrace.trainer.reporter import Reporter
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.training import Position, Training
@@ -71,8 +72,7 @@ def run_job(context: JobContext, uid: str) -> None:
         names=names,
         owner=context.owner,
         slot=context.slot,
-        is_leader=context.gang.is_leader,
-        is_alone=context.gang.is_alone,
+        gang=context.gang,
         should_stop=context.should_stop,
     )
     try:
@@ -230,34 +230,26 @@ def make_publisher(
     files: tuple[FileEntry, ...] = ()
     if context.gang.is_leader:
         files = upload()
-    epoch = client.epoch if context.gang.is_leader else None
+    gang = context.gang
+    epoch = client.epoch if gang.is_leader else None
+    target = PublishTarget(store=context.store, names=names, gang=gang, epoch=epoch)
     base: AdapterBase | None = None
     if learner.adapter is not None:
         base = AdapterBase(
-            learner.model,
-            store=context.store,
-            names=names,
-            gang=context.gang,
-            epoch=epoch,
+            learner,
+            learner.adapter,
+            target,
             upload_files=upload,
-            dtype=learner.publish_dtype,
-            adapter=learner.adapter,
-            base_digest=learner.base_digest,
             tell_mended=lambda damage, uri: client.write_event(published_anew("0-0", damage=damage, uri=uri)),
         )
     return Publisher(
-        learner.model,
-        store=context.store,
-        names=names,
-        gang=context.gang,
-        log_client=client if context.gang.is_leader else None,
+        learner,
+        target,
+        log_client=client if gang.is_leader else None,
         files=files,
         upload_files=upload,
-        dtype=learner.publish_dtype,
         vocabulary=int(json.loads(shared["config.json"])["vocab_size"]),
         plan=plan,
-        config=learner.config.policy,
-        is_strict=learner.is_strict,
         base=base,
     )
 

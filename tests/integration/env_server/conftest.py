@@ -31,7 +31,7 @@ from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_rollout
 from millrace.rpc.channel import call, open_channel
-from millrace.rpc.serve import serve
+from millrace.rpc.serve import Shutdown, serve
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.revisions import has_ended
 from millrace.runlog.redis.connection import open_redis
@@ -391,8 +391,7 @@ async def server(
         serve(
             "127.0.0.1:0",
             register,
-            drain_s=0,
-            grace_s=1,
+            shutdown=Shutdown(drain_s=0, grace_s=1),
             on_started=started.set_result,
             stopping=stopping,
             handle_signals=False,

@@ -24,7 +24,7 @@ from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.policies.host_copy import HostCopy
 from millrace.rpc.channel import call, open_channel
-from millrace.rpc.serve import serve
+from millrace.rpc.serve import Shutdown, serve
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
 
@@ -73,8 +73,7 @@ async def client(local_store: LocalStore) -> AsyncIterator[Client]:
         serve(
             "127.0.0.1:0",
             register,
-            drain_s=0,
-            grace_s=0,
+            shutdown=Shutdown(drain_s=0, grace_s=0),
             on_started=started.set_result,
             stopping=stopping,
             handle_signals=False,

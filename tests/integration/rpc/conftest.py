@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from millrace.rpc.serve import serve
+from millrace.rpc.serve import Shutdown, serve
 from millrace_testing.protected_servers import Place
 
 
@@ -39,7 +39,8 @@ async def run_server(register: Callable, *, address: str = "127.0.0.1:0", **opti
         running.draining = draining
         return register(server, draining)
 
-    options = {"drain_s": 0.0, "grace_s": 1.0, "handle_signals": False, **options}
+    shutdown = Shutdown(drain_s=options.pop("drain_s", 0.0), grace_s=options.pop("grace_s", 1.0))
+    options = {"shutdown": shutdown, "handle_signals": False, **options}
     task = asyncio.create_task(serve(address, remember, on_started=on_started, stopping=running.stopping, **options))
     waiter = asyncio.create_task(started.wait())
     await asyncio.wait((task, waiter), timeout=20, return_when=asyncio.FIRST_COMPLETED)

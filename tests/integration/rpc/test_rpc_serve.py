@@ -174,10 +174,12 @@ async def test_an_error_at_the_start_frees_the_port(running_server) -> None:
     def broken(port: int) -> None:
         raise RuntimeError(f"cannot write the port file for {port}")
 
-    from millrace.rpc.serve import serve
+    from millrace.rpc.serve import Shutdown, serve
 
     with pytest.raises(RuntimeError, match="port file") as caught:
-        await serve("127.0.0.1:0", register, drain_s=0, grace_s=0, on_started=broken, handle_signals=False)
+        await serve(
+            "127.0.0.1:0", register, shutdown=Shutdown(drain_s=0, grace_s=0), on_started=broken, handle_signals=False
+        )
     port = int(str(caught.value).rsplit(" ", 1)[1])
     async with running_server(register, address=f"127.0.0.1:{port}"):
         pass
@@ -220,7 +222,7 @@ def test_probe_of_nobody_and_of_nonsense(unused_tcp_port: int, capsys: pytest.Ca
 SERVER = textwrap.dedent(
     """
     import asyncio, sys
-    from millrace.rpc.serve import serve
+    from millrace.rpc.serve import Shutdown, serve
     from millrace.telemetry import logging
     from millrace.v1 import run_service_pb2 as pb
     from millrace.v1.run_service_pb2_grpc import RunServiceServicer, add_RunServiceServicer_to_server
@@ -238,7 +240,8 @@ SERVER = textwrap.dedent(
     def on_started(port):
         print(port, flush=True)
 
-    asyncio.run(serve("127.0.0.1:0", register, drain_s=0, grace_s=float(sys.argv[1]), on_started=on_started))
+    shutdown = Shutdown(drain_s=0, grace_s=float(sys.argv[1]))
+    asyncio.run(serve("127.0.0.1:0", register, shutdown=shutdown, on_started=on_started))
     print("orderly end", flush=True)
     """
 )

@@ -15,6 +15,7 @@ from millrace.runlog import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.publish.commit import Committer, VersionInput
+from millrace.trainer.publish.target import PublishTarget
 
 SHAPES = {"embed": (1000, 8), "empty": (0, 4), "norm": (7,), "odd": (5, 3), "scalar": ()}
 NAMES = Names("p", "u")
@@ -75,12 +76,9 @@ class Trainer:
         self.history: dict[int, dict[str, bytes]] = {}
         self.committers = [
             Committer(
-                store=store,
-                names=NAMES,
-                gang=ThreadGang(rank, world_size, board),
+                PublishTarget(store=store, names=NAMES, gang=ThreadGang(rank, world_size, board), epoch=1),
                 config=PolicyConfig.model_validate(config),
                 lineage=lineage,
-                epoch=1,
                 files=(),
                 is_strict=is_strict,
             )

@@ -18,7 +18,7 @@ from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
 from millrace.race import first_of
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.metrics_server import metrics_server
-from millrace.rpc.serve import serve
+from millrace.rpc.serve import Shutdown, serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog import open_redis
@@ -122,8 +122,7 @@ async def serve_orchestrator(
             await serve(
                 listen,
                 process.register,
-                drain_s=settings.drain_s,
-                grace_s=settings.grace_s,
+                shutdown=Shutdown(drain_s=settings.drain_s, grace_s=settings.grace_s),
                 on_started=started,
                 stopping=stopping,
                 health_board=process.board,

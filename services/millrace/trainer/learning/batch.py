@@ -37,15 +37,15 @@ class TruncationRows:
             min_p=torch.tensor([row.min_p for row in rows], dtype=torch.float32, device=device),
         )
 
-    def kept(self, logprobs_BKV: torch.Tensor) -> torch.Tensor:
-        """Which tokens could be sampled, bool [B, K, V]."""
-        shape = logprobs_BKV.shape[:-1]
-        return kept_tokens(
-            logprobs_BKV,
-            top_p=self.top_p[:, None].expand(shape),
-            top_k=self.top_k[:, None].expand(shape),
-            min_p=self.min_p[:, None].expand(shape),
-        )
+    @property
+    def is_cut(self) -> torch.Tensor:
+        """Which rows were sampled from less than the whole vocabulary, bool [B]."""
+        return (self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)
+
+    def kept(self, logprobs_NV: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
+        """Which tokens could be sampled at positions of the rows `rows_N`, bool [N, V]."""
+        bounds = {"top_p": self.top_p[rows_N], "top_k": self.top_k[rows_N], "min_p": self.min_p[rows_N]}
+        return kept_tokens(logprobs_NV, **bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-from millrace.trainer.learning.batch import MicroBatch
+from millrace.trainer.learning.batch import MicroBatch, TruncationRows
+
+_POSITIONS = 64
+"""Positions whose vocabularies are sorted at once: some 300 MB for 150,000 tokens."""
 
 
 def token_logprobs(
@@ -39,11 +42,7 @@ def token_logprobs(
     logits_BKV = logits[:, -keep:-1].float()
     labels_BK = micro_batch.token_ids_BT[:, first:]
     if micro_batch.truncation_B is not None:
-        with torch.no_grad():  # which tokens are left is a fact; the gradient is that of what is renormalised
-            scaled_BKV = logits_BKV / micro_batch.temperature_B[:, None, None]
-            kept_BKV = micro_batch.truncation_B.kept(torch.log_softmax(scaled_BKV, dim=-1))
-            kept_BKV |= ~micro_batch.loss_mask_BT[:, first:, None]  # what the policy did not sample was not cut
-        logits_BKV = logits_BKV.masked_fill(~kept_BKV, -math.inf)
+        logits_BKV = logits_BKV.masked_fill(~_kept(logits_BKV, micro_batch, micro_batch.truncation_B), -math.inf)
     logprobs_BK, entropy_BK = select_logprobs(logits_BKV, labels_BK, temperature_B=micro_batch.temperature_B)
     log_vocabulary = math.log(logits_BKV.shape[-1])
     shape = (labels_BK.shape[0], first)
@@ -51,6 +50,20 @@ def token_logprobs(
         torch.cat([logprobs_BK.new_full(shape, -log_vocabulary), logprobs_BK], dim=1),
         torch.cat([entropy_BK.new_full(shape, log_vocabulary), entropy_BK], dim=1),
     )
+
+
+@torch.no_grad()  # which tokens are left is a fact; the gradient is that of what is renormalised
+def _kept(logits_BKV: torch.Tensor, micro_batch: MicroBatch, truncation_B: TruncationRows) -> torch.Tensor:
+    """Which tokens could be sampled, bool [B, K, V]: all of them where the policy sampled nothing, or nothing was cut.
+
+    Sorting takes many times the memory of the logits, so it goes by `_POSITIONS` positions at a time.
+    """
+    is_cut_BK = micro_batch.loss_mask_BT[:, micro_batch.first_scored :] & truncation_B.is_cut[:, None]
+    kept_BKV = torch.ones_like(logits_BKV, dtype=torch.bool)
+    for rows_N, columns_N in (part.unbind(1) for part in is_cut_BK.nonzero().split(_POSITIONS)):
+        scaled_NV = logits_BKV[rows_N, columns_N] / micro_batch.temperature_B[rows_N, None]
+        kept_BKV[rows_N, columns_N] = truncation_B.kept(torch.log_softmax(scaled_NV, dim=-1), rows_N)
+    return kept_BKV
 
 
 def select_logprobs(

@@ -17,6 +17,7 @@ from millrace.runlog.records.revisions import read_header
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.storage import ObjectStore
 from millrace.telemetry import logging
+from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.hold import Hold, outlasting, reopened
 from millrace.v1 import event_pb2
@@ -43,8 +44,7 @@ class LogClient:
         names: Names,
         owner: str,
         slot: str,
-        is_leader: bool,
-        is_alone: bool,
+        gang: Gang,
         should_stop: Callable[[], bool],
     ) -> None:
         self._background = background
@@ -53,8 +53,8 @@ class LogClient:
         self._names = names
         self._owner = owner
         self._slot = slot
-        self._is_leader = is_leader
-        self._is_alone = is_alone
+        self._is_leader = gang.is_leader
+        self._is_alone = gang.is_alone
         self._should_stop = should_stop
         self._is_closed = False
         self._log: RunLog | None = None

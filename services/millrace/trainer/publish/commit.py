@@ -37,14 +37,12 @@ from millrace.policies.publishing.publish import (
 )
 from millrace.policies.publishing.upload import upload_delta, upload_full
 from millrace.policies.verify import damage_of
-from millrace.runlog.names import Names
 from millrace.runlog.records.epochs import latest_epoch
-from millrace.storage.base import ObjectStore
 from millrace.storage.commit_points import find_newest, next_revision
 from millrace.telemetry import faults, logging
 from millrace.telemetry.faults import Point
-from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.log.hold import ROLE, require_newest
+from millrace.trainer.publish.target import PublishTarget
 
 logger = logging.getLogger(__name__)
 
@@ -83,29 +81,26 @@ class Committer:
 
     def __init__(
         self,
+        target: PublishTarget,
         *,
-        store: ObjectStore,
-        names: Names,
-        gang: Gang,
         config: PolicyConfig,
         lineage: int,
-        epoch: int,
         files: tuple[FileEntry, ...],
         should_stop: Callable[[], bool] = lambda: False,
         is_strict: bool = True,
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
     ) -> None:
-        self._store = store
-        self._names = names
-        self._gang = gang
+        self._store = target.store
+        self._names = target.names
+        self._gang = target.gang
+        self._epoch = target.epoch or 0
         self._config = config
         self._lineage = lineage
-        self._epoch = epoch
         self._files = files
         self._should_stop = should_stop
         self._is_strict = is_strict
         self._upload_files = upload_files
-        self._threads = max(1, decode_threads() // gang.world_size)
+        self._threads = max(1, decode_threads() // target.gang.world_size)
         self._history = History(skip_deltas=config.skip_deltas if config.delta else (), threads=self._threads)
         self._anchor = 0
 

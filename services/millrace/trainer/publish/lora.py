@@ -3,54 +3,44 @@
 from collections.abc import Callable
 from dataclasses import asdict
 
-import torch
-from torch import nn
-
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.fetch import read_manifest
 from millrace.policies.manifest import AdapterEntry, FileEntry, PolicyManifest, PolicyPlace
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.verify import damage_of
-from millrace.runlog.names import Names
-from millrace.storage.base import ObjectStore
 from millrace.storage.commit_points import find_newest, next_revision
 from millrace.trainer.gang.agreement import agreed
-from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.learner import digest_of
+from millrace.trainer.learning.learner import Learner, digest_of
 from millrace.trainer.model.pretrained import policy_tensors
+from millrace.trainer.publish.target import PublishTarget
 
 
 class AdapterBase:
-    """What the adapters of a run are on: version 0. Every rank of a gang has one; `base_digest` is that of its weights.
+    """What the adapters of a run are on: version 0. Every rank of a gang has one.
 
-    `epoch` is None at ranks other than 0. `upload_files` uploads the small files and `tell_mended` is told, at rank 0,
+    `upload_files` uploads the small files and `tell_mended` is told, at rank 0,
     what was damaged and where the base is published anew.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        *,
-        store: ObjectStore,
-        names: Names,
-        gang: Gang,
-        epoch: int | None,
-        upload_files: Callable[[], tuple[FileEntry, ...]],
-        dtype: torch.dtype,
+        learner: Learner,
         adapter: AdapterSpec,
-        base_digest: str,
+        target: PublishTarget,
+        *,
+        upload_files: Callable[[], tuple[FileEntry, ...]],
         tell_mended: Callable[[str, str], None],
     ) -> None:
-        self._model = model
-        self._store = store
-        self._names = names
-        self._gang = gang
-        self._epoch = epoch
-        self._upload_files = upload_files
-        self._dtype = dtype
+        self._model = learner.model
+        self._dtype = learner.publish_dtype
+        self._base_digest = learner.base_digest
         self._adapter = adapter
-        self._base_digest = base_digest
+        self._store = target.store
+        self._names = target.names
+        self._gang = target.gang
+        self._epoch = target.epoch
+        self._upload_files = upload_files
         self._tell_mended = tell_mended
         self._entry: AdapterEntry | None = None
 

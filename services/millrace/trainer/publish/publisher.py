@@ -12,30 +12,26 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
-import torch
-from torch import nn
-
-from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import FencedError, LogGoneError
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.publishing.publish import PublishedPolicy
-from millrace.runlog.names import Names
-from millrace.storage.base import ObjectStore
 from millrace.telemetry import faults, logging, waits
 from millrace.telemetry.faults import Point
 from millrace.trainer import meters
-from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.learner import Learner
 from millrace.trainer.model.pretrained import probe
 from millrace.trainer.model.snapshot import Snapshots
 from millrace.trainer.publish.commit import CommittedVersion, Committer, VersionInput
 from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import published_anew
 from millrace.trainer.publish.plan import PublishPlan
+from millrace.trainer.publish.target import PublishTarget
 from millrace.v1 import event_pb2
 
 logger = logging.getLogger(__name__)
@@ -77,23 +73,19 @@ class Publisher:
 
     def __init__(
         self,
-        model: nn.Module,
+        learner: Learner,
+        target: PublishTarget,
         *,
-        store: ObjectStore,
-        names: Names,
-        gang: Gang,
         log_client: PolicyLog | None,
         files: tuple[FileEntry, ...],
-        dtype: torch.dtype,
         vocabulary: int,
         plan: PublishPlan,
-        config: PolicyConfig,
-        is_strict: bool,
         base: AdapterBase | None = None,
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
     ) -> None:
-        self._model = model
-        self._store = store
+        gang, config = target.gang, learner.config.policy
+        self._model = learner.model
+        self._store = target.store
         self._gang = gang
         self._log_client = log_client
         self._vocabulary = vocabulary
@@ -101,17 +93,14 @@ class Publisher:
         self._base = base
         self._is_abandoned = threading.Event()
         self._is_given_up = False
-        self._snapshots = Snapshots(model, dtype=dtype, rank=gang.rank, device=gang.device)
+        self._snapshots = Snapshots(learner.model, dtype=learner.publish_dtype, rank=gang.rank, device=gang.device)
         self._committer = Committer(
-            store=store,
-            names=names,
-            gang=gang.beside(),
+            replace(target, gang=gang.beside()),
             config=config if base is None else config.model_copy(update={"delta": False}),
             lineage=plan.lineage,
-            epoch=0 if log_client is None else log_client.epoch,
             files=files,
             should_stop=self._is_abandoned.is_set,
-            is_strict=is_strict,
+            is_strict=learner.is_strict,
             upload_files=upload_files,
         )
         self._previous: list[TensorPart] = []

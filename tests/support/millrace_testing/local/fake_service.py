@@ -21,7 +21,7 @@ from millrace.policies.manifest import PolicyPlace, Probe
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.processes import lifeline
-from millrace.rpc.serve import serve
+from millrace.rpc.serve import Shutdown, serve
 from millrace.storage import open_store
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_pb2
@@ -110,7 +110,8 @@ async def serve_fake(name: str) -> None:
             return ["millrace.v1.RunService"]
         return []
 
-    await serve(settings.require("listen"), register, drain_s=settings.drain_s, grace_s=settings.grace_s)
+    shutdown = Shutdown(drain_s=settings.drain_s, grace_s=settings.grace_s)
+    await serve(settings.require("listen"), register, shutdown=shutdown)
 
 
 def main(name: str) -> int:
@@ -134,7 +135,8 @@ def main(name: str) -> int:
 async def _until_created() -> None:
     settings = Settings.from_env(os.environ)
     stop = asyncio.Event()
-    serving = asyncio.create_task(serve(settings.require("listen"), lambda *_: [], drain_s=0, grace_s=0, stopping=stop))
+    shutdown = Shutdown(drain_s=0, grace_s=0)
+    serving = asyncio.create_task(serve(settings.require("listen"), lambda *_: [], shutdown=shutdown, stopping=stop))
     while not Path(os.environ["FAKE_FLAG"]).exists():
         await asyncio.sleep(0.05)
     serving.cancel()
