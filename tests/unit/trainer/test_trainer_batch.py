@@ -56,6 +56,19 @@ def test_plan_covers_every_sample_once_within_the_bound(lengths: list[int], max_
     for micro_batch in micro_batches:
         longest = max((lengths[index] for index in micro_batch), default=0)
         assert len(micro_batch) <= 1 or len(micro_batch) * longest <= max_tokens
+    if len(lengths) >= world_size:
+        assert all(rank[0] for rank in plan), "no rank is idle while there are samples for all of them"
+
+
+def test_small_batches_give_every_rank_work() -> None:
+    """128 samples that fit into two micro-batches, on eight ranks."""
+    plan = plan_micro_batches([64] * 128, max_tokens=4096, world_size=8)
+    assert [[len(micro_batch) for micro_batch in rank] for rank in plan] == [[16]] * 8
+    assert plan_micro_batches([64] * 128, max_tokens=4096) == [[[*range(64)], [*range(64, 128)]]], (
+        "one rank is as it was"
+    )
+    long_and_short = plan_micro_batches([500, 10, 10, 10, 10], max_tokens=100, world_size=3)
+    assert long_and_short == [[[0]], [[1, 2]], [[3, 4]]]
 
 
 def test_plan_sorts_by_length_so_that_little_is_padded() -> None:

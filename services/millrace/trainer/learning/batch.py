@@ -100,8 +100,9 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, world_size: i
     """Sample indices by rank, then by micro-batch: rows sorted by length, rows times longest row at most `max_tokens`.
 
     A sample longer than `max_tokens` gets a micro-batch of its own. Every rank gets equally many micro-batches, because
-    the ranks' collectives pair up; where samples run out a micro-batch is empty. Consecutive micro-batches go to
-    consecutive ranks, so that the ranks' work is nearly equal.
+    the ranks' collectives pair up: until that is so, the largest one is halved, and every rank has work. Where there
+    are fewer samples than ranks, micro-batches are empty. Consecutive ones go to consecutive ranks, so that the ranks'
+    work is nearly equal.
     """
     order = sorted((index for index, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
     micro_batches: list[list[int]] = []
@@ -112,7 +113,13 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, world_size: i
         else:
             micro_batches.append([index])
     while len(micro_batches) % world_size:
-        micro_batches.append([])
+        several = [at for at, rows in enumerate(micro_batches) if len(rows) > 1]
+        if not several:
+            micro_batches.append([])
+            continue
+        largest = max(several, key=lambda at: len(micro_batches[at]) * lengths[micro_batches[at][0]])
+        rows, half = micro_batches[largest], -(-len(micro_batches[largest]) // 2)
+        micro_batches[largest : largest + 1] = [rows[:half], rows[half:]]
     return [micro_batches[rank::world_size] for rank in range(world_size)]
 
 
