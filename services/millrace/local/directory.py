@@ -1,7 +1,7 @@
 """A directory is one stack's at a time: until its last process is gone, not only its supervisor.
 
 The lock is one of the kernel's on an open file that everything of the stack shares: the supervisor, its reaper, every
-service, and Redis (`Supervisor.kept_open`). So whoever gets the lock knows that nobody writes to the same append-only
+service, and Redis (`Supervisor.kept_open`). So the holder of the lock knows that nobody writes to the same append-only
 file, store and spool any more. What a killed stack has left behind ends by itself within seconds (its reaper sees to
 it, or each service for itself); a new stack waits for that, and then ends what is still there, such as a process that
 is stopped by a signal.

@@ -31,7 +31,7 @@ LEASE_HELD = Family(
 STEP = Family("millrace_orchestrator_step", "The batch that is cut next.", ("run",))
 SINCE_BATCH = Family(
     "millrace_orchestrator_seconds_since_batch",
-    "Seconds since the last commit, or since the run became RUNNING, whoever drove it; absent while no batch is due.",
+    "Seconds since the last commit, or since it became RUNNING, under any orchestrator; absent while no batch is due.",
     ("run",),
 )
 GROUPS = Family(

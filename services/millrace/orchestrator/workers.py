@@ -91,7 +91,7 @@ class _Retired:
 
 
 class WorkerRegistry:
-    """Registered workers by id; `changed` wakes whoever waits for a worker or its report."""
+    """Registered workers by id; `changed` wakes those that wait for a worker or its report."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, WorkerRecord] = {}

@@ -1,7 +1,7 @@
 """A teacher's log-probs of one rollout as stored bytes: what on-policy distillation adds to a rollout of the log.
 
 They lie in an object of their own that is named by the digest of the rollout's samples and written before the rollout
-is appended. So whoever reads the entry has the scores as well, and scores are never those of other tokens.
+is appended. So a reader of the entry has the scores as well, and scores are never those of other tokens.
 """
 
 import hashlib

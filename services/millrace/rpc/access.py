@@ -53,7 +53,7 @@ Find = Callable[[str], AcceptedToken | None]
 
 
 def denied() -> UnauthenticatedError:
-    """The one answer to whoever has no right to call: it tells nothing about why, nor about what is here."""
+    """The one answer to callers without the right to call: it says neither why, nor what is here."""
     return UnauthenticatedError(
         "a valid bearer token is required",
         reason="UNAUTHENTICATED",

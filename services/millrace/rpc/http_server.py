@@ -3,8 +3,8 @@
 uvicorn knows of a connection after its TLS handshake, and waits for a request's header as long as bytes come. Here a
 connection counts from its acceptance: it has `request_s` for handshake and header together, for each further header,
 and for reading on where an answer does not fit into the socket. Where all places are taken, a new one gets that of the
-connection that has been without a whole header for longest, else the first that an answer leaves. So whoever opens
-connections and lets bytes trickle keeps nobody out.
+connection that has been without a whole header for longest, else the first that an answer leaves. So opening
+connections and letting bytes trickle keeps nobody out.
 
 It serves in the event loop that starts it. Who may call is the application's to say; TLS is here.
 """

@@ -34,7 +34,7 @@ MAX_CONNECTIONS = 16
 REQUEST_S = 5.0
 """How long a scraper has for its TLS handshake and the whole of its request, however its bytes trickle."""
 EXCHANGE_S = 20.0
-"""How long a connection lives at most, with the answer and whoever reads it slowly."""
+"""How long a connection lives at most, its answer and a slow reader included."""
 ANSWER_S = 5.0
 """How long the event loop has to read the numbers."""
 _FIELD = "MILLRACE_METRICS_LISTEN"

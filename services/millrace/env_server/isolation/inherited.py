@@ -29,7 +29,7 @@ _PLACEMENT = {variable_name(part.name) for part in fields(Settings)} - _TOLD
 _STORE_CREDENTIALS = "AWS_"
 _URLS = (variable_name("redis_url"), variable_name("store_url"))
 _PATHS = (SPOOL_VARIABLE, SCRATCH_VARIABLE)
-# Where environments and programs are found: whoever put such a directory there meant it.
+# Where environments and programs are found: such a directory was put there on purpose.
 _SEARCH_PATHS = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}
 _WITHHELD = re.compile(
     r"AWS_.*|AZURE_.*|ARM_.*|GOOGLE_.*|GCLOUD_.*|GCP_.*|CLOUDSDK_.*|OCI_.*|ALIBABA_CLOUD_.*|S3_.*|MINIO_.*"

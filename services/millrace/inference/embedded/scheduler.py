@@ -140,7 +140,7 @@ class Scheduler:
             turn = entry.request.turn
             if not self._fits(len(admitted), max(longest, entry.limit), has_rows=running[turn] > 0):
                 if not running[turn]:
-                    break  # its turn comes when rows end; whoever would fit in its place would keep it waiting
+                    break  # its turn comes when rows end; one that fits in its place would keep it waiting
                 shut.add(turn)
                 continue
             longest_prompt = max(longest_prompt, len(entry.request.prompt_token_ids))

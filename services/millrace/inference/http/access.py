@@ -56,7 +56,7 @@ def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -
 
 
 class TokenGate:
-    """ASGI middleware: 401 to whoever shows no valid token, before anything is read, and 413 to bodies above the bound.
+    """ASGI middleware: 401 without a valid token, before anything is read, and 413 to bodies above the bound.
 
     A body of no announced length looks cut off to the application where it passes the bound. Where tokens are demanded,
     `GET /health` tells its status and not why.

@@ -131,7 +131,7 @@ class LogClient:
     def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
         """Append a published version. `is_replay`: the store had it already, with equal weights.
 
-        Waits for Redis as long as it takes, unless asked to stop: then whoever continues the run announces it.
+        Waits for Redis as long as it takes, unless asked to stop: then the trainer that continues the run announces it.
         """
         appending = self._background.submit(self._held.append_policy(entry, is_replay=is_replay))
         while not concurrent.futures.wait([appending], _POLL_S).done:

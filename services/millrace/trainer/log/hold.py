@@ -4,7 +4,7 @@
                 │            '── another copy of the log (rebuilt, or Redis restarted): append the policies it lacks
                 '── another trainer has the lease or a newer epoch ──▶ LOST, for good
 
-Nothing here forgets where the training stands: whoever needs a log that Redis lost waits, visibly, until the
+Nothing here forgets where the training stands: who needs a log that Redis lost waits, visibly, until the
 orchestrator has rebuilt it, and then goes on. Everything runs on the background loop.
 """
 
@@ -84,7 +84,7 @@ class Hold:
                             await self._woken.wait()
         finally:
             wait.over()
-        self._present.set()  # whoever waits for the log shall hear that the hold is lost
+        self._present.set()  # those that wait for the log must hear that the hold is lost
 
     async def _keep_once(self, wait: waits.LastingWait) -> float:
         """Renew once; return after how many seconds to do it again. Sets `lost` where that has no sense."""

@@ -310,7 +310,7 @@ class Committer:
                 raise InvalidStateError(
                     f"policy {manifest.lineage}-{manifest.version} is not committed: the trainer lets go",
                     reason="POLICY_ABANDONED",
-                    remedy="whoever trains the run on publishes it",
+                    remedy="the trainer that continues the run publishes it",
                 )
             faults.reach(Point.TRAINER_BEFORE_MANIFEST, version=manifest.version)
             # Who slept through the loss of the run creates nothing any more. The store knows epochs first, and is asked

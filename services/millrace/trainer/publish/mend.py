@@ -3,7 +3,7 @@
     replica: UPDATE_FAILED, is_damaged ──▶ orchestrator ──heartbeat──▶ trainer, between two steps or while it waits for
     a batch: is it damaged? ──▶ in full, under fresh names, `manifest.r1.json` ──▶ replicas, at their next attempt
 
-The newest version is what replicas are asked for; whoever trains the next batch has its weights.
+The newest version is what replicas are asked for; the trainer of the next batch has its weights.
 """
 
 from collections.abc import Callable
