@@ -154,7 +154,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
             previous_chain_hash=position.chain_hash,
             micro_batch_tokens=trainer.micro_batch_tokens,
             seq_len=trainer.model.seq_len,
-            mender=Mender(publisher.mend, context.damage),
+            mender=Mender(publisher.mend, context.damage, publisher.raise_failure),
         ),
         publisher=publisher,
         checkpointer=Checkpointer(

@@ -147,6 +147,7 @@ def test_a_policy_that_cannot_be_made_again_ends_the_run_and_says_so(recorder: R
     with pytest.raises(InvalidStateError, match="cannot make it again") as raised:
         recorder.train(stop=stop, damage=report)
     assert raised.value.reason == "POLICY_LOST"
+    assert waited[0] < 200, "at once, not only when it is told to stop: without the policy no batch may ever come"
 
 
 def test_a_damaged_manifest_is_written_anew_when_its_step_is_replayed(recorder: Recorder, config: RLConfig) -> None:

@@ -22,13 +22,23 @@ DamageReport = tuple[PolicyEntry, int]
 class Mender:
     """Follows the reports of damage at rank 0; every rank publishes, by `mend`."""
 
-    def __init__(self, mend: Callable[[PolicyEntry], None], reported: Callable[[], DamageReport | None]) -> None:
+    def __init__(
+        self,
+        mend: Callable[[PolicyEntry], None],
+        reported: Callable[[], DamageReport | None],
+        raise_failure: Callable[[], None],
+    ) -> None:
         self._mend = mend
         self._reported = reported
+        self._raise_failure = raise_failure
         self._num_heard = 0
 
     def wanted(self, version: int) -> bytes | None:
-        """The policy to publish anew, for `mend`, if it is of this version, whose weights are live; once a report."""
+        """The policy to publish anew, for `mend`, if it is of this version, whose weights are live; once a report.
+
+        Raises what publishing raised: the batch that is awaited may never come without the policy.
+        """
+        self._raise_failure()
         report = self._reported()
         if report is None or report[1] == self._num_heard or report[0].version != version:
             return None

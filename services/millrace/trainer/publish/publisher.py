@@ -164,6 +164,11 @@ class Publisher:
             name, uri = f"{entry.lineage}-{entry.version}", self._store.uri(mended.published.manifest_key)
             self._log_client.write_event(published_anew(name, damage=mended.damage, uri=uri))
 
+    def raise_failure(self) -> None:
+        """Raise what publishing raised, if it has ended; wait for nothing."""
+        if self._under_way is not None and self._under_way.done():
+            self.finish()
+
     def finish(self) -> None:
         """Return when nothing is under way; raise what publishing raised."""
         future, self._under_way = self._under_way, None
