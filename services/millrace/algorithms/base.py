@@ -35,11 +35,17 @@ class Credit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credited:
-    """A sample that will be trained on, with the credit that its group gave it."""
+    """A sample of a batch, with the credit that its group gave it. Its first `num_tokens` tokens are trained on."""
 
     rollout: Rollout
     sample: Sample
     credit: Credit
+    num_tokens: int
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Which of the tokens that are trained on the policy sampled, bool [num_tokens]."""
+        return self.sample.loss_mask[: self.num_tokens] == 1
 
 
 class Algorithm(Protocol):

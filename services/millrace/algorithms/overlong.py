@@ -20,8 +20,8 @@ class OverlongPenalty:
     def from_config(cls, config: AdvantageConfig) -> Self | None:
         """As `[orchestrator.algo.overlong]` says; None without that table."""
         table = config.overlong
-        if table is None or table.max_tokens is None:
-            return None  # the config refuses a table that has no limit
+        if table is None:
+            return None
         return cls(max_tokens=table.max_tokens, buffer_tokens=table.buffer_tokens, factor=table.factor)
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:

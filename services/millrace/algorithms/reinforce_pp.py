@@ -23,8 +23,8 @@ class ReinforcePlusPlus(ScalarAdvantage):
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
         """Whiten the advantages of all sampled tokens of the batch."""
-        masks = [item.sample.loss_mask == 1 for item in batch]
-        rows = [item.credit.advantages.astype(np.float64) for item in batch]
+        masks = [item.sampled for item in batch]
+        rows = [item.credit.advantages[: item.num_tokens].astype(np.float64) for item in batch]
         tokens = np.concatenate([row[mask] for row, mask in zip(rows, masks, strict=True)]) if rows else np.zeros(0)
         if len(tokens) < 2:
             return super().finish(batch)

@@ -5,7 +5,7 @@ reported are taken out, the rest is built with their defaults, and the rules run
 which was reported already is left out.
 """
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -135,6 +135,8 @@ def _placeholder(node: SchemaKey, *, index: int) -> Any:
         case Kind.FREE_TABLE:
             return {}
         case Kind.LEAF:
+            if get_origin(node.annotation) is Literal:
+                return get_args(node.annotation)[0]
             return node.annotation(1) if node.annotation in (int, float) else f"placeholder-{index}"
 
 

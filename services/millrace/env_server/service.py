@@ -89,9 +89,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
 
     def look_for_end(self, run_uid: str) -> None:
         """Told that a run has ended: if the store says so, too, stop what is played for it, and keep nothing of it."""
-        self._sink.look_for_end(run_uid, then=self._stop_playing)
-
-    def _stop_playing(self, run_uid: str) -> None:
+        if not self._sink.look_for_end(run_uid):
+            return  # the next heartbeat says it again
         for group in self.groups.of_run(run_uid):
             self.groups.cancel(group)
 

@@ -223,10 +223,21 @@ async def test_a_run_that_ended_while_nobody_told_us_is_forgotten(setup: Setup) 
 
 async def test_what_an_old_orchestrator_says_of_an_end_ends_no_run(setup: Setup) -> None:
     """It knows that the run had failed; another one drives it again, and the store knows."""
-    await setup.sink.append(setup.rollout(0))
-    setup.sink.look_for_end(setup.uid)
+    asked: list[str] = []
+
+    async def store_says_no(run_uid: str) -> bool:
+        asked.append(run_uid)
+        return await asyncio.to_thread(has_ended, setup.store, Names("test", run_uid))
+
+    async def open_log(run_uid: str) -> RunLog:
+        return setup.log
+
+    sink = RolloutSink(Spool(setup.directory / "other", limit_bytes=1 << 20), open_log, store_says_no, max_delay_s=0.1)
+    await sink.append(setup.rollout(0))
+    assert not sink.look_for_end(setup.uid)
     await asyncio.sleep(0.3)
-    assert len(setup.sink.spool.of_run(setup.uid)) == 1
+    assert asked == [setup.uid] and not sink.look_for_end(setup.uid) and len(sink.spool.of_run(setup.uid)) == 1
+    await sink.close()
 
 
 async def test_an_answer_about_the_end_that_is_older_than_the_resume_ends_no_run(setup: Setup) -> None:
@@ -241,15 +252,14 @@ async def test_an_answer_about_the_end_that_is_older_than_the_resume_ends_no_run
 
     sink = RolloutSink(Spool(setup.directory / "other", limit_bytes=1 << 20), open_log, slow_store, max_delay_s=0.1)
     await sink.append(setup.rollout(0))
-    ended: list[str] = []
-    sink.look_for_end(setup.uid, then=ended.append)
+    assert not sink.look_for_end(setup.uid)
     await asyncio.sleep(0.05)
     sink.note_driven(setup.uid)
     answer.set()
     await asyncio.sleep(0.1)
-    assert not ended and len(sink.spool.of_run(setup.uid)) == 1
+    assert not sink.look_for_end(setup.uid) and len(sink.spool.of_run(setup.uid)) == 1
     sink.end_run(setup.uid)
-    assert not sink.spool.run_uids, "an end that is none of the past counts"
+    assert not sink.spool.run_uids and sink.look_for_end(setup.uid), "an end that is none of the past counts"
     await sink.close()
 
 

@@ -10,10 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms import ADVANTAGES, Credited, Grpo, MaxRl, Opo, ReinforcePlusPlus, Rloo, ScalarAdvantage
+from millrace.algorithms import (
+    ADVANTAGES,
+    ALGORITHMS,
+    Credited,
+    Grpo,
+    MaxRl,
+    Opo,
+    ReinforcePlusPlus,
+    Rloo,
+    ScalarAdvantage,
+)
 from millrace.algorithms.overlong import OverlongPenalty
 from millrace.config.load import validate_document
-from millrace.config.sections.algo import AlgoConfig
+from millrace.config.sections.algo import COMPARING, AlgoConfig
 from millrace.errors import InvalidSpecError
 from millrace.rollouts.types import Rollout, Sample
 from millrace_testing.orchestrator.builders import make_rollout
@@ -101,6 +111,7 @@ def test_advantages_are_those_of_the_formula(name: str, group: Group) -> None:
 
 
 def test_every_algorithm_has_a_formula() -> None:
+    assert tuple(ADVANTAGES) == COMPARING and ALGORITHMS.keys() == {*COMPARING, "opd"}
     assert {type(algorithm) for algorithm, _ in FORMULAS.values()} == set(ADVANTAGES.values())
 
 
@@ -129,7 +140,7 @@ def finished(algorithm: ScalarAdvantage, groups: list[Group]) -> list[np.ndarray
     for ordinal, group in enumerate(groups):
         rollouts = [rollout(float(r), n, ordinal=ordinal, member=member) for member, (r, n) in enumerate(group)]
         for each, (credit,) in zip(rollouts, algorithm.credit(rollouts), strict=True):
-            items.append(Credited(rollout=each, sample=each.samples[0], credit=credit))
+            items.append(Credited(rollout=each, sample=each.samples[0], credit=credit, num_tokens=99))
     return [credit.advantages for credit in algorithm.finish(items)]
 
 
@@ -182,16 +193,22 @@ def test_the_config_names_every_algorithm(name: str) -> None:
         validate_document({"orchestrator": {**with_algo({"type": name})["orchestrator"], "rollouts_per_example": 1}})
 
 
-def test_the_limit_of_a_response_is_that_of_sampling() -> None:
-    document = with_algo({"overlong": {"buffer_tokens": 16}})
-    with pytest.raises(InvalidSpecError, match="is required where"):
-        validate_document(document)
-    document["orchestrator"]["sampling"] = {"max_tokens": 64}
-    overlong = validate_document(document).orchestrator.algo.overlong
-    assert overlong is not None and overlong.max_tokens == 64
-    document["orchestrator"]["sampling"] = {"max_tokens": 8}
+def test_a_punishment_needs_a_limit_that_it_fits_below() -> None:
+    with pytest.raises(InvalidSpecError, match=r"overlong\.max_tokens: is required"):
+        validate_document(with_algo({"overlong": {"buffer_tokens": 16}}))
+    validate_document(with_algo({"overlong": {"buffer_tokens": 16, "max_tokens": 64}}))
     with pytest.raises(InvalidSpecError, match="must be at most"):
+        validate_document(with_algo({"overlong": {"buffer_tokens": 16, "max_tokens": 8}}))
+    with pytest.raises(InvalidSpecError, match="has no meaning for max_rl"):
+        validate_document(with_algo({"type": "max_rl", "overlong": {"buffer_tokens": 16, "max_tokens": 64}}))
+
+
+def test_algorithms_that_are_not_there_yet_are_refused_for_that() -> None:
+    document = with_algo({"type": "sft"})
+    document["orchestrator"]["rollouts_per_example"] = 1
+    with pytest.raises(InvalidSpecError, match="sft is not there yet") as raised:
         validate_document(document)
+    assert "must be at least 2" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("key", "value"), [("std_norm", "group"), ("leave_one_out", True)])
@@ -204,6 +221,8 @@ def test_what_belongs_to_grpo_is_refused_elsewhere(key: str, value: object) -> N
 def test_an_environment_may_have_an_algorithm_of_its_own() -> None:
     config = validate_document(with_algo({"type": "rloo"}, algo={"type": "opo"}))
     assert config.orchestrator.env[0].algo.type == "opo"
+    with pytest.raises(InvalidSpecError, match=r"algo\.type: is required"):
+        validate_document(with_algo({"type": "rloo", "std_norm": "none"}, algo={"overlong": None}))
     teacher = {"name": "big", "base_url": "http://localhost:1/v1"}
     with pytest.raises(InvalidSpecError, match="has no meaning for opd"):
         validate_document(with_algo({"type": "opd", "teacher": teacher}, algo={"type": "opo"}))

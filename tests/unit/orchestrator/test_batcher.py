@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from millrace.algorithms import Grpo, ReinforcePlusPlus
 from millrace.internal.v1 import batch_pb2
@@ -71,3 +72,27 @@ def test_each_environment_has_its_algorithm_and_those_of_one_are_finished_togeth
     found = [float(sample.advantages[2]) for sample in batch.samples]
     scale = np.sqrt(np.var([value for value in (-0.5, 0.5, -2.0, 2.0) for _ in range(4)], ddof=1))
     np.testing.assert_allclose(found, [-0.5 / scale, 0.5 / scale, -1.5, 1.5, -2 / scale, 2 / scale], rtol=1e-6)
+
+
+def test_what_is_compared_over_a_batch_is_compared_before_groups_are_filtered() -> None:
+    """Rewards 0, 1 and 2, 2: the group of equal ones counts in the deviation, and is dropped all the same."""
+    groups = [make_group(0, [0.0, 1.0]), make_group(1, [2.0, 2.0])]
+    algorithms = {groups[0].task.env: Grpo(std_norm="batch")}
+    batch = cut(groups, algorithms, step=0, filter_zero_advantages=True, seq_len=64)
+    assert [sample.ordinal for sample in batch.samples] == [0, 0]
+    assert count_dropped(batch.resolved) == {"zero_advantage": 1}
+    deviation = np.std([0.0, 1.0, 2.0, 2.0], ddof=1)
+    found = [float(sample.advantages[2]) for sample in batch.samples]
+    np.testing.assert_allclose(found, [-0.5 / deviation, 0.5 / deviation], rtol=1e-5)
+
+
+def test_tokens_that_are_cut_off_count_in_no_mean() -> None:
+    batch = cut(
+        [make_group(0, [0.0, 1.0]), make_group(1, [0.0, 3.0])],
+        {make_play(0).task.env: ReinforcePlusPlus()},
+        step=0,
+        filter_zero_advantages=True,
+        seq_len=4,
+    )
+    tokens = np.concatenate([sample.advantages[sample.loss_mask == 1] for sample in batch.samples])
+    assert len(tokens) == 8 and abs(tokens.mean()) < 1e-6 and np.var(tokens, ddof=1) == pytest.approx(1, abs=1e-5)

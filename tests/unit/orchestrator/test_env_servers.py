@@ -91,6 +91,6 @@ async def test_an_environment_that_kills_its_workers_ends_the_run_once_no_env_se
     await pool.refresh([SPEC])  # the other one still plays it
     given_up.add("b")
     assert not await pool.play("b", request)
-    with pytest.raises(InvalidStateError, match=r"'reverse-text' .* is given up .*task t7: exit code 3") as caught:
+    with pytest.raises(InvalidStateError, match=r"'reverse-text' is given up on b: .*task t7: exit code 3") as caught:
         await pool.refresh([SPEC])
     assert caught.value.reason == "ENV_KILLS_WORKERS"

@@ -104,6 +104,10 @@ def test_a_successor_does_not_repeat_what_was_told() -> None:
     for ordinal in range(4, 6):
         played(after, ordinal)
     assert [count.num_failed for count in after.report()] == [24]
+    assert [count.num_failed for count in successor(after, num_groups=1000).report(is_final=True)] == []
+    played(after, 6)
+    last = successor(after, num_groups=1000)
+    assert [count.num_failed for count in last.report(is_final=True)] == [28], "24 of them were told of"
     resumed = successor(counted, num_groups=1000, is_reopened=True)
     played(resumed, 3)
     assert [count.num_failed for count in resumed.report()] == [16], "who resumed it wants to know at once"

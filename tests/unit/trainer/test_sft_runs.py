@@ -112,6 +112,8 @@ def test_a_step_whose_rows_are_all_left_out_takes_the_next_ones(example: Path, t
     data = {"name": str(path), "batch_size": 4, "seq_len": 64, "shuffle": False}
     path.write_text("".join(f"{json.dumps(row)}\n" for row in [*good[:4], *long, *good[4:]]))
     assert steps_of(make_config(example, tmp_path / "with", data=data, max_steps=2)) == [0, 1]
+    once = make_config(example, tmp_path / "pass", data=data, max_steps=None)
+    assert steps_of(once) == [0, 1], "one pass: no row is trained on twice because others are left out"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in good))
     assert steps_of(make_config(example, tmp_path / "without", data=data, max_steps=2)) == [0, 1]
     assert weights(tmp_path / "with") == weights(tmp_path / "without")

@@ -30,6 +30,7 @@ def evaluate_policies(prepared: PreparedEval) -> tuple[dict[str, Any], Path]:
     path = directory / RESULTS_NAME
     directory.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {"name": prepared.name, "policies": []}
+    path.write_text(json.dumps(data, indent=2) + "\n")  # what `--resume` goes on with, from the first policy on
     try:
         for policy, part in zip(prepared.policies, parts, strict=True):
             found = _evaluate(part, policy, directory)

@@ -54,9 +54,7 @@ async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int
 
 async def _exit_code(ranks: Sequence[Child]) -> int:
     """The exit code of the first rank, at once when all ended well or one did not."""
-    while running := [child.exited for child in ranks if not child.exited.done()]:
-        # unregistered wait: the command waits for as long as the training takes, and shows its progress
-        await first_of(*running)
+    while True:
         failed = next((child for child in ranks if child.exited.done() and child.exited.result() != 0), None)
         if failed is not None and failed is ranks[0]:
             return failed.exited.result()
@@ -67,7 +65,11 @@ async def _exit_code(ranks: Sequence[Child]) -> int:
             if not ranks[0].is_alive and ranks[0].exited.result() == failed.exited.result() > 0:
                 return ranks[0].exited.result()
             raise await asyncio.to_thread(describe_death, failed)
-    return 0
+        running = [child.exited for child in ranks if not child.exited.done()]
+        if not running:
+            return 0
+        # unregistered wait: the command waits for as long as the training takes, and shows its progress
+        await first_of(*running)
 
 
 def _gang_environ(num_ranks: int) -> dict[str, str]:

@@ -5,6 +5,7 @@ from typing import Any
 from millrace.config.layers import MAX_SECTIONS
 from millrace.config.notes import Effect
 from millrace.config.prime_rl.meanings import Target
+from millrace.config.sections.algo import COMPARING
 from millrace.config.tree import Path
 
 MAX_GPUS = 1024
@@ -113,7 +114,7 @@ def algorithm(target: Target, path: Path, value: Any) -> None:
     """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted."""
     target.put(path, value, source=path)
     if isinstance(value, str) and value in UNBUILT_ALGORITHMS:
-        target.note(path, Effect.BLOCKS, f"{value} is not there yet; grpo, rloo, opo, max_rl and opd are")
+        target.note(path, Effect.BLOCKS, f"{value} is not there yet; {', '.join(COMPARING)} and opd are")
 
 
 UNBUILT_ALGORITHMS = ("rae", "echo", "hierarchical_grpo", "opsd", "sft")

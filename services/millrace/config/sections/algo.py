@@ -26,17 +26,18 @@ class TeacherConfig(ClientConfig):
 
 
 _GRPO_ONLY = Facts(only_for=OnlyFor(".type", ("grpo",)))
-_GROUPS = ("grpo", "rloo", "opo", "reinforce_pp", "max_rl")
+COMPARING = ("grpo", "rloo", "opo", "reinforce_pp", "max_rl")
+"""Algorithms that compare the rewards of rollouts of the same task."""
+_SHAPED = ("grpo", "rloo", "opo", "reinforce_pp")
+"""Those that may compare shaped rewards: max_rl divides by their mean, which has to stay a pass rate."""
 
 
 class OverlongConfig(ConfigSection):
     """DAPO's soft punishment: what is taken off the reward of responses that come near the limit."""
 
     buffer_tokens: int = required("Tokens below the limit over which the punishment grows from 0.", ge=1)
-    max_tokens: int | None = option(
-        None,
-        "The limit, in sampled tokens of a rollout, from which the punishment is whole.",
-        facts=Facts(follows="orchestrator.sampling.max_tokens"),
+    max_tokens: int = required(
+        "The limit from which the punishment is whole: sampled tokens of a rollout, those of all its turns together.",
         ge=1,
     )
     factor: float = option(1.0, "The whole punishment.", gt=0)
@@ -58,7 +59,7 @@ class AdvantageConfig(ConfigSection):
     overlong: OverlongConfig | None = option(
         None,
         "DAPO's soft punishment of long responses, taken off the rewards that are compared; off if left out.",
-        facts=Facts(only_for=OnlyFor(".type", _GROUPS)),
+        facts=Facts(only_for=OnlyFor(".type", _SHAPED)),
     )
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:
@@ -66,11 +67,14 @@ class AdvantageConfig(ConfigSection):
         if self.overlong is None:
             return
         limit, buffer = f"{where}.overlong.max_tokens", f"{where}.overlong.buffer_tokens"
-        if self.overlong.max_tokens is None:
-            message = "is required where `orchestrator.sampling.max_tokens` is left out: the limit of a response"
-            yield broken(message, limit)
-        elif self.overlong.buffer_tokens > self.overlong.max_tokens:
+        if self.overlong.buffer_tokens > self.overlong.max_tokens:
             yield broken(f"must be at most `{limit}`, which is {self.overlong.max_tokens}; lower it", buffer, limit)
+
+
+class EnvAlgoConfig(AdvantageConfig):
+    """How the rewards of one environment become advantages, whatever those of the others do."""
+
+    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl"] = required("As `orchestrator.algo.type`.")
 
 
 class AlgoConfig(AdvantageConfig):

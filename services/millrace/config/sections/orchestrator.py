@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import IDENTIFIER_PATTERN, ConfigSection, FreeTable, option, required, table
-from millrace.config.sections.algo import AdvantageConfig, AlgoConfig
+from millrace.config.sections.algo import COMPARING, AlgoConfig, EnvAlgoConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
 from millrace.config.tree import Facts, Limit, Path, dotted
@@ -129,9 +129,9 @@ class EnvConfig(NamedEnv):
         facts=Facts(aliases=("ratio",)),
         gt=0,
     )
-    algo: AdvantageConfig | None = option(
+    algo: EnvAlgoConfig | None = option(
         None,
-        "How the rewards of this environment become advantages.",
+        "How the rewards of this environment become advantages; nothing of `orchestrator.algo` counts then.",
         facts=Facts(default_text="as in `orchestrator.algo`"),
     )
 
@@ -285,7 +285,7 @@ class OrchestratorConfig(ConfigSection):
         """Algorithms that compare have something to compare; what they need is there."""
         if self.algo.type == "opd":
             yield from self._teacher_rules()
-        elif self.rollouts_per_example < 2:
+        elif self.algo.type in COMPARING and self.rollouts_per_example < 2:
             yield broken(
                 f"must be at least 2 for {self.algo.type}: it compares rollouts of the same task, so with one every "
                 "advantage is 0; set it to 8 or 16",

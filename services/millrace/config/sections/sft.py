@@ -13,7 +13,6 @@ from millrace.config.sections.trainer import (
     LoraConfig,
     OptimConfig,
     SchedulerConfig,
-    max_skipped_steps,
     micro_batch_tokens,
 )
 from millrace.config.tree import Facts
@@ -138,7 +137,9 @@ class SFTConfig(Document):
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.")
     max_steps: int | None = option(None, "Optimizer steps; one pass over the data if left out.", ge=1)
-    max_skipped_steps: int = max_skipped_steps()
+    max_skipped_steps: int = option(
+        3, "A step whose gradient is not finite changes no weight; so many of them in a row end the command.", ge=1
+    )
     micro_batch_tokens: int = micro_batch_tokens("data.seq_len", "data")
     seed: int = option(0, "Seed of everything random.", ge=0)
     output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)

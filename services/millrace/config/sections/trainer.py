@@ -249,16 +249,6 @@ def micro_batch_tokens(key: str, section: str) -> Any:
     )
 
 
-def max_skipped_steps() -> Any:
-    """The field `max_skipped_steps` of RL and of fine-tuning."""
-    return option(
-        3,
-        "A step whose loss, entropy or gradient is not finite changes no weight; after so many of them in a row the "
-        "run ends as FAILED, with the first token that is not finite.",
-        ge=1,
-    )
-
-
 class TrainerConfig(ConfigSection):
     """The trainer of an RL run."""
 
@@ -272,7 +262,12 @@ class TrainerConfig(ConfigSection):
     max_steps: int | None = option(
         None, "Optimizer steps; unlimited if left out.", facts=Facts(shared="max_steps"), ge=1
     )
-    max_skipped_steps: int = max_skipped_steps()
+    max_skipped_steps: int = option(
+        3,
+        "A step whose loss, entropy or gradient is not finite changes no weight; after so many of them in a row the "
+        "run ends as FAILED, with the first token that is not finite.",
+        ge=1,
+    )
     determinism: Literal["auto", "strict", "best_effort"] = option(
         "auto",
         "strict: a step that is replayed has to give the same policy bit for bit, or the run stops. best_effort: a "

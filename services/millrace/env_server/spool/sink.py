@@ -110,8 +110,8 @@ class RolloutSink:
         run = self._run(run_uid)
         run.has_ended, run.driven_at, run.heard_at = False, time.monotonic(), time.monotonic()
 
-    def look_for_end(self, run_uid: str, *, then: Callable[[str], None] = lambda run_uid: None) -> None:
-        """Ask the store, now and then, whether the run has ended; if so it is forgotten here, and `then` is called.
+    def look_for_end(self, run_uid: str) -> bool:
+        """Whether the run has ended; where that is not known, the store is asked now and then, for the next time.
 
         What an orchestrator says of an end may be old: another one may have reopened the run since, and drive it.
         """
@@ -119,7 +119,8 @@ class RolloutSink:
         run.heard_at = now
         if not run.has_ended and now - run.looked_for_end_at >= _LOOK_AT_CLOSED_LOG_S:
             run.looked_for_end_at = now
-            self._in_background(self._end_if_over(run_uid, then))
+            self._in_background(self._end_if_over(run_uid))
+        return run.has_ended
 
     def end_run(self, run_uid: str) -> None:
         """Forget at once what is kept of a run that has ended; its files are deleted in the background."""
@@ -211,7 +212,7 @@ class RolloutSink:
             for run_uid in old_runs:
                 del self._runs[run_uid]
 
-    async def _end_if_over(self, run_uid: str, then: Callable[[str], None] = lambda run_uid: None) -> None:
+    async def _end_if_over(self, run_uid: str) -> None:
         asked_at = time.monotonic()
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
@@ -221,4 +222,3 @@ class RolloutSink:
             return
         if is_over and self._run(run_uid).driven_at < asked_at:  # else it was reopened while the store was asked
             self.end_run(run_uid)
-            then(run_uid)

@@ -27,17 +27,14 @@ class CutBatch:
     resolved: list[Resolved] = field(default_factory=list)
 
 
-def credit_group(group: Play, algorithm: Algorithm, *, filter_zero_advantages: bool, seq_len: int) -> list[Credited]:
-    """Give a whole group its credit, and return the samples to train on, which are cut at `seq_len` tokens.
-
-    Samples without a sampled token in that range are left out, and if filtered those whose every advantage is 0.
-    """
+def credit_group(group: Play, algorithm: Algorithm, *, seq_len: int) -> list[Credited]:
+    """Give a whole group its credit; return its samples, cut at `seq_len` tokens, that have a sampled token left."""
     rollouts = group.rollouts()
     return [
-        Credited(rollout=rollout, sample=sample, credit=credit)
+        Credited(rollout=rollout, sample=sample, credit=credit, num_tokens=min(sample.num_tokens, seq_len))
         for rollout, credits in zip(rollouts, algorithm.credit(rollouts), strict=True)
         for sample, credit in zip(rollout.samples, credits, strict=True)
-        if sample.loss_mask[:seq_len].any() and (credit.advantages[:seq_len].any() or not filter_zero_advantages)
+        if sample.loss_mask[:seq_len].any()
     ]
 
 
@@ -74,20 +71,25 @@ def cut(
 ) -> CutBatch:
     """Make a batch of whole groups, with the algorithm of each one's environment.
 
-    Groups without any advantage are resolved as dropped, and not replaced. An algorithm that several environments share
-    finishes their samples together.
+    An algorithm that several environments share finishes their samples together, all of them; only then those to which
+    their group gave no advantage are left out, if they are filtered. Groups of which nothing is left are resolved as
+    dropped, and not replaced.
     """
     batch = CutBatch(step=step, samples=[], rewards=[])
-    credited: list[Credited] = []
-    for group in groups:
-        algorithm = algorithms[group.task.env]
-        items = credit_group(group, algorithm, filter_zero_advantages=filter_zero_advantages, seq_len=seq_len)
-        credited += items
+    credited = [credit_group(group, algorithms[group.task.env], seq_len=seq_len) for group in groups]
+    credits = iter(finish([item for items in credited for item in items], algorithms))
+    for group, items in zip(groups, credited, strict=True):
+        final = [(item, next(credits)) for item in items]
+        kept = [(item, credit) for item, credit in final if not filter_zero_advantages or has_advantage(item)]
+        batch.samples += [train_sample(item.rollout, item.sample, credit, seq_len=seq_len) for item, credit in kept]
         batch.rewards += [rollout.reward for rollout in group.rollouts()]
-        batch.resolved.append(Resolved.of(group, "" if items else "zero_advantage"))
-    for item, credit in zip(credited, finish(credited, algorithms), strict=True):
-        batch.samples.append(train_sample(item.rollout, item.sample, credit, seq_len=seq_len))
+        batch.resolved.append(Resolved.of(group, "" if kept else "zero_advantage"))
     return batch
+
+
+def has_advantage(item: Credited) -> bool:
+    """Whether a sample's group gave it any advantage."""
+    return bool(item.credit.advantages[: item.num_tokens].any())
 
 
 def finish(credited: Sequence[Credited], algorithms: Mapping[str, Algorithm]) -> list[Credit]:

@@ -73,17 +73,21 @@ class TrainRunDriver(RunDriver):
         if self._config.orchestrator.eval is None:
             return
         interval = evals.interval
+        last: dict[str, int] = {}
+        for env, done in self._done_evals:
+            last[env] = max(done, last.get(env, 0))
         step = self._parts.book.step // interval * interval
-        if step == 0 or all((env, step) in self._done_evals for env in evals.due(step)):
-            step += interval  # else a predecessor was at it: do again what the log does not have
-        since = step - 1
+        if not evals.due(step, last=last):
+            step += interval  # else a predecessor was at it: do what the log does not have
         while step < self._parts.max_steps:
             await self._wait_served(step, overdue_s=0.0)  # it comes when it comes: nothing is held up
+            due = evals.due(step, last=last)
             try:
-                await self._evaluate(step, evals.due(step, since=since), done=self._done_evals)
+                await self._evaluate(step, due, done=self._done_evals)
             except InvalidStateError as error:
                 await self._events.warning(error.reason, str(error))
-            since, step = step, max(step, self._parts.book.step // interval * interval) + interval
+            last |= dict.fromkeys(due, step)
+            step = max(step, self._parts.book.step // interval * interval) + interval
 
     async def _evaluate(
         self, step: int, envs: Sequence[str] | None = None, *, done: Collection[tuple[str, int]] = ()

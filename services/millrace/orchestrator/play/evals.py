@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -101,14 +102,14 @@ class Evaluator:
         """Steps after which some environment may be due."""
         return math.gcd(*(env.interval for env in self.settings.envs))
 
-    def due(self, step: int, *, since: int | None = None) -> list[str]:
-        """The environments that are evaluated with the policy of a step between the first and the last.
+    def due(self, step: int, *, last: Mapping[str, int]) -> list[str]:
+        """The environments to evaluate with the policy of a step: one of their steps has come since the `last` one.
 
-        `since`: also those whose steps passed behind that one, while others were evaluated.
+        `last` is the newest step that each was evaluated at, 0 if left out. A step may have passed while others were
+        evaluated, or while nobody drove the run; it is made up for at the next one.
         """
         envs = [] if self._settings is None else self._settings.envs
-        after = step - 1 if since is None else since
-        return [env.name for env in envs if step // env.interval > after // env.interval]
+        return [env.name for env in envs if step // env.interval > last.get(env.name, 0) // env.interval]
 
     @property
     def settings(self) -> EvalSettings:

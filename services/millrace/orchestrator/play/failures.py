@@ -96,6 +96,8 @@ class Tally:
 
     environments: dict[str, EnvCount] = field(default_factory=dict)
     groups: Sequence[GroupCount] = ()
+    told: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By environment, of how many failed rollouts of how many an event last told."""
 
 
 @dataclass(slots=True)
@@ -117,8 +119,7 @@ class Losses:
         """How many came to nothing, with what error last, and what to do."""
         return (
             f"{self.statuses.total()} rollouts in a row were lost to what they run on ({by_status(self.statuses)}); "
-            f"the last: {self.last_error}; they are played again until it works: see the logs of inference and "
-            "env-server"
+            f"the last: {self.last_error}; the run goes on once it works: see the logs of inference and env-server"
         )
 
 
@@ -131,7 +132,7 @@ class Failures:
         self._open: dict[int, GroupCount] = {}
         self._closed: deque[GroupCount] = deque(maxlen=num_groups)
         self._totals: dict[str, EnvCount] = {}
-        self._told: dict[str, EnvCount] = {}
+        self._told: dict[str, tuple[int, int]] = {}
         self._losses, self._num_losses_told = Losses(), 0
         self._num_in_a_row = 0
         self._has_failed = False  # ever: most runs need no look at the last groups at every turn
@@ -204,10 +205,10 @@ class Failures:
         failing = {group.env for group in self._recent() if group.num_failed}
         for count in self.environments():
             told = self._told.get(count.env)
-            is_due = count.num_failed >= 2 * told.num_failed if told else count.env in failing
-            is_outdated = told is None or (told.num_failed, told.num_rollouts) != (count.num_failed, count.num_rollouts)
-            if is_due or (is_final and is_outdated):
-                self._told[count.env] = count
+            now = (count.num_failed, count.num_rollouts)
+            is_due = count.num_failed >= 2 * told[0] if told else count.env in failing
+            if is_due or (is_final and told != now):
+                self._told[count.env] = now
                 yield count
 
     @property
@@ -255,14 +256,14 @@ class Failures:
     @property
     def tally(self) -> Tally:
         """What a header carries."""
-        return Tally(environments=self._totals, groups=self._closed)
+        return Tally(environments=self._totals, groups=self._closed, told=self._told)
 
     def restore(self, tally: Tally, *, is_reopened: bool) -> None:
         """Continue behind a header. A run that was reopened gets a new window: the cause may be removed."""
         self._totals = dict(tally.environments)
         self._has_failed = any(count.num_failed for count in self._totals.values())
         self._closed = deque([] if is_reopened else tally.groups, maxlen=self._num_groups)
-        self._told = {} if is_reopened else {count.env: count for count in self.environments()}  # by a predecessor
+        self._told = {} if is_reopened else dict(tally.told)
 
     def _total(self, env: str) -> EnvCount:
         return self._totals.setdefault(env, EnvCount(env=env))
@@ -311,6 +312,10 @@ def encode_tally(tally: Tally) -> dict[str, Any]:
             {"env": group.env, "num_rollouts": group.num_rollouts, "failed": dict(sorted(group.failed.items()))}
             for group in tally.groups
         ],
+        "told": [
+            {"env": env, "num_failed": num_failed, "num_rollouts": num_rollouts}
+            for env, (num_failed, num_rollouts) in sorted(tally.told.items())
+        ],
     }
 
 
@@ -336,7 +341,11 @@ def decode_tally(fields: Fields | None) -> Tally:
     ]
     if missing := {group.env for group in groups} - environments.keys():
         raise ValueError(f"groups of {sorted(missing)[0]!r}, which is no environment of it")
-    return Tally(environments=environments, groups=groups)
+    told = {
+        item.text("env"): (item.integer("num_failed"), item.integer("num_rollouts"))
+        for item in (fields.objects("told", most=_MAX_ENVIRONMENTS) if fields.has("told") else ())
+    }
+    return Tally(environments=environments, groups=groups, told=told)
 
 
 def _statuses(fields: Fields | None) -> Counter[str]:

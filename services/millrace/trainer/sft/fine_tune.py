@@ -109,7 +109,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     validate = _validation(config, data, learner, start=step)
     num_skipped = 0
     with _open_metrics(output, step, gang=gang) as metrics:
-        while not data.is_over(step, position, max_steps=max_steps):
+        while not data.is_over(step, position, max_steps=config.max_steps):
             val_loss = validate(step)
             samples, following = data.take(position)
             report = learner.step(step, samples)
@@ -122,7 +122,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
             num_skipped = num_skipped + 1 if report.was_skipped else 0
             _require_learning(config, step, num_skipped)
             step, position = step + 1, following
-            is_last = data.is_over(step, position, max_steps=max_steps)
+            is_last = data.is_over(step, position, max_steps=config.max_steps)
             checkpoints.maybe_save(step, position=position, is_last=is_last)
         val_loss = validate(step, is_last=True)
         if gang.is_leader and val_loss is not None:
@@ -141,8 +141,7 @@ def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
         f"the model cannot learn: the gradients of the {num_skipped} steps up to step {step} were not finite "
         f"(max_skipped_steps = {config.max_skipped_steps})",
         reason="TOO_MANY_SKIPPED_STEPS",
-        remedy="lower optim.lr or optim.max_norm, or look at the rows: `millrace sft` again goes on from the newest "
-        "checkpoint",
+        remedy="see whether the start model's weights are finite; lower optim.lr, and begin under another run.name",
     )
 
 

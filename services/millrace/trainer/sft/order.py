@@ -93,7 +93,8 @@ Encode = Callable[[int], TrainSample | None]
 def take_rows(order: Order, encode: Encode, position: int, *, count: int) -> tuple[list[TrainSample], int]:
     """The samples of `count` rows from a position on, and the position behind them.
 
-    Where none of the rows has a sample, the next `count` are taken: a step learns from something. One of a pass has.
+    Where none of the rows has a sample, the next `count` are taken, so that a step learns from something. At least one
+    row of a pass has a sample.
     """
     end = position + order.rows_per_pass
     while True:
