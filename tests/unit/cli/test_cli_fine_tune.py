@@ -1,12 +1,17 @@
 """`millrace sft` as a child process: its exit code, its output, and Ctrl-C."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from millrace.cli.session import fine_tune
 from millrace.processes import table
 
 # Stands in for the trainer: prints what it was given and does what the config's number of steps says.
@@ -55,6 +60,23 @@ def test_output_and_exit_code_are_the_trainers(tmp_path):
     process = start(tmp_path, "--model.name", "gpt2", "--max-steps", "7")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 7 and out.startswith("training 7 outputs/sft-gpt2-")
+
+
+@dataclass
+class Ended:
+    """A rank that has ended before anybody waits for it."""
+
+    exited: asyncio.Future[int]
+    is_alive: bool = False
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((7,), 7), ((0, 0), 0), ((2, 2), 2)])
+async def test_a_rank_that_ended_before_it_is_waited_for_counts(codes, expected):
+    ranks = [Ended(asyncio.get_running_loop().create_future()) for _ in codes]
+    for rank, code in zip(ranks, codes, strict=True):
+        rank.exited.set_result(code)
+    async with asyncio.timeout(5):
+        assert await fine_tune.wait_for_ranks(ranks) == expected
 
 
 def test_several_ranks_are_told_who_they_are_and_the_first_is_heard(tmp_path):

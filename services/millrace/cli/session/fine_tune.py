@@ -48,11 +48,11 @@ async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int
             )
             for rank in range(num_ranks)
         ]
-        code = await _exit_code(ranks)
+        code = await wait_for_ranks(ranks)
     return code if code >= 0 else 128 - code
 
 
-async def _exit_code(ranks: Sequence[Child]) -> int:
+async def wait_for_ranks(ranks: Sequence[Child]) -> int:
     """The exit code of the first rank, at once when all ended well or one did not."""
     while True:
         failed = next((child for child in ranks if child.exited.done() and child.exited.result() != 0), None)

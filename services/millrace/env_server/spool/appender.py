@@ -41,7 +41,7 @@ class RunAppender:
         spool: Spool,
         open_log: Callable[[str], Awaitable[RunLog]],
         *,
-        on_closed_log: Callable[[], None],
+        on_closed_log: Callable[[], object],
         max_delay_s: float = MAX_DELAY_S,
     ) -> None:
         """`on_closed_log` hears whenever the log could not be opened: perhaps the run is over."""
