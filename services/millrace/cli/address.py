@@ -72,4 +72,18 @@ def stack_at(address: str, directory: Path) -> dict[str, Any] | None:
     # None, being written, damaged, or its supervisor is gone.
     except (CorruptObjectError, OSError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    return stack if stack.get("address") == address else None
+    return stack if _is_same(address, str(stack.get("address"))) else None
+
+
+def _is_same(first: str, second: str) -> bool:
+    """Whether two addresses name one listener: `localhost`, the loopback and the wildcard are this machine."""
+    try:
+        (host, port), (other, other_port) = parse_address(first), parse_address(second)
+    except ValueError:
+        return first == second
+    return port == other_port and _host(host) == _host(other)
+
+
+def _host(name: str) -> str:
+    name = name.strip("[]").lower()
+    return "127.0.0.1" if name in ("localhost", "::1", "0.0.0.0", "::") else name

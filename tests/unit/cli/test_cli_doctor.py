@@ -33,6 +33,13 @@ def test_the_stack_that_listens_there_says_where_its_redis_and_store_are(redis_u
     assert f"no stack of {directory} has this address" in capsys.readouterr().out, "it is another one's"
 
 
+def test_what_died_in_the_directory_that_was_named_comes_again(capsys, tmp_path) -> None:
+    (port,) = free_ports(1)
+    (tmp_path / "stack.json").write_text(json.dumps({"address": f"127.0.0.1:{port}", "pid": os.getpid()}))
+    assert main(["doctor", "--server", f"localhost:{port}", "--dir", str(tmp_path)]) == 5
+    assert "a stack restarts what died" in capsys.readouterr().out
+
+
 def test_a_redis_that_evicts_is_refused(redis_url, monkeypatch, capsys) -> None:
     import redis
 

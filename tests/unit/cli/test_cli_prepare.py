@@ -204,6 +204,9 @@ def test_sft_checks_its_model_and_dry_runs(tmp_path):
             "'s part of a config: millrace rl --trainer @ trainer.toml …",
         ),
         ("rl.toml", "max_step = 3\n[orchestrator]\n", None),
+        ("after_sft.toml", "max_steps = 'many'\n", None),
+        ("sft.toml", "max_step = 3\n", None),
+        ("trainer.toml", "max_steps = -1\n", None),
     ],
 )
 def test_a_file_for_another_command_names_it(tmp_path, monkeypatch, name, text, says):

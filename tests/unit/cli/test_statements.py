@@ -81,14 +81,14 @@ def _into(tree: object, part: str) -> object:
 
 
 def later(before: str, command: str, key: str, note: str = "") -> Row:
-    """Accepted with one warning that names the key, because a later issue builds it; or it has its effect by now."""
+    """Accepted with one warning that names the key, because a later issue builds it."""
 
     def check(run: Callable[[str], Said]) -> None:
         said = run(f"{command} --dry-run")
         assert said.code == 0, said.err
         model = SFTConfig if command.startswith("sft") else RLConfig
-        if schema_tree(model).find(tuple(key.split("."))) is not None and not any(text in said.err for text in UNBUILT):
-            return
+        built = schema_tree(model).find(tuple(key.split("."))) is not None
+        assert not built or any(text in said.err for text in UNBUILT), f"{key} has its effect: write `effect(…)`"
         assert said.err.count("warning:") == 1 and key.partition(".")[0] in said.err and note in said.err, said.err
 
     return Row(before, command, "warned of", check)

@@ -1,5 +1,6 @@
 """`millrace up`: the one-machine stack, running until Ctrl-C."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -80,6 +81,15 @@ def up(
     try:
         interrupts.run(serve)
     except Interrupted:
-        again = "" if directory == DEFAULT_DIRECTORY else f" --dir {directory}"
-        click.echo(f"stopped. Its runs lie in {directory} and go on with the next `millrace up{again}`", err=True)
+        click.echo(
+            f"stopped. Its runs lie in {directory} and go on with the next `{_again(directory, listen)}`", err=True
+        )
         raise
+
+
+def _again(directory: Path, listen: str) -> str:
+    """The command line that starts this stack again."""
+    words = ["millrace", "up"]
+    words += [] if directory == DEFAULT_DIRECTORY else ["--dir", str(directory)]
+    words += [] if listen == DEFAULT_LISTEN else ["--listen", listen]
+    return shlex.join(words)

@@ -1,14 +1,19 @@
 """Whether a command line says what to train: without a file and without a model, the defaults would fetch one."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from millrace.cli.errors import CliError
 from millrace.cli.session.part import PARTS, read_raw
 from millrace.config.check import ConfigT
 from millrace.config.load import Loaded
-from millrace.config.prime_rl.importing import WHOLE, kind_of
+from millrace.config.prime_rl.importing import DOCUMENT_KEYS, WHOLE, kind_of
+from millrace.config.schema import EvalRunConfig, RLConfig, SFTConfig
+from millrace.config.section import Document
+from millrace.config.tree import schema_tree
 from millrace.errors import InvalidSpecError
+
+_DOCUMENTS: Mapping[str, type[Document]] = {"rl": RLConfig, "sft": SFTConfig, "eval": EvalRunConfig}
 
 
 def missing_file(example: str) -> CliError:
@@ -30,15 +35,25 @@ def explained(arguments: Sequence[str], *, command: str, example: str) -> Iterat
 
 
 def _meant(arguments: Sequence[str], command: str, example: str) -> str | None:
-    """What to do without a file, or with one that configures something else."""
+    """What to do without a file, or with one whose keys are those of something else."""
     files = _files(arguments)
     for name in files:
-        kind = kind_of(read_raw(name) or {}, name)
-        if kind in WHOLE and kind != command:
+        tree = read_raw(name) or {}
+        kind = kind_of(tree, name)
+        if kind is None or not tree or tree.keys() <= _keys(command) or not tree.keys() <= _keys(kind):
+            continue
+        if kind in WHOLE:
             return f"{name} looks like a config of `millrace {kind}`: millrace {kind} @ {name}"
-        if kind in PARTS and command == "rl" and f"--{kind}" not in arguments:
+        if command == "rl" and f"--{kind}" not in arguments:
             return f"{name} looks like the {kind}'s part of a config: millrace rl --{kind} @ {name} …"
     return None if files else f"name a config file: {example}"
+
+
+def _keys(kind: str) -> set[str]:
+    """The keys at the top of a document or part, in our schema and in prime-rl's."""
+    section = schema_tree(PARTS[kind].document).child(kind) if kind in PARTS else schema_tree(_DOCUMENTS[kind])
+    own = section.children.values() if section else ()
+    return {name for key in own for name in (key.name, *key.aliases)} | DOCUMENT_KEYS[kind]
 
 
 def _files(arguments: Sequence[str]) -> list[str]:
