@@ -143,7 +143,6 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         gang=gang,
         model=learner.model,
         optimizer=learner.optimizer,
-        autocast_dtype=learner.autocast_dtype,
         is_strict=learner.is_strict,
         adapter=learner.adapter,
         base_digest=learner.base_digest,
