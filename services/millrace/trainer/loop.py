@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def train(run: Training) -> None:
     """Train from the run's position to its closing header.
 
-    Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to let go before that.
+    Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to release the run before that.
     """
     stopped: StopRequested | None = None
     with run.checkpointer, run.publisher:

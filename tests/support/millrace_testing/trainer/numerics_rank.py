@@ -16,13 +16,15 @@ from millrace.trainer.learning.learner import Learner, state_tensors
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.loop import forward_backward
 
-_LENGTHS = (13, 7, 11, 9)
+_LENGTHS = (13, 7)  # a sum of two has one order only
 
 
-def main(config: Path, facts: Path) -> None:
-    """Learn from one batch of a micro-batch per sample, and write what came of it as tensors."""
+def main(configs: Path, facts: Path) -> None:
+    """Learn from one batch as each config says, one after the other, and write what came of it as tensors."""
     gang = Gang.join()
-    save_file(compute(RLConfig.model_validate_json(config.read_bytes()), gang), facts / f"rank-{gang.rank}.safetensors")
+    for path in sorted(configs.iterdir()):
+        computed = compute(RLConfig.model_validate_json(path.read_bytes()), gang)
+        save_file(computed, facts / f"{path.stem}-{gang.rank}.safetensors")
     gang.leave()
 
 
