@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from reverse_text import load_environment
 
 from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent
@@ -191,9 +192,9 @@ def audit(store_url: str, uid: str, num_rollouts: int) -> None:
     assert report.num_rollouts == num_rollouts
 
 
-@pytest.mark.long  # the others evaluate an endpoint that starts in no time
-def test_the_server_of_transformers_is_evaluated(warm: Workplace, make_workplace, tmp_path: Path) -> None:
-    place = make_workplace("eval-transformers")
+@pytest.fixture
+def transformers_server(warm: Workplace, tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The base URL of `transformers serve`, and the name of the warmed-up model that it serves."""
     model = warm.path / "outputs" / "reverse-text" / "sft" / "model"
     (port,) = free_ports(1)
     program = "from transformers.cli.transformers import main; main()"
@@ -205,21 +206,63 @@ def test_the_server_of_transformers_is_evaluated(warm: Workplace, make_workplace
         )
     try:
         wait_answering(port, process, log)
-        place.millrace(
-            *("eval", "--environment-ids", "reverse-text", "--model.name", str(model)),
-            *("--client.base-url", f"http://127.0.0.1:{port}/v1", "--sampling.max-tokens", "12"),
-            *("--num-examples", "6", "--rollouts-per-example", "2", "--max-concurrent", "2", "--name", "other"),
-        )
-        data = json.loads((place.path / "outputs" / "other" / "eval.json").read_text())
-        found = data["envs"]["reverse-text"]
-        assert (found["num_rollouts"], found["num_failed"]) == (12, 0)
-        low, high = found["pass@1/ci95"]
-        assert 0 < found["reward_mean"] < 1 and low <= found["pass@1"] <= high
-        shown = place.millrace("eval", "show", "other", "-o", "json").strip().splitlines()
-        assert len(shown) == 12
+        yield f"http://127.0.0.1:{port}/v1", str(model)
     finally:
         process.terminate()
         process.wait(20)
+
+
+@pytest.mark.long  # the others evaluate an endpoint that starts in no time
+def test_the_server_of_transformers_is_evaluated(make_workplace, transformers_server: tuple[str, str]) -> None:
+    place, (url, model) = make_workplace("eval-transformers"), transformers_server
+    place.millrace(
+        *("eval", "--environment-ids", "reverse-text", "--model.name", model),
+        *("--client.base-url", url, "--sampling.max-tokens", "12"),
+        *("--num-examples", "6", "--rollouts-per-example", "2", "--max-concurrent", "2", "--name", "other"),
+    )
+    data = json.loads((place.path / "outputs" / "other" / "eval.json").read_text())
+    found = data["envs"]["reverse-text"]
+    assert (found["num_rollouts"], found["num_failed"]) == (12, 0)
+    low, high = found["pass@1/ci95"]
+    assert 0 < found["reward_mean"] < 1 and low <= found["pass@1"] <= high
+    shown = place.millrace("eval", "show", "other", "-o", "json").strip().splitlines()
+    assert len(shown) == 12
+
+
+@pytest.mark.long  # a server, a stack and a fine-tuning
+def test_a_model_is_trained_on_rollouts_of_the_server_of_transformers(
+    make_workplace, transformers_server: tuple[str, str]
+) -> None:
+    place, (url, model) = make_workplace("train-on-transformers"), transformers_server
+    place.millrace(
+        *("eval", "--tasks", "train", "--environment-ids", "reverse-text", "--model.name", model),
+        *("--client.base-url", url, "--sampling.max-tokens", "24"),
+        *("--num-examples", "8", "--rollouts-per-example", "2", "--max-concurrent", "2", "--name", "sampled"),
+    )
+    records = [
+        json.loads(line)
+        for line in place.millrace("eval", "show", "sampled", "-o", "json").splitlines()
+        if line.startswith("{")
+    ]
+    lines = place.millrace("eval", "show", "sampled", "-o", "sft").splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(records) == 16 and rows == [{"messages": each["messages"]} for each in records if is_whole(each)]
+    assert rows, "the warmed-up model ends its replies by itself"
+    prompts = {task["question"] for task in load_environment().get_dataset()}
+    assert {row["messages"][-2]["content"] for row in rows} <= prompts, "they are the training tasks"
+    (place.path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    place.millrace(
+        *("sft", "--model.name", model, "--data.name", "rows.jsonl", "--data.batch-size", str(len(rows))),
+        *("--max-steps", "6", "--optim.lr", "1e-3", "--scheduler.warmup-steps", "0", "--name", "copied"),
+    )
+    metrics = [json.loads(line) for line in (place.path / "outputs/copied/metrics.jsonl").read_text().splitlines()]
+    losses = [each["loss/mean"] for each in metrics if "loss/mean" in each]
+    assert len(losses) == 6 and losses[-1] < 0.7 * losses[0]
+
+
+def is_whole(record: dict) -> bool:
+    """Whether the model has ended its reply by itself."""
+    return record["status"].lower() == "ok" and not record["truncated"] and bool(record["messages"][-1]["content"])
 
 
 def wait_answering(port: int, process: subprocess.Popen, log: Path) -> None:
