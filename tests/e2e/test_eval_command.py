@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -16,11 +17,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 from reverse_text import load_environment
+from transformers import AutoTokenizer
 
+from millrace.config.sections.sft import LossMaskConfig
 from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.runlog.audit import audit_run
 from millrace.storage import open_store
+from millrace.trainer.sft.conversation import ConversationEncoder
+from millrace.trainer.sft.rows import conversation_of
 from millrace_testing.workplaces import Workplace
 
 pytestmark = pytest.mark.timeout(280)
@@ -251,13 +256,26 @@ def test_a_model_is_trained_on_rollouts_of_the_server_of_transformers(
     prompts = {task["question"] for task in load_environment().get_dataset()}
     assert {row["messages"][-2]["content"] for row in rows} <= prompts, "they are the training tasks"
     (place.path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    place.millrace(
+    check_tokens(rows, model)
+    output = place.millrace(
         *("sft", "--model.name", model, "--data.name", "rows.jsonl", "--data.batch-size", str(len(rows))),
         *("--max-steps", "6", "--optim.lr", "1e-3", "--scheduler.warmup-steps", "0", "--name", "copied"),
     )
-    metrics = [json.loads(line) for line in (place.path / "outputs/copied/metrics.jsonl").read_text().splitlines()]
-    losses = [each["loss/mean"] for each in metrics if "loss/mean" in each]
-    assert len(losses) == 6 and losses[-1] < 0.7 * losses[0]
+    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", output)]
+    assert losses[-1] < 0.7 * losses[0], output
+
+
+def check_tokens(rows: list[dict], model: str) -> None:
+    """Trained are the reply's tokens and the end, behind exactly the prompt that the server was sent."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    encoder = ConversationEncoder(tokenizer, LossMaskConfig())
+    for row in rows:
+        token_ids, trained = encoder.encode(conversation_of(row))
+        prompt = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_dict=False)
+        reply = tokenizer(row["messages"][-1]["content"], add_special_tokens=False)["input_ids"]
+        chosen = [token for token, flag in zip(token_ids, trained, strict=True) if flag]
+        assert token_ids[: len(prompt)] == prompt and trained.index(True) == len(prompt)
+        assert chosen == [*reply, tokenizer.eos_token_id]
 
 
 def is_whole(record: dict) -> bool:

@@ -46,7 +46,7 @@ class EvalRunConfig(Document):
     env: list[EvalEnvConfig] = required("Environments to evaluate on, at least one (`[[env]]`).", min_length=1)
     tasks: Literal["eval", "train"] = option(
         "eval",
-        "eval: held-out tasks, or all of an environment that has none. train: training tasks, to train on what is sampled.",
+        "eval: held-out tasks, or all of an environment that has none. train: training tasks, to be trained on.",
     )
     num_examples: int = option(-1, "Tasks per environment: -1 for all of them, else at least 1.")
     rollouts_per_example: int = option(1, "Rollouts per task.", facts=Facts(aliases=("group_size",)), ge=1)
