@@ -155,7 +155,7 @@ def _read_training(sheet: Sheet, parts: RunParts, settings: OrchestratorConfig) 
     since = parts.context.events.meters.seconds_since_batch
     if since is not None and book.step < parts.max_steps:
         sheet.put(SINCE_BATCH, since, run)
-    need = settings.batch_size // settings.rollouts_per_example
+    need = settings.groups_per_step
     states = Count(play.state for play in book.plays.values())
     have = states[PlayState.WHOLE]
     for state, count in (

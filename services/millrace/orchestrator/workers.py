@@ -242,20 +242,6 @@ class WorkerRegistry:
         self._retired = {run_uid: told for run_uid, told in self._retired.items() if told.until > now}
         return list(self._retired)
 
-    def waits_of(self, run_uid: str) -> list[event_pb2.Wait]:
-        """What the run's workers reported to wait for, aged by the time since the report."""
-        now = time.monotonic()
-        waits = []
-        for record in self.by_id.values():
-            env_server = record.worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER
-            if env_server or record.run_uid == run_uid:
-                for wait in record.waits:
-                    aged = event_pb2.Wait()
-                    aged.CopyFrom(wait)
-                    aged.age_seconds += now - record.last_seen
-                    waits.append(aged)
-        return waits
-
     def notify(self) -> None:
         """Wake everyone who waits on `changed`."""
         self.changed.set()

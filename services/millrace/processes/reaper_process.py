@@ -2,15 +2,12 @@
 
 import asyncio
 import contextlib
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
 from millrace.processes import reaper, sessions
 from millrace.processes.table import KILL_WAIT_S
-
-logger = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
 """Between two reapers of which the first did not even live that long."""

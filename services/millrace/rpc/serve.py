@@ -14,6 +14,7 @@ once.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -36,7 +37,6 @@ from millrace.rpc.gate import Gate
 from millrace.rpc.health import HealthBoard, HealthServicer
 from millrace.rpc.interceptors import CallInterceptor
 from millrace.rpc.status import MAX_METADATA_BYTES
-from millrace.telemetry import logging
 from millrace.telemetry.settings import parse_address
 
 logger = logging.getLogger(__name__)
@@ -110,11 +110,7 @@ async def serve(
     board = health_board or HealthBoard()
     access = ServerAccess.from_environ() if access is None else access
     server = grpc.aio.server(interceptors=[Gate(access), CallInterceptor()], options=SERVER_OPTIONS)
-    names = register(server, draining)
-    for name in names:
-        board.add(name)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(board, draining), server)
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    names = _add_services(server, register, board, draining)
     port = _bind(server, address, access, names)
     beside = await _start_health(access.health_listen, HealthServicer(board, draining))
     handled = _install_signals(stopping) if handle_signals else []
@@ -141,6 +137,18 @@ async def serve(
         await server.stop(0)  # no effect after an orderly stop; frees the port when something above raised
         for signum in handled:
             asyncio.get_running_loop().remove_signal_handler(signum)
+
+
+def _add_services(
+    server: grpc.aio.Server, register: Register, board: HealthBoard, draining: asyncio.Event
+) -> Sequence[str]:
+    """Add the servicers, whose names are returned, and health and reflection for them."""
+    names = register(server, draining)
+    for name in names:
+        board.add(name)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(board, draining), server)
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return names
 
 
 async def _start_health(address: str | None, servicer: HealthServicer) -> grpc.aio.Server:

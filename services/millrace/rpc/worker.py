@@ -12,6 +12,7 @@ shall do, so a lost one costs one interval and nothing else.
 import asyncio
 import contextlib
 import inspect
+import logging
 import math
 import os
 import socket
@@ -35,7 +36,7 @@ from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceStub
 from millrace.race import first_of
 from millrace.rpc.channel import call, open_channel
 from millrace.rpc.waits_wire import to_proto
-from millrace.telemetry import logging, waits
+from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,6 @@ class WorkerAgent:
         self._rpc_timeout_s = rpc_timeout_s
         self._on_silence = on_silence
         self._silent_s = silent_s
-        self._lease_s = 0.0
         self._interval_s = MAX_INTERVAL_S
         self._is_registered = False
         self._last_contact: float | None = None
@@ -125,16 +125,6 @@ class WorkerAgent:
         self._num_told = 0
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether the orchestrator knew this worker at the last contact."""
-        return self._is_registered
-
-    @property
-    def lease_s(self) -> float:
-        """Seconds without a heartbeat after which the orchestrator counts this worker as lost; 0 before the first."""
-        return self._lease_s
 
     @property
     def silence_s(self) -> float:
@@ -191,7 +181,6 @@ class WorkerAgent:
 
         reply: RegisterWorkerResponse = await self._until_answered("registration with", stub.RegisterWorker, request)
         self._interval_s = min(max(reply.heartbeat_seconds, MIN_INTERVAL_S), MAX_INTERVAL_S)
-        self._lease_s = reply.lease_seconds
         self._is_registered = True
         fields = {"worker_id": self._worker.worker_id, "orchestrator": self._address, "interval_s": self._interval_s}
         logger.info("registered", extra=fields)

@@ -4,7 +4,6 @@ Nothing counts before its header object exists in the store.
 """
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +35,6 @@ from millrace.v1 import run_pb2
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
 
 MAX_EMPTY_BATCHES = 10
 """Batches in a row without any advantage before the run fails instead of burning tokens for nothing (as prime-rl)."""

@@ -10,6 +10,7 @@ A checkpoint that turned out to be damaged is written again when training comes 
 import contextlib
 import hashlib
 import json
+import logging
 import secrets
 import time
 from collections.abc import Collection, Iterator
@@ -28,7 +29,7 @@ from millrace.runlog.records.listing import list_checkpoints
 from millrace.storage.base import ObjectStore
 from millrace.storage.commit_points import find_newest, newest_revision, next_revision
 from millrace.storage.scratch import owned_directory
-from millrace.telemetry import faults, logging
+from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.checkpoint.files import INDEX_FILE, load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardTensor, decode_index

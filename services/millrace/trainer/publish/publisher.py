@@ -9,6 +9,7 @@ a checkpoint never precedes its version; what failed beside the training is rais
 
 import concurrent.futures
 import contextvars
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from millrace.internal.v1 import policy_pb2
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.publishing.publish import PublishedPolicy
-from millrace.telemetry import faults, logging, waits
+from millrace.telemetry import faults, waits
 from millrace.telemetry.faults import Point
 from millrace.trainer import meters
 from millrace.trainer.learning.learner import Learner
