@@ -49,7 +49,7 @@ HANDSHAKE_S = 10.0
 
 IDLE_S = 120.0
 """How long a connection without a call stays. A call begins when its header is whole, for which gRPC waits as long as
-bytes come: it takes them for signs of life. Who calls later than that gets a new connection without noticing."""
+bytes come: it takes them for signs of life. A later call opens a new connection unnoticed."""
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently and gets half of the calls
@@ -162,7 +162,7 @@ async def _start_health(address: str | None, servicer: HealthServicer) -> grpc.a
 
 
 def _bind(server: grpc.aio.Server, address: str, access: ServerAccess, names: Sequence[str]) -> int:
-    """Bind and return the port; the error says who is to blame and what helps."""
+    """Bind and return the port; the error says what holds the port and what helps."""
     try:
         parse_address(address)
     except ValueError as error:

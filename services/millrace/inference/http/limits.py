@@ -22,7 +22,7 @@ MAX_COMPLETIONS = 512
 """Completions of one request: its prompts times `n`."""
 MAX_STOPS = 32
 MAX_STOP_CHARS = 256
-"""Of one stop string; as many tokens are decoded at every step."""
+"""Longest stop string, in characters; that many tokens are decoded at every step."""
 MAX_MESSAGES = 2048
 MAX_TOOLS = 256
 MAX_CHARS_PER_TOKEN = 16

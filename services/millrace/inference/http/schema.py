@@ -33,7 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 
-# The bounds below are those of the engine's columns (rows.py): what passes here must not overflow there.
+# The bounds below are those of the engine's columns (embedded/rows.py): what passes here must not overflow there.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ones, one is named
 Texts = Annotated[list[str], Field(fail_fast=True)]

@@ -1,4 +1,4 @@
-"""The parts of one run's driver, and how they hang together."""
+"""The parts of one run's driver, and how they are wired."""
 
 import math
 from collections.abc import Callable

@@ -79,8 +79,8 @@ class BatchWriter:
     def restore(self, committed: Committed, *, origin: RunOrigin) -> None:
         """Continue behind the last committed header, or at the log's origin.
 
-        Behind a closing header that was reopened: at its step, which it did not train, with the ordinals behind those
-        that it dropped.
+        Behind a closing header that was reopened, continue at its step, which it did not train, and with the ordinals
+        behind those that it dropped.
         """
         self.chain, last, self.known = committed.chain, committed.last, KnownObjects(committed.headers)
         self.num_reopened = committed.num_reopened
@@ -213,7 +213,7 @@ class BatchWriter:
 
 
 async def _finish(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; when we are cancelled meanwhile, let it come to its end first, for `COMMIT_GRACE_S` at most."""
+    """Await `work`. If this task is cancelled meanwhile, let `work` finish first, for at most `COMMIT_GRACE_S`."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
