@@ -10,8 +10,6 @@ import millrace
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = Path(millrace.__file__).parent
-# Names that still stand for two things. An entry goes when its name has one meaning; none is added.
-TWO_MEANINGS = {"Sampling"}
 
 
 def _classes() -> dict[str, list[str]]:
@@ -26,9 +24,7 @@ def _classes() -> dict[str, list[str]]:
 
 
 def test_a_class_name_stands_for_one_class() -> None:
-    twice = {name: places for name, places in _classes().items() if len(places) > 1}
-    assert not {name: places for name, places in twice.items() if name not in TWO_MEANINGS}
-    assert not TWO_MEANINGS - set(twice), "these have one meaning now: take them off the list"
+    assert not {name: places for name, places in _classes().items() if len(places) > 1}
 
 
 def _terms(table: str) -> list[str]:

@@ -61,7 +61,7 @@ class Body(BaseModel):
         return data
 
 
-class Sampling(Body):
+class SamplingBody(Body):
     """Sampling parameters that all completion routes share."""
 
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -112,7 +112,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class CompletionCommon(Sampling):
+class CompletionCommon(SamplingBody):
     """What chat and plain completions share."""
 
     model: str | None = None
@@ -157,7 +157,7 @@ class CompletionBody(CompletionCommon):
     add_special_tokens: bool = True
 
 
-class GenerateSampling(Sampling):
+class GenerateSampling(SamplingBody):
     """`sampling_params` of `/inference/v1/generate`."""
 
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
