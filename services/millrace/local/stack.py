@@ -95,13 +95,16 @@ class StackOptions:
     access: Settings = field(default_factory=Settings)
     """Certificates and tokens of the stack, as `Settings.of_stack` gives them; by default none."""
 
-    @classmethod
-    def with_settings(cls, settings: Settings, *, directory: Path, **options: object) -> Self:
-        """Options that take Redis, store, prefix and access from the `MILLRACE_*` environment where those are set."""
-        names = ("redis_url", "redis_url_file", "store_url", "prefix")
-        given: dict[str, object] = {name: getattr(settings, name) for name in names}
-        given["access"] = settings.of_stack()
-        return cls(directory=directory, **{**given, **options})  # type: ignore[arg-type]
+    def with_settings(self, settings: Settings) -> Self:
+        """These options with Redis, store, prefix and access from the `MILLRACE_*` environment."""
+        return replace(
+            self,
+            redis_url=settings.redis_url,
+            redis_url_file=settings.redis_url_file,
+            store_url=settings.store_url,
+            prefix=settings.prefix,
+            access=settings.of_stack(),
+        )
 
 
 class LocalStack:

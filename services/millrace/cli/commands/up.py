@@ -47,8 +47,7 @@ def up(
 
     check_address(listen, option="--listen")
     settings = Settings.from_env(environ())
-    options = StackOptions.with_settings(
-        settings,
+    options = StackOptions(
         directory=directory,
         listen=listen,
         http_port=http_port,
@@ -56,7 +55,7 @@ def up(
         engine=engine,
         is_restarting=restart,
         has_liveness=liveness,
-    )
+    ).with_settings(settings)
 
     async def serve(signals: interrupts.Interrupts) -> None:
         def note(text: str) -> None:

@@ -114,8 +114,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 remedy="submit the evaluation again with the settings that you want",
             )
         wanted = forks.as_create(request, parent, uid=new_uid())
-        config, record = await self._validated(wanted)
-        assert isinstance(config, RLConfig), "a fork is a run that trains"
+        _, record = await self._validated(wanted)
         record = replace(record, parent={"uid": parent.uid, "step": request.step})
         if request.request_id:
             earlier = await find_request(self._store, self._prefix, request.request_id)
@@ -123,7 +122,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 return run_service_pb2.ForkRunResponse(run=await self._earlier(earlier, record))
         names = Names(self._prefix, parent.uid)
         plan = await asyncio.to_thread(plan_fork, self._store, names, name=parent.name, step=request.step)
-        forks.check_config(config, parent, plan)
+        forks.check_config(record.training, parent, plan)
         record = replace(record, parent=plan.to_json())
         return run_service_pb2.ForkRunResponse(run=await self._create(record))
 
