@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter
 
-from millrace.config.schema import OrchestratorConfig
+from millrace.config import OrchestratorConfig
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.explain.why import KIND_NAMES
 from millrace.orchestrator.manager import RunManager

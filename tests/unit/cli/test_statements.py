@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.main import main
-from millrace.config.schema import RLConfig, SFTConfig
+from millrace.config import RLConfig, SFTConfig
 from millrace.config.tree import schema_tree
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ from functools import partial
 import grpc
 import redis.asyncio
 
-from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.config import EvalRunConfig, RLConfig
 from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
 from millrace.errors import (
     AlreadyExistsError,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from millrace.algorithms import ADVANTAGES, ALGORITHMS, Algorithm
-from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW, OrchestratorConfig
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.drive.batch_writer import BatchWriter

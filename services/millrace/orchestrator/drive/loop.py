@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.algorithms import Algorithm
-from millrace.config.schema import OrchestratorConfig
+from millrace.config import OrchestratorConfig
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.batcher import cut
 from millrace.orchestrator.events import RunEvents, is_told

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.config.schema import EvalRunConfig, OrchestratorConfig
+from millrace.config import EvalRunConfig, OrchestratorConfig
 from millrace.config.sections.eval import FixedSamplingConfig
 from millrace.config.sections.orchestrator import EvalSamplingConfig, SamplingConfig
 from millrace.internal.v1 import env_service_pb2
