@@ -214,6 +214,12 @@ class LocalStack:
             "redis": redact(redis_url),
             "redis_url_file": self._redis_url_file,
             "store": store_url,
+            "settings": {
+                "inference.engine": self.options.engine,
+                "inference.server.port": self.options.http_port,
+                "log.level": self.options.log_level.lower(),
+                "log.json_logging": self.options.log_json,
+            },
         }
         access = self._peers()
         self._keep({**probes, **{name: probe_service(address, access) for name, address in addresses.items()}})
@@ -368,6 +374,8 @@ class LocalStack:
         match name:
             case "inference":
                 return {**self.options.engine_environ, "MILLRACE_ENGINE": self.options.engine}
+            case "orchestrator":  # the user's own process: their code may run in it
+                return {} if "MILLRACE_CUSTOM_CODE" in self._environ else {"MILLRACE_CUSTOM_CODE": "*"}
             case "env-server":
                 return {"MILLRACE_SPOOL_DIR": str(self.directory / "spool")}
             case _:

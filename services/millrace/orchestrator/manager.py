@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import redis.asyncio
 
+from millrace.custom_code import CustomCode
 from millrace.errors import CorruptObjectError, FencedError, LogGoneError, MillraceError, all_errors
 from millrace.internal.v1 import worker_service_pb2
 from millrace.orchestrator import run_meters
@@ -75,6 +76,7 @@ class RunManager:
         catalog: RunCatalog,
         registry: WorkerRegistry,
         on_scan: Callable[[], None],
+        custom_code: CustomCode | None = None,
     ) -> None:
         self._owner = owner
         self._redis = redis
@@ -83,6 +85,7 @@ class RunManager:
         self._catalog = catalog
         self._registry = registry
         self._on_scan = on_scan
+        self.custom_code = custom_code or CustomCode()
         self._desired = DesiredStates(store, prefix)
         self._claims: dict[str, _Claim] = {}
         self._not_before: dict[str, float] = {}
@@ -238,7 +241,13 @@ class RunManager:
             try:
                 kind = EvalRunDriver if view.record.kind == EVAL else TrainRunDriver
                 context = RunContext(
-                    record=view.record, log=run_log, epoch=epoch, lease=lease, registry=self._registry, events=events
+                    record=view.record,
+                    log=run_log,
+                    epoch=epoch,
+                    lease=lease,
+                    registry=self._registry,
+                    events=events,
+                    custom_code=self.custom_code,
                 )
                 driver = kind(context, done_evals=frozenset(view.status.done_evals))
                 claim.lease, claim.driver = lease, driver

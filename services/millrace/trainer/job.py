@@ -18,9 +18,10 @@ from millrace.runlog.records.origin import RunOrigin, parse_origin
 from millrace.runlog.records.revisions import last_reopened
 from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
-from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
+from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import Resumed, describe, require_batches, resume
+from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.log.background import BackgroundLoop
@@ -167,6 +168,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
                 determinism="strict" if learner.is_strict else "best_effort",
                 base_digest=learner.base_digest,
             ),
+            on_saved=reporter.checkpoint_saved,
         ),
         reporter=reporter,
         position=position,

@@ -4,9 +4,9 @@
        ▲                                                                                                          │
        └─────────────────────────── the orchestrator cuts batch n + 1 ◀───────────────────────────────────────────┘
 
-Publishing goes on beside the next step. Version 0 is the start model; step n consumes batch n and turns version n into
-version n + 1. A closing header ends the run: its samples are the final evaluation's rollouts, and scoring them shows
-how far trainer and engine agree.
+Publishing and saving go on beside the next step. Version 0 is the start model; step n consumes batch n and turns
+version n into version n + 1. A closing header ends the run: its samples are the final evaluation's rollouts, and
+scoring them shows how far trainer and engine agree.
 """
 
 import logging
@@ -40,7 +40,7 @@ def train(run: Training) -> None:
     Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to let go before that.
     """
     stopped: StopRequested | None = None
-    with run.publisher:
+    with run.checkpointer, run.publisher:
         start = run.position.version
         run.publisher.publish(start)
         run.reporter.start()
@@ -81,7 +81,7 @@ def step(run: Training, batch: Batch) -> None:
     counts = learned.report.was_skipped and batch.step >= run.skips_from
     run.position = Position(batch.step + 1, batch.chain_hash, run.position.num_skipped + 1 if counts else 0)
     publish_s = run.publisher.publish(run.position.version, step=batch.step)
-    checkpoint_s = run.save_checkpoint() if run.checkpointer.is_due(run.position.version) else 0.0
+    checkpoint_s = run.save_due_checkpoint()
     phases = Phases(forward_backward_s=forward_backward_s, publish_s=publish_s, checkpoint_s=checkpoint_s)
     run.reporter.step_completed(batch, metrics=learned.metrics, optimizer=learned.report, phases=phases)
     _warn(run, batch, learned)

@@ -9,6 +9,7 @@ import torch
 
 from millrace.internal.v1 import batch_pb2
 from millrace.trainer import meters
+from millrace.trainer.checkpoint.checkpointer import SavedCheckpoint
 from millrace.trainer.learning.optimizer import OptimizerReport
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.publish.publisher import PolicyLog
@@ -110,9 +111,11 @@ class Reporter:
             },
         )
 
-    def checkpoint_saved(self, *, step: int, uri: str, size_bytes: int, manifest_sha256: str) -> None:
+    def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Report a durable checkpoint."""
-        body = event_pb2.CheckpointSaved(step=step, uri=uri, size_bytes=size_bytes, manifest_sha256=manifest_sha256)
+        body = event_pb2.CheckpointSaved(
+            step=saved.step, uri=saved.uri, size_bytes=saved.size_bytes, manifest_sha256=saved.manifest_sha256
+        )
         self._write(event_pb2.Event(checkpoint_saved=body))
 
     def score_completed(self, body: event_pb2.ScoreCompleted) -> None:

@@ -152,7 +152,6 @@ NOTHING_TO_CHOOSE = {
     "orchestrator.trajectory_strategy": "branching",
     "trainer.weight_broadcast.type": "nccl",
     "rollout_transport.type": "zmq",
-    "ckpt.save_async": "true",
     "slurm.job_name": "x",
     "deployment.type": "multi_node",
     "orchestrator.concurrency.max_inflight": "128",

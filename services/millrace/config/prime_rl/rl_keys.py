@@ -68,7 +68,6 @@ def model_keys(prefix: str) -> dict[str, Meaning]:
 def checkpoint_keys(prefix: str) -> dict[str, Meaning]:
     """Keys of `[ckpt]`."""
     return {
-        f"{prefix}save_async": nothing("checkpoints are always written as the trainer does it; there is no choice"),
         **same(nothing("checkpoints lie in the object store, with the run"), prefix, "output_dir path"),
         **same(
             later("a checkpoint always has all of its parts: no effect"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import grpc.aio
 from redis.asyncio import Redis
 
+from millrace.custom_code import CustomCode
 from millrace.errors import first_error
 from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
 from millrace.orchestrator.api.service import RunServicer
@@ -89,6 +90,7 @@ def _assemble(settings: Settings) -> _Process:
         catalog=catalog,
         registry=registry,
         on_scan=lambda: board.touch(PROCESS),
+        custom_code=CustomCode.parse(settings.custom_code),
     )
     return _Process(
         settings=settings,

@@ -11,6 +11,7 @@ from functools import partial
 import grpc
 import redis.asyncio
 
+from millrace.algorithms import make_algorithms
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
 from millrace.errors import (
@@ -260,6 +261,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
         def check() -> tuple[RLConfig | EvalRunConfig, RunRecord]:
             config = validate(request)
+            if isinstance(config, RLConfig):
+                make_algorithms(config.orchestrator, self._manager.custom_code)
             return config, make_record(request, config)
 
         with waits.shared("configs of {n} new runs to be checked", waits_on="orchestrator", quiet_s=1.0):

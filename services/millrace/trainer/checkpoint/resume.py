@@ -21,8 +21,8 @@ from millrace.runlog.records.revisions import load_step
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
-from millrace.trainer.checkpoint.checkpointer import CheckpointStore
 from millrace.trainer.checkpoint.manifest import CheckpointManifest, require_same_base, require_same_conditions
+from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import restore_random_state, state_tensors

@@ -34,21 +34,23 @@ class Gang:
         self.world_size = world_size
         self.device = device or torch.device("cpu")
         self._group: dist.ProcessGroup | None = None
-        self._beside: Gang | None = None
+        self._beside: dict[str, Gang] = {}
 
-    def beside(self) -> "Gang":
-        """The same gang on connections of its own, for a thread beside the main one. The first call is collective.
+    def beside(self, purpose: str) -> "Gang":
+        """The same gang on connections of its own, for a thread beside the main one; one of each purpose.
+
+        The first call of a purpose is collective.
 
         Collectives of one group must come in one order at every rank; two threads cannot keep one.
         """
         if self.is_alone:
             return self
-        if self._beside is None:
+        if purpose not in self._beside:
             group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
             assert isinstance(group, dist.ProcessGroup)  # every rank is in it
-            self._beside = Gang(rank=self.rank, world_size=self.world_size, device=self.device)
-            self._beside._group = group
-        return self._beside
+            self._beside[purpose] = Gang(rank=self.rank, world_size=self.world_size, device=self.device)
+            self._beside[purpose]._group = group
+        return self._beside[purpose]
 
     @classmethod
     def join(cls, environ: Mapping[str, str] = os.environ) -> Self:

@@ -25,9 +25,9 @@ from millrace.runlog.records.origin import RunOrigin, parse_origin
 from millrace.runlog.records.run_record import RunRecord
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
-from millrace.trainer.checkpoint.checkpointer import CheckpointStore
 from millrace.trainer.checkpoint.manifest import CheckpointManifest, conditions
 from millrace.trainer.checkpoint.resume import describe, first_whole, restore
+from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import parse_config
 from millrace.trainer.learning.learner import Learner

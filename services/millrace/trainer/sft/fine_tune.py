@@ -108,7 +108,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     learner = _Learner(config, gang=gang, model=model, optimizer=optimizer)
     validate = _validation(config, data, learner, start=step)
     num_skipped = 0
-    with _open_metrics(output, step, gang=gang) as metrics:
+    with _open_metrics(output, step, gang=gang) as metrics, checkpoints:
         while not data.is_over(step, position, max_steps=config.max_steps):
             val_loss = validate(step)
             samples, following = data.take(position)
