@@ -106,8 +106,7 @@ async def serve(
     UnavailableError if the address cannot be bound, InvalidSpecError if it needs protection that is not set up.
     """
     stopping = stopping or asyncio.Event()
-    draining = asyncio.Event()
-    board = health_board or HealthBoard()
+    draining, board = asyncio.Event(), health_board or HealthBoard()
     access = ServerAccess.from_environ() if access is None else access
     server = grpc.aio.server(interceptors=[Gate(access), CallInterceptor()], options=SERVER_OPTIONS)
     names = _add_services(server, register, board, draining)
