@@ -58,3 +58,15 @@ def test_the_files_that_agents_md_names_exist() -> None:
 
     # `utils.py` is the name that no file has.
     assert [name for name in names if not exists(name)] == ["utils.py"]
+
+
+def test_the_files_that_comments_name_exist() -> None:
+    paths = [path.relative_to(ROOT).as_posix() for top in ("services", "tests") for path in (ROOT / top).rglob("*.py")]
+    others = {"endpoints.py", "pkg/module.py"}  # a file of the user's, and one of an example
+    wrong = [
+        f"{path.relative_to(SERVICES)}: {name}"
+        for path in SERVICES.rglob("*.py")
+        for name in re.findall(r"`([\w/]+\.py)\b", path.read_text())
+        if name not in others and not any(known.endswith(f"/{name}") for known in paths)
+    ]
+    assert not wrong

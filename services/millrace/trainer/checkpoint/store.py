@@ -1,6 +1,6 @@
 """Checkpoints: checkpoint k is the state that is version k; the next batch is k.
 
-    checkpoints/{step:08d}/e{epoch}-{nonce}/…    the files of every rank, and the index (`shards.py`)
+    checkpoints/{step:08d}/e{epoch}-{nonce}/…    the files of every rank, and the index (`index.py`)
     checkpoints/{step:08d}/manifest.json         written last and create-only: its existence is the commit
 
 A checkpoint that turned out to be damaged is written again when training comes past its step: under fresh names, with
