@@ -67,6 +67,8 @@ class EvalSettings:
     envs: tuple[EvaluatedEnv, ...]
     plays: PlaySettings
     pass_threshold: float = 1.0
+    use_train_tasks: bool = False
+    """Of environments that have held-out tasks, too."""
     is_whole_run: bool = False
     """The run is nothing but this evaluation: a successor goes on with it instead of beginning anew."""
 
@@ -128,6 +130,7 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
             max_blameless_attempts=MAX_LOST_BY_ENDPOINT,
         ),
         pass_threshold=config.pass_threshold,
+        use_train_tasks=config.tasks == "train",
         is_whole_run=True,
     )
 
