@@ -119,7 +119,7 @@ class LocalStack:
         modules: Mapping[str, str] = SERVICES,
         ready_deadline_s: float = READY_DEADLINE_S,
     ) -> None:
-        """`note` hears of long waits, in words. `modules` names the service processes by their main modules."""
+        """`note` is told of long waits, in words. `modules` names the service processes by their main modules."""
         self.options = options
         self.directory = options.directory.resolve()
         self._id = StackId.new(self.directory)

@@ -24,7 +24,7 @@ class WatchedReaper:
         note: Callable[[str], None],
         kept_open: Sequence[int],
     ) -> None:
-        """`groups` are the leaders to tell a new one, with their start ticks; `note` hears of each that died.
+        """`groups` are the leaders to tell a new one, with their start ticks; `note` is told of each that died.
 
         `kept_open` are files that it keeps open: the directory's lock, and the write end of the lifeline.
         """

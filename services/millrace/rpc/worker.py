@@ -1,4 +1,4 @@
-"""A worker's line to the orchestrator: register, report, hear what to do, and survive the orchestrator's restarts.
+"""A worker's connection to the orchestrator: register, report, be told what to do, and survive its restarts.
 
 Used by env-server, inference and trainer. Heartbeats are level-triggered: each reply says everything that the worker
 shall do, so a lost one costs one interval and nothing else.
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 5.0
 SILENT_S = 15.0
-"""Silence of the orchestrator after which the worker's `on_silence` hears of it; three attempts to reach it."""
+"""Silence of the orchestrator after which the worker's `on_silence` is called; three attempts to reach it."""
 MAX_WAITS = 100
 """Waits in one heartbeat, the longest first."""
 BACKOFF = Backoff(0.2, 5.0, spread=(0.5, 1.0))

@@ -44,7 +44,7 @@ class RunAppender:
         on_closed_log: Callable[[], object],
         max_delay_s: float = MAX_DELAY_S,
     ) -> None:
-        """`on_closed_log` hears whenever the log could not be opened: perhaps the run is over."""
+        """`on_closed_log` is called whenever the log could not be opened: perhaps the run is over."""
         self._uid = run_uid
         self._spool = spool
         self._open_log = open_log

@@ -31,7 +31,7 @@ def state_name(state: run_pb2.RunState) -> str:
 class BatchAge:
     """When a run last got ahead: its last batch, or the time from which it could make one; on any clock, in seconds.
 
-    A run that is driven anew (STARTING) stands still meanwhile: who drives it next goes on with the old time, else an
+    A run that is driven anew (STARTING) makes no progress meanwhile, so its next driver keeps the old time, else an
     orchestrator that ends again and again would hide that nothing is committed.
     """
 

@@ -41,7 +41,8 @@ async def repair_run(
 ) -> list[Repair]:
     """Look at every object of a run, and restore what can be restored if `is_applied`; reads every byte of it.
 
-    `log` is the copy in Redis, None without; `backup` a replica of the bucket. `on_progress` hears from another thread.
+    `log` is the copy in Redis, None without; `backup` a replica of the bucket.
+    `on_progress` is called from another thread.
     """
     redis = None if log is None else await RedisCopy.load(log)
     bench = Workbench(
