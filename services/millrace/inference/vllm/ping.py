@@ -33,8 +33,8 @@ class Ping:
         self._task.cancel()
 
     async def _ask(self) -> None:
-        """Ask the engine; one on several nodes or with several cores through each worker, as it would notice their end
-        too late."""
+        """Ask the engine. Where it has several nodes or cores each worker is asked: the engine would notice their end
+        late."""
         if self._ranks.is_spread or self._ranks.num_cores > 1:
             await self._ranks.call("millrace_ping")
         else:
