@@ -158,7 +158,9 @@ NOTHING_TO_CHOOSE = {
 }
 
 REFUSED = {
-    "orchestrator.client.base_url": ("http://127.0.0.1:8000/v1", "engines register with the orchestrator"),
+    "orchestrator.client.base_url": ("http://127.0.0.1:8000/v1", "An endpoint of others loads no policies"),
+    "orchestrator.teacher_rollout_model": ('{"model": {"name": "m"}}', "millrace eval --tasks train"),
+    "orchestrator.use_sft_loss": ("true", "millrace eval --tasks train"),
     "orchestrator.client.api_key_var": ("API_KEY", "engines register with the orchestrator"),
     "orchestrator.sampling.repetition_penalty": ("1.1", "the trainer does not compute"),
     "orchestrator.token_batch_size": ("1000", "use `orchestrator.batch_size`"),

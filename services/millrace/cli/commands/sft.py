@@ -22,9 +22,9 @@ def sft(arguments: tuple[str, ...]) -> int:
     from millrace.cli.session.dry_run import print_config
     from millrace.cli.session.model_path import check_models
     from millrace.cli.session.notes import refuse_blocked, say_notes
+    from millrace.config import SFTConfig
     from millrace.config.argv import RESERVED_FLAGS
     from millrace.config.load import load
-    from millrace.config.schema import SFTConfig
 
     example = "millrace sft @ examples/reverse_text/sft.toml"
     with explained(arguments, command="sft", example=example):
