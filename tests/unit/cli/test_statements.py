@@ -557,7 +557,7 @@ CHECKPOINTS = [
         f"{UNIT}/cli/test_cli_existing.py::test_another_config_is_refused_naming_the_keys_and_forks_where_a_step_is_named",
     ),
     key("R", "ckpt.keep", "2", 2, "ckpt.keep_last"),
-    effect("R", f"{RL} --ckpt.save-async"),
+    key("R", "ckpt.save-async", "false", False),
     later("R", f"{RL} --wandb.id x", "wandb.id"),
 ]
 WATCHING = [
