@@ -13,6 +13,8 @@ from millrace.errors import CorruptObjectError, InvalidSpecError, UnavailableErr
 from millrace.telemetry.settings import Settings, parse_address
 
 CONNECT_TIMEOUT_S = 1.0
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+"""Names of this machine in an address."""
 START_REMEDY = "start a stack with `millrace up`, or name another server with --server or MILLRACE_SERVER"
 WAIT_REMEDY = "; or wait: a stack restarts what died"
 SILENT_REMEDY = "it listens but does not answer; a stack kills and restarts what is silent for 30 s; try again"
@@ -72,4 +74,13 @@ def stack_at(address: str, directory: Path) -> dict[str, Any] | None:
     # None, being written, damaged, or its supervisor is gone.
     except (CorruptObjectError, OSError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    return stack if stack.get("address") == address else None
+    return stack if _place(str(stack.get("address"))) == _place(address) else None
+
+
+def _place(address: str) -> tuple[str, int] | None:
+    """Host and port, with one name for all those that mean this machine."""
+    try:
+        host, port = parse_address(address)
+    except ValueError:
+        return None
+    return ("127.0.0.1" if host in LOOPBACK else host), port

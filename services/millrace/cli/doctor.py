@@ -39,7 +39,7 @@ async def examine(
     stack = stack_at(server, directory) or {}
     redis_url = settings.redis_url or _redis_of(stack)
     store_url = settings.store_url or stack.get("store")
-    results = [await _asked("API", lambda: _api(server, origin))]
+    results = [await _asked("API", lambda: _api(server, origin, directory))]
     if redis_url:
         results.append(await _asked("Redis", lambda: _redis(redis_url)))
     else:
@@ -76,10 +76,10 @@ async def _asked(what: str, ask: Callable[[], Awaitable[str]]) -> CheckResult:
     return CheckResult(what=what, is_good=True, text=f"{text}, {1000 * (time.monotonic() - began):.0f} ms")
 
 
-async def _api(server: str, origin: str) -> str:
+async def _api(server: str, origin: str, directory: Path) -> str:
     from millrace.cli.connection import open_client
 
-    with explain_unreachable(origin, server):
+    with explain_unreachable(origin, server, directory=directory):
         async with open_client(server) as client:
             runs = await client.runs.list(limit=1)
     return f"{server} answers, {'with' if runs else 'without'} runs"

@@ -211,6 +211,12 @@ class LocalStack:
             "redis": redact(redis_url),
             "redis_url_file": self._redis_url_file,
             "store": store_url,
+            "settings": {
+                "inference.engine": self.options.engine,
+                "inference.server.port": self.options.http_port,
+                "log.level": self.options.log_level.lower(),
+                "log.json_logging": self.options.log_json,
+            },
         }
         access = self._peers()
         self._keep({**probes, **{name: probe_service(address, access) for name, address in addresses.items()}})

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def train(run: Training) -> None:
     """Train from the run's position to its closing header.
 
-    Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to let go before that.
+    Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to release the run before that.
     """
     stopped: StopRequested | None = None
     with run.checkpointer, run.publisher:
@@ -119,7 +119,7 @@ def forward_backward(
             logprobs_BT, entropy_BT = run.logprobs(micro_batch)
             losses = loss_of(LossInputs.of(micro_batch, logprobs_BT), run.config.loss)
             loss = total_loss(losses, num_rl_tokens=num_rl_tokens, num_ce_tokens=num_ce_tokens)
-            (loss * run.gang.world_size).backward()  # FSDP averages gradients over the ranks; this makes it a sum
+            loss.backward()
             faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)
             if not metrics.add(
                 micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT

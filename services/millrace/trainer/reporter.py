@@ -17,6 +17,16 @@ from millrace.v1 import event_pb2
 
 logger = logging.getLogger(__name__)
 
+_TIMES = {
+    "step": "time/step",
+    "wait": "time/wait_for_batch",
+    "load": "time/load_data",
+    "forward_backward": "time/forward_backward",
+    "publish": "time/broadcast_weights",
+    "checkpoint": "time/save_ckpt",
+}
+"""prime-rl's names of what a step's seconds were spent on, by ours."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
@@ -67,7 +77,6 @@ class Reporter:
             "checkpoint": phases.checkpoint_s,
         }
         meters.step_completed(seconds, num_tokens=header.num_tokens)
-        mean, largest = staleness(header)
         throughput = header.num_tokens / step_s if step_s > 0 else 0.0
         metrics |= {
             "optim/lr": optimizer.lr,
@@ -75,28 +84,11 @@ class Reporter:
             "optim/skipped": float(optimizer.was_skipped),
             "perf/throughput": throughput,
             "perf/throughput_per_gpu": throughput / self._world_size,
-            "time/step": step_s,
-            "time/wait_for_batch": batch.wait_s,
-            "time/load_data": batch.load_s,
-            "time/forward_backward": phases.forward_backward_s,
-            "time/broadcast_weights": phases.publish_s,
-            "time/save_ckpt": phases.checkpoint_s,
+            **{_TIMES[phase]: time_s for phase, time_s in seconds.items()},
         }
         if torch.cuda.is_available():
             metrics["perf/peak_memory"] = torch.cuda.max_memory_allocated() / 2**30
-        body = event_pb2.StepCompleted(
-            step=header.step,
-            reward_mean=header.reward_mean,
-            staleness_mean=mean,
-            staleness_max=largest,
-            num_tokens=header.num_tokens,
-            num_rollouts=header.num_rollouts,
-            step_seconds=step_s,
-            wait_seconds=batch.wait_s,
-            metrics=metrics,
-            chain_hash=batch.chain_hash.hex(),
-        )
-        self._log_client.write_event(event_pb2.Event(step_completed=body))
+        self._write(_completed(batch, metrics, step_s=step_s))
         logger.info(
             "step completed",
             extra={
@@ -130,3 +122,22 @@ class Reporter:
     def _write(self, event: event_pb2.Event) -> None:
         if self._log_client is not None:
             self._log_client.write_event(event)
+
+
+def _completed(batch: Batch, metrics: dict[str, float], *, step_s: float) -> event_pb2.Event:
+    """The event of a finished step."""
+    header = batch.header
+    mean, largest = staleness(header)
+    body = event_pb2.StepCompleted(
+        step=header.step,
+        reward_mean=header.reward_mean,
+        staleness_mean=mean,
+        staleness_max=largest,
+        num_tokens=header.num_tokens,
+        num_rollouts=header.num_rollouts,
+        step_seconds=step_s,
+        wait_seconds=batch.wait_s,
+        metrics=metrics,
+        chain_hash=batch.chain_hash.hex(),
+    )
+    return event_pb2.Event(step_completed=body)

@@ -22,7 +22,7 @@ class SilenceTeller:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
-    def told_to(self, write: Write) -> Iterator[None]:
+    def reporting_to(self, write: Write) -> Iterator[None]:
         """While the block runs, silences are events; `write` is awaited on the background loop."""
         self._write = write
         try:

@@ -29,6 +29,10 @@ def test_the_stack_that_listens_there_says_where_its_redis_and_store_are(redis_u
     assert main(["doctor", "--server", f"127.0.0.1:{port}", "--dir", str(directory)]) == 5
     _, _, redis, store = capsys.readouterr().out.splitlines()
     assert redis.startswith("ok      Redis") and store.startswith("ok      object store")
+    main(["doctor", "--server", f"localhost:{port}", "--dir", str(directory)])
+    _, remedy, redis, store = capsys.readouterr().out.splitlines()
+    assert "a stack restarts what died" in remedy, "it is the stack of this directory that does not answer"
+    assert redis.startswith("ok      Redis") and store.startswith("ok      object store")
     main(["doctor", "--server", "127.0.0.1:1", "--dir", str(directory)])
     assert f"no stack of {directory} has this address" in capsys.readouterr().out, "it is another one's"
 

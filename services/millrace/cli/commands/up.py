@@ -1,11 +1,17 @@
 """`millrace up`: the one-machine stack, running until Ctrl-C."""
 
+import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from millrace.cli.defaults import DEFAULT_DIRECTORY, DEFAULT_LISTEN
 from millrace.cli.errors import Interrupted
+
+if TYPE_CHECKING:
+    from millrace.cli.interrupts import Interrupts
+    from millrace.local.stack import StackOptions
 
 
 @click.command()
@@ -37,12 +43,10 @@ def up(
     Redis, object store, orchestrator, env-server, inference, trainer. Its data lies under --dir and is there again when
     the stack is started again. A process that dies is started again, and runs go on.
     """
-    import asyncio
-
     from millrace.cli import interrupts
     from millrace.cli.address import check_address
     from millrace.cli.connection import environ
-    from millrace.local.stack import LocalStack, StackOptions
+    from millrace.local.stack import StackOptions
     from millrace.telemetry.settings import Settings
 
     check_address(listen, option="--listen")
@@ -58,28 +62,39 @@ def up(
         has_liveness=liveness,
     )
 
-    async def serve(signals: interrupts.Interrupts) -> None:
-        def note(text: str) -> None:
-            click.echo(text, err=True)
-
-        note(f"starting the stack in {directory}; process logs: {directory / 'logs'}")
-        async with LocalStack(options, note=note) as stack:
-            signals.on_second(stack.supervisor.hurry.set)
-            try:
-                await stack.start()
-                click.echo(f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}")
-                click.echo(f"  export MILLRACE_SERVER={stack.address}")
-                click.echo(
-                    "  millrace rl @ examples/reverse_text/rl.toml     millrace run list     Ctrl-C here stops it"
-                )
-                await stack.guard(asyncio.Event().wait())
-            except asyncio.CancelledError:
-                note("stopping the stack; a second Ctrl-C hurries")
-                raise
-
     try:
-        interrupts.run(serve)
+        interrupts.run(lambda signals: _serve(options, signals))
     except Interrupted:
-        again = "" if directory == DEFAULT_DIRECTORY else f" --dir {directory}"
-        click.echo(f"stopped. Its runs lie in {directory} and go on with the next `millrace up{again}`", err=True)
+        again = shlex.join(restart_command(directory, listen))
+        click.echo(f"stopped. Its runs lie in {directory} and go on with the next `{again}`", err=True)
         raise
+
+
+async def _serve(options: "StackOptions", signals: "Interrupts") -> None:
+    """Run the stack until it is interrupted."""
+    import asyncio
+
+    from millrace.local.stack import LocalStack
+
+    def note(text: str) -> None:
+        click.echo(text, err=True)
+
+    note(f"starting the stack in {options.directory}; process logs: {options.directory / 'logs'}")
+    async with LocalStack(options, note=note) as stack:
+        signals.on_second(stack.supervisor.hurry.set)
+        try:
+            await stack.start()
+            click.echo(f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}")
+            click.echo(f"  export MILLRACE_SERVER={stack.address}")
+            click.echo("  millrace rl @ examples/reverse_text/rl.toml     millrace run list     Ctrl-C here stops it")
+            await stack.guard(asyncio.Event().wait())
+        except asyncio.CancelledError:
+            note("stopping the stack; a second Ctrl-C hurries")
+            raise
+
+
+def restart_command(directory: Path, listen: str) -> list[str]:
+    """The command line that starts this stack again."""
+    words = ["millrace", "up"]
+    words += [] if directory == DEFAULT_DIRECTORY else ["--dir", str(directory)]
+    return words + ([] if listen == DEFAULT_LISTEN else ["--listen", listen])

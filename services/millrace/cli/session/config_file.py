@@ -8,7 +8,7 @@ from millrace.cli.session.part import PARTS, read_raw
 from millrace.config.check import ConfigT
 from millrace.config.load import Loaded
 from millrace.config.prime_rl.importing import WHOLE, kind_of
-from millrace.errors import InvalidSpecError
+from millrace.errors import InvalidSpecError, Violation
 
 
 def missing_file(example: str) -> CliError:
@@ -25,15 +25,19 @@ def explained(arguments: Sequence[str], *, command: str, example: str) -> Iterat
         if not arguments:
             raise missing_file(example) from error
         if error.remedy is None:
-            error.remedy = _meant(arguments, command, example)
+            error.remedy = _meant(arguments, error.violations, command=command, example=example)
         raise
 
 
-def _meant(arguments: Sequence[str], command: str, example: str) -> str | None:
-    """What to do without a file, or with one that configures something else."""
+def _meant(arguments: Sequence[str], violations: Sequence[Violation], *, command: str, example: str) -> str | None:
+    """What to do without a file, or with one that configures something else: whose keys at the top are not ours."""
     files = _files(arguments)
+    unknown = {wrong.field for wrong in violations if wrong.message.startswith("unknown key")}
     for name in files:
-        kind = kind_of(read_raw(name) or {}, name)
+        tree = read_raw(name) or {}
+        if not unknown & tree.keys():
+            continue  # what is wrong with it is a value, or another file
+        kind = kind_of(tree, "")
         if kind in WHOLE and kind != command:
             return f"{name} looks like a config of `millrace {kind}`: millrace {kind} @ {name}"
         if kind in PARTS and command == "rl" and f"--{kind}" not in arguments:

@@ -82,7 +82,7 @@ class IntentCalls:
             return  # this request, or another one, has reopened it
         payload = {"request_id": request_id, "closing_sha256": closing.sha256}
         await write_intent(self._store, names, "reopen", payload)
-        faults.reach(faults.Point.ORCHESTRATOR_REOPEN_WISHED, step=closing.step)
+        faults.reach(faults.Point.ORCHESTRATOR_REOPEN_INTENT, step=closing.step)
         epoch = await create_epoch(self._store, names, ROLE, self._owner)
         await asyncio.to_thread(reopen, self._store, names, closing, epoch=epoch.number, owner=self._owner)
         faults.reach(faults.Point.ORCHESTRATOR_REOPENED, step=closing.step)

@@ -1,6 +1,6 @@
 """The gang: the processes that `torchrun` starts to train one model together, or this process alone.
 
-With one process nothing here communicates and no process group exists. With several, parameters are sharded with FSDP2
+With one process nothing here communicates. With several, parameters are sharded with FSDP2
 and rank 0 alone holds the run's lease, writes its log and tells the others what to do, as plain data, never as pickles.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 
 from millrace.telemetry import waits
@@ -62,10 +62,8 @@ class Gang:
         world_size = int(environ.get("WORLD_SIZE", "1"))
         if world_size == 1:
             return cls(device=device)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         rank = int(environ["RANK"])
-        store = _store_of_this_start(environ)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+        _init_group(device, _store_of_this_start(environ), rank=rank, world_size=world_size)
         return cls(rank=rank, world_size=world_size, device=device)
 
     @property
@@ -124,10 +122,16 @@ class Gang:
         self.sum([0.0])
 
     def shard(self, model: nn.Module, *, compute_dtype: torch.dtype) -> nn.Module:
-        """Move the model to this rank's device and, in a gang, shard its parameters block by block (FSDP2)."""
+        """Move the model to this rank's device and shard its parameters block by block (FSDP2).
+
+        FSDP casts as well: what is computed in another format than float32 is the same for one process and for many,
+        so that one process is a gang of one there. Gradients are summed over the ranks, in float32.
+        """
         model.to(self.device)
         if self.is_alone:
-            return model
+            if compute_dtype == torch.float32:
+                return model
+            _require_group(self.device)
         policy = (
             MixedPrecisionPolicy()
             if compute_dtype == torch.float32
@@ -138,11 +142,15 @@ class Gang:
             if type(module).__name__ in blocks:
                 fully_shard(module, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction with a factor
         return model
 
     def leave(self) -> None:
         """End the process group."""
-        if not self.is_alone and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     def _broadcast_from(self, source: int, data: bytes) -> bytes:
@@ -163,6 +171,18 @@ class Gang:
         with _waiting_for_peers():
             dist.all_reduce(tensor, op=operation, group=self._group)
         return tensor.tolist()
+
+
+def _init_group(device: torch.device, store: Store, *, rank: int, world_size: int) -> None:
+    """Make the process group that torch takes where none is named."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+
+
+def _require_group(device: torch.device) -> None:
+    """Make a process group of this process alone, unless it has one: FSDP needs it, and sends nothing over it."""
+    if not dist.is_initialized():
+        _init_group(device, dist.HashStore(), rank=0, world_size=1)
 
 
 def _store_of_this_start(environ: Mapping[str, str]) -> Store:

@@ -93,7 +93,7 @@ class LogClient:
     # BatchLog
 
     def is_stop_requested(self) -> bool:
-        """Whether to let go of the run; raises why the lease is no longer renewed, if so (FencedError: lost)."""
+        """Whether to release the run; raises why the lease is no longer renewed, if so (FencedError: lost)."""
         if self._held.lost is not None:
             raise self._held.lost
         return self._should_stop()
