@@ -36,7 +36,7 @@ hypothesis.settings.load_profile("millrace")
 
 @pytest.fixture(autouse=True, scope="module")
 def no_wait_is_left_behind() -> Iterator[None]:
-    """Whoever stops must take its registered waits along, or `millrace run why` shows ghosts and other tests trip.
+    """What stops must take its registered waits along, or `millrace run why` shows ghosts and other tests trip.
 
     Looked at behind a module, when its servers have been stopped: while they run they may wait for what they like.
     """

@@ -2,11 +2,12 @@
 
 import concurrent.futures
 import contextvars
+import logging
 import threading
 from collections.abc import Callable
 
 from millrace.errors import FencedError, LogGoneError
-from millrace.telemetry import logging, waits
+from millrace.telemetry import waits
 from millrace.trainer.gang.distributed import Gang
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """One run's training, put together: log, model or checkpoint, gang, parts, loop."""
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,6 @@ from millrace.runlog.records.origin import RunOrigin, parse_origin
 from millrace.runlog.records.revisions import last_reopened
 from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
-from millrace.telemetry import logging
 from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import Resumed, describe, require_batches, resume

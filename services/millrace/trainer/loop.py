@@ -9,6 +9,7 @@ version n into version n + 1. A closing header ends the run: its samples are the
 scoring them shows how far trainer and engine agree.
 """
 
+import logging
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from millrace.errors import InvalidStateError
-from millrace.telemetry import faults, logging
+from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.learning.alarms import NotFinite, describe_not_finite, find_not_finite
 from millrace.trainer.learning.learner import Learner

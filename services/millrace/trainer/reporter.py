@@ -1,5 +1,6 @@
 """What the trainer tells the world after each step: one event and one log line."""
 
+import logging
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -7,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from millrace.internal.v1 import batch_pb2
-from millrace.telemetry import logging
 from millrace.trainer import meters
 from millrace.trainer.checkpoint.checkpointer import SavedCheckpoint
 from millrace.trainer.learning.optimizer import OptimizerReport

@@ -4,6 +4,7 @@ torch is imported while the process already registers: what is imported here mus
 """
 
 import concurrent.futures
+import logging
 import os
 import signal
 import threading
@@ -19,7 +20,7 @@ from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog.redis.log import FORMAT_MAJOR
 from millrace.storage import open_store
-from millrace.telemetry import logging, waits
+from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
 from millrace.trainer import meters

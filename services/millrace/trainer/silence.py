@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 
 from millrace.errors import MillraceError
 from millrace.rpc.worker import Silence
-from millrace.telemetry import logging
 from millrace.v1 import event_pb2
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ exist, a digest that differs) is reported and not repeated. In a gang an unexpec
 that torchrun starts the gang anew: the other ranks may be stuck in a collective.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from millrace.errors import CapacityError, FencedError, MillraceError, Unavailab
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatRequest, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
-from millrace.telemetry import logging, waits
+from millrace.telemetry import waits
+from millrace.telemetry.logging import bind
 from millrace.trainer import meters
 from millrace.trainer.log.stop import StopRequested
 
@@ -196,7 +198,7 @@ class TrainerWorker:
         self._status = Status(run_uid=uid)
         self._slowest_step_s, self._last_progress = 0.0, self._clock()
         self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)
-        with logging.bind(run=uid), waits.of_run(uid):
+        with bind(run=uid), waits.of_run(uid):
             try:
                 logger.info("run begins")
                 run_job(uid)

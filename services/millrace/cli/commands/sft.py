@@ -33,8 +33,8 @@ def sft(arguments: tuple[str, ...]) -> int:
     from millrace.cli.session.model_path import check_models
     from millrace.cli.session.new_name import check_new_name
     from millrace.cli.session.notes import refuse_blocked, say_notes
+    from millrace.config import SFTConfig
     from millrace.config.load import load
-    from millrace.config.schema import SFTConfig
 
     example = "millrace sft @ examples/reverse_text/sft.toml"
     with explained(arguments, command="sft", example=example):

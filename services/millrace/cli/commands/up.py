@@ -51,8 +51,7 @@ def up(
 
     check_address(listen, option="--listen")
     settings = Settings.from_env(environ())
-    options = StackOptions.with_settings(
-        settings,
+    options = StackOptions(
         directory=directory,
         listen=listen,
         http_port=http_port,
@@ -60,7 +59,7 @@ def up(
         engine=engine,
         is_restarting=restart,
         has_liveness=liveness,
-    )
+    ).with_settings(settings)
 
     try:
         interrupts.run(lambda signals: _serve(options, signals))

@@ -15,9 +15,9 @@ from millrace.cli.session.config_file import explained, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name, free_name
 from millrace.cli.session.notes import refuse_blocked, say_notes
+from millrace.config import RLConfig
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
-from millrace.config.schema import RLConfig
 from millrace.config.sections.inference import InferenceConfig
 from millrace.config.sections.shared import LogConfig
 from millrace.config.suggest import shown

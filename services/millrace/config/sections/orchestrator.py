@@ -248,6 +248,11 @@ class OrchestratorConfig(ConfigSection):
     )
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
 
+    @property
+    def groups_per_step(self) -> int:
+        """Groups that make a batch."""
+        return self.batch_size // self.rollouts_per_example
+
     @model_validator(mode="before")
     @classmethod
     def _name_evaluated(cls, data: Any) -> Any:

@@ -67,7 +67,8 @@ class _Process:
         return [_RUN_SERVICE, _WORKER_SERVICE]
 
     def start(self, port: int) -> None:
-        """The server listens: only who has bound the address holds the place, and takes over from a predecessor."""
+        """Start the orchestrator's work once the server listens: the process that has bound the address holds its
+        place."""
         host = self.settings.require("listen").rpartition(":")[0]
         self.manager.slot = worker_slot(f"{host}:{port}")
         self.board.set_ready(_RUN_SERVICE)

@@ -1,11 +1,11 @@
-"""The parts of one run's driver, and how they hang together."""
+"""The parts of one run's driver, and how they are wired."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from millrace.algorithms import Algorithm
-from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.drive.batch_writer import BatchWriter
@@ -166,7 +166,7 @@ def make_loop(
 def _rule(config: RLConfig) -> AdmissionRule:
     settings = config.orchestrator
     return AdmissionRule(
-        groups_per_step=settings.batch_size // settings.rollouts_per_example,
+        groups_per_step=settings.groups_per_step,
         async_level=settings.async_level,
         max_off_policy_steps=settings.max_off_policy_steps,
         oversampling_factor=settings.oversampling_factor,
@@ -179,9 +179,8 @@ def _failures(config: RLConfig | EvalRunConfig) -> Failures:
     if isinstance(config, EvalRunConfig):
         return Failures(num_groups=1, group_size=1, max_share=1.0)
     settings = config.orchestrator
-    groups_per_step = settings.batch_size // settings.rollouts_per_example
     return Failures(
-        num_groups=settings.failure_window or failure_window_of(groups_per_step),
+        num_groups=settings.failure_window or failure_window_of(settings.groups_per_step),
         group_size=settings.rollouts_per_example,
         max_share=settings.max_failed_share,
     )

@@ -4,7 +4,6 @@ Nothing counts before its header object exists in the store.
 """
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +35,6 @@ from millrace.v1 import run_pb2
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
 
 MAX_EMPTY_BATCHES = 10
 """Batches in a row without any advantage before the run fails instead of burning tokens for nothing (as prime-rl)."""
@@ -81,8 +79,8 @@ class BatchWriter:
     def restore(self, committed: Committed, *, origin: RunOrigin) -> None:
         """Continue behind the last committed header, or at the log's origin.
 
-        Behind a closing header that was reopened: at its step, which it did not train, with the ordinals behind those
-        that it dropped.
+        Behind a closing header that was reopened, continue at its step, which it did not train, and with the ordinals
+        behind those that it dropped.
         """
         self.chain, last, self.known = committed.chain, committed.last, KnownObjects(committed.headers)
         self.num_reopened = committed.num_reopened
@@ -215,7 +213,7 @@ class BatchWriter:
 
 
 async def _finish(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; when we are cancelled meanwhile, let it come to its end first, for `COMMIT_GRACE_S` at most."""
+    """Await `work`. If this task is cancelled meanwhile, let `work` finish first, for at most `COMMIT_GRACE_S`."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)

@@ -71,9 +71,9 @@ def cut(
 ) -> CutBatch:
     """Make a batch of whole groups, with the algorithm of each one's environment.
 
-    An algorithm that several environments share finishes their samples together, all of them; only then those to which
-    their group gave no advantage are left out, if they are filtered. Groups of which nothing is left are resolved as
-    dropped, and not replaced.
+    An algorithm that several environments share finishes all of their samples together. Only then are samples without
+    an advantage left out, if the config filters them. A group of which nothing is left is resolved as dropped, and not
+    replaced.
     """
     batch = CutBatch(step=step, samples=[], rewards=[])
     credited = [credit_group(group, algorithms[group.task.env], seq_len=seq_len) for group in groups]

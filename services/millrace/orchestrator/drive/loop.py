@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.algorithms import Algorithm
-from millrace.config.schema import OrchestratorConfig
+from millrace.config import OrchestratorConfig
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.batcher import cut
 from millrace.orchestrator.events import RunEvents, is_told
@@ -102,7 +102,7 @@ class RolloutLoop:
             raise error
 
     async def admit(self) -> None:
-        """Start new groups while there is room and somebody to play them; not at once behind some that failed."""
+        """Start new groups while there is room and an env-server for them; after failed groups, pause first."""
         plays = self.book.plays
         while (served := self.policies.served_version()) is not None:
             if self.failures.not_before > time.monotonic():
@@ -182,7 +182,7 @@ class RolloutLoop:
         self.num_stale_in_a_row = 0
 
     async def note_truncated(self, groups: Sequence[Play], *, step: int) -> None:
-        """Tell of batches in which no rollout came to its own end."""
+        """Warn of batches in which every rollout was cut off."""
         is_truncated = all(rollout.is_truncated for group in groups for rollout in group.rollouts())
         self.num_truncated_in_a_row = self.num_truncated_in_a_row + 1 if is_truncated else 0
         if is_truncated and is_told(self.num_truncated_in_a_row):
@@ -212,7 +212,7 @@ class RolloutLoop:
         await self.tick()
 
     async def tick(self) -> None:
-        """Sleep until something changes, or for `TICK_S`, or until what failed may go on."""
+        """Sleep until something changes, `TICK_S` has passed, or the pause after failed groups is over."""
         now = time.monotonic()
         due = [self.failures.not_before, *(play.not_before for play in self.book.open)]
         pause_s = min((at - now for at in due if at > now), default=TICK_S)

@@ -83,9 +83,9 @@ class TrainRunDriver(RunDriver):
             last[env] = max(done, last.get(env, 0))
         step = self._parts.book.step // interval * interval
         if not evals.due(step, last=last):
-            step += interval  # else a predecessor was at it: do what the log does not have
+            step += interval  # else a predecessor began it: do what the log does not have
         while step < self._parts.max_steps:
-            await self._wait_served(step, overdue_s=0.0)  # it comes when it comes: nothing is held up
+            await self._wait_served(step, overdue_s=0.0)  # nothing waits for it
             due = evals.due(step, last=last)
             try:
                 await self._evaluate(step, due, done=self._done_evals)

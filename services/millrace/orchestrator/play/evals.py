@@ -29,7 +29,8 @@ from millrace.v1 import event_pb2
 logger = logging.getLogger(__name__)
 
 STALL_SLACK_S = 60.0
-"""Beyond one rollout's deadline, without any answer, before an evaluation ends; what is missing counts as failed."""
+"""Time without an answer, beyond one rollout's deadline, after which an evaluation ends; missing rollouts count as
+failed."""
 TICK_S = 0.5
 
 

@@ -1,9 +1,10 @@
 """CancelRun, PauseRun and ResumeRun: an intent is durable before it is acknowledged.
 
-ResumeRun of a run that has FAILED reopens it, in this order: the intent, a new epoch of the orchestrator (who drove the
-run before is fenced out), the create-only record that its closing header does not end it (`runlog.revisions`).
-Who claims the run next begins another copy of its log, says in an event that it is QUEUED again, and drives it. A
-process that dies in between leaves either a run that is still FAILED, or one that any orchestrator goes on with.
+ResumeRun of a run that has FAILED reopens it, in this order: the intent, a new epoch of the orchestrator, which
+fences out the driver before, and the create-only record that its closing header does not end it
+(`runlog/records/revisions.py`). The next driver begins another copy of its log, says in an event that it is QUEUED
+again, and drives it. A process that dies in between leaves either a run that is still FAILED, or one that any
+orchestrator goes on with.
 """
 
 import asyncio

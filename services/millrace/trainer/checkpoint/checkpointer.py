@@ -8,6 +8,7 @@ A checkpoint is the state at its step: what is uploaded later was written then. 
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import Self
 import torch
 
 from millrace.config.sections.shared import CheckpointConfig
-from millrace.telemetry import logging
 from millrace.trainer.background import BackgroundWork
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.store import CheckpointStore, WrittenCheckpoint

@@ -1,6 +1,6 @@
 """Checkpoints: checkpoint k is the state that is version k; the next batch is k.
 
-    checkpoints/{step:08d}/e{epoch}-{nonce}/…    the files of every rank, and the index (`shards.py`)
+    checkpoints/{step:08d}/e{epoch}-{nonce}/…    the files of every rank, and the index (`index.py`)
     checkpoints/{step:08d}/manifest.json         written last and create-only: its existence is the commit
 
 A checkpoint that turned out to be damaged is written again when training comes past its step: under fresh names, with
@@ -10,6 +10,7 @@ A checkpoint that turned out to be damaged is written again when training comes 
 import contextlib
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from millrace.runlog.records.listing import list_checkpoints
 from millrace.storage.base import ObjectStore
 from millrace.storage.commit_points import find_newest, newest_revision, next_revision
 from millrace.storage.scratch import owned_directory
-from millrace.telemetry import faults, logging
+from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.checkpoint.files import INDEX_FILE, load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardTensor, decode_index

@@ -182,7 +182,8 @@ def _init_group(device: torch.device, store: Store, *, rank: int, world_size: in
 def _require_group(device: torch.device) -> None:
     """Make a process group of this process alone, unless it has one: FSDP needs it, and sends nothing over it."""
     if not dist.is_initialized():
-        _init_group(device, dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, and not in torch's stubs
+        _init_group(device, store, rank=0, world_size=1)
 
 
 def _store_of_this_start(environ: Mapping[str, str]) -> Store:

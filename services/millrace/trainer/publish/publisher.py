@@ -7,6 +7,7 @@ At most one version is under way. The next one, a checkpoint and the end wait fo
 a checkpoint never precedes its version; what failed beside the training is raised there.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from millrace.internal.v1 import policy_pb2
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.publishing.publish import PublishedPolicy
-from millrace.telemetry import faults, logging
+from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer import meters
 from millrace.trainer.background import BackgroundWork

@@ -6,6 +6,7 @@ is refused if a key changed that makes it another training.
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,6 @@ from millrace.decoding import decode_object
 from millrace.errors import InvalidSpecError, Violation
 from millrace.runlog import ZERO_CHAIN_HASH, Names
 from millrace.storage.local import LocalStore
-from millrace.telemetry import logging
 from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import describe, resume

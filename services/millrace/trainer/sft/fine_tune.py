@@ -7,6 +7,7 @@ that is started again.
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,6 @@ from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.policies.adapter import AdapterSpec
 from millrace.rollouts.types import TrainSample
-from millrace.telemetry import logging
 from millrace.trainer.gang.determinism import seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, plan_micro_batches
