@@ -16,5 +16,5 @@ cat > s3.json <<JSON
                  "actions": ["Admin", "Read", "Write", "List"]}]}
 JSON
 printf '[default]\naws_access_key_id = %s\naws_secret_access_key = %s\n' "$key" "$secret" > aws_credentials.new
-mv aws_credentials.new aws_credentials # last: whoever finds it finds everything
+mv aws_credentials.new aws_credentials # last: where it is, everything is
 echo "credentials are made"

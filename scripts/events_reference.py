@@ -101,7 +101,7 @@ WARNINGS: Texts = {
     ),
     "GRADIENT_NOT_FINITE": (
         "the norm of the gradient is not finite; the step is skipped",
-        "lower `trainer.optim.lr` or `trainer.optim.max_norm`",
+        "lower `trainer.optim.lr`; compute in float32 (`trainer.model.dtype`); look at the batch that it names",
     ),
     "ROLLOUTS_LOST": (
         "an engine answers 5xx or ends, or a worker is lost from outside; no rollout of a group's worth came back OK",

@@ -36,7 +36,7 @@ hypothesis.settings.load_profile("millrace")
 
 @pytest.fixture(autouse=True, scope="module")
 def no_wait_is_left_behind() -> Iterator[None]:
-    """Whoever stops must take its registered waits along, or `millrace run why` shows ghosts and other tests trip.
+    """What stops must take its registered waits along, or `millrace run why` shows ghosts and other tests trip.
 
     Looked at behind a module, when its servers have been stopped: while they run they may wait for what they like.
     """
@@ -68,7 +68,7 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log_path = tmp_path_factory.mktemp("moto") / "moto.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            [sys.executable, "-m", "millrace_testing.atomic_moto", "-H", "127.0.0.1", "-p", str(port)],
             stdout=log,
             stderr=subprocess.STDOUT,
             preexec_fn=die_with_parent,

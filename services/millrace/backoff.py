@@ -16,7 +16,7 @@ class Backoff:
     _: KW_ONLY
     factor: float = 2.0
     spread: tuple[float, float] = (1.0, 1.0)
-    """Each delay is multiplied by a random number between these: who fails together shall not come back together."""
+    """Each delay is multiplied by a random number between these: what failed together should not come back together."""
 
     def after(self, num_failures: float) -> float:
         """Return the delay after so many failures in a row; 1 or less gives the first."""

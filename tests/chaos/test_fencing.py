@@ -113,7 +113,7 @@ def test_two_trainers(first: ChaosStack, spare_trainer: Path, is_wiped: bool) ->
     before = Traces.of(first, run)
     thawed_at = time.time()
     first.thaw(frozen)
-    line = wait_line(old_log, "run let go", since=thawed_at, timeout_s=REFUSED_WITHIN_S)
+    line = wait_line(old_log, "run released", since=thawed_at, timeout_s=REFUSED_WITHIN_S)
     lost = (
         f"the trainer lease of run {run.uid} was lost",
         f"trainer epoch 2 of run {run.uid} exists, this trainer holds 1",
@@ -136,7 +136,7 @@ def test_a_trainer_that_wakes_up_creates_no_version(first: ChaosStack, spare_tra
     assert successor != frozen
     thawed_at = time.time()
     first.thaw(frozen)
-    line = wait_line(old_log, "run let go", since=thawed_at, timeout_s=REFUSED_WITHIN_S)
+    line = wait_line(old_log, "run released", since=thawed_at, timeout_s=REFUSED_WITHIN_S)
     assert "another trainer continues the run" in line, line
     first.thaw(successor)
     first.finish(run)

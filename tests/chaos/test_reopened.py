@@ -14,7 +14,7 @@ from millrace.v1 import run_pb2
 from millrace_testing.chaos.run import ChaosRun
 from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
-POINTS = [Point.ORCHESTRATOR_REOPEN_WISHED, Point.ORCHESTRATOR_REOPENED, Point.ORCHESTRATOR_REOPEN_TOLD]
+POINTS = [Point.ORCHESTRATOR_REOPEN_INTENT, Point.ORCHESTRATOR_REOPENED, Point.ORCHESTRATOR_REOPEN_TOLD]
 
 
 def damage(chaos: ChaosStack, run: ChaosRun) -> int:

@@ -65,7 +65,7 @@ def test_soak(make_chaos) -> None:
 
 
 def _close(stack: ChaosStack, run: ChaosRun) -> None:
-    """A run that ended by itself is clean, whoever may be dead at the moment."""
+    """A run that ended by itself is clean, whichever process may be dead at the moment."""
     stack.wait_ready()
     stack.finish(run)
     print(f"{run.name}: {len(set(run.steps()))} steps, audit clean", flush=True)

@@ -99,8 +99,8 @@ def test_faults_of_every_kind_strike_during_a_run(stack: ChaosStack, proxy: Faul
     ("key", "gives_up"),
     [
         pytest.param("*", ("orchestrator", "run given up by this replica"), id="all"),
-        pytest.param("*/policies/*", ("trainer", "run let go"), id="policies"),
-        pytest.param("*/checkpoints/*", ("trainer", "run let go"), id="checkpoints"),
+        pytest.param("*/policies/*", ("trainer", "run released"), id="policies"),
+        pytest.param("*/checkpoints/*", ("trainer", "run released"), id="checkpoints"),
     ],
 )
 def test_an_outage_longer_than_the_retries_is_named_and_outlived(

@@ -101,7 +101,7 @@ class Caller:
         return done.returncode, done.stdout + done.stderr
 
 
-def test_whoever_shows_everything_trains_and_others_learn_nothing(
+def test_with_everything_shown_it_trains_and_others_learn_nothing(
     protected: Deployment, secrets: Path, thin_client: Path, tmp_path: Path
 ) -> None:
     protected.compose("--profile", "cli", "run", "--rm", "-T", "example-model", timeout_s=600)

@@ -110,7 +110,7 @@ def test_every_exemption_matches_something():
 
 
 def test_nobody_names_protobufs_decode_error():
-    """It is caught where it is raised, in `decoding.py`: whoever else names it decodes by himself."""
+    """It is caught where it is raised, in `decoding.py`: a module that names it elsewhere decodes on its own."""
     wrong = [
         f"{name}:{node.lineno}"
         for name, tree in sources()

@@ -54,6 +54,16 @@ def test_loggers_are_called_logger() -> None:
     assert not wrong, f"write `logger = logging.getLogger(__name__)`: {wrong}"
 
 
+def test_logging_is_the_standard_library_s() -> None:
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module, tree in _modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and any(alias.name in ("logging", "getLogger") for alias in node.names)
+    ]
+    assert not wrong, f"write `import logging`, and take `setup` and `bind` from `millrace.telemetry.logging`: {wrong}"
+
+
 def test_docstrings_are_imperative() -> None:
     texts = [(f"{module}:{line}", text) for module, tree in _modules() for line, text in _docstrings(tree)]
     begun = {_first_word(text) for _, text in texts} | {"Return", "Raise"}

@@ -40,7 +40,7 @@ def test_the_contracts_see_a_sideways_import(tmp_path: Path) -> None:
         (package / room).mkdir(parents=True)
         (package / room / "__init__.py").touch()
     (package / "__init__.py").touch()
-    for module in ("errors", "decoding", "backoff", "race"):
+    for module in ("errors", "decoding", "backoff", "race", "custom_code"):
         (package / f"{module}.py").touch()
     config = tmp_path / "pyproject.toml"
     config.write_text((ROOT / "pyproject.toml").read_text())

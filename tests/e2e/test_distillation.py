@@ -57,7 +57,7 @@ args = {{ num_train = 512, num_eval = 8 }}
 
 @pytest.fixture(scope="module")
 def teacher(warm: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of an engine that serves the warmed-up model to whoever shows the key."""
+    """The base URL of an engine that serves the warmed-up model to every client that shows the key."""
     port, http_port = free_ports(2)
     directory = tmp_path_factory.mktemp("teacher")
     (directory / "key").write_text(KEY)

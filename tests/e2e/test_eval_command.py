@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -15,11 +16,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from reverse_text import load_environment
+from transformers import AutoTokenizer
 
+from millrace.config.sections.sft import LossMaskConfig
 from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.runlog.audit import audit_run
 from millrace.storage import open_store
+from millrace.trainer.sft.conversation import ConversationEncoder
+from millrace.trainer.sft.rows import conversation_of
 from millrace_testing.workplaces import Workplace
 
 pytestmark = pytest.mark.timeout(280)
@@ -191,9 +197,9 @@ def audit(store_url: str, uid: str, num_rollouts: int) -> None:
     assert report.num_rollouts == num_rollouts
 
 
-@pytest.mark.long  # the others evaluate an endpoint that starts in no time
-def test_the_server_of_transformers_is_evaluated(warm: Workplace, make_workplace, tmp_path: Path) -> None:
-    place = make_workplace("eval-transformers")
+@pytest.fixture
+def transformers_server(warm: Workplace, tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The base URL of `transformers serve`, and the name of the warmed-up model that it serves."""
     model = warm.path / "outputs" / "reverse-text" / "sft" / "model"
     (port,) = free_ports(1)
     program = "from transformers.cli.transformers import main; main()"
@@ -205,21 +211,76 @@ def test_the_server_of_transformers_is_evaluated(warm: Workplace, make_workplace
         )
     try:
         wait_answering(port, process, log)
-        place.millrace(
-            *("eval", "--environment-ids", "reverse-text", "--model.name", str(model)),
-            *("--client.base-url", f"http://127.0.0.1:{port}/v1", "--sampling.max-tokens", "12"),
-            *("--num-examples", "6", "--rollouts-per-example", "2", "--max-concurrent", "2", "--name", "other"),
-        )
-        data = json.loads((place.path / "outputs" / "other" / "eval.json").read_text())
-        found = data["envs"]["reverse-text"]
-        assert (found["num_rollouts"], found["num_failed"]) == (12, 0)
-        low, high = found["pass@1/ci95"]
-        assert 0 < found["reward_mean"] < 1 and low <= found["pass@1"] <= high
-        shown = place.millrace("eval", "show", "other", "-o", "json").strip().splitlines()
-        assert len(shown) == 12
+        yield f"http://127.0.0.1:{port}/v1", str(model)
     finally:
         process.terminate()
         process.wait(20)
+
+
+@pytest.mark.long  # the others evaluate an endpoint that starts in no time
+def test_the_server_of_transformers_is_evaluated(make_workplace, transformers_server: tuple[str, str]) -> None:
+    place, (url, model) = make_workplace("eval-transformers"), transformers_server
+    place.millrace(
+        *("eval", "--environment-ids", "reverse-text", "--model.name", model),
+        *("--client.base-url", url, "--sampling.max-tokens", "12"),
+        *("--num-examples", "6", "--rollouts-per-example", "2", "--max-concurrent", "2", "--name", "other"),
+    )
+    data = json.loads((place.path / "outputs" / "other" / "eval.json").read_text())
+    found = data["envs"]["reverse-text"]
+    assert (found["num_rollouts"], found["num_failed"]) == (12, 0)
+    low, high = found["pass@1/ci95"]
+    assert 0 < found["reward_mean"] < 1 and low <= found["pass@1"] <= high
+    shown = place.millrace("eval", "show", "other", "-o", "json").strip().splitlines()
+    assert len(shown) == 12
+
+
+@pytest.mark.long  # a server, a stack and a fine-tuning
+def test_a_model_is_trained_on_rollouts_of_the_server_of_transformers(
+    make_workplace, transformers_server: tuple[str, str]
+) -> None:
+    place, (url, model) = make_workplace("train-on-transformers"), transformers_server
+    place.millrace(
+        *("eval", "--tasks", "train", "--environment-ids", "reverse-text", "--model.name", model),
+        *("--client.base-url", url, "--sampling.max-tokens", "24"),
+        *("--num-examples", "8", "--rollouts-per-example", "2", "--max-concurrent", "2", "--name", "sampled"),
+    )
+    records = [
+        json.loads(line)
+        for line in place.millrace("eval", "show", "sampled", "-o", "json").splitlines()
+        if line.startswith("{")
+    ]
+    lines = place.millrace("eval", "show", "sampled", "-o", "sft").splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(records) == 16 and rows == [{"messages": each["messages"]} for each in records if is_whole(each)]
+    assert rows, "the warmed-up model ends its replies by itself"
+    prompts = {task["question"] for task in load_environment().get_dataset()}
+    assert {row["messages"][-2]["content"] for row in rows} <= prompts, "they are the training tasks"
+    (place.path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check_tokens(rows, model)
+    output = place.millrace(
+        *("sft", "--model.name", model, "--data.name", "rows.jsonl", "--data.batch-size", str(len(rows))),
+        *("--max-steps", "6", "--optim.lr", "1e-3", "--scheduler.warmup-steps", "0", "--name", "copied"),
+    )
+    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", output)]
+    assert losses[-1] < 0.7 * losses[0], output
+
+
+def check_tokens(rows: list[dict], model: str) -> None:
+    """Trained are the reply's tokens and the end, behind exactly the prompt that the server was sent."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    encoder = ConversationEncoder(tokenizer, LossMaskConfig())
+    for row in rows:
+        token_ids, trained = encoder.encode(conversation_of(row))
+        prompt = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_dict=False)
+        reply = tokenizer(row["messages"][-1]["content"], add_special_tokens=False)["input_ids"]
+        chosen = [token for token, flag in zip(token_ids, trained, strict=True) if flag]
+        assert token_ids[: len(prompt)] == prompt and trained.index(True) == len(prompt)
+        assert chosen == [*reply, tokenizer.eos_token_id]
+
+
+def is_whole(record: dict) -> bool:
+    """Whether the model has ended its reply by itself."""
+    return record["status"].lower() == "ok" and not record["truncated"] and bool(record["messages"][-1]["content"])
 
 
 def wait_answering(port: int, process: subprocess.Popen, log: Path) -> None:

@@ -1,12 +1,19 @@
 """Algorithms: from rewards to per-token credit, one small file each; the trainer never knows which ran."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from millrace.algorithms.base import Algorithm, Credit, Credited, ScalarAdvantage
+from millrace.algorithms.custom import Custom
 from millrace.algorithms.grpo import Grpo
 from millrace.algorithms.max_rl import MaxRl
 from millrace.algorithms.opd import Opd
 from millrace.algorithms.opo import Opo
 from millrace.algorithms.reinforce_pp import ReinforcePlusPlus
 from millrace.algorithms.rloo import Rloo
+from millrace.config.sections.algo import AdvantageConfig
+from millrace.config.sections.orchestrator import OrchestratorConfig
+from millrace.custom_code import CustomCode
 
 ADVANTAGES: dict[str, type[ScalarAdvantage]] = {
     "grpo": Grpo,
@@ -15,9 +22,23 @@ ADVANTAGES: dict[str, type[ScalarAdvantage]] = {
     "reinforce_pp": ReinforcePlusPlus,
     "max_rl": MaxRl,
 }
-"""Those that compare rewards, which an environment may have one of its own of (`[[orchestrator.env]] algo`)."""
+"""Those with a formula over rewards, which an environment may have one of its own of (`[[orchestrator.env]] algo`)."""
 ALGORITHMS: dict[str, type[Algorithm]] = {**ADVANTAGES, "opd": Opd}
 """From `[orchestrator.algo] type` to the class. A new algorithm is one file, one line here, one test."""
+
+
+def make_algorithms(settings: OrchestratorConfig, code: CustomCode) -> dict[str, Algorithm]:
+    """The algorithm of each environment; those without one of their own share the run's.
+
+    Loads the user's functions: InvalidSpecError says what is wrong with one. It may take as long as their imports do.
+    """
+    shared = _make(settings.algo, ALGORITHMS, code)
+    return {env.name: _make(env.algo, ADVANTAGES, code) if env.algo else shared for env in settings.env}
+
+
+def _make(config: AdvantageConfig, classes: Mapping[str, Any], code: CustomCode) -> Algorithm:
+    return Custom.load(config, code) if config.type == "custom" else classes[config.type].from_config(config)
+
 
 __all__ = [
     "ADVANTAGES",
@@ -25,6 +46,7 @@ __all__ = [
     "Algorithm",
     "Credit",
     "Credited",
+    "Custom",
     "Grpo",
     "MaxRl",
     "Opd",
@@ -32,4 +54,5 @@ __all__ = [
     "ReinforcePlusPlus",
     "Rloo",
     "ScalarAdvantage",
+    "make_algorithms",
 ]

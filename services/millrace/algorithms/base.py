@@ -84,16 +84,18 @@ class ScalarAdvantage(ABC):
         `is_shift_invariant`; `lengths` are int64 [G], sampled tokens.
         """
 
+    compares = True
+    """Whether rewards are compared with each other, so that equal ones give advantage 0."""
     is_shift_invariant = True
     """Whether only differences of rewards count: they are then computed against the first, so equal ones give exactly 0
     (the mean of equal values may round to another value)."""
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """Return one `Credit` per sample; a group of one, or of equal rewards, gets advantage 0."""
+        """Return one `Credit` per sample; where rewards are compared, one alone or equal ones get advantage 0."""
         rewards = self.shaped_rewards(group)
         lengths = np.asarray([rollout.num_loss_tokens for rollout in group], dtype=np.int64)
         advantages = np.zeros(len(rewards))
-        if len(rewards) and (rewards != rewards[0]).any():
+        if len(rewards) and (not self.compares or (rewards != rewards[0]).any()):
             advantages = self.advantages(rewards - rewards[0] if self.is_shift_invariant else rewards, lengths)
         return [
             [Credit(advantages=broadcast(float(advantage), sample)) for sample in rollout.samples]

@@ -13,6 +13,8 @@ from millrace.errors import CorruptObjectError, InvalidSpecError, UnavailableErr
 from millrace.telemetry.settings import Settings, parse_address
 
 CONNECT_TIMEOUT_S = 1.0
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+"""Names of this machine in an address."""
 START_REMEDY = "start a stack with `millrace up`, or name another server with --server or MILLRACE_SERVER"
 WAIT_REMEDY = "; or wait: a stack restarts what died"
 SILENT_REMEDY = "it listens but does not answer; a stack kills and restarts what is silent for 30 s; try again"
@@ -72,18 +74,13 @@ def stack_at(address: str, directory: Path) -> dict[str, Any] | None:
     # None, being written, damaged, or its supervisor is gone.
     except (CorruptObjectError, OSError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    return stack if _is_same(address, str(stack.get("address"))) else None
+    return stack if _place(str(stack.get("address"))) == _place(address) else None
 
 
-def _is_same(first: str, second: str) -> bool:
-    """Whether two addresses name one listener: `localhost`, the loopback and the wildcard are this machine."""
+def _place(address: str) -> tuple[str, int] | None:
+    """Host and port, with one name for all those that mean this machine."""
     try:
-        (host, port), (other, other_port) = parse_address(first), parse_address(second)
+        host, port = parse_address(address)
     except ValueError:
-        return first == second
-    return port == other_port and _host(host) == _host(other)
-
-
-def _host(name: str) -> str:
-    name = name.strip("[]").lower()
-    return "127.0.0.1" if name in ("localhost", "::1", "0.0.0.0", "::") else name
+        return None
+    return ("127.0.0.1" if host in LOOPBACK else host), port

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.load import load
-from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.v1 import run_pb2
 
 RunConfigLike = str | Mapping[str, Any] | Path | Sequence[Path]

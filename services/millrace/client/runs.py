@@ -174,7 +174,7 @@ class RunsClient:
         FAILED does not end it where the run was reopened since.
 
         A lost server is called again with the last cursor, so nothing is missed and nothing comes twice; `on_reconnect`
-        hears of it (the error, and the seconds until the next try). UnavailableError after `give_up_s` without a word
+        is told of it (the error, and the seconds until the next try). UnavailableError after `give_up_s` without a word
         from any server; a connection that is silent for `silence_s` counts as lost.
         """
         cursor = after
@@ -210,7 +210,7 @@ class RunsClient:
     async def wait(
         self, name: str, *, on_note: Callable[[str], None] | None = None, timeout_s: float | None = None
     ) -> run_pb2.Run:
-        """Follow a run to its end and return it; `on_note` hears of states, and of what a queued run waits for.
+        """Follow a run to its end and return it; `on_note` is told of states, and of what a queued run waits for.
 
         InvalidStateError with the run's own reason if it does not end as SUCCEEDED, TimeoutError after `timeout_s`.
         """

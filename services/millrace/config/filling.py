@@ -8,12 +8,12 @@ between two of them is the user's to solve. Filling a filled tree changes nothin
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from millrace.config.layers import ABSENT, Tree, as_tree, put
-from millrace.config.notes import Effect, Note
+from millrace.config.notes import Effect
 from millrace.config.suggest import shown
 from millrace.config.tree import Kind, Path, SchemaKey, dotted, schema_tree
 
@@ -55,12 +55,10 @@ class Conflict:
 @cache
 def shared_keys(model: type[BaseModel]) -> tuple[SharedKey, ...]:
     """The keys that a document shares among its services."""
-    schema = schema_tree(model)
     targets: dict[str, list[Path]] = {}
-    for node in schema.walk():
-        if node.facts.shared:
-            targets.setdefault(node.facts.shared, []).append(node.path)
-    tops = {name: schema.find(tuple(name.split("."))) for name in targets}
+    for node in _declaring(model, "shared"):
+        targets.setdefault(node.facts.shared or "", []).append(node.path)
+    tops = {name: schema_tree(model).find(tuple(name.split("."))) for name in targets}
     return tuple(
         SharedKey(top=top.path, targets=tuple(targets[name]), may_differ=top.facts.may_differ)
         for name, top in tops.items()
@@ -69,18 +67,9 @@ def shared_keys(model: type[BaseModel]) -> tuple[SharedKey, ...]:
 
 
 @cache
-def _followers(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
-    return tuple(node for node in schema_tree(model).walk() if node.facts.follows)
-
-
-@cache
-def _needy(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
-    return tuple(node for node in schema_tree(model).walk() if node.facts.needs)
-
-
-@cache
-def _clamped(model: type[BaseModel]) -> tuple[SchemaKey, ...]:
-    return tuple(node for node in schema_tree(model).walk() if node.facts.limit and node.facts.limit.is_clamped)
+def _declaring(model: type[BaseModel], fact: Literal["shared", "follows", "limit", "needs"]) -> tuple[SchemaKey, ...]:
+    """The keys whose fields declare this fact."""
+    return tuple(node for node in schema_tree(model).walk() if getattr(node.facts, fact))
 
 
 def fill_document(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
@@ -95,11 +84,11 @@ def fill(tree: Tree) -> list[Conflict]:
     """Fill what fields declare, in place; where a document contradicts itself, the first value stays."""
     model = tree.schema.annotation
     conflicts = [conflict for shared in shared_keys(model) for conflict in _share(tree, shared)]
-    for node in _followers(model):
+    for node in _declaring(model, "follows"):
         _follow(tree, node)
-    for node in _clamped(model):
+    for node in _declaring(model, "limit"):
         _clamp(tree, node)
-    for node in _needy(model):
+    for node in _declaring(model, "needs"):
         _note_without_effect(tree, node)
     return conflicts
 
@@ -185,7 +174,7 @@ def _follow(tree: Tree, node: SchemaKey) -> None:
 def _clamp(tree: Tree, node: SchemaKey) -> None:
     """Lower a value that is just its bound, where it has to be below."""
     limit = node.facts.limit
-    other = limit and tree.schema.find(node.other(limit.key))
+    other = tree.schema.find(node.other(limit.key)) if limit and limit.is_clamped else None
     if limit is None or other is None:
         return
     value, bound = tree.get(node.path), tree.get(other.path)
@@ -193,9 +182,9 @@ def _clamp(tree: Tree, node: SchemaKey) -> None:
     if type(value) is not int or value != bound or value < 2:
         return
     if tree.is_written(node.path):
-        text = f"is {value - 1}: it must be {limit.words} `{dotted(other.path)}`{limit.why}"
-        where = tree.locate(node.path) or "config"
-        tree.notes.append(Note(path=node.path, source=where, effect=Effect.MEANS, text=text))
+        tree.note(
+            node.path, Effect.MEANS, f"is {value - 1}: it must be {limit.words} `{dotted(other.path)}`{limit.why}"
+        )
     put(tree.values, node.path, value - 1)
 
 
@@ -204,6 +193,4 @@ def _note_without_effect(tree: Tree, node: SchemaKey) -> None:
     key, why = node.facts.needs or ("", "")
     other = node.other(key)
     if tree.is_written(node.path) and tree.get(node.path) is not None and tree.get(other) in (ABSENT, None):
-        text = f"has no effect without `{dotted(other)}`: {why}"
-        where = tree.locate(node.path) or "config"
-        tree.notes.append(Note(path=node.path, source=where, effect=Effect.NOTHING, text=text))
+        tree.note(node.path, Effect.NOTHING, f"has no effect without `{dotted(other)}`: {why}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from millrace.config.notes import Note
+from millrace.config.notes import Effect, Note
 from millrace.config.suggest import shown, unknown_key_message
 from millrace.config.tree import Kind, Path, SchemaKey, dotted
 from millrace.errors import Violation
@@ -164,6 +164,10 @@ class Tree:
         value = self.get(source)
         text = None if value is ABSENT else shown(source, value)
         self.violations.append(Violation(field=dotted(source), value=text, message=message, source=self.locate(source)))
+
+    def note(self, path: Path, effect: Effect, text: str) -> None:
+        """Say what became of a key."""
+        self.notes.append(Note(path=path, source=self.locate(path) or "config", effect=effect, text=text))
 
     def lay(self, layers: Iterable[Layer]) -> None:
         """Lay layers over what is there, the last one winning."""

@@ -17,6 +17,7 @@ from millrace.config.rules import LOADING, BrokenRule, declared_rules
 from millrace.config.tree import Facts, dotted, facts_of
 
 IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_./@-]*$"
+IMPORT_PATH_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
 RUN_NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 

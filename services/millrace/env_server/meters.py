@@ -37,7 +37,7 @@ FAMILIES = (
 
 
 def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
-    """What this env-server exports."""
+    """The series that this env-server exports."""
 
     def read(sheet: Sheet) -> None:
         unappended, playing = sink.num_pending, sum(pool.num_playing for pool in service.pools)

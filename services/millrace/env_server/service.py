@@ -88,14 +88,14 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         self._pools = {key: known for key, known in self._pools.items() if known is not pool}
 
     def look_for_end(self, run_uid: str) -> None:
-        """Told that a run has ended: if the store says so, too, stop what is played for it, and keep nothing of it."""
+        """Handle word that a run has ended: if the store confirms it, stop its plays and drop what is kept of it."""
         if not self._sink.look_for_end(run_uid):
             return  # the next heartbeat says it again
         for group in self.groups.of_run(run_uid):
             self.groups.cancel(group)
 
     async def leave(self) -> None:
-        """Take nothing new; workers that end from now on are no news."""
+        """Take nothing new. From now on the death of a worker is not reported."""
         self.is_leaving = True
         for pool in self._pools.values():
             await pool.leave()

@@ -93,7 +93,7 @@ class LoadedTrial:
 async def opened(env: EnvSpec, note_start: Callable[[], object] = lambda: None) -> AsyncIterator[LoadedTrial]:
     """Load an environment in a worker of its own. Raises InvalidStateError if that fails: what, where, remedy.
 
-    `note_start` hears when it begins.
+    `note_start` is called when it begins.
     """
     starter = WorkerStarter(EnvServerSettings.from_env(os.environ).confinement(), forks=False)
     pool = EnvPool(env, PoolLimits(), starter)

@@ -27,7 +27,7 @@ def env_from_wire(message: env_service_pb2.EnvSpec) -> EnvSpec:
 
 
 def env_to_wire(env: EnvSpec) -> env_service_pb2.EnvSpec:
-    """Back."""
+    """The message that names the environment."""
     return env_service_pb2.EnvSpec(**_values(env, EnvSpec))
 
 
@@ -42,7 +42,7 @@ def play_from_wire(message: env_service_pb2.PlayGroupRequest) -> PlayRequest:
 
 
 def play_to_wire(request: PlayRequest) -> env_service_pb2.PlayGroupRequest:
-    """Back."""
+    """The message of a request."""
     values = _values(request, PlayRequest)
     values["purpose"] = purpose_to_wire(request.purpose)
     values["env"] = env_to_wire(request.env)
@@ -61,7 +61,7 @@ def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
 
 
 def loaded_to_wire(loaded: LoadedEnv) -> env_worker_pb2.EnvLoaded:
-    """Back."""
+    """The message of what a worker has loaded."""
     return env_worker_pb2.EnvLoaded(
         api=loaded.api,
         requires_group=loaded.requires_group,

@@ -1,8 +1,8 @@
 """What the inference service asks of an engine, without torch.
 
 An engine holds at most one model and generates with it. The service around it decides *which* policy version it holds
-(`updater.py`): for that it needs a `PolicyEngine`. Our own HTTP API (`server.py`) needs an `Engine`, which generates as
-well; vLLM has an HTTP API of its own. An engine knows tokens, not text, except for stop strings.
+(`updater.py`): for that it needs a `PolicyEngine`. Our own HTTP API (`http/server.py`) needs an `Engine`, which
+generates as well; vLLM has an HTTP API of its own. An engine knows tokens, not text, except for stop strings.
 
 The protocol is shaped so that an engine in a child process can implement it as well: every method is asynchronous, all
 arguments are plain values, and the stages of an update that may fail harmlessly (`check`) and harmfully

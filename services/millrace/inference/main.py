@@ -1,7 +1,7 @@
 """The inference process: `python -m millrace.inference.main` or `millrace-inference`.
 
 MILLRACE_ENGINE chooses the engine. `embedded` runs in this process; `vllm` makes this process the launcher of a vLLM
-server (`launch.py`), in the interpreter that has vLLM, which may be another one than that it was started with.
+server (`launch/launcher.py`), in the interpreter that has vLLM, which may be another one than that it was started with.
 """
 
 import asyncio

@@ -1,8 +1,10 @@
 """Pauses that callers of PolicyService ask for: visible while they last, and never without end.
 
 A paused engine has nothing to do, so neither its health nor its progress shows that rollouts stand still. Therefore a
-pause is a wait of this process, which heartbeats carry, and it ends by itself when its caller forgets it. A caller that
-goes away while the engine answers changes nothing: one that was left half-way could not tell whether it generates.
+pause is a wait of this process, which heartbeats carry, and it ends by itself when its caller forgets it.
+
+If a caller goes away while the engine answers, the call goes on: after half a call nobody could tell whether the engine
+generates.
 """
 
 import asyncio

@@ -87,7 +87,7 @@ class ReplicaParts:
         )
 
         async def import_meanwhile() -> None:
-            """What the first policy will need: the orchestrator hears of this replica first."""
+            """Import what the first policy will need, once the orchestrator knows this replica."""
             await registered.wait_started()
             if warm_up is not None:
                 await asyncio.to_thread(warm_up)

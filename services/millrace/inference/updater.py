@@ -299,7 +299,8 @@ class PolicyUpdater:
         return base
 
     def _against_held(self, staged: StagedPolicy) -> StagedPolicy:
-        """The policy with its changes only if they are against what the engine holds; a stage may have had no apply."""
+        """Return the policy, without its changes unless these are against what the engine holds: not every staged
+        version was applied."""
         held = self._engine.status().identity
         if held is not None and staged.base == (held.lineage, held.version):
             return staged

@@ -42,7 +42,7 @@ class Keeper:
 
         `settled_after_s`, by name, is for those that need longer than others to show that a life is a good one.
 
-        `note` hears in words what happens, `on_change` that the pids are others. A process that was started again and
+        `note` is told in words what happens, `on_change` that the pids are others. A process that was started again and
         does not serve within `ready_deadline_s` is killed, which counts as a death.
         """
         self._supervisor = supervisor

@@ -95,13 +95,16 @@ class StackOptions:
     access: Settings = field(default_factory=Settings)
     """Certificates and tokens of the stack, as `Settings.of_stack` gives them; by default none."""
 
-    @classmethod
-    def with_settings(cls, settings: Settings, *, directory: Path, **options: object) -> Self:
-        """Options that take Redis, store, prefix and access from the `MILLRACE_*` environment where those are set."""
-        names = ("redis_url", "redis_url_file", "store_url", "prefix")
-        given: dict[str, object] = {name: getattr(settings, name) for name in names}
-        given["access"] = settings.of_stack()
-        return cls(directory=directory, **{**given, **options})  # type: ignore[arg-type]
+    def with_settings(self, settings: Settings) -> Self:
+        """These options with Redis, store, prefix and access from the `MILLRACE_*` environment."""
+        return replace(
+            self,
+            redis_url=settings.redis_url,
+            redis_url_file=settings.redis_url_file,
+            store_url=settings.store_url,
+            prefix=settings.prefix,
+            access=settings.of_stack(),
+        )
 
 
 class LocalStack:
@@ -116,7 +119,7 @@ class LocalStack:
         modules: Mapping[str, str] = SERVICES,
         ready_deadline_s: float = READY_DEADLINE_S,
     ) -> None:
-        """`note` hears of long waits, in words. `modules` names the service processes by their main modules."""
+        """`note` is told of long waits, in words. `modules` names the service processes by their main modules."""
         self.options = options
         self.directory = options.directory.resolve()
         self._id = StackId.new(self.directory)
@@ -211,6 +214,12 @@ class LocalStack:
             "redis": redact(redis_url),
             "redis_url_file": self._redis_url_file,
             "store": store_url,
+            "settings": {
+                "inference.engine": self.options.engine,
+                "inference.server.port": self.options.http_port,
+                "log.level": self.options.log_level.lower(),
+                "log.json_logging": self.options.log_json,
+            },
         }
         access = self._peers()
         self._keep({**probes, **{name: probe_service(address, access) for name, address in addresses.items()}})
@@ -365,6 +374,8 @@ class LocalStack:
         match name:
             case "inference":
                 return {**self.options.engine_environ, "MILLRACE_ENGINE": self.options.engine}
+            case "orchestrator":  # the user's own process: their code may run in it
+                return {} if "MILLRACE_CUSTOM_CODE" in self._environ else {"MILLRACE_CUSTOM_CODE": "*"}
             case "env-server":
                 return {"MILLRACE_SPOOL_DIR": str(self.directory / "spool")}
             case _:

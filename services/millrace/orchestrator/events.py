@@ -9,7 +9,7 @@ from millrace.v1 import event_pb2, run_pb2
 
 
 class RunEvents:
-    """Typed front of an `EventWriter`; what it hears is counted for Prometheus, too."""
+    """Writes typed events through an `EventWriter`, and counts them for Prometheus."""
 
     def __init__(self, writer: EventWriter, *, run: str = "") -> None:
         """`run` is the run's name."""
@@ -89,5 +89,5 @@ class RunEvents:
 
 
 def is_told(count: int) -> bool:
-    """Whether an event tells that something happened for the `count`-th time: the first, and whenever it doubled."""
+    """Whether the `count`-th occurrence is reported: the first one is, and each at which the count has doubled."""
     return count & (count - 1) == 0

@@ -5,7 +5,7 @@ import os
 from typing import NoReturn
 
 from millrace.processes.service import run_service
-from millrace.telemetry import logging as telemetry_logging
+from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
 
@@ -17,7 +17,7 @@ def main() -> NoReturn:
 
 def _run() -> None:
     settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "listen"])
-    telemetry_logging.setup("orchestrator")
+    setup("orchestrator")
     with without_gc():
         from millrace.orchestrator.api.serve import serve_orchestrator
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import redis.asyncio
 
+from millrace.custom_code import CustomCode
 from millrace.errors import CorruptObjectError, FencedError, LogGoneError, MillraceError, all_errors
 from millrace.internal.v1 import worker_service_pb2
 from millrace.orchestrator import run_meters
@@ -75,6 +76,7 @@ class RunManager:
         catalog: RunCatalog,
         registry: WorkerRegistry,
         on_scan: Callable[[], None],
+        custom_code: CustomCode | None = None,
     ) -> None:
         self._owner = owner
         self._redis = redis
@@ -83,6 +85,7 @@ class RunManager:
         self._catalog = catalog
         self._registry = registry
         self._on_scan = on_scan
+        self.custom_code = custom_code or CustomCode()
         self._desired = DesiredStates(store, prefix)
         self._claims: dict[str, _Claim] = {}
         self._not_before: dict[str, float] = {}
@@ -238,7 +241,13 @@ class RunManager:
             try:
                 kind = EvalRunDriver if view.record.kind == EVAL else TrainRunDriver
                 context = RunContext(
-                    record=view.record, log=run_log, epoch=epoch, lease=lease, registry=self._registry, events=events
+                    record=view.record,
+                    log=run_log,
+                    epoch=epoch,
+                    lease=lease,
+                    registry=self._registry,
+                    events=events,
+                    custom_code=self.custom_code,
                 )
                 driver = kind(context, done_evals=frozenset(view.status.done_evals))
                 claim.lease, claim.driver = lease, driver
@@ -284,11 +293,11 @@ class RunManager:
         return events
 
     async def _queue_again(self, view: RunView) -> None:
-        """Say that a resumed run waits for a trainer."""
+        """Record that a resumed run waits for a trainer."""
         await self._queue(view, await self._catalog.open_log(view.record.uid), "resumed; no trainer is free")
 
     async def _reopen(self, view: RunView) -> None:
-        """Say that a run which had failed goes on, with a copy of its log that does not hold its end."""
+        """Record that a run which had failed goes on, with a copy of its log that does not hold its end."""
         uid = view.record.uid
         run_log = await self._catalog.open_reopened(uid)
         records = await asyncio.to_thread(load_reopenings, self._store, run_log.names)
@@ -351,7 +360,7 @@ class RunManager:
             self._sealer.note(view)
 
     def _forget_end(self, uid: str) -> None:
-        """A run that workers were told to let go of goes on."""
+        """Note that a run which workers were told to release goes on."""
         if uid in self._told:
             self._told.discard(uid)
             self._registry.goes_on(uid)
@@ -367,7 +376,7 @@ def _is_gone(causes: Iterable[BaseException]) -> bool:
 
 
 async def _try_to(what: str, work: Awaitable[None]) -> None:
-    """Await what ends a drive; that it fails must not hide why the drive ended."""
+    """Await the end of a drive. An error here is logged, so that it does not hide why the drive ended."""
     try:
         await work
     except MillraceError as error:

@@ -1,7 +1,7 @@
 """The orchestrator's metrics: `run_meters` counts, and what is looked up when Prometheus asks stands here.
 
 Series of a run that are looked up are there only while this orchestrator drives it, so that an alert on them ends with
-the drive; how long it commits nothing is said between two drives, too.
+the drive. The time since its last commit is also exported between two drives.
 """
 
 import time
@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter
 
-from millrace.config.schema import OrchestratorConfig
+from millrace.config import OrchestratorConfig
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.explain.why import KIND_NAMES
 from millrace.orchestrator.manager import RunManager
@@ -124,7 +124,7 @@ def _read_runs(sheet: Sheet, catalog: RunCatalog) -> None:
 
 
 def _read_open(sheet: Sheet, catalog: RunCatalog, *, driven: Collection[str]) -> None:
-    """What is said of runs that have not ended, also of those that nobody drives at the moment."""
+    """The series of every run that has not ended, also while nobody drives it."""
     for view in catalog.views:
         run, moved = view.record.name, view.status.batches.moved
         if not view.is_terminal:
@@ -155,7 +155,7 @@ def _read_training(sheet: Sheet, parts: RunParts, settings: OrchestratorConfig) 
     since = parts.context.events.meters.seconds_since_batch
     if since is not None and book.step < parts.max_steps:
         sheet.put(SINCE_BATCH, since, run)
-    need = settings.batch_size // settings.rollouts_per_example
+    need = settings.groups_per_step
     states = Count(play.state for play in book.plays.values())
     have = states[PlayState.WHOLE]
     for state, count in (

@@ -126,7 +126,7 @@ def seconds_since(moment: float) -> float:
 
 
 def seen(run: str) -> None:
-    """The run exists: what alerts count of it stands at 0 before anything happens: `increase` misses nothing."""
+    """Begin the series that alerts count at 0, so that `increase` misses nothing that happens later."""
     if run in _runs:
         return
     _runs.add(run)

@@ -25,7 +25,7 @@ _URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[^\s/\[\]@]+)(/\S*)?")
 HEARTBEAT_S = 1.0
 """Interval that workers are told."""
 LEASE_S = 10.0
-"""Silence after which a worker counts as lost; ten missed heartbeats, so that a busy laptop does not lose anyone."""
+"""Silence after which a worker counts as lost: ten missed heartbeats, so that a busy laptop loses none."""
 PULSE_S, STOOD_STILL_S = 0.5, 2.0
 """How often this process looks whether it runs, and the gap from which on it says that it did not."""
 MAX_LOST = 64
@@ -33,7 +33,7 @@ MAX_LOST = 64
 QUIET_S = 5.0
 """Silence after which a worker gets nothing new until it is heard again."""
 LEAVING_LEASE_S = 3.0
-"""The same silence for a worker that said that it leaves: it has gone."""
+"""Silence after which a worker that announced its end counts as gone."""
 RETIRED_S = 600.0
 """How long workers are told of a run that was paused or has ended."""
 MAX_RETIRED = 64
@@ -242,20 +242,6 @@ class WorkerRegistry:
         self._retired = {run_uid: told for run_uid, told in self._retired.items() if told.until > now}
         return list(self._retired)
 
-    def waits_of(self, run_uid: str) -> list[event_pb2.Wait]:
-        """What the run's workers reported to wait for, aged by the time since the report."""
-        now = time.monotonic()
-        waits = []
-        for record in self.by_id.values():
-            env_server = record.worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER
-            if env_server or record.run_uid == run_uid:
-                for wait in record.waits:
-                    aged = event_pb2.Wait()
-                    aged.CopyFrom(wait)
-                    aged.age_seconds += now - record.last_seen
-                    waits.append(aged)
-        return waits
-
     def notify(self) -> None:
         """Wake everyone who waits on `changed`."""
         self.changed.set()
@@ -299,7 +285,7 @@ class WorkerRegistry:
                 self._remove(record, "WORKER_LOST")
 
     def _replace_slot(self, worker: worker_service_pb2.Worker) -> None:
-        """Drop who was registered for the same place: that process is dead, since its successor holds the place."""
+        """Drop the worker that was registered for the same place: it is dead, since its successor holds the place."""
         for record in list(self.by_id.values()):
             if worker.slot and record.worker.slot == worker.slot and record.worker_id != worker.worker_id:
                 fields = {"worker": record.worker_id, "by": worker.worker_id, "slot": worker.slot}

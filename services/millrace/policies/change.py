@@ -1,6 +1,6 @@
 """What differs between two versions of one tensor."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,11 +67,6 @@ class TensorChange:
             raise _bad(f"it sets {self.bits.dtype} bits in a tensor of {held.dtype} bits")
         if first < 0 or last >= held.size:
             raise _bad(f"it sets elements {first} to {last} of a tensor of {held.size} elements")
-
-
-def num_changed(changes: Iterable[TensorChange]) -> int:
-    """Elements that several changes set together."""
-    return sum(change.num_elements for change in changes)
 
 
 def _bad(what: str) -> CorruptObjectError:

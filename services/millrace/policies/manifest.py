@@ -97,8 +97,8 @@ class Encoding:
     """One way to get the version's bits.
 
     `full`: the pieces are raw little-endian elements and cover every tensor. `delta`: each piece is a frame of
-    `delta.py` against the version `base` of the same lineage, whose policy digest is `base_digest`; what has no piece
-    did not change.
+    `delta/codec.py` against the version `base` of the same lineage, whose policy digest is `base_digest`; what has no
+    piece did not change.
     """
 
     codec: str

@@ -1,4 +1,4 @@
-"""The other end of a fork server: starts it, asks it for processes, hears how they end.
+"""The other end of a fork server: starts it, asks it for processes, and is told how they end.
 
 Nothing depends on it: while it is away, refuses or does not answer, a process is started in the ordinary way.
 """

@@ -2,15 +2,12 @@
 
 import asyncio
 import contextlib
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
 from millrace.processes import reaper, sessions
 from millrace.processes.table import KILL_WAIT_S
-
-logger = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
 """Between two reapers of which the first did not even live that long."""
@@ -27,7 +24,7 @@ class WatchedReaper:
         note: Callable[[str], None],
         kept_open: Sequence[int],
     ) -> None:
-        """`groups` are the leaders to tell a new one, with their start ticks; `note` hears of each that died.
+        """`groups` are the leaders to tell a new one, with their start ticks; `note` is told of each that died.
 
         `kept_open` are files that it keeps open: the directory's lock, and the write end of the lifeline.
         """

@@ -115,7 +115,7 @@ class Supervisor:
         term_grace_s: float = TERM_GRACE_S,
         note: Callable[[str], None] = logger.warning,
     ) -> None:
-        """`term_grace_s`: seconds between TERM and KILL. `note` hears of a reaper that died."""
+        """`term_grace_s`: seconds between TERM and KILL. `note` is told of a reaper that died."""
         self.stack_id = stack_id or uuid.uuid4().hex
         self.lock: int | None = None
         """An open file that everything that is started keeps open, too: its lock is held until all of it is gone."""

@@ -22,7 +22,7 @@ PROCESS_MARK = "MILLRACE_STACK_PROCESS"
 KILL_WAIT_S = 5.0
 _POLL_S = 0.05
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# Who starts processes faster than they can be ended is ended by the kernel's limit, if by anything.
+# Processes that start others faster than these can be ended meet only the kernel's limit.
 _MAX_ROUNDS = 100
 _ROUND_S = 0.002
 

@@ -23,7 +23,8 @@ from millrace.rpc.gate import ShowTokenStream, ShowTokenUnary
 from millrace.rpc.interceptors import REQUEST_ID_KEY, DefaultDeadline, new_request_id
 from millrace.rpc.rotation import RotatingChannel
 from millrace.rpc.status import MAX_METADATA_BYTES, from_rpc_error
-from millrace.telemetry import logging, waits
+from millrace.telemetry import waits
+from millrace.telemetry.logging import bound
 from millrace.telemetry.settings import parse_address
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -103,7 +104,7 @@ def open_channel(
 
 def _metadata() -> tuple[tuple[str, str], ...]:
     # A call made while another is handled carries the same id, so that one id finds both in the logs.
-    return ((REQUEST_ID_KEY, logging.bound("request_id") or new_request_id()),)
+    return ((REQUEST_ID_KEY, bound("request_id") or new_request_id()),)
 
 
 async def call(

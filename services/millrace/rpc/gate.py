@@ -5,6 +5,7 @@ and none of its request is read. A stream is asked again before each message, be
 """
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -15,7 +16,6 @@ from millrace.errors import UnauthenticatedError
 from millrace.rpc import status
 from millrace.rpc.access import AUTHORIZATION, ClientAccess, Grant, ServerAccess, denied
 from millrace.rpc.interceptors import request_id_of
-from millrace.telemetry import logging
 
 logger = logging.getLogger(__name__)
 

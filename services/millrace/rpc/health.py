@@ -13,6 +13,7 @@ All methods may be called from any thread.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -20,8 +21,6 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from millrace.telemetry import logging
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ no message never reach a handler: the caller gets INVALID_ARGUMENT.
 import asyncio
 import contextlib
 import inspect
+import logging
 import re
 import time
 import uuid
@@ -22,7 +23,7 @@ from millrace.decoding import decode_request
 from millrace.errors import InternalError, InvalidSpecError, MillraceError
 from millrace.rpc import status
 from millrace.rpc.request_check import check_request
-from millrace.telemetry import logging
+from millrace.telemetry.logging import bind
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ async def _guarded(method: str, request_id: str, context: grpc.aio.ServicerConte
     def fields(code: str, **more: Any) -> dict[str, Any]:
         return {"method": method, "code": code, "seconds": round(time.monotonic() - began, 6), **more}
 
-    with logging.bind(request_id=request_id):
+    with bind(request_id=request_id):
         try:
             yield
         except grpc.aio.AbortError:

@@ -1,9 +1,9 @@
-"""A worker's life: serve, register, announce the end, drain, be gone. Of env-server, inference and trainer.
+"""The life of a worker (env-server, inference or trainer): serve, register, announce that it leaves, drain, end.
 
     serve ── the port is known ──> register ──> heartbeats ...
-    stop asked ──> `leave` and a last heartbeat at once, while load balancers look away ──> `drain` ──> gone
+    asked to stop ──> `leave`, and a last heartbeat at once, while load balancers look away ──> `drain` ──> end
 
-The registration outlasts the server: what finishes during the drain is still reported.
+The registration outlasts the server, so that what finishes during the drain is still reported.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import OnAssignments, OnSilence, Report, WorkerAgent
 from millrace.telemetry.settings import Settings, parse_address
 
-FAREWELL_S = 1.0
-"""Longest wait for the answer to the last heartbeat: where all is stopped at once, nobody answers any more."""
+LAST_HEARTBEAT_S = 1.0
+"""Longest wait for the answer to the last heartbeat. Where everything stops at once, nobody answers it."""
 
 
 async def _nothing() -> None: ...
@@ -31,7 +31,7 @@ def _ignore(_: HeartbeatResponse) -> None: ...
 
 
 class RegisteredWorker:
-    """One worker process; `serve` is its life. Without an orchestrator in the settings it serves by itself."""
+    """One worker process; `serve` is its life. Without an orchestrator in the settings it registers nowhere."""
 
     def __init__(
         self,
@@ -44,9 +44,10 @@ class RegisteredWorker:
         stopping: asyncio.Event | None = None,
         http_url: Callable[[str], str] | None = None,
     ) -> None:
-        """`worker` says id, kind, log formats and capacity; where it is follows from the settings and its port.
+        """Take what is registered: `worker` has id, kind, log formats and capacity; its address is added later.
 
-        `http_url` makes the registered URL from the host under which others reach this process.
+        The address follows from the settings and the port. `http_url` makes the registered URL from the host under
+        which others reach this process.
         """
         self.stopping = stopping or asyncio.Event()
         """Set it to end; signals do so where they are handled."""
@@ -72,50 +73,56 @@ class RegisteredWorker:
         drain: Callable[[], Awaitable[None]] = _nothing,
         beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """Serve until it shall stop. Raises what the orchestrator refuses for good, and what ends one of `beside`.
+        """Serve until it is asked to stop. Raises what the orchestrator refuses for good, and any error of `beside`.
 
-        `leave` is called at once when it shall stop, `drain` when load balancers have looked away. Without `register`
-        nobody calls this worker: it registers no address, and its server, if it has an address, tells the health.
-        `beside` runs meanwhile.
+        `leave` is called as soon as it is asked to stop, `drain` once load balancers have looked away. Without
+        `register` nobody calls this worker: it registers no address, and its server, if the settings have an address
+        for one, only tells its health. `beside` runs meanwhile.
         """
 
         async def drain_and_announce() -> None:
             await drain()
-            await self._is_announced.wait()  # at most FAREWELL_S after `leave`
+            await self._is_announced.wait()  # at most LAST_HEARTBEAT_S after `leave`
 
-        listen = self._settings.listen
         try:
             async with asyncio.TaskGroup() as group:
                 others = [group.create_task(each()) for each in beside]
                 group.create_task(self._leave(leave), name="leave")
                 if register is None:
-                    self._find(worker_slot(self._settings.advertise or listen or ""))
+                    self._find(worker_slot(self._settings.advertise or self._settings.listen or ""))
                 registration = group.create_task(self._stay_registered(), name="registration")
-                if register is None and listen is None:
-                    await self.stopping.wait()
-                    await drain_and_announce()
-                else:
-                    await serve(
-                        self._settings.require("listen"),
-                        register or (lambda server, draining: []),
-                        shutdown=Shutdown(
-                            drain_s=self._settings.drain_s,
-                            grace_s=self._settings.grace_s,
-                            before_stop=drain_and_announce,
-                        ),
-                        on_started=None if register is None else self._find_address,
-                        stopping=self.stopping,
-                        health_board=health_board,
-                        handle_signals=handle_signals,
-                    )
+                await self._serve_calls(register, drain_and_announce, health_board, handle_signals=handle_signals)
                 self._is_gone.set()
                 await registration
                 for task in others:
                     task.cancel()
         except BaseExceptionGroup as errors:
-            # One of them failed and the others were cancelled; the caller wants the error, ours before others.
+            # One of them failed and the others were cancelled. The caller gets that error; ours come before others.
             found = list(all_errors(errors))
             raise next((error for error in found if isinstance(error, MillraceError)), found[0]) from None
+
+    async def _serve_calls(
+        self,
+        register: Register | None,
+        before_stop: Callable[[], Awaitable[None]],
+        health_board: HealthBoard | None,
+        *,
+        handle_signals: bool,
+    ) -> None:
+        """Run the server until its end. A worker without calls and without an address has none, and only waits."""
+        if register is None and self._settings.listen is None:
+            await self.stopping.wait()
+            await before_stop()
+            return
+        await serve(
+            self._settings.require("listen"),
+            register or (lambda server, draining: []),
+            shutdown=Shutdown(drain_s=self._settings.drain_s, grace_s=self._settings.grace_s, before_stop=before_stop),
+            on_started=None if register is None else self._find_address,
+            stopping=self.stopping,
+            health_board=health_board,
+            handle_signals=handle_signals,
+        )
 
     async def wait_started(self) -> None:
         """Return when it listens."""
@@ -128,7 +135,7 @@ class RegisteredWorker:
         self._find(worker_slot(self._worker.address))
 
     def _find(self, slot: str) -> None:
-        """Where this worker is is known: it can register."""
+        """Take the slot, which says where this worker runs: now it can register."""
         self._worker.slot = slot
         if self._settings.orchestrator is not None:
             self._agent = WorkerAgent(
@@ -141,7 +148,7 @@ class RegisteredWorker:
         self._started.set()
 
     async def _stay_registered(self) -> None:
-        """Until the last moment."""
+        """Send heartbeats until this worker is gone."""
         await self._started.wait()
         if self._agent is None:
             return
@@ -154,9 +161,9 @@ class RegisteredWorker:
             raise RuntimeError("the worker agent was cancelled, though nobody ended this worker") from None
 
     async def _leave(self, leave: Callable[[], Awaitable[None]]) -> None:
-        """Say at once that nothing new may come, and that others should take what is here."""
+        """Tell the orchestrator at once, so that it sends nothing new and gives others what is here."""
         await self.stopping.wait()
         await leave()
         if self._agent is not None:
-            await self._agent.tell_now(timeout_s=FAREWELL_S)
+            await self._agent.tell_now(timeout_s=LAST_HEARTBEAT_S)
         self._is_announced.set()

@@ -5,6 +5,7 @@ show an expired certificate after the next reconnect.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,6 @@ import grpc.aio
 
 from millrace.errors import InvalidSpecError
 from millrace.rpc.tls import Stamp
-from millrace.telemetry import logging
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ once.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -36,7 +37,6 @@ from millrace.rpc.gate import Gate
 from millrace.rpc.health import HealthBoard, HealthServicer
 from millrace.rpc.interceptors import CallInterceptor
 from millrace.rpc.status import MAX_METADATA_BYTES
-from millrace.telemetry import logging
 from millrace.telemetry.settings import parse_address
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ HANDSHAKE_S = 10.0
 
 IDLE_S = 120.0
 """How long a connection without a call stays. A call begins when its header is whole, for which gRPC waits as long as
-bytes come: it takes them for signs of life. Who calls later than that gets a new connection without noticing."""
+bytes come: it takes them for signs of life. A later call opens a new connection unnoticed."""
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently and gets half of the calls
@@ -106,15 +106,10 @@ async def serve(
     UnavailableError if the address cannot be bound, InvalidSpecError if it needs protection that is not set up.
     """
     stopping = stopping or asyncio.Event()
-    draining = asyncio.Event()
-    board = health_board or HealthBoard()
+    draining, board = asyncio.Event(), health_board or HealthBoard()
     access = ServerAccess.from_environ() if access is None else access
     server = grpc.aio.server(interceptors=[Gate(access), CallInterceptor()], options=SERVER_OPTIONS)
-    names = register(server, draining)
-    for name in names:
-        board.add(name)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(board, draining), server)
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    names = _add_services(server, register, board, draining)
     port = _bind(server, address, access, names)
     beside = await _start_health(access.health_listen, HealthServicer(board, draining))
     handled = _install_signals(stopping) if handle_signals else []
@@ -143,6 +138,18 @@ async def serve(
             asyncio.get_running_loop().remove_signal_handler(signum)
 
 
+def _add_services(
+    server: grpc.aio.Server, register: Register, board: HealthBoard, draining: asyncio.Event
+) -> Sequence[str]:
+    """Add the servicers, whose names are returned, and health and reflection for them."""
+    names = register(server, draining)
+    for name in names:
+        board.add(name)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(board, draining), server)
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return names
+
+
 async def _start_health(address: str | None, servicer: HealthServicer) -> grpc.aio.Server:
     """The server for probes that speak no TLS: it tells the health and nothing else. Idle without an address."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -154,7 +161,7 @@ async def _start_health(address: str | None, servicer: HealthServicer) -> grpc.a
 
 
 def _bind(server: grpc.aio.Server, address: str, access: ServerAccess, names: Sequence[str]) -> int:
-    """Bind and return the port; the error says who is to blame and what helps."""
+    """Bind and return the port; the error says what holds the port and what helps."""
     try:
         parse_address(address)
     except ValueError as error:

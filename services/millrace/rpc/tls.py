@@ -4,6 +4,7 @@ A certificate is renewed by writing new files; no restart is needed. Servers loo
 clients when they call. New files that do not fit each other (half of a renewal) are left alone until they do.
 """
 
+import logging
 import os
 import ssl
 from dataclasses import dataclass
@@ -13,13 +14,11 @@ from typing import Any
 import grpc
 
 from millrace.errors import InvalidSpecError, Violation
-from millrace.telemetry import logging
 
 logger = logging.getLogger(__name__)
 
 SYSTEM_CA = Path("system")
 """Stands for the certificates that the system trusts."""
-_MAX_FILE_BYTES = 4 << 20
 
 Stamp = tuple[object, ...]
 

@@ -13,6 +13,7 @@ its content, which may be a token that somebody pasted there).
 import base64
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from millrace.errors import InvalidSpecError, UnavailableError, Violation
-from millrace.telemetry import logging
 
 logger = logging.getLogger(__name__)
 

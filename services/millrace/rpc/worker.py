@@ -1,4 +1,4 @@
-"""A worker's line to the orchestrator: register, report, hear what to do, and survive the orchestrator's restarts.
+"""A worker's connection to the orchestrator: register, report, be told what to do, and survive its restarts.
 
 Used by env-server, inference and trainer. Heartbeats are level-triggered: each reply says everything that the worker
 shall do, so a lost one costs one interval and nothing else.
@@ -12,6 +12,7 @@ shall do, so a lost one costs one interval and nothing else.
 import asyncio
 import contextlib
 import inspect
+import logging
 import math
 import os
 import socket
@@ -35,13 +36,13 @@ from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceStub
 from millrace.race import first_of
 from millrace.rpc.channel import call, open_channel
 from millrace.rpc.waits_wire import to_proto
-from millrace.telemetry import logging, waits
+from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 5.0
 SILENT_S = 15.0
-"""Silence of the orchestrator after which the worker's `on_silence` hears of it; three attempts to reach it."""
+"""Silence of the orchestrator after which the worker's `on_silence` is called; three attempts to reach it."""
 MAX_WAITS = 100
 """Waits in one heartbeat, the longest first."""
 BACKOFF = Backoff(0.2, 5.0, spread=(0.5, 1.0))
@@ -117,7 +118,6 @@ class WorkerAgent:
         self._rpc_timeout_s = rpc_timeout_s
         self._on_silence = on_silence
         self._silent_s = silent_s
-        self._lease_s = 0.0
         self._interval_s = MAX_INTERVAL_S
         self._is_registered = False
         self._last_contact: float | None = None
@@ -125,16 +125,6 @@ class WorkerAgent:
         self._num_told = 0
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether the orchestrator knew this worker at the last contact."""
-        return self._is_registered
-
-    @property
-    def lease_s(self) -> float:
-        """Seconds without a heartbeat after which the orchestrator counts this worker as lost; 0 before the first."""
-        return self._lease_s
 
     @property
     def silence_s(self) -> float:
@@ -191,7 +181,6 @@ class WorkerAgent:
 
         reply: RegisterWorkerResponse = await self._until_answered("registration with", stub.RegisterWorker, request)
         self._interval_s = min(max(reply.heartbeat_seconds, MIN_INTERVAL_S), MAX_INTERVAL_S)
-        self._lease_s = reply.lease_seconds
         self._is_registered = True
         fields = {"worker_id": self._worker.worker_id, "orchestrator": self._address, "interval_s": self._interval_s}
         logger.info("registered", extra=fields)

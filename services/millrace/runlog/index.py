@@ -96,11 +96,6 @@ async def find_request(store: ObjectStore, prefix: str, request_id: str) -> str 
     return await asyncio.to_thread(_find_request, store, prefix, request_id)
 
 
-async def list_runs(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str) -> dict[str, str]:
-    """Name → uid of every run whose name can be read; see `read_index`."""
-    return (await read_index(redis, store, prefix)).runs
-
-
 async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str) -> RunIndex:
     """Every run. Rebuilds the Redis hash from the store when Redis has lost it."""
     deployment = Deployment(prefix)

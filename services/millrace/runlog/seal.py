@@ -41,7 +41,7 @@ class Seal:
     """sha256 (hex) by key behind the run's prefix, of what the headers do not name."""
     by: str
     time: str
-    """On the clock of who wrote it, ISO 8601 with a zone."""
+    """On its writer's clock, ISO 8601 with a zone."""
 
     def encode(self) -> bytes:
         """Canonical JSON."""

@@ -38,7 +38,7 @@ class Point(StrEnum):
     """The batch is committed and appended, the loop does not know it yet (`step`)."""
     ORCHESTRATOR_BEFORE_SEAL = "orchestrator.before_seal"
     """The terminal state is archived, the run is not sealed."""
-    ORCHESTRATOR_REOPEN_WISHED = "orchestrator.reopen_wished"
+    ORCHESTRATOR_REOPEN_INTENT = "orchestrator.reopen_intent"
     """A resume of a failed run is an intent, nothing else says so (`step`: of its closing header)."""
     ORCHESTRATOR_REOPENED = "orchestrator.reopened"
     """A failed run is reopened, and nobody has claimed it or told of it (`step`: of its closing header)."""

@@ -1,9 +1,9 @@
 """Logs: one line per event, the same fields everywhere, no secrets.
 
-    logging.setup("trainer")
-    log = logging.getLogger(__name__)
+    setup("trainer")
+    logger = logging.getLogger(__name__)  # the standard library's
     with bind(run="reverse-text-7f3a", step=12):
-        log.info("step completed", extra={"reward": 0.31})
+        logger.info("step completed", extra={"reward": 0.31})
 
     plain:  2025-01-31T12:00:00.123Z INFO trainer step completed run=reverse-text-7f3a step=12 reward=0.31
     JSON:   {"ts": "…", "level": "INFO", "service": "trainer", "msg": "step completed", "logger": "…", "run": "…", …}
@@ -36,11 +36,6 @@ _WINDOW_S, _LINES_PER_WINDOW = 60.0, 20
 _MAX_MESSAGES, _KEY_CHARS = 1000, 200
 _NUMBER = re.compile(r"\d+")
 _BOOLEANS = frozenset({"1", "true", "yes", "on"})
-
-
-def getLogger(name: str) -> logging.Logger:
-    """The standard library's logger of that name, so that one import is enough."""
-    return logging.getLogger(name)
 
 
 @contextlib.contextmanager

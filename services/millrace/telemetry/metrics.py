@@ -1,7 +1,7 @@
 """What a service tells Prometheus: the parts that all services have, and how numbers come out of a running program.
 
 Names begin with `millrace_` and end with their unit; labels are bounded (`BoundedLabel`), and never name a rollout, a
-group or a step. Each service declares its own metrics at the top of one module, `meters.py`. Two kinds:
+group or a step. Each service declares its own metrics in its `meters.py`, or in a module beside it. Two kinds:
 
 * what is counted where it happens: `Counter` and `Histogram` of prometheus_client, made with `registry=None`;
 * what is looked up when somebody asks: a `StateCollector` with the `Family` of each number.

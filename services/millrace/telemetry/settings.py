@@ -125,6 +125,11 @@ class Settings:
     grace_s: float = _variable(_seconds, 10.0)
     """Seconds that calls under way have to finish at shutdown."""
 
+    custom_code: str = _variable(_text, "")
+    """Orchestrator: modules of the users' own that a run's config may name (`orchestrator.algo.import_path`),
+    comma-separated, with what is below them; `*` allows all. None by default: who may submit runs must not thereby run
+    code in the service. The local stack allows all, as it runs as its user."""
+
     tls_cert: str | None = _variable(_text)
     """PEM chain that this process shows: as a server, and as a client of servers that ask for one."""
     tls_key: str | None = _variable(_text)

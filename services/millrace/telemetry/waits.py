@@ -118,7 +118,7 @@ class Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class Crowd:
-    """Everybody who waits for the same thing; its age is that of who has waited longest."""
+    """All who wait for the same thing; its age is that of the longest wait."""
 
     reason: str
     waits_on: str

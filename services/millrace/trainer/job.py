@@ -1,6 +1,7 @@
 """One run's training, put together: log, model or checkpoint, gang, parts, loop."""
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,10 +18,10 @@ from millrace.runlog.records.origin import RunOrigin, parse_origin
 from millrace.runlog.records.revisions import last_reopened
 from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
-from millrace.telemetry import logging
-from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
+from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import Resumed, describe, require_batches, resume
+from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.log.background import BackgroundLoop
@@ -62,7 +63,7 @@ class JobContext:
 
 
 def run_job(context: JobContext, uid: str) -> None:
-    """Train a run to its end. Raises StopRequested when asked to let go, and every error of the parts."""
+    """Train a run to its end. Raises StopRequested when asked to release it, and every error of the parts."""
     names = Names(context.prefix, uid)
     record = context.store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
     client = LogClient(
@@ -77,7 +78,7 @@ def run_job(context: JobContext, uid: str) -> None:
     )
     try:
         client.begin()
-        with context.silence.told_to(client.write):
+        with context.silence.reporting_to(client.write):
             train(prepare(context, names, client, record))
             client.flush()
     finally:
@@ -109,10 +110,8 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
 
     The model is loaded while the lease is waited for; what is in the store is looked at once the run is held.
     """
-    uid, gang = names.uid, context.gang
-    config = parse_config(record, uid=uid)
-    trainer = config.trainer
-    directory = resolve_model_directory(trainer.model.name)
+    gang, config = context.gang, parse_config(record, uid=names.uid)
+    directory = resolve_model_directory(config.trainer.model.name)
     learner = Learner.of_start_model(config, gang=gang, directory=directory)
     hold_run(context, client)
     checkpoints = CheckpointStore(context.store, names, gang=gang)
@@ -130,44 +129,28 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     skips_from = gang.from_leader(lambda: last_reopened(context.store, names))
     position.num_skipped = min(position.num_skipped, max(position.version - skips_from, 0))
     plan = agree_on_plan(context, names, start_step=position.version, lineage=lineage, strict=learner.is_strict)
-    if plan.lineage > lineage and plan.first_version > position.version:
-        reporter.warning(
-            "NEW_LINEAGE",
-            f"steps {position.version} to {plan.first_version - 1} are replayed and may not be bit-exact: version "
-            f"{plan.first_version} begins lineage {plan.lineage}",
-        )
+    warn_of_new_lineage(plan, position, lineage=lineage, reporter=reporter)
     publisher = make_publisher(context, names, client, learner, directory=directory, plan=plan)
     return Training(
-        config=trainer,
+        config=learner.config,
         gang=gang,
         model=learner.model,
         optimizer=learner.optimizer,
-        autocast_dtype=learner.autocast_dtype,
         is_strict=learner.is_strict,
         adapter=learner.adapter,
         base_digest=learner.base_digest,
         batches=Batches(
             client,
             gang=gang,
-            run_uid=uid,
+            run_uid=names.uid,
             run_hash=client.run_hash,
             previous_chain_hash=position.chain_hash,
-            micro_batch_tokens=trainer.micro_batch_tokens,
-            seq_len=trainer.model.seq_len,
+            micro_batch_tokens=learner.config.micro_batch_tokens,
+            seq_len=learner.config.model.seq_len,
             mender=Mender(publisher.mend, context.damage, publisher.raise_failure),
         ),
         publisher=publisher,
-        checkpointer=Checkpointer(
-            checkpoints,
-            trainer.ckpt,
-            gang=gang,
-            author=Author(
-                run_hash=client.run_hash,
-                epoch=client.epoch if gang.is_leader else 0,
-                determinism="strict" if learner.is_strict else "best_effort",
-                base_digest=learner.base_digest,
-            ),
-        ),
+        checkpointer=make_checkpointer(checkpoints, client, learner, reporter),
         reporter=reporter,
         position=position,
         skips_from=skips_from,
@@ -206,6 +189,21 @@ def require_whole_history(names: Names, origin: RunOrigin, found: Resumed) -> No
             reason="CHECKPOINT_MISSING",
             remedy="restore its checkpoint from a replica of the bucket, or fork again",
         )
+
+
+def make_checkpointer(
+    checkpoints: CheckpointStore, client: LogClient, learner: Learner, reporter: Reporter
+) -> Checkpointer:
+    """The checkpointer, under the epoch that rank 0 holds."""
+    author = Author(
+        run_hash=client.run_hash,
+        epoch=client.epoch if learner.gang.is_leader else 0,
+        determinism="strict" if learner.is_strict else "best_effort",
+        base_digest=learner.base_digest,
+    )
+    return Checkpointer(
+        checkpoints, learner.config.ckpt, gang=learner.gang, author=author, on_saved=reporter.checkpoint_saved
+    )
 
 
 def make_publisher(
@@ -265,6 +263,16 @@ def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
         raise CorruptObjectError(
             f"{what} has no config that this version reads: {error}", reason=reason, remedy=remedy
         ) from error
+
+
+def warn_of_new_lineage(plan: PublishPlan, position: Position, *, lineage: int, reporter: Reporter) -> None:
+    """Report that versions which exist will be trained again, perhaps with other bits."""
+    if plan.lineage > lineage and plan.first_version > position.version:
+        reporter.warning(
+            "NEW_LINEAGE",
+            f"steps {position.version} to {plan.first_version - 1} are replayed and may not be bit-exact: version "
+            f"{plan.first_version} begins lineage {plan.lineage}",
+        )
 
 
 def agree_on_plan(context: JobContext, names: Names, *, start_step: int, lineage: int, strict: bool) -> PublishPlan:

@@ -4,11 +4,12 @@
        ▲                                                                                                          │
        └─────────────────────────── the orchestrator cuts batch n + 1 ◀───────────────────────────────────────────┘
 
-Publishing goes on beside the next step. Version 0 is the start model; step n consumes batch n and turns version n into
-version n + 1. A closing header ends the run: its samples are the final evaluation's rollouts, and scoring them shows
-how far trainer and engine agree.
+Publishing and saving go on beside the next step. Version 0 is the start model; step n consumes batch n and turns
+version n into version n + 1. A closing header ends the run: its samples are the final evaluation's rollouts, and
+scoring them shows how far trainer and engine agree.
 """
 
+import logging
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from millrace.errors import InvalidStateError
-from millrace.telemetry import faults, logging
+from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.learning.alarms import NotFinite, describe_not_finite, find_not_finite
 from millrace.trainer.learning.learner import Learner
@@ -36,10 +37,10 @@ logger = logging.getLogger(__name__)
 def train(run: Training) -> None:
     """Train from the run's position to its closing header.
 
-    Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to let go before that.
+    Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to release the run before that.
     """
     stopped: StopRequested | None = None
-    with run.publisher:
+    with run.checkpointer, run.publisher:
         start = run.position.version
         run.publisher.publish(start)
         run.reporter.start()
@@ -80,7 +81,7 @@ def step(run: Training, batch: Batch) -> None:
     counts = learned.report.was_skipped and batch.step >= run.skips_from
     run.position = Position(batch.step + 1, batch.chain_hash, run.position.num_skipped + 1 if counts else 0)
     publish_s = run.publisher.publish(run.position.version, step=batch.step)
-    checkpoint_s = run.save_checkpoint() if run.checkpointer.is_due(run.position.version) else 0.0
+    checkpoint_s = run.save_due_checkpoint()
     phases = Phases(forward_backward_s=forward_backward_s, publish_s=publish_s, checkpoint_s=checkpoint_s)
     run.reporter.step_completed(batch, metrics=learned.metrics, optimizer=learned.report, phases=phases)
     _warn(run, batch, learned)
@@ -119,7 +120,7 @@ def forward_backward(
             logprobs_BT, entropy_BT = run.logprobs(micro_batch)
             losses = loss_of(LossInputs.of(micro_batch, logprobs_BT), run.config.loss)
             loss = total_loss(losses, num_rl_tokens=num_rl_tokens, num_ce_tokens=num_ce_tokens)
-            (loss * run.gang.world_size).backward()  # FSDP averages gradients over the ranks; this makes it a sum
+            loss.backward()
             faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)
             if not metrics.add(
                 micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT

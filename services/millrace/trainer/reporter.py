@@ -1,5 +1,6 @@
 """What the trainer tells the world after each step: one event and one log line."""
 
+import logging
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -7,14 +8,24 @@ from dataclasses import dataclass
 import torch
 
 from millrace.internal.v1 import batch_pb2
-from millrace.telemetry import logging
 from millrace.trainer import meters
+from millrace.trainer.checkpoint.checkpointer import SavedCheckpoint
 from millrace.trainer.learning.optimizer import OptimizerReport
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.publish.publisher import PolicyLog
 from millrace.v1 import event_pb2
 
 logger = logging.getLogger(__name__)
+
+_TIMES = {
+    "step": "time/step",
+    "wait": "time/wait_for_batch",
+    "load": "time/load_data",
+    "forward_backward": "time/forward_backward",
+    "publish": "time/broadcast_weights",
+    "checkpoint": "time/save_ckpt",
+}
+"""prime-rl's names of what a step's seconds were spent on, by ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +77,6 @@ class Reporter:
             "checkpoint": phases.checkpoint_s,
         }
         meters.step_completed(seconds, num_tokens=header.num_tokens)
-        mean, largest = staleness(header)
         throughput = header.num_tokens / step_s if step_s > 0 else 0.0
         metrics |= {
             "optim/lr": optimizer.lr,
@@ -74,28 +84,11 @@ class Reporter:
             "optim/skipped": float(optimizer.was_skipped),
             "perf/throughput": throughput,
             "perf/throughput_per_gpu": throughput / self._world_size,
-            "time/step": step_s,
-            "time/wait_for_batch": batch.wait_s,
-            "time/load_data": batch.load_s,
-            "time/forward_backward": phases.forward_backward_s,
-            "time/broadcast_weights": phases.publish_s,
-            "time/save_ckpt": phases.checkpoint_s,
+            **{_TIMES[phase]: time_s for phase, time_s in seconds.items()},
         }
         if torch.cuda.is_available():
             metrics["perf/peak_memory"] = torch.cuda.max_memory_allocated() / 2**30
-        body = event_pb2.StepCompleted(
-            step=header.step,
-            reward_mean=header.reward_mean,
-            staleness_mean=mean,
-            staleness_max=largest,
-            num_tokens=header.num_tokens,
-            num_rollouts=header.num_rollouts,
-            step_seconds=step_s,
-            wait_seconds=batch.wait_s,
-            metrics=metrics,
-            chain_hash=batch.chain_hash.hex(),
-        )
-        self._log_client.write_event(event_pb2.Event(step_completed=body))
+        self._write(_completed(batch, metrics, step_s=step_s))
         logger.info(
             "step completed",
             extra={
@@ -110,9 +103,11 @@ class Reporter:
             },
         )
 
-    def checkpoint_saved(self, *, step: int, uri: str, size_bytes: int, manifest_sha256: str) -> None:
+    def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Report a durable checkpoint."""
-        body = event_pb2.CheckpointSaved(step=step, uri=uri, size_bytes=size_bytes, manifest_sha256=manifest_sha256)
+        body = event_pb2.CheckpointSaved(
+            step=saved.step, uri=saved.uri, size_bytes=saved.size_bytes, manifest_sha256=saved.manifest_sha256
+        )
         self._write(event_pb2.Event(checkpoint_saved=body))
 
     def score_completed(self, body: event_pb2.ScoreCompleted) -> None:
@@ -127,3 +122,22 @@ class Reporter:
     def _write(self, event: event_pb2.Event) -> None:
         if self._log_client is not None:
             self._log_client.write_event(event)
+
+
+def _completed(batch: Batch, metrics: dict[str, float], *, step_s: float) -> event_pb2.Event:
+    """The event of a finished step."""
+    header = batch.header
+    mean, largest = staleness(header)
+    body = event_pb2.StepCompleted(
+        step=header.step,
+        reward_mean=header.reward_mean,
+        staleness_mean=mean,
+        staleness_max=largest,
+        num_tokens=header.num_tokens,
+        num_rollouts=header.num_rollouts,
+        step_seconds=step_s,
+        wait_seconds=batch.wait_s,
+        metrics=metrics,
+        chain_hash=batch.chain_hash.hex(),
+    )
+    return event_pb2.Event(step_completed=body)

@@ -4,6 +4,7 @@ torch is imported while the process already registers: what is imported here mus
 """
 
 import concurrent.futures
+import logging
 import os
 import signal
 import threading
@@ -19,7 +20,7 @@ from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog.redis.log import FORMAT_MAJOR
 from millrace.storage import open_store
-from millrace.telemetry import logging, waits
+from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
 from millrace.trainer import meters
@@ -44,13 +45,10 @@ def run(settings: Settings) -> int:
     signals = _Signals(worker)
     slot, silence = worker_slot(settings.advertise or settings.listen or ""), SilenceTeller()
     worker_id = new_worker_id("trainer") if is_leader else f"rank-{os.environ['RANK']}-{uuid.uuid4().hex[:8]}"
+    description = Worker(
+        worker_id=worker_id, kind=WORKER_KIND_TRAINER, min_log_format=FORMAT_MAJOR, max_log_format=FORMAT_MAJOR
+    )
     with BackgroundLoop() as background:
-        description = Worker(
-            worker_id=worker_id,
-            kind=WORKER_KIND_TRAINER,
-            min_log_format=FORMAT_MAJOR,
-            max_log_format=FORMAT_MAJOR,
-        )
         registered = RegisteredWorker(
             settings, description, worker.report, on_assignments=worker.hear, on_silence=silence.hear
         )
@@ -58,40 +56,53 @@ def run(settings: Settings) -> int:
         if is_leader:
             companions.start(board)
         try:
-            # Seconds of imports, in which the orchestrator already hears of this trainer and assigns it a run.
-            # Unless they are frozen, the interpreter's end walks through all that they made: 2 s of CPU, which where
-            # everything stops at once is longer than a supervisor's patience.
-            with waits.waiting("torch and transformers to be loaded", quiet_s=_QUIET_S), without_gc():
-                from millrace.trainer.gang.distributed import Gang
-                from millrace.trainer.job import JobContext, run_job
-                from millrace.trainer.model.pretrained import load_code
-
-                load_code()
-            gang = Gang.join()
-            try:
-                context = JobContext(
-                    background=background,
-                    store=open_store(settings.require("store_url")),
-                    redis_url=settings.require("redis_url"),
-                    prefix=settings.prefix,
-                    gang=gang,
-                    owner=worker_id,
-                    slot=slot,
-                    silence=silence,
-                    should_stop=worker.should_stop,
-                    on_epoch=worker.on_epoch,
-                    on_progress=worker.on_progress,
-                    damage=worker.damage,
-                )
-                worker.run(lambda uid: run_job(context, uid), gang=gang)
-            finally:
-                gang.leave()
+            _work(settings, worker, background, owner=worker_id, slot=slot, silence=silence)
         finally:
             companions.stop()
         companions.raise_failure()
         if companions.have_failed:
             return 1
     return 130 if signals.was_interrupted else 0
+
+
+def _work(
+    settings: Settings,
+    worker: TrainerWorker,
+    background: BackgroundLoop,
+    *,
+    owner: str,
+    slot: str,
+    silence: SilenceTeller,
+) -> None:
+    """Join the gang and train what is assigned, until the worker is stopped."""
+    # Seconds of imports, in which the orchestrator already hears of this trainer and assigns it a run.
+    # Unless they are frozen, the interpreter's end walks through all that they made: 2 s of CPU, which where
+    # everything stops at once is longer than a supervisor's patience.
+    with waits.waiting("torch and transformers to be loaded", quiet_s=_QUIET_S), without_gc():
+        from millrace.trainer.gang.distributed import Gang
+        from millrace.trainer.job import JobContext, run_job
+        from millrace.trainer.model.pretrained import load_code
+
+        load_code()
+    gang = Gang.join()
+    try:
+        context = JobContext(
+            background=background,
+            store=open_store(settings.require("store_url")),
+            redis_url=settings.require("redis_url"),
+            prefix=settings.prefix,
+            gang=gang,
+            owner=owner,
+            slot=slot,
+            silence=silence,
+            should_stop=worker.should_stop,
+            on_epoch=worker.on_epoch,
+            on_progress=worker.on_progress,
+            damage=worker.damage,
+        )
+        worker.run(lambda uid: run_job(context, uid), gang=gang)
+    finally:
+        gang.leave()
 
 
 class _Signals:

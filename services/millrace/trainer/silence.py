@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 
 from millrace.errors import MillraceError
 from millrace.rpc.worker import Silence
-from millrace.telemetry import logging
 from millrace.v1 import event_pb2
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class SilenceTeller:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
-    def told_to(self, write: Write) -> Iterator[None]:
+    def reporting_to(self, write: Write) -> Iterator[None]:
         """While the block runs, silences are events; `write` is awaited on the background loop."""
         self._write = write
         try:

@@ -1,5 +1,6 @@
 """What the loop works on: the learner of one run, where its work comes from and where it goes to."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -41,25 +42,29 @@ class Training(Learner):
     saved_version: int | None = None
     kl_trend: KlTrend = field(default_factory=KlTrend)
 
-    def save_checkpoint(self) -> float:
-        """Save the live state as the checkpoint of the position, behind its policy; return the seconds it took."""
+    def save_due_checkpoint(self) -> float:
+        """Save the position if the interval asks for it; return the seconds that the training was held up.
+
+        Raises what saving the checkpoint before raised. Collective in a gang.
+        """
+        began = time.monotonic()
+        self.checkpointer.raise_failure()
+        if self.checkpointer.is_due(self.position.version):
+            self.save_checkpoint()
+        return time.monotonic() - began
+
+    def save_checkpoint(self) -> None:
+        """Begin to save the live state as the checkpoint of the position, behind its policy."""
         self.publisher.finish()
         state = state_tensors(self.model, self.optimizer, gang=self.gang)
-        saved = self.checkpointer.save(
+        self.checkpointer.save(
             state,
             step=self.position.version,
             chain_hash=self.position.chain_hash,
             num_skipped=self.position.num_skipped,
             lineage=self.publisher.lineage,
         )
-        self.reporter.checkpoint_saved(
-            step=self.position.version,
-            uri=saved.uri,
-            size_bytes=saved.size_bytes,
-            manifest_sha256=saved.manifest_sha256,
-        )
         self.saved_version = self.position.version
-        return saved.seconds
 
     def save_last_checkpoint(self) -> None:
         """Save the position on the way out, if the run has checkpoints and the interval has not just saved it."""

@@ -9,6 +9,7 @@ exist, a digest that differs) is reported and not repeated. In a gang an unexpec
 that torchrun starts the gang anew: the other ranks may be stuck in a collective.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from millrace.errors import CapacityError, FencedError, MillraceError, Unavailab
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatRequest, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
-from millrace.telemetry import logging, waits
+from millrace.telemetry import waits
+from millrace.telemetry.logging import bind
 from millrace.trainer import meters
 from millrace.trainer.log.stop import StopRequested
 
@@ -87,7 +89,7 @@ class TrainerWorker:
         self._assigned = ""
         self._assigned_at = clock()
         self._damage: tuple[PolicyEntry, int] | None = None
-        self._unwanted: frozenset[str] = frozenset()  # runs to let go of at once
+        self._unwanted: frozenset[str] = frozenset()  # runs to release at once
         self._last_progress = clock()
         self._slowest_step_s = 0.0
         self._idle = waits.LastingWait()
@@ -127,11 +129,11 @@ class TrainerWorker:
     # From signal handlers and from the job.
 
     def stop(self) -> None:
-        """Ask to let go of the run and to end."""
+        """Ask to release the run and to end."""
         self.stopping.set()
 
     def should_stop(self) -> bool:
-        """Whether the job shall let go; asked while it waits for a batch, which is progress of a kind."""
+        """Whether the job shall release the run; asked while it waits for a batch, which is progress of a kind."""
         self._board.touch(PROCESS)
         if self.stopping.is_set():
             return True
@@ -196,18 +198,18 @@ class TrainerWorker:
         self._status = Status(run_uid=uid)
         self._slowest_step_s, self._last_progress = 0.0, self._clock()
         self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)
-        with logging.bind(run=uid), waits.of_run(uid):
+        with bind(run=uid), waits.of_run(uid):
             try:
                 logger.info("run begins")
                 run_job(uid)
                 self._status = replace(self._status, is_finished=True)
                 logger.info("run finished", extra={"step": self._status.step})
             except StopRequested:
-                self._let_go("asked to let go of the run")
+                self._release("asked to release the run")
             except (FencedError, UnavailableError, CapacityError) as error:
                 if not self._gang.is_alone:
                     raise
-                self._let_go(str(error))
+                self._release(str(error))
                 with waits.waiting(f"another try of run {uid}: {error.message}"):
                     self.stopping.wait(error.retry_after_s or _RETRY_S)
             except MillraceError as error:
@@ -222,8 +224,8 @@ class TrainerWorker:
             finally:
                 self._board.expect_progress(PROCESS, within_s=None)
 
-    def _let_go(self, why: str) -> None:
-        logger.info("run let go", extra={"why": why, "step": self._status.step})
+    def _release(self, why: str) -> None:
+        logger.info("run released", extra={"why": why, "step": self._status.step})
         self._status = Status()
 
     def _fail(self, reason: str, message: str) -> None:

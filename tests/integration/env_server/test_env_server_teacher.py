@@ -18,7 +18,6 @@ from aiohttp import web
 from millrace.config.load import validate_document
 from millrace.env_server.teacher import client as teacher_client
 from millrace.errors import CapacityError, InvalidSpecError
-from millrace.inference.embedded import weights
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
@@ -31,6 +30,7 @@ from millrace.runlog.records.scores import load_scores
 from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import waits
 from millrace_testing.inference import tiny
+from millrace_testing.inference.logprobs import prompt_logprobs
 from millrace_testing.patience import patient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -150,7 +150,7 @@ async def test_sampled_tokens_are_scored_before_the_rollout_is_appended(
     assert [door.answers[status] for status in (429, 503, 500, 522)] == [1, 1, 1, 1]
     [sample] = load_scores(run.store, run.log.names, rollout).samples
     is_sampled = sample.loss_mask == 1
-    expected = np.asarray([0.0, *weights.prompt_logprobs(tiny.tiny_model(5), sample.token_ids.tolist())])
+    expected = np.asarray([0.0, *prompt_logprobs(tiny.tiny_model(5), sample.token_ids.tolist())])
     assert sample.teacher_logprobs is not None and is_sampled.sum() > 2
     assert np.allclose(sample.teacher_logprobs[is_sampled], expected[is_sampled], atol=1e-5)
     assert not sample.teacher_logprobs[~is_sampled].any()

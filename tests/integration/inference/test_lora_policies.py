@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.inference.embedded import weights
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, InflightMode, SamplingParams
 from millrace.inference.model_files import ModelSlot
@@ -18,6 +17,7 @@ from millrace.inference.updater import DesiredPolicy, PolicyUpdater, UpdateState
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.local import LocalStore
 from millrace_testing.inference.adapters import LAYERS, Run, half
+from millrace_testing.inference.logprobs import prompt_logprobs
 
 
 class Replica:
@@ -38,7 +38,7 @@ class Replica:
         request = GenerateRequest(request_id="x", prompt_token_ids=(1, 2, 3), sampling=params)
         generation = await self.engine.generate(request)
         tokens = [1, 2, 3, *generation.token_ids.tolist()]
-        expected = weights.prompt_logprobs(twin, tokens)[2:]
+        expected = prompt_logprobs(twin, tokens)[2:]
         return float(np.abs(np.asarray(expected) - generation.logprobs).max())
 
 

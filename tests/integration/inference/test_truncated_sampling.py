@@ -77,7 +77,7 @@ async def test_log_probs_are_the_trainers(served: Any, name: str) -> None:
     samples = await played(served, SAMPLINGS[name], range(8))
     result = scored(served.model, samples)
     assert result.mismatch_kl <= 1e-6
-    assert result.num_tokens + result.num_outside_tokens == 8 * TOKENS and result.num_outside_tokens <= 1
+    assert (result.num_tokens, result.num_outside_tokens) == (8 * TOKENS, 0)  # seeds: the same tokens each time
     assert len({int(token) for sample in samples for token in sample.token_ids[-TOKENS:]}) > 8
 
 

@@ -15,7 +15,6 @@ import aiohttp
 import pytest
 
 from millrace.errors import UnavailableError
-from millrace.inference.embedded import weights
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.policy_pb2 import PolicyEntry
@@ -23,6 +22,7 @@ from millrace.policies.adapter import AdapterSpec
 from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
 from millrace_testing.inference import adapters, tiny
+from millrace_testing.inference.logprobs import prompt_logprobs
 
 START_S = 180.0  # 25 s on a quiet machine
 FLAGS = {"enforce_eager": True, "max_model_len": 200, "max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20}
@@ -78,7 +78,7 @@ class Replica:
         """Greatest difference between sampled log-probs and a forward pass of a fresh model."""
         choice = await self.complete(12)
         found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        expected = weights.prompt_logprobs(twin, [1, 2, 3, *choice["token_ids"]])[2:]
+        expected = prompt_logprobs(twin, [1, 2, 3, *choice["token_ids"]])[2:]
         return max(abs(a - b) for a, b in zip(found, expected, strict=True))
 
 

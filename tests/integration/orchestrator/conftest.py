@@ -30,6 +30,7 @@ class Stack:
         self.replica = FakeReplica()
         self.orchestrator: asyncio.Task | None = None
         self.address = ""
+        self.custom_code = ""
 
     async def start(self) -> None:
         self.deps = {"redis": open_redis(self.redis_url), "store": open_store(self.store_url), "prefix": self.prefix}
@@ -47,6 +48,7 @@ class Stack:
             listen=f"127.0.0.1:{port}",
             drain_s=0.0,
             grace_s=1.0,
+            custom_code=self.custom_code,
         )
         self.orchestrator = asyncio.create_task(
             serve_orchestrator(settings, on_started=started.set_result, handle_signals=False)

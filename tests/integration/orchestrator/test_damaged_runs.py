@@ -5,7 +5,7 @@ import pytest
 from millrace.cli.offline.run_store import find_uid
 from millrace.errors import CorruptObjectError, MillraceError
 from millrace.rpc.channel import call
-from millrace.runlog.index import list_runs
+from millrace.runlog.index import read_index
 from millrace.runlog.names import Deployment, Names
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.runs import create, states, until, watch
@@ -132,7 +132,7 @@ async def test_a_damaged_index_hides_nobody_else(stack) -> None:
     assert find_uid(store, prefix, "good") == run.uid and find_uid(store, prefix, "-") == run.uid
     await redis.delete(deployment.runs_key)
     await redis.set(deployment.runs_key, "text")
-    assert await list_runs(redis, store, prefix) == {"good": run.uid}
+    assert (await read_index(redis, store, prefix)).runs == {"good": run.uid}
     for _ in range(2):  # when the index is made anew, and from then on, also by an orchestrator that starts later
         found = await listed(stack)
         assert set(found) == {"good", "broken"}, "a run whose name object is damaged is there, and says so"

@@ -1,4 +1,4 @@
-"""The bounds of HTTP servers: whoever trickles, floods or does not read is cut off, and keeps nobody else out."""
+"""The bounds of HTTP servers: a client that trickles, floods or does not read is cut off, and keeps no other out."""
 
 import asyncio
 import contextlib

@@ -90,7 +90,6 @@ async def test_it_registers_reports_and_hears_assignments(running_server) -> Non
         assert running.agent.silence_s == math.inf
         with waits.waiting("a slot", waits_on="inference", deadline_s=9):
             await registry.until(lambda: len(registry.heartbeats) >= 3)
-        assert (running.agent.is_registered, running.agent.lease_s) == (True, 7)
         assert running.agent.silence_s < 5
     assert registry.num_registered == 1
     heartbeat = registry.heartbeats[0]
@@ -147,7 +146,7 @@ async def test_it_survives_a_restart_visibly_and_with_one_log_line_each_way(
     assert not running.task.done()
     async with running_server(second.register, address=address):
         await second.until(lambda: len(second.heartbeats) >= 2)
-        assert running.agent.is_registered
+        assert running.agent.silence_s < 5
         running.stopping.set()
         await asyncio.wait_for(running.task, 5)
     assert second.num_registered == 1
@@ -163,7 +162,7 @@ async def test_it_may_start_before_the_orchestrator(running_server, unused_tcp_p
     address = f"127.0.0.1:{unused_tcp_port}"
     async with running_agent(address) as running:
         await asyncio.sleep(0.5)
-        assert not running.agent.is_registered
+        assert running.agent.silence_s == math.inf
         async with running_server(registry.register, address=address):
             await registry.until(lambda: len(registry.heartbeats) >= 1)
 

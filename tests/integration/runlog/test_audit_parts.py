@@ -356,7 +356,7 @@ async def test_names_that_are_no_numbers_are_typed(run, redis, name):
 
 
 async def test_a_run_that_was_reopened_before_its_end_was_sealed(run):
-    """Whoever ended it died in between; what comes behind is sealed."""
+    """The process that ended it died in between; what comes behind is sealed."""
     seal = run.store.get(run.names.seal(0))
     run.store.delete(run.names.seal(0))
     run.store.create(run.names.seal(1), seal)

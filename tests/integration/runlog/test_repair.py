@@ -204,7 +204,7 @@ async def test_a_foreign_header_far_ahead_takes_no_time(run, step: int) -> None:
 
 
 async def test_what_only_redis_has_is_never_committed(run, redis) -> None:
-    """Whoever writes there would write the run's history."""
+    """A writer there would write the run's history."""
     key = run.names.batch_header(STEPS - 1)
     right = run.store.get(key)
     forged = run.header(STEPS - 1)

@@ -1,4 +1,4 @@
-"""Redis loses a run's log: it is rebuilt from the store, once, whoever dies or races meanwhile."""
+"""Redis loses a run's log: it is rebuilt from the store, once, whichever process dies or races meanwhile."""
 
 import asyncio
 import json

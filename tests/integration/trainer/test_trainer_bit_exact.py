@@ -117,6 +117,7 @@ async def test_a_trainer_killed_at_every_point_makes_the_same_policies(
 def _torchrun(recorder: Recorder, directory: Path, *, num_restarts: int) -> None:
     """A gang of two that is started again when one of it dies, as torchrun does it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--local-addr=127.0.0.1"]  # this machine's name need not resolve
     command += [f"--max-restarts={num_restarts}", "--monitor-interval=0.1"]
     command += ["-m", "millrace_testing.trainer.gang_rank"]
     command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, ""]

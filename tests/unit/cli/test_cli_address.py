@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from millrace.cli.address import SILENT_REMEDY, START_REMEDY, WAIT_REMEDY, explain_unreachable, stack_at
+from millrace.cli.address import SILENT_REMEDY, START_REMEDY, WAIT_REMEDY, explain_unreachable
 from millrace.errors import UnavailableError
 
 
@@ -42,9 +42,3 @@ def test_listens_and_does_not_answer(port, tmp_path, reason):
 
 def test_what_a_server_said_itself_stays(port, tmp_path):
     assert remedy(f"127.0.0.1:{port.getsockname()[1]}", "DRAINING", tmp_path / "none") == "own"
-
-
-def test_localhost_and_the_loopback_are_one_host(tmp_path):
-    (tmp_path / "stack.json").write_text(json.dumps({"address": "127.0.0.1:7", "pid": os.getpid()}))
-    assert stack_at("localhost:7", tmp_path) and stack_at("127.0.0.1:7", tmp_path)
-    assert not stack_at("localhost:8", tmp_path) and not stack_at("10.0.0.1:7", tmp_path)

@@ -29,15 +29,12 @@ def test_the_stack_that_listens_there_says_where_its_redis_and_store_are(redis_u
     assert main(["doctor", "--server", f"127.0.0.1:{port}", "--dir", str(directory)]) == 5
     _, _, redis, store = capsys.readouterr().out.splitlines()
     assert redis.startswith("ok      Redis") and store.startswith("ok      object store")
+    main(["doctor", "--server", f"localhost:{port}", "--dir", str(directory)])
+    _, remedy, redis, store = capsys.readouterr().out.splitlines()
+    assert "a stack restarts what died" in remedy, "it is the stack of this directory that does not answer"
+    assert redis.startswith("ok      Redis") and store.startswith("ok      object store")
     main(["doctor", "--server", "127.0.0.1:1", "--dir", str(directory)])
     assert f"no stack of {directory} has this address" in capsys.readouterr().out, "it is another one's"
-
-
-def test_what_died_in_the_directory_that_was_named_comes_again(capsys, tmp_path) -> None:
-    (port,) = free_ports(1)
-    (tmp_path / "stack.json").write_text(json.dumps({"address": f"127.0.0.1:{port}", "pid": os.getpid()}))
-    assert main(["doctor", "--server", f"localhost:{port}", "--dir", str(tmp_path)]) == 5
-    assert "a stack restarts what died" in capsys.readouterr().out
 
 
 def test_a_redis_that_evicts_is_refused(redis_url, monkeypatch, capsys) -> None:

@@ -1,7 +1,9 @@
 """From command line to checked config; everything that is wrong is said before anything starts."""
 
 import json
+import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.cli.commands.up import restart_command
 from millrace.cli.session.model_path import is_path
 from millrace.cli.session.prepare import choose_run_id, prepare
 from millrace.cli.session.run_session import stack_options
@@ -204,9 +207,8 @@ def test_sft_checks_its_model_and_dry_runs(tmp_path):
             "'s part of a config: millrace rl --trainer @ trainer.toml …",
         ),
         ("rl.toml", "max_step = 3\n[orchestrator]\n", None),
-        ("after_sft.toml", "max_steps = 'many'\n", None),
-        ("sft.toml", "max_step = 3\n", None),
-        ("trainer.toml", "max_steps = -1\n", None),
+        ("train.toml", "seq_len = 'long'\n", None),  # our own keys, with a name of prime-rl's
+        ("eval_and_sft.toml", "max_stepz = 3\n", None),
     ],
 )
 def test_a_file_for_another_command_names_it(tmp_path, monkeypatch, name, text, says):
@@ -258,3 +260,33 @@ def test_keys_that_a_running_stack_does_not_take_are_named(rl, capsys):
     assert "without effect there: inference.max_num_seqs, log.level" in capsys.readouterr().err
     prepare(["@", str(rl), "--inference.max-num-seqs", "3"], environ={})
     assert "without effect there" not in capsys.readouterr().err
+
+
+def test_of_a_stack_that_was_started_here_only_what_differs_is_named(rl, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    stack = {
+        "address": "127.0.0.1:50051",
+        "pid": os.getpid(),
+        "settings": {"inference.engine": "embedded", "inference.server.port": 8000, "log.level": "info"},
+    }
+    (tmp_path / "outputs" / "local").mkdir(parents=True)
+    (tmp_path / "outputs" / "local" / "stack.json").write_text(json.dumps(stack))
+    same = ["--inference.engine", "embedded", "--inference.server.port", "8000", "--log.level", "info"]
+    prepare(["@", str(rl), *same, "--server", "localhost:50051"], environ={})
+    assert "keeps its own settings" not in capsys.readouterr().err
+    other = ["--inference.engine", "embedded", "--log.level", "debug", "--inference.max-num-seqs", "3"]
+    prepare(["@", str(rl), *other, "--server", "localhost:50051"], environ={})
+    note = capsys.readouterr().err.strip()
+    assert note.endswith('inference.max_num_seqs (asked 3, there 256), log.level (asked "debug", there "info")')
+
+
+@pytest.mark.parametrize(
+    ("directory", "listen", "line"),
+    [
+        ("outputs/local", "127.0.0.1:50051", "millrace up"),
+        ("my runs", "127.0.0.1:50051", "millrace up --dir 'my runs'"),
+        ("outputs/local", "127.0.0.1:7000", "millrace up --listen 127.0.0.1:7000"),
+    ],
+)
+def test_the_command_that_starts_a_stack_again_can_be_pasted(directory, listen, line):
+    assert shlex.join(restart_command(Path(directory), listen)) == line

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from millrace.cli.main import main
+from millrace.cli.offline.samples import SampleRecord
+from millrace.cli.offline.training_rows import TrainingRows
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog.names import Deployment, Names
@@ -70,6 +72,47 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def records(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
     lines = shown(capsys, "run", "samples", "letters-1", "-o", "json", *argv).splitlines()
     return [json.loads(line) for line in lines]
+
+
+def conversation(*roles: str, **last: Any) -> str:
+    messages = [{"role": role, "content": f"{role} {at}"} for at, role in enumerate(roles)]
+    return json.dumps([*messages[:-1], {**messages[-1], **last}])
+
+
+UNFIT = {
+    "failed": {"status": RolloutStatus.TIMEOUT},
+    "ended at the token limit": {"is_truncated": True},
+    "too long to be kept whole": {
+        "messages_json": conversation("user", "assistant", content="abc… (99 characters cut)")
+    },
+    "with tools": {"num_turns": 2, "messages_json": conversation("user", "assistant", "tool", "assistant")},
+    "with assistant messages that nobody sampled": {
+        "messages_json": conversation("user", "assistant", "user", "assistant")
+    },
+    "without an answer at the end": {"messages_json": conversation("user", "assistant", content="")},
+}
+
+
+@pytest.mark.parametrize("reason", UNFIT)
+def test_what_a_trained_model_would_read_otherwise_is_no_row(reason: str) -> None:
+    rows = TrainingRows()
+    assert rows.row(SampleRecord(0, rollout(0, 0, 1.0, "yes", num_turns=1))) is not None
+    assert rows.row(SampleRecord(0, rollout(0, 1, 1.0, "yes", **{"num_turns": 1} | UNFIT[reason]))) is None
+    assert rows.describe().startswith(f"1 rows; left out: 1 {reason}")
+
+
+def test_rows_of_all_samples_that_pass_the_filter(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = LocalStore(run_directory / "store")
+    more = [rollout(2, member, member / 50, f"reply {member}", num_turns=1, group_size=50) for member in range(50)]
+    store.create(f"{Names('millrace', UID).rollout_data(2, 1, 'n')}rollouts.pb.zst", encode_archive(more))
+    assert main(["run", "samples", "letters-1", "-o", "sft", "--min-reward", "0.5", "--step", "2"]) == 0
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    said = [{"role": "user", "content": "task 2"}, {"role": "assistant", "content": "reply 25"}]
+    assert len(rows) == 25 and rows[0] == {"messages": said} and captured.err == "25 rows\n"
+    assert main(["run", "samples", "letters-1", "-o", "sft", "--limit", "3", "--sort", "-reward"]) == 0
+    replies = [json.loads(line)["messages"][1]["content"] for line in capsys.readouterr().out.splitlines()]
+    assert replies == ["reply 49", "reply 48", "reply 47"]
 
 
 def test_every_sample_is_listed_once(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,14 +152,15 @@ NOTHING_TO_CHOOSE = {
     "orchestrator.trajectory_strategy": "branching",
     "trainer.weight_broadcast.type": "nccl",
     "rollout_transport.type": "zmq",
-    "ckpt.save_async": "true",
     "slurm.job_name": "x",
     "deployment.type": "multi_node",
     "orchestrator.concurrency.max_inflight": "128",
 }
 
 REFUSED = {
-    "orchestrator.client.base_url": ("http://127.0.0.1:8000/v1", "engines register with the orchestrator"),
+    "orchestrator.client.base_url": ("http://127.0.0.1:8000/v1", "An endpoint of others loads no policies"),
+    "orchestrator.teacher_rollout_model": ('{"model": {"name": "m"}}', "millrace eval --tasks train"),
+    "orchestrator.use_sft_loss": ("true", "millrace eval --tasks train"),
     "orchestrator.client.api_key_var": ("API_KEY", "engines register with the orchestrator"),
     "orchestrator.sampling.repetition_penalty": ("1.1", "the trainer does not compute"),
     "orchestrator.token_batch_size": ("1000", "use `orchestrator.batch_size`"),

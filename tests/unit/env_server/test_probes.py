@@ -1,4 +1,4 @@
-"""Probe workers end when nobody probes, whoever went away meanwhile."""
+"""Probe workers end when nobody probes, whichever rollout went away meanwhile."""
 
 import asyncio
 from typing import Any, cast

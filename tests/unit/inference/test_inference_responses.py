@@ -7,7 +7,7 @@ import pytest
 
 from millrace.inference.engine import FinishReason, Generation
 from millrace.inference.http import responses
-from millrace.inference.http.schema import ChatBody, Sampling
+from millrace.inference.http.schema import ChatBody, SamplingBody
 from millrace.inference.model_files import load_tokenizer
 from millrace.rollouts.types import PolicySpan
 
@@ -76,5 +76,5 @@ def test_streams_carry_tool_calls_and_usage(tokenizer):
 )
 def test_text_ends_before_what_stopped_it(tokenizer, text, reason, stop_reason, included, expected):
     done = generation(tokenizer.encode(text), reason, stop_reason)
-    sampling = Sampling(include_stop_str_in_output=included)
+    sampling = SamplingBody(include_stop_str_in_output=included)
     assert responses.completion_text(tokenizer, done, sampling) == expected

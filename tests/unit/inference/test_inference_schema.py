@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from millrace.inference.embedded.rows import RowTable, Running
 from millrace.inference.engine import GenerateRequest
-from millrace.inference.http.schema import ChatBody, CompletionBody, GenerateSampling, Sampling
+from millrace.inference.http.schema import ChatBody, CompletionBody, GenerateSampling, SamplingBody
 
 INT32, INT64 = 2**31, 2**63
 
@@ -31,7 +31,7 @@ INT32, INT64 = 2**31, 2**63
 )
 def test_numbers_that_do_not_fit_are_refused_by_name(wrong):
     with pytest.raises(ValidationError) as caught:
-        Sampling.model_validate(wrong)
+        SamplingBody.model_validate(wrong)
     assert {item["loc"][0] for item in caught.value.errors()} == set(wrong)
 
 
@@ -49,7 +49,7 @@ def test_numbers_of_single_routes_are_bounded(field):
 
 @pytest.mark.parametrize("seed", [0, -INT64, INT64 - 1])
 def test_the_largest_numbers_that_pass_fit_the_columns(seed):
-    sampling = Sampling(
+    sampling = SamplingBody(
         top_k=INT32 - 1, seed=seed, max_tokens=INT32 - 1, temperature=100, top_p=1e-300, stop_token_ids=[INT32 - 1]
     ).params(INT32 - 1, choice=127)
     assert sampling.seed is not None

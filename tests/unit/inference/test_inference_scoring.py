@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from millrace.errors import InvalidSpecError
-from millrace.inference.embedded import scoring, weights
+from millrace.inference.embedded import scoring
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import PolicyIdentity, PromptScores
 from millrace.inference.http.responses import prompt_logprobs
+from millrace_testing.inference.logprobs import prompt_logprobs as plain_logprobs
 
 TOKENS = tuple(int(token) for token in np.random.default_rng(0).integers(0, 256, 61))
 
@@ -21,7 +22,7 @@ def test_chunks_give_what_one_forward_pass_gives(chunk: int, make_model, monkeyp
     model = make_model(3)
     found = scoring.score_prompt(model, TOKENS)
     assert found.logprobs.shape == (60,) and found.logprobs.dtype == np.float32
-    assert np.allclose(found.logprobs, weights.prompt_logprobs(model, TOKENS), atol=2e-6)
+    assert np.allclose(found.logprobs, plain_logprobs(model, TOKENS), atol=2e-6)
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([TOKENS])).logits[0, :-1]
     own = logits.gather(-1, torch.tensor(TOKENS[1:])[:, None])

@@ -193,6 +193,22 @@ def test_a_version_that_comes_meanwhile_has_everything_read_again(rank: Rank, tm
     assert "elements from 1000 on" in rank.read_all()
 
 
+def test_versions_that_come_between_verified_shares_are_no_damage(rank: Rank, tmp_path: Path) -> None:
+    rng, held = np.random.default_rng(0), bits_of(0)
+    for _ in range(30):
+        positions = np.unique(rng.integers(0, SIZE, 500))
+        held = held.copy()
+        held[positions] = rng.integers(0, 1 << 16, positions.size)
+        rank.update(order(tmp_path, held, positions))
+        problems = [rank.digests.verify_next()[1] for _ in range(rng.integers(0, 12))]
+        assert not any(problems)
+    assert rank.read_all() == ""
+    np.testing.assert_array_equal(rank.memory, held[FIRST:])
+    rank.memory[-1] ^= 1
+    rank.digests.accept(_foreseen(rank, tmp_path, held))
+    assert "w is damaged in the engine's memory" in rank.read_all()
+
+
 def test_a_box_that_is_named_twice_is_one(rank: Rank) -> None:
     twice = ContinuedDigests([rank.region, rank.region], ModelMemory(lambda: rank.model))
     assert twice.read(["w"]) == rank.digests.read(["w"])

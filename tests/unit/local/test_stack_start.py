@@ -52,7 +52,7 @@ async def test_a_malformed_url_of_redis_is_not_repeated():
 def test_services_read_the_url_of_redis_from_the_file_that_it_came_from(tmp_path):
     (tmp_path / "redis.url").write_text("redis://:hunter2@cache:6379/0")
     environ = {"MILLRACE_REDIS_URL_FILE": f"{tmp_path}/redis.url"}
-    chosen = StackOptions.with_settings(Settings.from_env(environ), directory=tmp_path)
+    chosen = StackOptions(directory=tmp_path).with_settings(Settings.from_env(environ))
     assert chosen.redis_url == "redis://:hunter2@cache:6379/0"
     stack = LocalStack(chosen, environ=environ)
     addresses = {"orchestrator": "127.0.0.1:1"}

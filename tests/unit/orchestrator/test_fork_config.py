@@ -2,8 +2,8 @@
 
 import pytest
 
+from millrace.config import RLConfig
 from millrace.config.load import validate_document
-from millrace.config.schema import RLConfig
 from millrace.errors import InvalidSpecError, InvalidStateError
 from millrace.orchestrator.runs.forks import as_create, check_config
 from millrace.orchestrator.runs.run_view import RunView

@@ -1,4 +1,4 @@
-"""What Prometheus hears of a run: how long it commits nothing, whoever drives it, and counts that begin at 0."""
+"""What Prometheus hears of a run: counts that begin at 0, and how long nothing is committed, with any orchestrator."""
 
 import time
 from types import SimpleNamespace

@@ -200,7 +200,7 @@ async def test_standstills_with_a_known_culprit_do_not_make_it_patient(world):
         assert len(world.events.waits) == turn
 
 
-async def test_whoever_stood_still_itself_blames_nobody(world):
+async def test_a_process_that_stood_still_blames_nobody(world):
     world.add("trainer-0", ws.WORKER_KIND_TRAINER, waits_for=trainer_waits())
     world.add("env-server-a", ws.WORKER_KIND_ENV_SERVER)
     await world.run(15)

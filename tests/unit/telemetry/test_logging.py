@@ -37,7 +37,7 @@ def configure(*, json_lines: bool = False, level: str = "INFO", environ: dict[st
 def test_plain_line_has_time_level_service_message_and_fields() -> None:
     stream = configure()
     with logging.bind(run="x"):
-        logging.getLogger("a.b").info(
+        stdlib_logging.getLogger("a.b").info(
             "step %d completed", 3, extra={"reward": 0.3125, "note": "two words", "empty": ""}
         )
     (line,) = lines(stream)
@@ -49,7 +49,7 @@ def test_plain_line_has_time_level_service_message_and_fields() -> None:
 def test_json_line_is_one_object() -> None:
     stream = configure(json_lines=True)
     with logging.bind(run="x", step=1), logging.bind(step=2):
-        logging.getLogger("a.b").warning("slow", extra={"path": io.StringIO, "msg_like": 'a "b"', "ts": "mine"})
+        stdlib_logging.getLogger("a.b").warning("slow", extra={"path": io.StringIO, "msg_like": 'a "b"', "ts": "mine"})
     (line,) = lines(stream)
     entry = json.loads(line)
     assert (entry["level"], entry["service"], entry["msg"], entry["logger"]) == ("WARNING", "trainer", "slow", "a.b")
@@ -60,8 +60,8 @@ def test_json_line_is_one_object() -> None:
 def test_format_and_level_come_from_the_environment() -> None:
     stream = io.StringIO()
     logging.setup("s", stream=stream, environ={"MILLRACE_LOG_JSON": "1", "MILLRACE_LOG_LEVEL": "warning"})
-    logging.getLogger("x").info("not shown")
-    logging.getLogger("x").warning("shown")
+    stdlib_logging.getLogger("x").info("not shown")
+    stdlib_logging.getLogger("x").warning("shown")
     (line,) = lines(stream)
     assert json.loads(line)["msg"] == "shown"
 
@@ -74,20 +74,20 @@ def test_an_unknown_level_is_named() -> None:
 def test_setup_twice_logs_once() -> None:
     configure()
     stream = configure()
-    logging.getLogger("x").info("once")
+    stdlib_logging.getLogger("x").info("once")
     assert len(lines(stream)) == 1
 
 
 def test_a_message_with_newlines_stays_one_line() -> None:
     stream = configure()
-    logging.getLogger("x").info("a\nb", extra={"field": "c\nd"})
+    stdlib_logging.getLogger("x").info("a\nb", extra={"field": "c\nd"})
     assert len(lines(stream)) == 1
 
 
 def test_libraries_are_quiet_below_warning() -> None:
     stream = configure(level="DEBUG")
-    logging.getLogger("botocore.auth").debug("signature")
-    logging.getLogger("botocore.auth").warning("shown")
+    stdlib_logging.getLogger("botocore.auth").debug("signature")
+    stdlib_logging.getLogger("botocore.auth").warning("shown")
     assert len(lines(stream)) == 1
 
 
@@ -97,12 +97,12 @@ async def test_bound_fields_belong_to_one_task() -> None:
     async def work(name: str) -> None:
         with logging.bind(task_name=name):
             await asyncio.sleep(0)
-            logging.getLogger("x").info("hello")
+            stdlib_logging.getLogger("x").info("hello")
 
     async with asyncio.TaskGroup() as group:
         group.create_task(work("a"))
         group.create_task(work("b"))
-    logging.getLogger("x").info("outside")
+    stdlib_logging.getLogger("x").info("outside")
     assert [line.partition("trainer ")[2] for line in lines(stream)] == [
         "hello task_name=a",
         "hello task_name=b",
@@ -124,7 +124,7 @@ SECRETS = {
 def test_no_secret_gets_out_by_message_argument_extra_bound_field_or_traceback(json_lines: bool) -> None:
     stream = configure(json_lines=json_lines, environ=SECRETS)
     key = SECRETS["AWS_SECRET_ACCESS_KEY"]
-    log = logging.getLogger("x")
+    log = stdlib_logging.getLogger("x")
     log.info(f"key {key}")
     log.info("key %s of %s", key, "redis://user:p@ss@h:6379/0")
     log.info("extra", extra={"url": "rediss://:longpassword@h:1", "nested": {"k": [key]}, "secret": SecretStr(key)})
@@ -160,7 +160,7 @@ def test_a_masked_json_line_stays_json() -> None:
         "pair": ["http://h:8", "a@b"],
         "text": '{"u":"http://h:8","m":"a@b"}',
     }
-    logging.getLogger("x").info("m", extra=extra)
+    stdlib_logging.getLogger("x").info("m", extra=extra)
     (line,) = lines(stream)
     assert {key: json.loads(line)[key] for key in extra} == extra
 

@@ -12,8 +12,8 @@ from millrace.errors import CorruptObjectError
 from millrace.runlog.names import Names
 from millrace.storage.commit_points import with_checksum
 from millrace.storage.local import LocalStore
-from millrace.trainer.checkpoint.checkpointer import CheckpointStore
 from millrace.trainer.checkpoint.manifest import Author
+from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 
 # One entry of the memo, far behind its end: the table is made as long as that, 16 bytes an entry.
@@ -40,7 +40,8 @@ def _load_with_index(store: LocalStore, index: bytes) -> None:
     checkpoints = CheckpointStore(store, Names("t", "run-a"), gang=Gang())
     state = {"model.a": torch.ones(3)}
     author = Author(run_hash="ab" * 32, epoch=1, determinism="strict")
-    checkpoints.save(state, step=4, lineage=0, chain_hash=b"\1" * 32, author=author)
+    written = checkpoints.write(state, step=4, lineage=0, chain_hash=b"\1" * 32, author=author)
+    checkpoints.commit(written, gang=Gang())
     key = "t/runs/run-a/checkpoints/00000004/manifest.json"
     raw = json.loads(store.get(key))
     (item,) = [item for item in raw["objects"] if item["name"] == "index.json"]

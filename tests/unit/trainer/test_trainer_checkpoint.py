@@ -9,8 +9,8 @@ import torch
 from millrace.errors import ConflictError
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.checkpoint.checkpointer import CheckpointStore
 from millrace.trainer.checkpoint.manifest import Author, CheckpointManifest
+from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 
 
@@ -18,7 +18,8 @@ def _save(store: LocalStore, **changes: Any) -> CheckpointManifest:
     facts: dict[str, Any] = {"chain_hash": b"\1" * 32, "run_hash": "ab" * 32, "epoch": 1, **changes}
     author = Author(run_hash=facts.pop("run_hash"), epoch=facts.pop("epoch"), determinism="strict")
     checkpoints = CheckpointStore(store, Names("t", "run-a"), gang=Gang())
-    return checkpoints.save({"model.a": torch.ones(3)}, step=4, lineage=0, author=author, **facts)
+    written = checkpoints.write({"model.a": torch.ones(3)}, step=4, lineage=0, author=author, **facts)
+    return checkpoints.commit(written, gang=Gang())
 
 
 def test_the_same_checkpoint_again_is_returned_as_it_is(tmp_path: Path) -> None:

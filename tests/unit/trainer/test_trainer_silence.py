@@ -21,7 +21,7 @@ def silence(*, is_over: bool) -> Silence:
 async def test_a_silence_and_its_end_are_events_of_the_run_that_is_trained() -> None:
     teller, told = SilenceTeller(), asyncio.Queue[event_pb2.Event]()
     teller.hear(silence(is_over=False))  # no run: nobody to tell
-    with teller.told_to(told.put):
+    with teller.reporting_to(told.put):
         teller.hear(silence(is_over=False))
         teller.hear(silence(is_over=True))
         events = [(await told.get()).warning, (await told.get()).warning]
@@ -39,7 +39,7 @@ async def test_a_log_that_is_gone_does_not_matter() -> None:
         raise LogGoneError("gone")
 
     teller, failed = SilenceTeller(), asyncio.Event()
-    with teller.told_to(fail):
+    with teller.reporting_to(fail):
         teller.hear(silence(is_over=False))
         async with asyncio.timeout(5):
             await failed.wait()

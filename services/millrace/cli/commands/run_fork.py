@@ -11,7 +11,7 @@ from millrace.cli.session.raw import RawCommand
 
 if TYPE_CHECKING:
     from millrace.client import Client
-    from millrace.config.schema import RLConfig
+    from millrace.config import RLConfig
     from millrace.v1 import run_pb2
 
 _FLAGS: Mapping[str, bool] = {"step": True, "name": True, "server": True, "dry-run": False, "debug": False}
@@ -90,9 +90,9 @@ async def _fork(
 
 def _config(parent: "run_pb2.Run", rest: tuple[str, ...]) -> "RLConfig":
     """The parent's resolved config with files and flags on top; the environment has no say in it."""
+    from millrace.config import RLConfig
     from millrace.config.layers import Layer, Provenance, Strength
     from millrace.config.load import load
-    from millrace.config.schema import RLConfig
 
     document: dict[str, Any] = json.loads(parent.config_json)
     if isinstance(document.get("run"), dict):
@@ -103,8 +103,8 @@ def _config(parent: "run_pb2.Run", rest: tuple[str, ...]) -> "RLConfig":
 
 def _flags(rest: tuple[str, ...]) -> Mapping[str, str | bool]:
     """The command's own flags."""
+    from millrace.config import RLConfig
     from millrace.config.argv import read_command_line
-    from millrace.config.schema import RLConfig
     from millrace.config.tree import schema_tree
 
     return read_command_line(rest, schema_tree(RLConfig), reserved=_FLAGS).flags

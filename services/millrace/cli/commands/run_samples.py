@@ -1,7 +1,7 @@
 """`millrace run samples` and `millrace eval show`: prompts, replies and rewards of a run."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +11,7 @@ from millrace.cli.offline.samples import SORTS, SampleFilter, read_samples, sort
 if TYPE_CHECKING:
     from millrace.cli.offline.samples import SampleRecord
 
+_SHOWN = 20
 _ORDERS = [sign + name for name in SORTS for sign in ("", "-")]
 
 
@@ -27,19 +28,31 @@ _ORDERS = [sign + name for name in SORTS for sign in ("", "-")]
     "--sort", "order", type=click.Choice(_ORDERS), default="step", show_default=True, metavar="KEY",
     help=f"By {', '.join(SORTS)}; with - before it the other way round.",
 )  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many are shown.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=None, help="How many are shown; 20 if left out, with sft all."
+)
 @click.option("--full", "is_full", is_flag=True, help="Whole conversations instead of one line each.")
-@click.option("-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@click.option(
+    "-o", "--format", "form", type=click.Choice(["table", "json", "sft"]), default="table", show_default=True,
+    help="sft: rows for `millrace sft --data.name FILE`.",
+)  # fmt: skip
 @click.option("--store", metavar="URL", help="Its object store; else outputs/RUN/store, MILLRACE_STORE_URL, …")
 @click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
 def samples(
-    name: str, order: str, limit: int, is_full: bool, form: str, store: str | None, prefix: str | None, **filters: Any
+    name: str,
+    order: str,
+    limit: int | None,
+    is_full: bool,
+    form: str,
+    store: str | None,
+    prefix: str | None,
+    **filters: Any,
 ) -> int:
     """Show prompts, replies and rewards of a run.
 
     RUN is a name, the beginning of one, a uid, - for the most recent run, or the directory that `millrace rl` and
     `millrace eval` have written. Reads the object store only, and needs no server. Shows what a committed batch has
-    resolved: trained on, evaluated, dropped and failed rollouts.
+    resolved: trained on, evaluated, dropped and failed rollouts. With `--format sft` those that ended well, as rows.
     """
     from millrace.cli.offline.run_store import find_uid, store_of, store_prefix
 
@@ -47,7 +60,10 @@ def samples(
     deployment = store_prefix(prefix)
     uid = find_uid(objects, deployment, meant)
     found = read_samples(objects, deployment, uid, SampleFilter(**filters))
-    shown, total = _first(found, order, limit)
+    if form == "sft":
+        _write_rows(found if limit is None else _first(found, order, limit)[0])
+        return 0
+    shown, total = _first(found, order, limit or _SHOWN)
     if form == "json":
         for each in shown:
             click.echo(json.dumps(each.to_json()))
@@ -60,6 +76,17 @@ def samples(
         click.echo(sample_table(shown))
     click.echo(f"{len(shown)} of {total} samples" + ("" if is_full or not shown else "; --full shows conversations"))
     return 0
+
+
+def _write_rows(samples: "Iterable[SampleRecord]") -> None:
+    """Print a row per line, and beside them how many there are."""
+    from millrace.cli.offline.training_rows import TrainingRows
+
+    rows = TrainingRows()
+    for each in samples:
+        if (row := rows.row(each)) is not None:
+            click.echo(json.dumps(row))
+    click.echo(rows.describe(), err=True)
 
 
 def _first(found: "Iterator[SampleRecord]", order: str, limit: int) -> "tuple[list[SampleRecord], int]":

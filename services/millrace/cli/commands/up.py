@@ -2,11 +2,16 @@
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from millrace.cli.defaults import DEFAULT_DIRECTORY, DEFAULT_LISTEN
 from millrace.cli.errors import Interrupted
+
+if TYPE_CHECKING:
+    from millrace.cli.interrupts import Interrupts
+    from millrace.local.stack import StackOptions
 
 
 @click.command()
@@ -38,18 +43,15 @@ def up(
     Redis, object store, orchestrator, env-server, inference, trainer. Its data lies under --dir and is there again when
     the stack is started again. A process that dies is started again, and runs go on.
     """
-    import asyncio
-
     from millrace.cli import interrupts
     from millrace.cli.address import check_address
     from millrace.cli.connection import environ
-    from millrace.local.stack import LocalStack, StackOptions
+    from millrace.local.stack import StackOptions
     from millrace.telemetry.settings import Settings
 
     check_address(listen, option="--listen")
     settings = Settings.from_env(environ())
-    options = StackOptions.with_settings(
-        settings,
+    options = StackOptions(
         directory=directory,
         listen=listen,
         http_port=http_port,
@@ -57,39 +59,41 @@ def up(
         engine=engine,
         is_restarting=restart,
         has_liveness=liveness,
-    )
-
-    async def serve(signals: interrupts.Interrupts) -> None:
-        def note(text: str) -> None:
-            click.echo(text, err=True)
-
-        note(f"starting the stack in {directory}; process logs: {directory / 'logs'}")
-        async with LocalStack(options, note=note) as stack:
-            signals.on_second(stack.supervisor.hurry.set)
-            try:
-                await stack.start()
-                click.echo(f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}")
-                click.echo(f"  export MILLRACE_SERVER={stack.address}")
-                click.echo(
-                    "  millrace rl @ examples/reverse_text/rl.toml     millrace run list     Ctrl-C here stops it"
-                )
-                await stack.guard(asyncio.Event().wait())
-            except asyncio.CancelledError:
-                note("stopping the stack; a second Ctrl-C hurries")
-                raise
+    ).with_settings(settings)
 
     try:
-        interrupts.run(serve)
+        interrupts.run(lambda signals: _serve(options, signals))
     except Interrupted:
-        click.echo(
-            f"stopped. Its runs lie in {directory} and go on with the next `{_again(directory, listen)}`", err=True
-        )
+        again = shlex.join(restart_command(directory, listen))
+        click.echo(f"stopped. Its runs lie in {directory} and go on with the next `{again}`", err=True)
         raise
 
 
-def _again(directory: Path, listen: str) -> str:
+async def _serve(options: "StackOptions", signals: "Interrupts") -> None:
+    """Run the stack until it is interrupted."""
+    import asyncio
+
+    from millrace.local.stack import LocalStack
+
+    def note(text: str) -> None:
+        click.echo(text, err=True)
+
+    note(f"starting the stack in {options.directory}; process logs: {options.directory / 'logs'}")
+    async with LocalStack(options, note=note) as stack:
+        signals.on_second(stack.supervisor.hurry.set)
+        try:
+            await stack.start()
+            click.echo(f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}")
+            click.echo(f"  export MILLRACE_SERVER={stack.address}")
+            click.echo("  millrace rl @ examples/reverse_text/rl.toml     millrace run list     Ctrl-C here stops it")
+            await stack.guard(asyncio.Event().wait())
+        except asyncio.CancelledError:
+            note("stopping the stack; a second Ctrl-C hurries")
+            raise
+
+
+def restart_command(directory: Path, listen: str) -> list[str]:
     """The command line that starts this stack again."""
     words = ["millrace", "up"]
     words += [] if directory == DEFAULT_DIRECTORY else ["--dir", str(directory)]
-    words += [] if listen == DEFAULT_LISTEN else ["--listen", listen]
-    return shlex.join(words)
+    return words + ([] if listen == DEFAULT_LISTEN else ["--listen", listen])

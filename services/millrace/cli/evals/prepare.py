@@ -15,10 +15,10 @@ from millrace.cli.session.config_file import explained, refuse_check
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name, free_name
 from millrace.cli.session.notes import say_notes
+from millrace.config import ClientConfig, EvalRunConfig
 from millrace.config.argv import COMMAND_LINE, RESERVED_FLAGS
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import load
-from millrace.config.schema import ClientConfig, EvalRunConfig
 from millrace.telemetry.settings import Settings
 
 EXAMPLE = "millrace eval @ eval.toml"

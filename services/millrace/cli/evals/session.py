@@ -19,7 +19,7 @@ from millrace.cli.session.follow import follow, require_success
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import PlainView, is_fancy
 from millrace.client import Client
-from millrace.config.schema import ClientConfig, EvalRunConfig
+from millrace.config import ClientConfig, EvalRunConfig
 from millrace.decoding import decode_object
 from millrace.errors import AlreadyExistsError, MillraceError, NotFoundError
 from millrace.local.ports import free_ports

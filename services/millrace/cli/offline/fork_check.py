@@ -12,7 +12,7 @@ from millrace.runlog.records.run_record import RL, RunRecord
 
 if TYPE_CHECKING:
     from millrace.client import Client
-    from millrace.config.schema import RLConfig
+    from millrace.config import RLConfig
     from millrace.v1 import run_pb2
 
 

@@ -1,19 +1,14 @@
 """Whether a command line says what to train: without a file and without a model, the defaults would fetch one."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from millrace.cli.errors import CliError
 from millrace.cli.session.part import PARTS, read_raw
 from millrace.config.check import ConfigT
 from millrace.config.load import Loaded
-from millrace.config.prime_rl.importing import DOCUMENT_KEYS, WHOLE, kind_of
-from millrace.config.schema import EvalRunConfig, RLConfig, SFTConfig
-from millrace.config.section import Document
-from millrace.config.tree import schema_tree
-from millrace.errors import InvalidSpecError
-
-_DOCUMENTS: Mapping[str, type[Document]] = {"rl": RLConfig, "sft": SFTConfig, "eval": EvalRunConfig}
+from millrace.config.prime_rl.importing import WHOLE, kind_of
+from millrace.errors import InvalidSpecError, Violation
 
 
 def missing_file(example: str) -> CliError:
@@ -30,30 +25,24 @@ def explained(arguments: Sequence[str], *, command: str, example: str) -> Iterat
         if not arguments:
             raise missing_file(example) from error
         if error.remedy is None:
-            error.remedy = _meant(arguments, command, example)
+            error.remedy = _meant(arguments, error.violations, command=command, example=example)
         raise
 
 
-def _meant(arguments: Sequence[str], command: str, example: str) -> str | None:
-    """What to do without a file, or with one whose keys are those of something else."""
+def _meant(arguments: Sequence[str], violations: Sequence[Violation], *, command: str, example: str) -> str | None:
+    """What to do without a file, or with one that configures something else: whose keys at the top are not ours."""
     files = _files(arguments)
+    unknown = {wrong.field for wrong in violations if wrong.message.startswith("unknown key")}
     for name in files:
         tree = read_raw(name) or {}
-        kind = kind_of(tree, name)
-        if kind is None or not tree or tree.keys() <= _keys(command) or not tree.keys() <= _keys(kind):
-            continue
-        if kind in WHOLE:
+        if not unknown & tree.keys():
+            continue  # what is wrong with it is a value, or another file
+        kind = kind_of(tree, "")
+        if kind in WHOLE and kind != command:
             return f"{name} looks like a config of `millrace {kind}`: millrace {kind} @ {name}"
-        if command == "rl" and f"--{kind}" not in arguments:
+        if kind in PARTS and command == "rl" and f"--{kind}" not in arguments:
             return f"{name} looks like the {kind}'s part of a config: millrace rl --{kind} @ {name} …"
     return None if files else f"name a config file: {example}"
-
-
-def _keys(kind: str) -> set[str]:
-    """The keys at the top of a document or part, in our schema and in prime-rl's."""
-    section = schema_tree(PARTS[kind].document).child(kind) if kind in PARTS else schema_tree(_DOCUMENTS[kind])
-    own = section.children.values() if section else ()
-    return {name for key in own for name in (key.name, *key.aliases)} | DOCUMENT_KEYS[kind]
 
 
 def _files(arguments: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.cli.interrupts import Interrupts
-from millrace.config.schema import SFTConfig
+from millrace.config import SFTConfig
 from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
 from millrace.race import first_of
 from millrace.runlog import run_name

@@ -8,19 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.address import check_address
+from millrace.cli.address import LOOPBACK, check_address, stack_at
 from millrace.cli.connection import environ as with_options
+from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.cli.session.config_file import explained, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name, free_name
 from millrace.cli.session.notes import refuse_blocked, say_notes
+from millrace.config import RLConfig
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
-from millrace.config.schema import RLConfig
+from millrace.config.sections.inference import InferenceConfig
+from millrace.config.sections.shared import LogConfig
+from millrace.config.suggest import shown
 from millrace.telemetry.settings import Settings, parse_address
 
 _OF_THE_STACK = ("inference", "log", "inference_gpu_ids", "trainer_gpu_ids")
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ def prepare(
     if "server" in flags:
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"
     if server is not None:
-        _say_what_a_running_stack_keeps(loaded)
+        _say_what_a_running_stack_keeps(loaded, stack_at(server, DEFAULT_DIRECTORY))
     else:
         _say_what_the_engine_ignores(loaded.config)
     if not flags.get("dry-run"):
@@ -95,17 +98,55 @@ def prepare(
     )
 
 
-def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig]) -> None:
-    """Name the keys that are about the stack of `millrace rl`, where the run goes to one that runs already."""
+def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig], stack: Mapping[str, Any] | None) -> None:
+    """Name the keys that are about the stack of `millrace rl`, where the run goes to one that runs already.
+
+    Of a stack that `millrace up` started here, only those that differ, with what it has.
+    """
     kept = sorted(
         key
         for key, source in loaded.sources.items()
         if key.partition(".")[0] in _OF_THE_STACK and key != "inference.model.name" and source != "MILLRACE_ENGINE"
     )
-    if kept:
-        print(
-            f"note: a stack that runs keeps its own settings; without effect there: {', '.join(kept)}", file=sys.stderr
-        )
+    there = _settings_of(stack)
+    asked = {key: _value(loaded.config, key) for key in kept}
+    differing = [
+        f"{key} (asked {_shown(key, asked[key])}, there {_shown(key, there[key])})" if key in there else key
+        for key in kept
+        if key not in there or there[key] != asked[key]
+    ]
+    if differing:
+        text = ", ".join(differing)
+        print(f"note: a stack that runs keeps its own settings; without effect there: {text}", file=sys.stderr)
+
+
+def _settings_of(stack: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is known of the settings of a stack of `millrace up`, by key: with the embedded engine all of them."""
+    said = (stack or {}).get("settings")
+    if not isinstance(said, dict):
+        return {}
+    if said.get("inference.engine") != "embedded":
+        return said
+    return {**_flat(InferenceConfig().model_dump(), "inference"), **_flat(LogConfig().model_dump(), "log"), **said}
+
+
+def _shown(key: str, value: Any) -> str:
+    return shown(tuple(key.split(".")), value) or "a secret"
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}.{name}") if isinstance(value, dict) and value else {f"{prefix}.{name}": value}
+    return flat
+
+
+def _value(config: RLConfig, key: str) -> Any:
+    """The value at a dotted key; None where that is no place of the config's."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+    return value
 
 
 def _say_what_the_engine_ignores(config: RLConfig) -> None:
@@ -165,7 +206,7 @@ def _with_checked_model(loaded: Loaded[RLConfig], server: str | None) -> Loaded[
     if server is None:
         names = {"model.name": config.model.name, "trainer.model.name": config.trainer.model.name}
         check_models(names, sources=loaded.sources, output_dir=config.output_dir, sft_hint=True)
-    elif parse_address(server)[0] in _LOOPBACK:
+    elif parse_address(server)[0] in LOOPBACK:
         # It may live in a container with files of its own: what is not here is left to its trainer, whose answer
         # names the directory that it looked in.
         return _with_absolute_model(loaded)

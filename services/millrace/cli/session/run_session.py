@@ -215,8 +215,7 @@ def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
     config = prepared.config
     inference = with_engine(config.inference, os.environ)
     visible = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
-    return StackOptions.with_settings(
-        prepared.settings,
+    options = StackOptions(
         directory=directory,
         http_host=config.inference.server.host,
         http_port=config.inference.server.port,
@@ -227,3 +226,4 @@ def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
         log_json=config.log.json_logging,
         is_durable=False,  # the run ends with the stack, and its log is in the store
     )
+    return options.with_settings(prepared.settings)

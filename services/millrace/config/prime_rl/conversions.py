@@ -114,9 +114,15 @@ def algorithm(target: Target, path: Path, value: Any) -> None:
     """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted."""
     target.put(path, value, source=path)
     if isinstance(value, str) and value in UNBUILT_ALGORITHMS:
-        target.note(path, Effect.BLOCKS, f"{value} is not there yet; {', '.join(COMPARING)} and opd are")
+        there = f"{', '.join(COMPARING)} and opd are"
+        said = SAMPLED_BY_OTHERS if value == "sft" else f"{value} is not there yet; {there}"
+        target.note(path, Effect.BLOCKS, said)
 
 
+SAMPLED_BY_OTHERS = (
+    "rollouts of another model are no part of a run: play them with "
+    "`millrace eval --tasks train --client.base-url URL`, and train on them with `millrace sft` (docs/evaluations.md)"
+)
 UNBUILT_ALGORITHMS = ("rae", "echo", "hierarchical_grpo", "opsd", "sft")
 """Names that the schema knows and no algorithm bears yet."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-DOCUMENT_KEYS = {
+_DOCUMENT_KEYS = {
     "rl": {"orchestrator", "trainer", "inference_gpu_ids", "trainer_gpu_ids"},
     "sft": {"data", "val", "loss_impl"},
     "eval": {"environment_ids", "client", "weights_dir"},
@@ -30,9 +30,9 @@ def kind_of(tree: Mapping[str, Any], name: str) -> str | None:
     """The document that a file is: `rl`, `sft`, `eval`, or one service's part of a run; None if nothing tells."""
     stem = f"{Path(name).parent.name}/{Path(name).stem}" if Path(name).stem in ("config",) else Path(name).stem
     named = next((kind for part, kind in _NAMES if part in stem.lower()), None)
-    if named in ("orchestrator", "trainer", "inference") and not DOCUMENT_KEYS["rl"] & tree.keys():
+    if named in ("orchestrator", "trainer", "inference") and not _DOCUMENT_KEYS["rl"] & tree.keys():
         return named  # files of the split form are called so, and may hold next to nothing
-    found = next((kind for kind, keys in DOCUMENT_KEYS.items() if keys & tree.keys()), None)
+    found = next((kind for kind, keys in _DOCUMENT_KEYS.items() if keys & tree.keys()), None)
     if found == "trainer" and named == "sft":
         return "sft"  # `[optim]` alone
     return found or named

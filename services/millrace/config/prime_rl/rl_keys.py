@@ -20,7 +20,11 @@ ENVIRON = "export these variables before the command: services inherit them"
 WANDB = "the export to Weights & Biases is not there yet; metrics.jsonl has every metric"
 WATCH = "there is no such monitor: every service has GET /metrics, and `millrace run why`"
 FLIGHT = "what is in flight follows from `batch_size`, `async_level` and `oversampling_factor`"
-ENGINES = "engines register with the orchestrator: start them with MILLRACE_ORCHESTRATOR set; no client to configure"
+ENGINES = (
+    "engines register with the orchestrator: start them with MILLRACE_ORCHESTRATOR set. An endpoint of others loads no "
+    "policies, so RL cannot train on its rollouts: play them with `millrace eval --tasks train --client.base-url URL`, "
+    "and train on them with `millrace sft` (docs/evaluations.md)"
+)
 ADVANTAGE = "only `orchestrator.algo.type` chooses how advantages are made: this is not there yet"
 BUFFER = "there is no rollout buffer yet; groups without any advantage are left out (`filter_zero_advantages`)"
 VISION = "models with images are not trained yet"
@@ -68,7 +72,6 @@ def model_keys(prefix: str) -> dict[str, Meaning]:
 def checkpoint_keys(prefix: str) -> dict[str, Meaning]:
     """Keys of `[ckpt]`."""
     return {
-        f"{prefix}save_async": nothing("checkpoints are always written as the trainer does it; there is no choice"),
         **same(nothing("checkpoints lie in the object store, with the run"), prefix, "output_dir path"),
         **same(
             later("a checkpoint always has all of its parts: no effect"),
@@ -247,8 +250,10 @@ HEAD: dict[str, Meaning] = {
         nothing("engines report by themselves"),
         "orchestrator.",
         "collect_inference_metrics inference_metrics_roles env_server_base_port pad_to_multiple_of num_workers "
-        "workers_per_env use_token_client use_sft_loss",
+        "workers_per_env use_token_client",
     ),
+    "orchestrator.use_sft_loss": refused(conversions.SAMPLED_BY_OTHERS, False),
+    "orchestrator.teacher_rollout_model": refused(conversions.SAMPLED_BY_OTHERS),
     "orchestrator.tokenizer": moved("trainer.tokenizer"),
     "tokenizer": moved("trainer.tokenizer"),
     "trainer.tokenizer.chat_template": later("the model's own chat template counts: no effect yet"),

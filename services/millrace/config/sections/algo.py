@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import ConfigSection, option, required
+from millrace.config.section import IMPORT_PATH_PATTERN, ConfigSection, FreeTable, option, required, table
 from millrace.config.sections.client import VARIABLE_PATTERN, WITHHELD_KEY_PREFIX, ClientConfig
 from millrace.config.tree import Facts, OnlyFor
 
@@ -26,9 +26,10 @@ class TeacherConfig(ClientConfig):
 
 
 _GRPO_ONLY = Facts(only_for=OnlyFor(".type", ("grpo",)))
+_CUSTOM_ONLY = Facts(only_for=OnlyFor(".type", ("custom",)))
 COMPARING = ("grpo", "rloo", "opo", "reinforce_pp", "max_rl")
 """Algorithms that compare the rewards of rollouts of the same task."""
-_SHAPED = ("grpo", "rloo", "opo", "reinforce_pp")
+_SHAPED = ("grpo", "rloo", "opo", "reinforce_pp", "custom")
 """Those that may compare shaped rewards: max_rl divides by their mean, which has to stay a pass rate."""
 
 
@@ -46,16 +47,25 @@ class OverlongConfig(ConfigSection):
 class AdvantageConfig(ConfigSection):
     """How the rewards of a group become advantages."""
 
-    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl"] = option(
+    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl", "custom"] = option(
         "grpo",
         "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
         "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
-        "batch. max_rl: (r - m) / m.",
+        "batch. max_rl: (r - m) / m. custom: what `import_path` returns.",
     )
     std_norm: Literal["none", "group", "batch"] = option(
         "none", "grpo only: divide by the deviation of the rewards of the group, or of the batch.", facts=_GRPO_ONLY
     )
     leave_one_out: bool = option(False, "grpo only: compare with the mean of the others.", facts=_GRPO_ONLY)
+    import_path: str | None = option(
+        None,
+        "custom only: the function `my.module:fn` of (rewards, lengths, **kwargs), float64 and int64 arrays of the "
+        "rollouts of one task (lengths in sampled tokens), that returns one advantage for each. The orchestrator loads "
+        "it, and only if its `MILLRACE_CUSTOM_CODE` allows the module.",
+        pattern=IMPORT_PATH_PATTERN,
+        facts=_CUSTOM_ONLY,
+    )
+    kwargs: FreeTable = table(dict, "custom only: passed on to the function.", facts=_CUSTOM_ONLY)
     overlong: OverlongConfig | None = option(
         None,
         "DAPO's soft punishment of long responses, taken off the rewards that are compared; off if left out.",
@@ -64,6 +74,9 @@ class AdvantageConfig(ConfigSection):
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:
         """Rules over several keys that do not hold; `where` is the path of this table."""
+        if self.type == "custom" and self.import_path is None:
+            message = "is required for custom: name the function that makes the advantages, as my.module:fn"
+            yield broken(message, f"{where}.import_path", f"{where}.type")
         if self.overlong is None:
             return
         limit, buffer = f"{where}.overlong.max_tokens", f"{where}.overlong.buffer_tokens"
@@ -74,20 +87,32 @@ class AdvantageConfig(ConfigSection):
 class EnvAlgoConfig(AdvantageConfig):
     """How the rewards of one environment become advantages, whatever those of the others do."""
 
-    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl"] = required("As `orchestrator.algo.type`.")
+    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl", "custom"] = required("As `orchestrator.algo.type`.")
 
 
 class AlgoConfig(AdvantageConfig):
     """How rollouts become advantages."""
 
     type: Literal[  # pyright: ignore[reportIncompatibleVariableOverride] - the wider choice of the whole run
-        "grpo", "rloo", "opo", "reinforce_pp", "max_rl", "opd", "rae", "echo", "hierarchical_grpo", "opsd", "sft"
+        "grpo",
+        "rloo",
+        "opo",
+        "reinforce_pp",
+        "max_rl",
+        "custom",
+        "opd",
+        "rae",
+        "echo",
+        "hierarchical_grpo",
+        "opsd",
+        "sft",
     ] = option(
         "grpo",
         "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
         "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
-        "batch. max_rl: (r - m) / m. opd: on-policy distillation, per token the teacher's log-probability minus the "
-        "policy's; rewards only show. The others are not there yet: runs with them are refused at submission.",
+        "batch. max_rl: (r - m) / m. custom: what `import_path` returns. opd: on-policy distillation, per token the "
+        "teacher's log-probability minus the policy's; rewards only show. The others are not there yet: runs with them "
+        "are refused at submission.",
     )
     teacher: TeacherConfig | None = option(
         None,

@@ -1,6 +1,6 @@
 """The config of `millrace eval`: environments played with one fixed model, and no training."""
 
-from typing import Self
+from typing import Literal, Self
 
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import ConfigSection, Document, FreeTable, option, required, table
@@ -44,9 +44,11 @@ class EvalRunConfig(Document):
     model: FixedModelConfig = required("The model.")
     client: ClientConfig | None = option(None, "The endpoint that serves the model; our own engine if left out.")
     env: list[EvalEnvConfig] = required("Environments to evaluate on, at least one (`[[env]]`).", min_length=1)
-    num_examples: int = option(
-        -1, "Tasks per environment: -1 for all held-out tasks (of an environment without any: all), else at least 1."
+    tasks: Literal["eval", "train"] = option(
+        "eval",
+        "eval: held-out tasks, or all of an environment that has none. train: training tasks, to be trained on.",
     )
+    num_examples: int = option(-1, "Tasks per environment: -1 for all of them, else at least 1.")
     rollouts_per_example: int = option(1, "Rollouts per task.", facts=Facts(aliases=("group_size",)), ge=1)
     sampling: FixedSamplingConfig = table(FixedSamplingConfig, "How the model is sampled.")
     pass_threshold: float = option(1.0, "A rollout passes with this reward or more: what pass@k counts.")

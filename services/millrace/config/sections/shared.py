@@ -57,6 +57,11 @@ class CheckpointConfig(ConfigSection):
         "a run is never rewritten. Belongs to the command, and is no part of the run's config.",
         ge=-1,
     )
+    save_async: bool = option(
+        True,
+        "Upload a checkpoint while training goes on: it is written to local scratch (`MILLRACE_SCRATCH_DIR`) first, "
+        "and is that of its step. If false, training waits until it is durable.",
+    )
     interval: int | None = option(None, "Steps between checkpoints; only the last step if left out.", ge=1)
     keep_last: int | None = option(
         None, "Keep this many newest checkpoints; all if left out.", facts=Facts(aliases=("keep",)), ge=1

@@ -24,7 +24,7 @@ class EnvAdapter(Protocol):
         ...
 
     async def start(self) -> None:
-        """Bring up what rollouts share; called once, inside the event loop."""
+        """Start what rollouts share; called once, inside the event loop."""
         ...
 
     async def close(self) -> None:

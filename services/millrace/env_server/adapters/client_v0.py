@@ -125,7 +125,7 @@ class LeanClient(OpenAIChatCompletionsClient):
         for attempt in range(1, attempts + 1):
             asked, problem = None, ""
             try:
-                # A redirect would carry the key and the prompt to somebody whom nobody named.
+                # A redirect would carry the key and the prompt to a server that the config does not name.
                 async with self._session.post(url, data=body, allow_redirects=False, **options) as reply:
                     raw = await reply.read()
                     if reply.status == 200:

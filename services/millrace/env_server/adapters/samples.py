@@ -28,7 +28,7 @@ class MissingTokensError(Exception):
 
 
 class MissingSpansError(MissingTokensError):
-    """A model call came back without the engine's word on which policy versions produced its tokens."""
+    """A model call came back without the policy versions that produced its tokens."""
 
     error_type = "MissingPolicySpans"
 

@@ -72,7 +72,7 @@ class Confinement:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Back."""
+        """Read what `to_json` made."""
         user = values["user"]
         return cls(
             isolation=Isolation(values["isolation"]),

@@ -62,7 +62,7 @@ class WorkerLimits:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "WorkerLimits":
-        """Back."""
+        """Read what `to_json` made."""
         return cls(**values)
 
 

@@ -39,7 +39,7 @@ class VisibleFiles:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Back."""
+        """Read what `to_json` made."""
         return cls(shown=tuple(map(str, values["shown"])), hidden=tuple(map(str, values["hidden"])))
 
     def with_shown(self, paths: Iterable[str]) -> Self:

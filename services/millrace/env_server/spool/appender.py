@@ -44,7 +44,7 @@ class RunAppender:
         on_closed_log: Callable[[], object],
         max_delay_s: float = MAX_DELAY_S,
     ) -> None:
-        """`on_closed_log` hears whenever the log could not be opened: perhaps the run is over."""
+        """`on_closed_log` is called whenever the log could not be opened: perhaps the run is over."""
         self._uid = run_uid
         self._spool = spool
         self._open_log = open_log
@@ -56,7 +56,7 @@ class RunAppender:
         self._pending: dict[str, Kept] = {kept.h: kept for kept in spool.of_run(run_uid)}
         self._answers: dict[str, asyncio.Future[bool]] = {}
         self._asked = ""
-        """The newest instance that somebody spoke of."""
+        """The newest instance of the log that was announced."""
         self._compared = ("", "")
         """What had been asked for when the log was compared with last, and the instance that it was then."""
         self._must_compare = bool(self._pending)
@@ -91,7 +91,7 @@ class RunAppender:
             self._answers.pop(kept.h, None)
 
     def note_instance(self, instance: str) -> None:
-        """Somebody says which copy of the log Redis holds."""
+        """Note which copy of the log Redis is said to hold."""
         if instance and instance != self._asked:
             self._asked = instance
             self._wake.set()
@@ -111,7 +111,8 @@ class RunAppender:
         return gone
 
     async def caught_up(self, instance: str) -> None:
-        """Return when that copy of the log (or a newer one) holds everything that is kept. Bound it."""
+        """Return when that copy of the log (or a newer one) holds everything that is kept. The caller bounds the
+        wait."""
         self.note_instance(instance)
         while self._has_to_compare() or self._backlog:
             await self._changed.wait()

@@ -30,12 +30,12 @@ _LOOK_FOR_END_S = 60.0
 _LOOK_AT_CLOSED_LOG_S = 10.0
 _LOOK_TIMEOUT_S = 60.0
 _KNOWN_S = 3600.0
-"""How long a run is remembered that nothing is heard of, and nothing kept of: longer than any play of it lasts."""
+"""How long a run without news and without kept rollouts is remembered: longer than any play of it lasts."""
 
 
 @dataclass(slots=True)
 class _KnownRun:
-    """What this env-server was told of a run. Moments are monotonic."""
+    """What the orchestrator told this env-server of a run. Moments are monotonic."""
 
     resolved_below: int = 0
     log_instance: str = ""
@@ -111,9 +111,9 @@ class RolloutSink:
         run.has_ended, run.driven_at, run.heard_at = False, time.monotonic(), time.monotonic()
 
     def look_for_end(self, run_uid: str) -> bool:
-        """Whether the run has ended; where that is not known, the store is asked now and then, for the next time.
+        """Whether the run has ended. Where that is not known, the store is asked now and then.
 
-        What an orchestrator says of an end may be old: another one may have reopened the run since, and drive it.
+        An orchestrator's word that it has ended may be old: another one may have reopened the run since, and drive it.
         """
         run, now = self._run(run_uid), time.monotonic()
         run.heard_at = now

@@ -127,7 +127,7 @@ class TeacherClient:
     async def _once(self, method: str, base_url: str, path: str, body: bytes | None) -> Mapping[str, Any]:
         url = f"{base_url}/{path}"
         try:
-            # A redirect would carry the key and the tokens to somebody whom nobody named.
+            # A redirect would carry the key and the tokens to a server that the config does not name.
             request = self._session.request(method, url, data=body, headers=self._headers, allow_redirects=False)
             async with request as reply:
                 raw = await reply.read()

@@ -64,7 +64,8 @@ class _RunTeacher:
         self.opening: asyncio.Task[None] | None = None
         self.is_ready = False
         self.was_ready = False
-        """It was checked before: what it refuses now is a hiccup, unless it has become another one."""
+        """Whether it was checked before: then a refusal is taken for temporary, unless the server has become another
+        teacher."""
         self.scoring: _Scoring | None = None
         self.client: TeacherClient | None = None
         self.asked_at = 0.0

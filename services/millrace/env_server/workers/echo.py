@@ -26,7 +26,7 @@ def start_answering(channel: socket.socket) -> None:
 
 
 class EchoProbe:
-    """The env-server's side; `ask` regularly."""
+    """The env-server's side; call `ask` regularly."""
 
     def __init__(self, channel: socket.socket, *, stood_still_s: float) -> None:
         """`stood_still_s`: a longer pause between two calls of `ask` says that this process itself did not run."""

@@ -46,7 +46,7 @@ class Loader:
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     async def start(self, kind: str, note: Callable[[WorkerProcess], object]) -> WorkerProcess:
-        """Start a worker, which `note` hears of before it has loaded; again if loading was ended from outside.
+        """Start a worker, for which `note` is called before it has loaded; again if loading was ended from outside.
 
         Raises EnvLoadError, OSError.
         """

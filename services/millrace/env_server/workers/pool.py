@@ -222,7 +222,7 @@ class EnvPool:
 
     @property
     def _is_forsaken(self) -> bool:
-        """The env-server leaves, and there is no worker left that could play: none is started any more."""
+        """Whether the env-server leaves and no worker is left that could play: no more are started."""
         return self.is_leaving and (self.failure is not None or not any(self.slots))
 
     async def _play_shared(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout] | None:

@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """What the thread shall do between two steps; `refuse` takes the reason if it does not get to it or fails."""
+    """Work for the thread between two steps. `refuse` gets the reason if the work fails or is never begun."""
 
     run: Callable[[], None]
     refuse: Callable[[Exception], None]

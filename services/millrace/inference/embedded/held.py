@@ -8,6 +8,7 @@ import torch
 
 from millrace.inference.embedded import weights
 from millrace.inference.embedded.lora import Adapters
+from millrace.inference.embedded.scoring import score_prompt
 from millrace.inference.engine import HeldDigest
 from millrace.inference.probing import probe_problem
 from millrace.policies.proof import held_digest, mismatch
@@ -47,7 +48,7 @@ class HeldWeights:
         if found != staged.manifest.digest:
             problem = f"the engine holds digest {found}, not {staged.manifest.digest}"
         elif probe is not None:
-            logprobs = weights.prompt_logprobs(self._model, probe.token_ids)
+            logprobs = score_prompt(self._model, probe.token_ids).logprobs.tolist()
             dtype = str(weights.float_dtype(staged.tensors)).removeprefix("torch.")
             problem = probe_problem(probe.logprobs, logprobs, dtypes=[dtype])
         if problem is not None:

@@ -105,7 +105,7 @@ class RowCache(Cache):
         return 0 if self._positions is None else self._span - 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Position of the next pass's first token, for the mask of a prefill (a decode brings its own)."""
+        """Position of the next pass's first token, for the mask of a prefill (a decode has its own)."""
         return self.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class Adapters:
         self._layers: dict[str, nn.Linear] = {}
         """The base's layers that an adapted one stands in for."""
         self._replaced: dict[str, torch.Tensor] = {}
-        """The base's values of layers that the adapter brings whole."""
+        """The base's values of layers that the adapter replaces whole."""
 
     @property
     def is_loaded(self) -> bool:

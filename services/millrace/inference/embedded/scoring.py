@@ -1,5 +1,7 @@
 """Log-probs of given tokens, as a teacher of a distillation gives them: in chunks, so that memory stays bounded."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from transformers import DynamicCache
@@ -10,7 +12,7 @@ CHUNK_TOKENS = 512
 """Tokens per forward pass: their logits over a vocabulary of 150 000 are 300 MB in float32."""
 
 
-def score_prompt(model: torch.nn.Module, token_ids: tuple[int, ...]) -> PromptScores:
+def score_prompt(model: torch.nn.Module, token_ids: Sequence[int]) -> PromptScores:
     """The scores of a prompt; call it in the thread that owns the model, between two of its passes."""
     tokens_1T = torch.tensor([list(token_ids)])
     num_tokens = tokens_1T.shape[1]

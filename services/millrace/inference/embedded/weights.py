@@ -1,6 +1,6 @@
 """Weights of a torch model by name: check, write in place, read back. Tied parameters are one tensor of many names."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -82,14 +82,6 @@ def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> dict[str, Tens
     """The weights of these names as the model holds them, without a copy."""
     held = model.state_dict(keep_vars=True)
     return {name: as_tensor_bytes(held[name]) for name in names}
-
-
-def prompt_logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:
-    """Log-prob of each token of a prompt but the first, [T - 1], by one forward pass."""
-    prompt = torch.tensor([list(token_ids)])
-    with torch.inference_mode():
-        logits_TV = model(input_ids=prompt, use_cache=False).logits[0, :-1].float()
-    return torch.log_softmax(logits_TV, dim=-1).gather(-1, prompt[0, 1:, None]).squeeze(-1).tolist()
 
 
 def as_tensor_bytes(tensor: torch.Tensor) -> TensorBytes:

@@ -107,7 +107,7 @@ def _content_length(scope: Mapping[str, Any]) -> int | None:
 
 
 def _bounded(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
-    """`receive` that says that the client has gone where its body passes the bound, which is noted in the scope."""
+    """Return a `receive` that reports a disconnect where the body passes the bound, and notes that in the scope."""
     left = MAX_BODY_BYTES
 
     async def read() -> MutableMapping[str, Any]:

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from millrace.decoding import decode_json, decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
-_TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 

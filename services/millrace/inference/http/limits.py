@@ -1,6 +1,6 @@
 """What one HTTP request may ask for, whichever engine serves it: bounds that are looked at before anything is computed.
 
-A request that is refused hears which field holds how much of what, how much is taken, and what to do instead. What
+The error of a refused request names the field, how much it holds, how much is taken, and what to do instead. What
 depends on the model is derived from its context: text that cannot fit into it is refused by its characters, before it
 is tokenized.
 """
@@ -22,7 +22,7 @@ MAX_COMPLETIONS = 512
 """Completions of one request: its prompts times `n`."""
 MAX_STOPS = 32
 MAX_STOP_CHARS = 256
-"""Of one stop string; as many tokens are decoded at every step."""
+"""Longest stop string, in characters; that many tokens are decoded at every step."""
 MAX_MESSAGES = 2048
 MAX_TOOLS = 256
 MAX_CHARS_PER_TOKEN = 16

@@ -22,7 +22,7 @@ from millrace.errors import (
 )
 from millrace.inference.engine import FinishReason, Generation, PromptScores
 from millrace.inference.http.chat import parse_tool_calls
-from millrace.inference.http.schema import ChatBody, CompletionBody, CompletionCommon, GenerateBody, Sampling
+from millrace.inference.http.schema import ChatBody, CompletionBody, CompletionCommon, GenerateBody, SamplingBody
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has not; vLLM writes the same."""
@@ -52,7 +52,7 @@ _STATUS: list[Any] = [
 ]
 
 
-def completion_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, sampling: Sampling) -> str:
+def completion_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, sampling: SamplingBody) -> str:
     """The completion as text, without what ended it unless that is asked for."""
     ids = generation.token_ids.tolist()
     is_stopped = generation.finish_reason is FinishReason.STOP

@@ -33,7 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 
-# The bounds below are those of the engine's columns (rows.py): what passes here must not overflow there.
+# The bounds below are those of the engine's columns (embedded/rows.py): what passes here must not overflow there.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ones, one is named
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -61,7 +61,7 @@ class Body(BaseModel):
         return data
 
 
-class Sampling(Body):
+class SamplingBody(Body):
     """Sampling parameters that all completion routes share."""
 
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -112,7 +112,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class CompletionCommon(Sampling):
+class CompletionCommon(SamplingBody):
     """What chat and plain completions share."""
 
     model: str | None = None
@@ -157,7 +157,7 @@ class CompletionBody(CompletionCommon):
     add_special_tokens: bool = True
 
 
-class GenerateSampling(Sampling):
+class GenerateSampling(SamplingBody):
     """`sampling_params` of `/inference/v1/generate`."""
 
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)

@@ -51,7 +51,7 @@ from millrace.inference.http.schema import (
     CompletionBody,
     CompletionCommon,
     GenerateBody,
-    Sampling,
+    SamplingBody,
     TokenizeBody,
 )
 from millrace.inference.model_files import ModelSlot, ServedModel
@@ -247,7 +247,7 @@ class HttpApi:
         return model, status
 
     async def _complete(
-        self, prompts: list[list[int]], sampling: Sampling, *, n: int, max_tokens: int | None, status: EngineStatus
+        self, prompts: list[list[int]], sampling: SamplingBody, *, n: int, max_tokens: int | None, status: EngineStatus
     ) -> list[responses.Completed]:
         """`n` completions of each prompt, in order. When one fails the others are aborted."""
         room = status.max_model_len

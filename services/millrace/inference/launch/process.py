@@ -1,8 +1,8 @@
 """One life of a vLLM server as the launcher sees it: start, talk, output, death, and the end of all its processes.
 
 The server leads a session and process group of its own, which its engine cores and workers share. The group is killed
-when the server is gone, however it went; and the kernel kills the server when the launcher dies (`vllm/lineage.py`),
-and engine cores when the server dies. So no way of dying leaves one behind.
+when the server is gone, however it went; and the kernel kills the server when the launcher dies
+(`vllm/server/lineage.py`), and engine cores when the server dies. So no way of dying leaves one behind.
 """
 
 import asyncio

@@ -261,7 +261,7 @@ class VllmEngine:
         try:
             await self._follow_pauses()
         except BaseException as error:  # nobody could tell what generates now, then raises
-            self._pauses.discard(holder)  # who could not pause does not resume
+            self._pauses.discard(holder)  # a holder that could not pause does not resume
             await self.fail(f"vLLM cannot be paused: {error}")
             raise
         if holder == PAUSE_HOLDER:

@@ -16,15 +16,12 @@ here, whatever route it came by:
 
 import asyncio
 import contextvars
-import logging
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.errors import UnavailableError
-
-logger = logging.getLogger(__name__)
 
 _ABORT_DEADLINE_S = 10.0
 

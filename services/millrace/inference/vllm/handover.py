@@ -1,6 +1,6 @@
 """The line between the launcher and the vLLM server that it has started: who serves the replica's gRPC address when.
 
-    launcher                                       vLLM server (`host.py`, the plugin)
+    launcher                                       vLLM server (`server/`)
     ──▶ {"flags": …}                               checks them
     ◀── {"violations": […]}
     ──▶ {"argv": […]}                              loads the model, seconds to minutes; the launcher answers for it

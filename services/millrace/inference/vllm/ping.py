@@ -33,7 +33,8 @@ class Ping:
         self._task.cancel()
 
     async def _ask(self) -> None:
-        """Of an engine on other nodes, or of several, each worker: the engine here would hear of their end too late."""
+        """Ask the engine. Where it has several nodes or cores each worker is asked: the engine would notice their end
+        late."""
         if self._ranks.is_spread or self._ranks.num_cores > 1:
             await self._ranks.call("millrace_ping")
         else:

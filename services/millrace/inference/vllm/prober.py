@@ -57,7 +57,7 @@ class Prober:
         """Have the probe computed no further."""
         running, self._running = self._running, None
         if running is not None and not running[1].cancel() and not running[1].cancelled():
-            running[1].exception()  # told by who awaited it, or something else has failed before
+            running[1].exception()  # its caller has raised it, or something else has failed before
 
     async def _compute(self, staged: StagedPolicy, probe: Probe) -> None:
         computed = str(self._client.model_config.dtype).removeprefix("torch.")
@@ -84,7 +84,7 @@ class Prober:
 
 
 async def settled(probing: asyncio.Task[None]) -> None:
-    """Wait for a probe and raise what it raises; UnavailableError if it was cancelled, which is not our end."""
+    """Wait for a probe and raise what it raises; a cancelled probe is an UnavailableError, not our own cancellation."""
     await asyncio.wait({probing})
     if probing.cancelled():
         raise UnavailableError(

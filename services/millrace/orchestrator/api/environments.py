@@ -1,6 +1,6 @@
-"""Whether the environments of a config can be loaded and have their keys: the env-servers are asked at submission."""
+"""Ask the env-servers, when a run is submitted, whether its environments can be loaded and have their keys."""
 
-from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.config import EvalRunConfig, RLConfig
 from millrace.errors import UnavailableError
 from millrace.orchestrator.drive.assembly import env_specs
 from millrace.orchestrator.play.env_servers import EnvServers, KeyVariables

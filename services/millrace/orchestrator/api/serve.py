@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import grpc.aio
 from redis.asyncio import Redis
 
+from millrace.custom_code import CustomCode
 from millrace.errors import first_error
 from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
 from millrace.orchestrator.api.service import RunServicer
@@ -66,7 +67,8 @@ class _Process:
         return [_RUN_SERVICE, _WORKER_SERVICE]
 
     def start(self, port: int) -> None:
-        """The server listens: only who has bound the address holds the place, and takes over from a predecessor."""
+        """Start the orchestrator's work once the server listens: the process that has bound the address holds its
+        place."""
         host = self.settings.require("listen").rpartition(":")[0]
         self.manager.slot = worker_slot(f"{host}:{port}")
         self.board.set_ready(_RUN_SERVICE)
@@ -88,6 +90,7 @@ def _assemble(settings: Settings) -> _Process:
         catalog=catalog,
         registry=registry,
         on_scan=lambda: board.touch(PROCESS),
+        custom_code=CustomCode.parse(settings.custom_code),
     )
     return _Process(
         settings=settings,

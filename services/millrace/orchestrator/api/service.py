@@ -11,7 +11,8 @@ from functools import partial
 import grpc
 import redis.asyncio
 
-from millrace.config.schema import EvalRunConfig, RLConfig
+from millrace.algorithms import make_algorithms
+from millrace.config import EvalRunConfig, RLConfig
 from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
 from millrace.errors import (
     AlreadyExistsError,
@@ -114,8 +115,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 remedy="submit the evaluation again with the settings that you want",
             )
         wanted = forks.as_create(request, parent, uid=new_uid())
-        config, record = await self._validated(wanted)
-        assert isinstance(config, RLConfig), "a fork is a run that trains"
+        _, record = await self._validated(wanted)
         record = replace(record, parent={"uid": parent.uid, "step": request.step})
         if request.request_id:
             earlier = await find_request(self._store, self._prefix, request.request_id)
@@ -123,7 +123,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 return run_service_pb2.ForkRunResponse(run=await self._earlier(earlier, record))
         names = Names(self._prefix, parent.uid)
         plan = await asyncio.to_thread(plan_fork, self._store, names, name=parent.name, step=request.step)
-        forks.check_config(config, parent, plan)
+        forks.check_config(record.training, parent, plan)
         record = replace(record, parent=plan.to_json())
         return run_service_pb2.ForkRunResponse(run=await self._create(record))
 
@@ -192,7 +192,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return run_service_pb2.ResumeRunResponse(run=view.run)
 
     async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):
-        """Replay, then follow; ends behind the terminal state, which FAILED is not for a run that was reopened."""
+        """Replay the events, then follow new ones until the terminal state. FAILED is not terminal for a reopened
+        run."""
         view = await self._catalog.find(request.name)
         if request.after and not _CURSOR.fullmatch(request.after):
             problem = Violation(field="after", value=request.after[:80], message="is not the cursor of an event")
@@ -211,11 +212,11 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                     metadata={"cursor": feed.cursor},
                 )
             view = self._catalog.known(uid) or view  # a rebuilt log makes a new one
-            has_ended = view.is_terminal  # then what is there is all
+            has_ended = view.is_terminal  # then no further event comes
             for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
                 is_end = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
                 if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
-                    continue  # nobody's: a watcher that heard of it would stop
+                    continue  # it does not end the run, and a watcher would stop at it
                 last_sent, has_ended = time.monotonic(), is_end
                 yield run_service_pb2.WatchRunResponse(event=event)
             if has_ended:
@@ -240,7 +241,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ExplainRunResponse:
         """What every service waits for."""
-        # Redis or the store may be what is to be explained: the view of the last look serves as well.
+        # Redis or the store may be the very cause; then the view of the last look has to do.
         known, note = self._catalog.known(request.name), ""
         try:
             async with asyncio.timeout(EXPLAIN_READ_S):
@@ -260,6 +261,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
         def check() -> tuple[RLConfig | EvalRunConfig, RunRecord]:
             config = validate(request)
+            if isinstance(config, RLConfig):
+                make_algorithms(config.orchestrator, self._manager.custom_code)
             return config, make_record(request, config)
 
         with waits.shared("configs of {n} new runs to be checked", waits_on="orchestrator", quiet_s=1.0):

@@ -11,7 +11,7 @@ from millrace.v1 import event_pb2
 class EventFeed:
     """Reads behind a cursor. When Redis holds another copy of the log, it begins anew and skips what it has given out.
 
-    In another copy the ids of lost events may be those of others, so a cursor alone does not say what was seen: the
+    Another copy may have given the ids of lost events to others, so a cursor alone does not say what was seen: the
     number of each writer's newest event does.
     """
 

@@ -1,12 +1,12 @@
-"""The parts of one run's driver, and how they hang together."""
+"""The parts of one run's driver, and how they are wired."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from millrace.algorithms import ADVANTAGES, ALGORITHMS, Algorithm
-from millrace.config.schema import EvalRunConfig, RLConfig
-from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW, OrchestratorConfig
+from millrace.algorithms import Algorithm
+from millrace.config import EvalRunConfig, RLConfig
+from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.damage import DamageBook
@@ -114,8 +114,10 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
     )
 
 
-def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bool]) -> RolloutLoop:
-    """The loop of a run whose environments are open."""
+def make_loop(
+    parts: RunParts, config: RLConfig, *, algorithms: Mapping[str, Algorithm], is_stopping: Callable[[], bool]
+) -> RolloutLoop:
+    """The loop of a run whose environments are open, with the algorithm of each."""
     settings = config.orchestrator
     opened = {spec.name: parts.envs.envs[spec.name] for spec in parts.specs}
     order = TaskOrder(
@@ -154,23 +156,17 @@ def make_loop(parts: RunParts, config: RLConfig, *, is_stopping: Callable[[], bo
         policies=parts.policies,
         writer=parts.writer,
         events=parts.context.events,
-        algorithms=_algorithms(settings),
+        algorithms=algorithms,
         settings=settings,
         timeout_s=plays.timeout_s,
         is_stopping=is_stopping,
     )
 
 
-def _algorithms(settings: OrchestratorConfig) -> dict[str, Algorithm]:
-    """The algorithm of each environment; those without one of their own share the run's."""
-    shared = ALGORITHMS[settings.algo.type].from_config(settings.algo)
-    return {env.name: ADVANTAGES[env.algo.type].from_config(env.algo) if env.algo else shared for env in settings.env}
-
-
 def _rule(config: RLConfig) -> AdmissionRule:
     settings = config.orchestrator
     return AdmissionRule(
-        groups_per_step=settings.batch_size // settings.rollouts_per_example,
+        groups_per_step=settings.groups_per_step,
         async_level=settings.async_level,
         max_off_policy_steps=settings.max_off_policy_steps,
         oversampling_factor=settings.oversampling_factor,
@@ -183,9 +179,8 @@ def _failures(config: RLConfig | EvalRunConfig) -> Failures:
     if isinstance(config, EvalRunConfig):
         return Failures(num_groups=1, group_size=1, max_share=1.0)
     settings = config.orchestrator
-    groups_per_step = settings.batch_size // settings.rollouts_per_example
     return Failures(
-        num_groups=settings.failure_window or failure_window_of(groups_per_step),
+        num_groups=settings.failure_window or failure_window_of(settings.groups_per_step),
         group_size=settings.rollouts_per_example,
         max_share=settings.max_failed_share,
     )

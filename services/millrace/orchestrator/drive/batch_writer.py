@@ -4,7 +4,6 @@ Nothing counts before its header object exists in the store.
 """
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +35,6 @@ from millrace.v1 import run_pb2
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
 
 MAX_EMPTY_BATCHES = 10
 """Batches in a row without any advantage before the run fails instead of burning tokens for nothing (as prime-rl)."""
@@ -76,13 +74,14 @@ class BatchWriter:
         """What the committed headers name."""
         self.num_reopened = 0
         """How often the run had failed and went on."""
-        self._num_empty = 0
+        self.num_empty = 0
+        """Batches in a row without any advantage."""
 
     def restore(self, committed: Committed, *, origin: RunOrigin) -> None:
         """Continue behind the last committed header, or at the log's origin.
 
-        Behind a closing header that was reopened: at its step, which it did not train, with the ordinals behind those
-        that it dropped.
+        Behind a closing header that was reopened, continue at its step, which it did not train, and with the ordinals
+        behind those that it dropped.
         """
         self.chain, last, self.known = committed.chain, committed.last, KnownObjects(committed.headers)
         self.num_reopened = committed.num_reopened
@@ -107,9 +106,9 @@ class BatchWriter:
         await self._hold_lease()
         self._book.settle(batch.resolved)
         if not batch.samples:
-            await self._count_empty()
+            await self.count_empty()
             return
-        self._num_empty = 0
+        self.num_empty = 0
         header = self._header(batch_pb2.BATCH_KIND_TRAIN)
         header.num_rollouts = len(batch.rewards)
         header.reward_mean = sum(batch.rewards) / len(batch.rewards)
@@ -148,17 +147,20 @@ class BatchWriter:
         await self._write(header, score_samples(evaluation, seq_len=self._seq_len))
         self.closing = header
 
-    async def _count_empty(self) -> None:
-        self._num_empty += 1
+    async def count_empty(self) -> None:
+        """Tell of one more batch, or a batch's worth of groups, without any advantage; InternalError if it is one too
+        many.
+        """
+        self.num_empty += 1
         step = self._book.step
-        if is_told(self._num_empty):
+        if is_told(self.num_empty):
             await self._context.events.warning(
                 "ZERO_ADVANTAGE",
-                f"{self._num_empty} batches in a row at step {step} had no advantage: in every group all rewards are "
+                f"{self.num_empty} batches in a row at step {step} had no advantage: in every group all rewards are "
                 f"equal, so there is nothing to learn from; the run fails after {MAX_EMPTY_BATCHES}. Check the reward "
                 "function, or raise orchestrator.rollouts_per_example or the temperature",
             )
-        if self._num_empty >= MAX_EMPTY_BATCHES:
+        if self.num_empty >= MAX_EMPTY_BATCHES:
             raise InternalError(
                 f"{MAX_EMPTY_BATCHES} batches in a row at step {step} had no advantage: in every group all "
                 "rewards are equal, so there is nothing to learn from",
@@ -215,7 +217,7 @@ class BatchWriter:
 
 
 async def _finish(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; when we are cancelled meanwhile, let it come to its end first, for `COMMIT_GRACE_S` at most."""
+    """Await `work`. If this task is cancelled meanwhile, let `work` finish first, for at most `COMMIT_GRACE_S`."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)

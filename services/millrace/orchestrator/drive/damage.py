@@ -33,7 +33,7 @@ class DamageBook:
         self._met.setdefault((stream, entry.id), entry.damage)
 
     async def tell(self) -> bool:
-        """Tell of what was met since the last time, and remove it; whether there was anything."""
+        """Report and remove what was met since the last call; return whether there was anything."""
         met, self._met = self._met, {}
         for stream in Stream:
             found = {id_: cause for (of, id_), cause in met.items() if of is stream}

@@ -104,7 +104,7 @@ class Housekeeper:
         mended = num_met = 0
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
-            # The event log is for people: where damage comes again and again it is told ever more seldom.
+            # The event log is for people: damage that keeps coming is reported less and less often.
             await asyncio.sleep(TELL_DAMAGE.after(1 + num_met))
             num_met = num_met + 1 if await self._parts.damage.tell() else 0
             if self._parts.damage.num_rollouts != mended:
@@ -142,7 +142,7 @@ class Housekeeper:
         return await asyncio.to_thread(self._newest_checkpoint)
 
     async def archive_events(self) -> None:
-        """Bring new events to the store every few seconds, however long the store is away."""
+        """Copy new events to the store every few seconds, however long the store is away."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(ARCHIVE_S)
@@ -154,15 +154,15 @@ class Housekeeper:
                 logger.warning("events not archived, trying again", extra={"error": str(error)})
 
     async def archive_now(self) -> None:
-        """Bring every event that was written so far to the store."""
+        """Copy every event that was written so far to the store."""
         await self._parts.context.events.flush()
         await self._archive.archive()
-        if await self._parts.damage.tell():  # what was damaged among these is told in events, which belong there, too
+        if await self._parts.damage.tell():  # damage among these is reported by events, which have to be copied as well
             await self._parts.context.events.flush()
             await self._archive.archive()
 
     async def seal(self, state: str) -> None:
-        """Seal the run, whose terminal state is archived; what fails here a later look does (`sealing`)."""
+        """Seal the run, whose terminal state is archived. If that fails, a later look seals it (`sealing`)."""
         store, names, writer = self._log.store, self._log.names, self._parts.writer
         by = f"{self._parts.context.epoch.role}, epoch {self._parts.context.epoch.number}"
         try:
@@ -172,7 +172,7 @@ class Housekeeper:
             logger.warning("run not sealed, trying again later", extra={"uid": names.uid, "error": str(error)})
 
     async def archive_last(self) -> None:
-        """The same when this process stops: as far as it goes in a moment, the successor does the rest."""
+        """Copy what a moment allows when this process stops; the successor copies the rest."""
         try:
             async with asyncio.timeout(LAST_ARCHIVE_S):
                 await self.archive_now()

@@ -82,7 +82,8 @@ class PolicyDriver:
         return replicas
 
     def up_to(self, version: int) -> str:
-        """Who it is up to that a version is served: the trainer to publish it, then the replicas to take it."""
+        """The kind of component that must act before a version is served: the trainer publishes it, then replicas load
+        it."""
         is_published = self.desired is not None and self.desired.version >= version
         return "inference" if is_published else "trainer"
 

@@ -4,7 +4,7 @@
              │  closed already            │ pause: PAUSED, all is given back │ cancel         │
              └────────────────▶ end ◀─────┴──────────── STOPPING, closing header ◀────────────┘
 
-Who drives the run next, here or elsewhere, begins at the same place: nothing is handed over but the log.
+The next driver, here or elsewhere, begins at the same place: nothing is handed over but the log.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class RunDriver(ABC):
         self._desired = DesiredState()
         self._asked_to_stop = asyncio.Event()
         self._cancelled = asyncio.Event()
-        self._is_restored = False  # before that nobody knows which header would come next
+        self._is_restored = False  # before that, the next header is not known
         self.is_paused = False
         """The drive ended with the run paused."""
 
@@ -93,7 +93,7 @@ class RunDriver(ABC):
         """Drive the run to its closing header and its terminal state, or to its pause.
 
         A lost lease or epoch, a log that is gone or cannot be read, and an outage of Redis or the store, are raised:
-        the run stays open, and who claims it next continues from the log. Everything else fails the run.
+        the run stays open, and its next driver continues from the log. Everything else fails the run.
         """
         try:
             await self._drive()
@@ -187,7 +187,7 @@ class RunDriver(ABC):
         return working.result()
 
     async def _pause(self) -> None:
-        """Say that the run is paused; who resumes it continues from the log."""
+        """Record that the run is paused; whichever orchestrator resumes it continues from the log."""
         self.is_paused = True
         reason = f"paused on request: {self._desired.reason}" if self._desired.reason else "paused on request"
         if self._events.state != run_pb2.RUN_STATE_PAUSED:

@@ -8,6 +8,7 @@ An evaluation that the log has is not done again.
 import asyncio
 from collections.abc import Collection, Sequence
 
+from millrace.algorithms import make_algorithms
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.assembly import assemble, make_loop
 from millrace.orchestrator.drive.loop import RolloutLoop
@@ -56,6 +57,10 @@ class TrainRunDriver(RunDriver):
     async def _start(self) -> RolloutLoop:
         """Wait for environments and for the start policy to be served; build the loop."""
         envs = self._parts.envs
+        # In a thread: it may import modules of the user's. Bounded by nothing but their imports, which submission saw.
+        algorithms = await asyncio.to_thread(
+            make_algorithms, self._config.orchestrator, self._parts.context.custom_code
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(envs.open_all(self._parts.specs))
             tasks.create_task(self._wait_served(0))
@@ -65,7 +70,7 @@ class TrainRunDriver(RunDriver):
                     "EVAL_ON_TRAINING_TASKS",
                     f"environment {name!r} has no held-out tasks: it is evaluated on its training tasks",
                 )
-        return make_loop(self._parts, self._config, is_stopping=self._asked_to_stop.is_set)
+        return make_loop(self._parts, self._config, algorithms=algorithms, is_stopping=self._asked_to_stop.is_set)
 
     async def _evaluate_periodically(self) -> None:
         """Evaluate during training, whenever a version that is a multiple of the interval is served."""
@@ -78,9 +83,9 @@ class TrainRunDriver(RunDriver):
             last[env] = max(done, last.get(env, 0))
         step = self._parts.book.step // interval * interval
         if not evals.due(step, last=last):
-            step += interval  # else a predecessor was at it: do what the log does not have
+            step += interval  # else a predecessor began it: do what the log does not have
         while step < self._parts.max_steps:
-            await self._wait_served(step, overdue_s=0.0)  # it comes when it comes: nothing is held up
+            await self._wait_served(step, overdue_s=0.0)  # nothing waits for it
             due = evals.due(step, last=last)
             try:
                 await self._evaluate(step, due, done=self._done_evals)

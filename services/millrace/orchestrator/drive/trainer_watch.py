@@ -43,8 +43,8 @@ class TrainerWatch:
     async def run(self, *, is_closing: Callable[[], bool] = lambda: False) -> None:
         """Keep a trainer assigned; raises TrainerFailedError when it gives up. Ends by cancellation.
 
-        A trainer that has finished although the run is not `is_closing` read the closing header of a run that was then
-        reopened: it is given back, and comes again as soon as it has forgotten that.
+        A trainer that has finished although the run is not `is_closing` read a closing header from before a reopening.
+        It is released, and can be assigned again once it has forgotten the run.
         """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:

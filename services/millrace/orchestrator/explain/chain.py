@@ -81,7 +81,7 @@ class Chain:
         return " ← ".join(link.text for link in self.links)
 
     def behind(self, link: WaitLink) -> "Chain":
-        """This chain with a link in front; a wait is at least a wait, whatever stands behind it."""
+        """Return this chain with a link in front. Its severity is at least that of the wait in the link."""
         own = Severity.OVERDUE if is_overdue(link.wait) else Severity.WAITS
         return replace(self, links=(link, *self.links), severity=max(self.severity, own))
 
@@ -148,7 +148,7 @@ class _Graph:
 
 
 def _is_unanswered(wait: event_pb2.Wait, target: str) -> bool:
-    """Whether Redis, the store or a disk answers late or not; a download as a whole may take its time."""
+    """Whether Redis, the store or a disk does not answer in time. A download as a whole may take long."""
     is_operation = target == DISK or wait.reason.startswith(STORE)
     return target == REDIS or (is_operation and wait.age_seconds > SILENT_S)
 

@@ -42,21 +42,21 @@ TICK_S = 1.0
 TELL_SILENT_S = 10.0
 """Silence of a worker after which an event says so: ten heartbeats, so that a busy machine accuses nobody."""
 NO_PROGRESS_S = (20.0, 60.0, 300.0, 900.0)
-"""Ages of a standstill at which the end of the chain is told; behind the last one, every time it passes again."""
+"""Ages of a standstill at which the end of the chain is reported; after the last one, each time as much has passed."""
 PATIENCE, MOST_PATIENT = 1.5, 30.0
 """Factor on these ages after a standstill that was told and then ended although nobody had been found silent."""
 OVERDUE_AGAIN_S = 600.0
-"""The same overdue wait is told so seldom: in a slow run it may come back at every step."""
+"""Shortest time between two reports of the same overdue wait: in a slow run it may come back at every step."""
 TELL_STILL_S = 5.0
 TELL_OUTAGE_S = 5.0
 OUTAGE_SETTLES_S = 2.0
-"""Several commands wait for the same outage; the longest one is told."""
+"""Time for all commands that wait in one outage to notice its end; the longest wait is reported."""
 OUTAGE_MEMORY_S = 60.0
-"""Outages that ended so long before this watchdog began are told, too: the drive before may have ended by one."""
+"""How far back outages are reported when this watchdog begins: the drive before may have ended by one."""
 MAX_EVENTS, PER_S = 60, 600.0
-"""Most events within that time; what is above goes to the log only."""
+"""Most events within that many seconds; further ones go to the process's log only."""
 MAX_GONE = 64
-"""Silent and lost workers that are remembered, to tell that they are back."""
+"""Silent and lost workers that are remembered, so that their return can be reported."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class Watchdog:
         still_s = self._meter.within(self._looked, now)
         self._looked = now
         if still_s > SILENT_S:
-            # Nothing that was seen before is true by now, and who seems silent was not listened to: look again later.
+            # What was seen before is out of date, and nobody listened to workers that seem silent: look again later.
             self._moved, self._num_told = now, 0
             if still_s > TELL_STILL_S:
                 await self._warn(
@@ -174,7 +174,7 @@ class Watchdog:
             seen.record, seen.last_seen = record, record.last_seen
 
     async def _tell_gone(self, seen: _Seen, current: dict[str, WorkerRecord], now: float) -> None:
-        """A worker is not among the run's any more: it was lost, or replaced, or given back."""
+        """Report a worker that is no longer among the run's: it was lost, replaced or released."""
         record, slot = seen.record, seen.record.worker.slot
         silence_s = now - seen.last_seen
         heir = next((r for r in current.values() if slot and r.worker.slot == slot), None)
@@ -217,7 +217,8 @@ class Watchdog:
         await self._tell_wait(_end_of(chain, owner=self._owner, idle_s=idle_s))
 
     async def _look_at_waits(self, now: float) -> None:
-        """Tell of each overdue wait, and of the same one not soon again; numbers in its reason make no difference."""
+        """Report each overdue wait, the same one at most every `OVERDUE_AGAIN_S`; numbers in its reason make no
+        difference."""
         self._overdue = {key: at for key, at in self._overdue.items() if now - at < OVERDUE_AGAIN_S}
         for component in components(self._run_uid, self._registry, owner=self._owner):
             if component.is_silent:
@@ -229,7 +230,7 @@ class Watchdog:
                     await self._tell_wait(wait)
 
     async def _look_at_redis(self, now: float) -> None:
-        """Tell of outages that are over; while one lasts no event could be written anyway."""
+        """Report outages that are over; while one lasts no event could be written anyway."""
         for outage in list(OUTAGES):
             if not self._outages_until < outage.ended < now - OUTAGE_SETTLES_S:
                 continue
@@ -251,7 +252,7 @@ class Watchdog:
             await self._events.wait_reported(wait)
 
     def _may_send(self) -> bool:
-        """Whether the run's event log shall carry one more: it is for people, and a bad day may last long."""
+        """Whether the run's event log takes another event: it is for people, and a bad day may last long."""
         now = self._clock()
         while self._sent and now - self._sent[0] > PER_S:
             self._sent.popleft()

@@ -24,7 +24,7 @@ KIND_NAMES = {TRAINER: "trainer", ENV_SERVER: "env-server", INFERENCE: "inferenc
 
 
 RECENT_S = 60.0
-"""So long after this process stood still it says so: until then what others are blamed for may be its own doing."""
+"""How long this process reports that it stood still: until then the delays of others may be its own doing."""
 NameOf = Callable[[str], str]
 """Name of a run by its uid; the uid itself if it is unknown."""
 
@@ -53,7 +53,7 @@ def unanswered(owner: str) -> str:
 
 
 def stood_still(owner: str, *, meter: Meter = METER) -> str:
-    """That this process did not run lately, in words; empty if it did."""
+    """When and how long this process stood still lately, in words; empty if it did not."""
     now = time.monotonic()
     last = next((each for each in reversed(meter.found) if each.seconds > SILENT_S), None)
     if last is None or now - last.ended > RECENT_S:
@@ -72,7 +72,7 @@ def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Compon
     now = time.monotonic()
     own = _of_run(to_proto(waits.snapshot(owner)), uid)
     found = [Component(name=owner, kind="orchestrator", waits=own)]
-    # Who said that it leaves and is silent has left: nobody waits for it.
+    # A worker that announced its end and is silent has ended: nobody waits for it.
     here = [record for record in registry.records() if not (record.is_leaving and now - record.last_seen > SILENT_S)]
     found += [_component(record, uid, now) for record in here if serves(record, uid)]
     present = {component.kind for component in found}
@@ -181,7 +181,7 @@ def _failing(count: run_pb2.EnvRollouts) -> str:
 
 
 def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
-    """What keeps a queued run: never a trainer that waits for this very run."""
+    """Why a queued run does not start; a trainer that waits for this very run is never the reason."""
     held = [run for record in registry.alive(TRAINER) if (run := record.run_uid or record.reported) != uid]
     if not all(held) or len(held) < len(registry.alive(TRAINER)):
         return "a trainer is free, an orchestrator takes the run as soon as its log can be read"

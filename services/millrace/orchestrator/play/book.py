@@ -75,7 +75,7 @@ class Book:
 
     @property
     def open(self) -> list[Play]:
-        """The plays that members are still to come of."""
+        """The plays whose members are still to come."""
         return [play for play in self.plays.values() if play.is_open]
 
     @property
@@ -136,7 +136,7 @@ class Book:
         self._pending += resolved
 
     def close(self, reason: str) -> None:
-        """Before the closing header: drop all that is played. A batch that could not be committed trains nobody."""
+        """Drop every play before the closing header. A batch that could not be committed trains nobody."""
         self.drop([*self.open, *self.whole], reason=reason)
         self._pending = [replace(item, reason=item.reason or reason) for item in self._pending]
 
@@ -165,9 +165,11 @@ class Book:
 
     @contextmanager
     def committing(self) -> Iterator[list[Rollout]]:
-        """While a header that resolves what is pending is committed: gives what it archives. Then comes the next step.
+        """Yield what the header archives that resolves everything pending; commit it in the block. Then the next step
+        begins.
 
-        If the commit fails, the next header resolves and archives it; what is dropped meanwhile is in the next one.
+        If the commit fails, the next header resolves and archives the same. What is dropped meanwhile is in the next
+        one.
         """
         resolved, rollouts = self._pending, self._archive
         self._pending, self._archive = [], []

@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 10.0
 PLAY_TIMEOUT_S = 5.0
-"""PlayGroup answers at once; who does not holds up the groups for others meanwhile."""
+"""PlayGroup answers at once. An env-server that does not delays the groups of the others."""
 LIST_TIMEOUT_S = 30.0
-"""ListPlaying answers only when the log has what the env-server finished: after a wipe that is much."""
+"""ListPlaying answers only once the log has all that the env-server finished, which is much after a wipe of Redis."""
 OPEN_POLL_S = 0.25
 OPEN_TIMEOUT_S = 300.0
 """Longest time for an environment to load: imports of `verifiers` alone cost 7 CPU-seconds."""
 RETURN_PAUSE_S, RETURN_LIMIT_S = 1.0, 5.0
-"""After a takeover: so long after the last one came back nobody else is expected, and how long that is waited for."""
+"""After a takeover: how long after the last env-server came back no other one is expected, and the longest wait."""
 SILENCE_S = 3.0
-"""How long an env-server that did not answer gets no new groups, so that it does not hold up those for others."""
+"""How long an env-server that did not answer gets no new groups, so that it does not delay those of the others."""
 KILLS_WORKERS = "ENV_KILLS_WORKERS"
 """What an env-server answers of an environment that it has given up, and the reason for which its run fails."""
 # INTERNAL: it died in the middle of its answer. UNAUTHENTICATED: tokens are being changed, and not every machine has

@@ -29,7 +29,8 @@ from millrace.v1 import event_pb2
 logger = logging.getLogger(__name__)
 
 STALL_SLACK_S = 60.0
-"""Beyond one rollout's deadline, without any answer, before an evaluation ends; what is missing counts as failed."""
+"""Time without an answer, beyond one rollout's deadline, after which an evaluation ends; missing rollouts count as
+failed."""
 TICK_S = 0.5
 
 
@@ -122,14 +123,18 @@ class Evaluator:
         return load_of(play for current in self._open.values() for play in current.plays.values())
 
     def begin(self, env: str, *, step: int, min_version: int) -> Evaluation:
-        """Open an evaluation of `env` (on its training tasks if it has no others): from now on it takes rollouts."""
+        """Open an evaluation of `env`: from now on it takes rollouts.
+
+        Its training tasks are played where the settings say so, or where it has no others.
+        """
         settings, opened = self.settings, self._envs.envs[env]
-        num_tasks = opened.num_eval or opened.num_train
+        use_train_tasks = settings.use_train_tasks or opened.num_eval == 0
+        num_tasks = opened.num_train if use_train_tasks else opened.num_eval
         counts = next(each for each in settings.envs if each.name == env)
         if counts.num_examples > 0:
             num_tasks = min(num_tasks, counts.num_examples)
         eval_id = f"{env}@{step}" if settings.is_whole_run else f"{env}@{step}-e{self._epoch}"
-        plays = replace(settings.plays, eval_id=eval_id, use_train_tasks=opened.num_eval == 0)
+        plays = replace(settings.plays, eval_id=eval_id, use_train_tasks=use_train_tasks)
         current = self._open[eval_id] = Evaluation(
             eval_id=eval_id,
             env=env,
@@ -211,4 +216,4 @@ class Evaluator:
 def _first_failure(current: Evaluation) -> str:
     for rollout in current.failed():
         return f"{rollout.status}: {describe_error(rollout)}" if rollout.error else str(rollout.status)
-    return "no answer within the deadline"
+    return "no answer within the deadline" if current.plays else "it has no such tasks (`tasks`)"

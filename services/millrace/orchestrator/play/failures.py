@@ -165,7 +165,8 @@ class Failures:
         self.close(play.ordinal, has_failed=play.has_come_to_nothing)
 
     def close(self, ordinal: int, *, has_failed: bool) -> None:
-        """An ordinal is resolved; `has_failed`: as a group that came to nothing, behind which the next ones wait."""
+        """Count a resolved ordinal. After a group of which nothing is trained (`has_failed`) the next ones wait a
+        while."""
         if has_failed:
             self._num_in_a_row += 1
             self.not_before = time.monotonic() + BACKOFF.after(self._num_in_a_row)

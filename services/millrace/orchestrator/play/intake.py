@@ -27,7 +27,7 @@ class Intake:
         self._policies = policies
         self._make_play: MakePlay | None = None
         self._is_taking_over = False
-        """What is read is a predecessor's; ends with `take_over`."""
+        """Whether what is read was played for a predecessor; ends with `take_over`."""
         self.has_begun = False
         """The environments are known, so that rollouts find their plays; before, they are only noted."""
         self.noted: list[Rollout] = []
@@ -76,7 +76,8 @@ class Intake:
         logger.info("rollouts taken over", extra=fields | {"being_played": sum(bool(play.env_server) for play in left)})
 
     def _prepare(self, play: Play | None, rollout: Rollout) -> None:
-        """Before `play` takes the rollout: a predecessor's attempts count, and what it says of its replica does."""
+        """Take over a predecessor's attempt, and suspect a replica that lost the rollout, before `play` takes the
+        rollout."""
         if play is None or not play.is_open:
             return
         if self._is_taking_over:

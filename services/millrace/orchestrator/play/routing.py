@@ -76,7 +76,7 @@ class Policies(Protocol):
 
 
 class Router:
-    """Chooses replicas by what everybody who sends work has sent."""
+    """Chooses replicas by all the work that was sent to them, by training and evaluations alike."""
 
     def __init__(self) -> None:
         self._loads: list[Load] = []

@@ -5,19 +5,19 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.config.schema import EvalRunConfig, OrchestratorConfig
+from millrace.config import EvalRunConfig, OrchestratorConfig
 from millrace.config.sections.eval import FixedSamplingConfig
 from millrace.config.sections.orchestrator import EvalSamplingConfig, SamplingConfig
 from millrace.internal.v1 import env_service_pb2
 from millrace.rollouts.types import Purpose, RolloutStatus
 
 PLAY_SLACK_S = 30.0
-"""Beyond the rollout deadline that the env-server enforces itself, before a play counts as lost."""
+"""Time beyond the rollout deadline, which the env-server enforces itself, until a play counts as lost."""
 REPLICA_GRACE_S = 5.0
 """Time for an env-server to notice that a lost replica's connections are dead, before its play is taken from it."""
 MAX_LOST_BY_ENDPOINT = 8
-"""Plays of a task that an external endpoint loses in a row before that counts as a failure, about five minutes: nobody
-restarts somebody else's endpoint."""
+"""Plays of a task that an external endpoint may lose in a row, about five minutes, before that counts as a failure:
+nobody restarts somebody else's endpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,8 @@ class PlaySettings:
     timeout_s: float = math.inf
     """Time after which a play counts as lost."""
     rest_timeout_s: float = math.inf
-    """The same for the rest of a play that has come in part, of a task whose members end together."""
+    """Time after which the rest of a play counts as lost that has come in part, of a task whose members end
+    together."""
     replica_grace_s: float = 0.0
     """Time after the loss of its replica from which a play counts as lost."""
     max_playing: int | None = None
@@ -66,6 +67,8 @@ class EvalSettings:
     envs: tuple[EvaluatedEnv, ...]
     plays: PlaySettings
     pass_threshold: float = 1.0
+    use_train_tasks: bool = False
+    """Of environments that have held-out tasks, too."""
     is_whole_run: bool = False
     """The run is nothing but this evaluation: a successor goes on with it instead of beginning anew."""
 
@@ -127,6 +130,7 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
             max_blameless_attempts=MAX_LOST_BY_ENDPOINT,
         ),
         pass_threshold=config.pass_threshold,
+        use_train_tasks=config.tasks == "train",
         is_whole_run=True,
     )
 

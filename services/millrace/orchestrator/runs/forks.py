@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.config.schema import RLConfig
+from millrace.config import RLConfig
 from millrace.errors import InvalidSpecError, InvalidStateError, Violation
 from millrace.runlog import run_name
 from millrace.runlog.fork import ForkPlan

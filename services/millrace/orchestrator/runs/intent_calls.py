@@ -1,9 +1,10 @@
 """CancelRun, PauseRun and ResumeRun: an intent is durable before it is acknowledged.
 
-ResumeRun of a run that has FAILED reopens it, in this order: the intent, a new epoch of the orchestrator (who drove the
-run before is fenced out), the create-only record that its closing header does not end it (`runlog.revisions`).
-Who claims the run next begins another copy of its log, says in an event that it is QUEUED again, and drives it. A
-process that dies in between leaves either a run that is still FAILED, or one that any orchestrator goes on with.
+ResumeRun of a run that has FAILED reopens it, in this order: the intent, a new epoch of the orchestrator, which
+fences out the driver before, and the create-only record that its closing header does not end it
+(`runlog/records/revisions.py`). The next driver begins another copy of its log, says in an event that it is QUEUED
+again, and drives it. A process that dies in between leaves either a run that is still FAILED, or one that any
+orchestrator goes on with.
 """
 
 import asyncio
@@ -82,7 +83,7 @@ class IntentCalls:
             return  # this request, or another one, has reopened it
         payload = {"request_id": request_id, "closing_sha256": closing.sha256}
         await write_intent(self._store, names, "reopen", payload)
-        faults.reach(faults.Point.ORCHESTRATOR_REOPEN_WISHED, step=closing.step)
+        faults.reach(faults.Point.ORCHESTRATOR_REOPEN_INTENT, step=closing.step)
         epoch = await create_epoch(self._store, names, ROLE, self._owner)
         await asyncio.to_thread(reopen, self._store, names, closing, epoch=epoch.number, owner=self._owner)
         faults.reach(faults.Point.ORCHESTRATOR_REOPENED, step=closing.step)

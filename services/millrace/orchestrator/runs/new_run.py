@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Callable
 
 import millrace
+from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.load import validate_document
-from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.errors import InvalidSpecError, Violation
 from millrace.runlog import run_name
 from millrace.runlog.names import check_request_id, new_uid

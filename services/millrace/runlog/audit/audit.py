@@ -41,7 +41,7 @@ from millrace.v1 import audit_pb2
 _TRAINER = "trainer"
 
 Prove = Callable[[ObjectStore, Sequence[str], Callable[[str], None]], Iterable[str]]
-"""Decodes the policies with these manifests, in order, and yields what is wrong; hears what to say of its progress."""
+"""Decodes the policies with these manifests, in order, and yields what is wrong. It reports its progress in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ async def audit_run(
 ) -> audit_pb2.AuditReport:
     """Audit a run, without `redis` from the store alone. Reads only; every violation is in the report.
 
-    `on_progress` hears, from another thread, what is being looked at. `NotFoundError` if there is no such run,
+    `on_progress` is told, from another thread, what is being looked at. `NotFoundError` if there is no such run,
     `UnavailableError` if store or Redis does not answer.
     """
     names, depth = Names(prefix, uid), depth or Depth()

@@ -34,7 +34,7 @@ class AuditFindings:
         self._add(check, message, is_violation=False)
 
     def not_seen(self, check: str, message: str) -> None:
-        """Something that was not looked at, so that nobody takes silence for a verdict."""
+        """Record what was not looked at, so that silence is not taken for a result."""
         if (check, message) not in self._not_seen:
             self._not_seen.append((check, message))
 
@@ -68,7 +68,7 @@ def as_utf8(text: str) -> str:
 
 
 def gaps(known: Iterable[int], first: int, end: int) -> Iterator[range]:
-    """What lacks of the numbers from `first` to `end` (exclusive), in runs: a foreign object may claim any number."""
+    """The missing numbers from `first` to `end` (exclusive), in runs: a foreign object may claim any number."""
     expected = first
     for number in sorted({number for number in known if first <= number < end}):
         if number > expected:
@@ -137,7 +137,7 @@ class Audit:
 
     @contextlib.contextmanager
     def reading(self, check: str, what: str) -> Iterator[None]:
-        """Around what takes a stored document apart: whatever does not fit is a violation, never a traceback."""
+        """Guard the parsing of a stored document: whatever does not fit is a violation, never a traceback."""
         try:
             yield
         except CorruptObjectError as error:

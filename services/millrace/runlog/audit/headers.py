@@ -33,7 +33,7 @@ class HeaderCheck:
     def __init__(
         self, audit: Audit, *, run_hash: str, origin: RunOrigin, kept_from: int, told: ToldSteps, named: NamedCheck
     ) -> None:
-        """`kept_from`: chunks of this step and later ones must be there. `told` and `named` hear of every header."""
+        """`kept_from`: chunks of this step and later ones must be there. `told` and `named` get every header."""
         self._audit = audit
         self._told = told
         self._named = named

@@ -42,7 +42,7 @@ class EventArchive:
     """Writes the events of one run to the store. Of one event loop; several archivers at once do no harm."""
 
     def __init__(self, log: RunLog, *, on_damaged: OnDamaged | None = None) -> None:
-        """`on_damaged` hears of every entry that is left out, again at every look until it is removed."""
+        """`on_damaged` is called for every entry that is left out, again at every look until it is removed."""
         self._log = log
         self._on_damaged = on_damaged
         self._last: Entry | None = None

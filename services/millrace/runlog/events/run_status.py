@@ -31,7 +31,7 @@ def state_name(state: run_pb2.RunState) -> str:
 class BatchAge:
     """When a run last got ahead: its last batch, or the time from which it could make one; on any clock, in seconds.
 
-    A run that is driven anew (STARTING) stands still meanwhile: who drives it next goes on with the old time, else an
+    A run that is driven anew (STARTING) makes no progress meanwhile, so its next driver keeps the old time, else an
     orchestrator that ends again and again would hide that nothing is committed.
     """
 
@@ -85,7 +85,7 @@ class RunStatus:
     environments: dict[str, run_pb2.EnvRollouts] = field(default_factory=dict)
     """Environments of which rollouts failed, by name."""
     batches: BatchAge = field(default_factory=BatchAge)
-    """On the clocks of those who wrote the events."""
+    """On the clocks of the events' writers."""
     last_time: float = 0.0
     """Of the newest event, on its writer's clock (seconds since the epoch)."""
     spoke_at: dict[str, float] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class RunStatus:
         self._leave_end(run_pb2.RUN_STATE_QUEUED)
 
     def take_end_back(self) -> None:
-        """The event of its end is nobody's: no closing header ends the run, which goes on as it was."""
+        """Forget an end that no closing header confirms: the run goes on as it was."""
         self._leave_end(self._state_before_end)
 
     def apply(self, event: event_pb2.Event) -> None:
@@ -183,7 +183,7 @@ class RunStatus:
         self.batches.state_changed(change.new_state, self.last_time)
 
     def _leave_end(self, state: run_pb2.RunState) -> None:
-        """Enter a state; what a reopened run had as an end is none."""
+        """Enter a state, and drop the end that a reopened run had."""
         self.state = state
         if state not in TERMINAL:
             self.end_time = self.error = None

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Self
 
+from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.load import from_resolved
-from millrace.config.schema import EvalRunConfig, RLConfig
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.v1 import run_pb2

@@ -8,9 +8,9 @@ Batches and policies are appended again by their writers (`reappend_committed`, 
 
 A copy is stale when Redis came back from a file that misses a rebuild (its generation is below an installed one) or
 events that the store has (new events would get the ids of these), when it holds a closing header that does not end the
-run any more (`revisions`: an entry cannot be taken back), and when it is damaged (`runlog.damage`). Which generations
-were installed is marked by create-only objects; the rebuilder, or the next opener, writes it. Damage
-that comes again after a rebuild is rebuilt again, but ever more seldom: `LogGoneError` (LOG_UNSTABLE) says what it is
+run any more (`revisions`: an entry cannot be taken back), and when it is damaged (`runlog/redis/damage.py`). Which
+generations were installed is marked by create-only objects; the rebuilder, or the next opener, writes it. Damage that
+comes again after a rebuild is rebuilt again, but ever more seldom: `LogGoneError` (LOG_UNSTABLE) says what it is
 and when the next try is.
 """
 
@@ -93,7 +93,7 @@ async def open_or_rebuild(
 
 
 async def _is_proven(log: RunLog) -> bool:
-    """Whether Redis holds the log, in an instance that was found to be current before."""
+    """Whether Redis holds the log as an instance that was found to be current before."""
     try:
         await log.reopen(is_checked=False)
         instance = await log.read_instance()

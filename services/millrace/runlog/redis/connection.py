@@ -194,7 +194,7 @@ def _note_outage(address: str, began: float) -> None:
 
 
 def _translate(error: RedisError, what: str, client: redis_asyncio.Redis) -> Exception:
-    """What a retry does not help against."""
+    """The error for a failure that a retry does not cure."""
     address = describe(client)
     metadata = {"address": address}
     text = f"Redis at {address} refused: {what}: {error}"

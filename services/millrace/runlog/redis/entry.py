@@ -76,7 +76,7 @@ Page = Sequence[tuple[bytes, Mapping[bytes, bytes]]]
 LAST_ID = "18446744073709551615-18446744073709551615"
 """The highest id there is: nothing can follow it, and Redis refuses to read behind it."""
 OnDamaged: TypeAlias = Callable[[Stream, Entry], None]
-"""Hears of an entry that was skipped, more than once as long as it is there. From any thread."""
+"""Called for each entry that is skipped, and again at every look as long as the entry is there. From any thread."""
 
 
 def id_order(id_: str) -> tuple[int, int]:

@@ -198,7 +198,7 @@ class RunLog:
                 raise damage.log_damaged(cause)
             raise log_gone(f"run {self.uid}: generation {self.generation}, Redis has {stored[:40] or 'none'}")
 
-    # Who may write.
+    # Epochs.
 
     async def acquire_epoch(self, role: str, owner: str) -> Epoch:
         """Take the next epoch of a role and fence every older one out of Redis."""
@@ -391,7 +391,7 @@ class RunLog:
             raise await damage.condemn(self, "meta", f"in its {detail}")
         answer = AppendResult(text)
         if answer is AppendResult.FENCED:
-            await self.current_epoch(epoch.role)  # who fences us must be in the store
+            await self.current_epoch(epoch.role)  # an epoch that fences us must be in the store
             if not raises:
                 return False
         answer.require(f"epoch {epoch.number} of {epoch.role} of run {self.uid}")

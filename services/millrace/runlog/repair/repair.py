@@ -20,6 +20,7 @@ from millrace.runlog.records.listing import list_checkpoints, list_policies
 from millrace.runlog.records.origin import parse_origin
 from millrace.runlog.records.revisions import Reopening, parse_reopening
 from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.redis.entry import id_order
 from millrace.runlog.redis.log import RunLog
 from millrace.runlog.repair.headers import Header, Position, repair_headers
 from millrace.runlog.repair.objects import Judge, RedisCopy, Repair, Workbench, of_hash
@@ -41,7 +42,8 @@ async def repair_run(
 ) -> list[Repair]:
     """Look at every object of a run, and restore what can be restored if `is_applied`; reads every byte of it.
 
-    `log` is the copy in Redis, None without; `backup` a replica of the bucket. `on_progress` hears from another thread.
+    `log` is the copy in Redis, None without; `backup` a replica of the bucket.
+    `on_progress` is called from another thread.
     """
     redis = None if log is None else await RedisCopy.load(log)
     bench = Workbench(
@@ -197,13 +199,8 @@ def _archive_from_redis(bench: Workbench, key: str) -> bytes | None:
     if bench.redis is None or found is None:
         return None
     first, last = (int(found[1]), int(found[2])), (int(found[3]), int(found[4]))
-
-    def order(id_: str) -> tuple[int, int]:
-        major, _, minor = id_.partition("-")
-        return int(major), int(minor)
-
-    entries = [entry for entry in bench.redis.events if first <= order(entry.id) <= last]
-    if not entries or (order(entries[0].id), order(entries[-1].id)) != (first, last):
+    entries = [entry for entry in bench.redis.events if first <= id_order(entry.id) <= last]
+    if not entries or (id_order(entries[0].id), id_order(entries[-1].id)) != (first, last):
         return None
     if first[0] == last[0] and len(entries) != last[1] - first[1] + 1:
         return None  # ids of a generation are without gaps

@@ -5,6 +5,7 @@ and says what differs. But all checkpoints of a run are alike in that, so that o
 was changed, hashes and all: it is left aside, too.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,10 +19,10 @@ from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.names import Names
 from millrace.runlog.records.revisions import load_step
 from millrace.storage.base import ObjectStore
-from millrace.telemetry import faults, logging
+from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
-from millrace.trainer.checkpoint.checkpointer import CheckpointStore
 from millrace.trainer.checkpoint.manifest import CheckpointManifest, require_same_base, require_same_conditions
+from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import restore_random_state, state_tensors

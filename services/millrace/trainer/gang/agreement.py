@@ -6,6 +6,7 @@ a tuple is a list.
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -14,7 +15,6 @@ from google.rpc import status_pb2
 from millrace.decoding import decode_json, decode_message
 from millrace.errors import MillraceError, UnavailableError
 from millrace.rpc.status import from_status, to_status
-from millrace.telemetry import logging
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The gang: the processes that `torchrun` starts to train one model together, or this process alone.
 
-With one process nothing here communicates and no process group exists. With several, parameters are sharded with FSDP2
+With one process nothing here communicates. With several, parameters are sharded with FSDP2
 and rank 0 alone holds the run's lease, writes its log and tells the others what to do, as plain data, never as pickles.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 
 from millrace.telemetry import waits
@@ -34,21 +34,23 @@ class Gang:
         self.world_size = world_size
         self.device = device or torch.device("cpu")
         self._group: dist.ProcessGroup | None = None
-        self._beside: Gang | None = None
+        self._beside: dict[str, Gang] = {}
 
-    def beside(self) -> "Gang":
-        """The same gang on connections of its own, for a thread beside the main one. The first call is collective.
+    def beside(self, purpose: str) -> "Gang":
+        """The same gang on connections of its own, for a thread beside the main one; one of each purpose.
+
+        The first call of a purpose is collective.
 
         Collectives of one group must come in one order at every rank; two threads cannot keep one.
         """
         if self.is_alone:
             return self
-        if self._beside is None:
+        if purpose not in self._beside:
             group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
             assert isinstance(group, dist.ProcessGroup)  # every rank is in it
-            self._beside = Gang(rank=self.rank, world_size=self.world_size, device=self.device)
-            self._beside._group = group
-        return self._beside
+            self._beside[purpose] = Gang(rank=self.rank, world_size=self.world_size, device=self.device)
+            self._beside[purpose]._group = group
+        return self._beside[purpose]
 
     @classmethod
     def join(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -60,10 +62,8 @@ class Gang:
         world_size = int(environ.get("WORLD_SIZE", "1"))
         if world_size == 1:
             return cls(device=device)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         rank = int(environ["RANK"])
-        store = _store_of_this_start(environ)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+        _init_group(device, _store_of_this_start(environ), rank=rank, world_size=world_size)
         return cls(rank=rank, world_size=world_size, device=device)
 
     @property
@@ -122,10 +122,16 @@ class Gang:
         self.sum([0.0])
 
     def shard(self, model: nn.Module, *, compute_dtype: torch.dtype) -> nn.Module:
-        """Move the model to this rank's device and, in a gang, shard its parameters block by block (FSDP2)."""
+        """Move the model to this rank's device and shard its parameters block by block (FSDP2).
+
+        FSDP casts as well: what is computed in another format than float32 is the same for one process and for many,
+        so that one process is a gang of one there. Gradients are summed over the ranks, in float32.
+        """
         model.to(self.device)
         if self.is_alone:
-            return model
+            if compute_dtype == torch.float32:
+                return model
+            _require_group(self.device)
         policy = (
             MixedPrecisionPolicy()
             if compute_dtype == torch.float32
@@ -136,11 +142,15 @@ class Gang:
             if type(module).__name__ in blocks:
                 fully_shard(module, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction with a factor
         return model
 
     def leave(self) -> None:
         """End the process group."""
-        if not self.is_alone and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     def _broadcast_from(self, source: int, data: bytes) -> bytes:
@@ -161,6 +171,19 @@ class Gang:
         with _waiting_for_peers():
             dist.all_reduce(tensor, op=operation, group=self._group)
         return tensor.tolist()
+
+
+def _init_group(device: torch.device, store: Store, *, rank: int, world_size: int) -> None:
+    """Make the process group that torch takes where none is named."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+
+
+def _require_group(device: torch.device) -> None:
+    """Make a process group of this process alone, unless it has one: FSDP needs it, and sends nothing over it."""
+    if not dist.is_initialized():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, and not in torch's stubs
+        _init_group(device, store, rank=0, world_size=1)
 
 
 def _store_of_this_start(environ: Mapping[str, str]) -> Store:

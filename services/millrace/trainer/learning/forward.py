@@ -3,7 +3,6 @@
 Shape suffixes: B rows, T padded length, K = T - first scored column + 1 (the logits that are computed), V vocabulary.
 """
 
-import contextlib
 import inspect
 import math
 from typing import Any
@@ -16,9 +15,7 @@ _POSITIONS = 64
 """Positions whose vocabularies are sorted at once: some 300 MB for 150,000 tokens."""
 
 
-def token_logprobs(
-    model: torch.nn.Module, micro_batch: MicroBatch, *, autocast_dtype: torch.dtype | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(model: torch.nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of every token given those before it, and the entropy of the distribution it was drawn from, [B, T].
 
     Both are float32 under the sample's temperature and truncation: a sampled token that the truncation leaves out under
@@ -36,10 +33,7 @@ def token_logprobs(
     }
     if _takes_logits_to_keep(model):
         arguments["logits_to_keep"] = keep
-    device_type = micro_batch.token_ids_BT.device.type
-    with torch.autocast(device_type, autocast_dtype) if autocast_dtype else contextlib.nullcontext():
-        logits = model(**arguments).logits
-    logits_BKV = logits[:, -keep:-1].float()
+    logits_BKV = model(**arguments).logits[:, -keep:-1].float()
     labels_BK = micro_batch.token_ids_BT[:, first:]
     if micro_batch.truncation_B is not None:
         logits_BKV = logits_BKV.masked_fill(~_kept(logits_BKV, micro_batch, micro_batch.truncation_B), -math.inf)

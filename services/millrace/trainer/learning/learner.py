@@ -33,15 +33,14 @@ from millrace.trainer.model.pretrained import load_model, policy_tensors, resolv
 class Learner:
     """What a step computes with.
 
-    `autocast_dtype` is None where none is needed; `is_strict` says whether equal steps give equal bits. `adapter` and
-    `base_digest` (of version 0, hex) are set where adapters are trained on a base that stays what it is.
+    `is_strict` says whether equal steps give equal bits. `adapter` and `base_digest` (of version 0, hex) are set where
+    adapters are trained on a base that stays what it is.
     """
 
     config: TrainerConfig
     gang: Gang
     model: nn.Module
     optimizer: PolicyOptimizer
-    autocast_dtype: torch.dtype | None
     is_strict: bool
     adapter: AdapterSpec | None = None
     base_digest: str = ""
@@ -67,7 +66,6 @@ class Learner:
             optimizer=PolicyOptimizer(
                 model, optim=trainer.optim, scheduler=trainer.scheduler, max_steps=trainer.max_steps
             ),
-            autocast_dtype=compute_dtype if gang.is_alone and compute_dtype != torch.float32 else None,
             is_strict=is_strict,
             adapter=adapter,
             base_digest=base_digest,
@@ -80,7 +78,7 @@ class Learner:
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of a micro-batch under the live model, [B, T]."""
-        return token_logprobs(self.model, micro_batch, autocast_dtype=self.autocast_dtype)
+        return token_logprobs(self.model, micro_batch)
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:

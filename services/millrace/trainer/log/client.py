@@ -7,6 +7,7 @@ other ranks open the log only to read their chunks.
 
 import asyncio
 import concurrent.futures
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from millrace.runlog import EventWriter, Names, RunLog, open_redis
 from millrace.runlog.records.revisions import read_header
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.storage import ObjectStore
-from millrace.telemetry import logging
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.hold import Hold, outlasting, reopened
@@ -93,7 +93,7 @@ class LogClient:
     # BatchLog
 
     def is_stop_requested(self) -> bool:
-        """Whether to let go of the run; raises why the lease is no longer renewed, if so (FencedError: lost)."""
+        """Whether to release the run; raises why the lease is no longer renewed, if so (FencedError: lost)."""
         if self._held.lost is not None:
             raise self._held.lost
         return self._should_stop()

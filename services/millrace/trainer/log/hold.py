@@ -10,6 +10,7 @@ orchestrator has rebuilt it, and then goes on. Everything runs on the background
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar
 
@@ -18,7 +19,7 @@ from millrace.errors import CapacityError, FencedError, InternalError, LogGoneEr
 from millrace.internal.v1 import policy_pb2
 from millrace.runlog import AppendResult, Epoch, Lease, RunLog, Stream, reappend_policies
 from millrace.runlog.records.epochs import latest_epoch
-from millrace.telemetry import logging, waits
+from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 

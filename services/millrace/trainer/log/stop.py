@@ -1,5 +1,5 @@
-"""How a run is let go of."""
+"""How a run is released."""
 
 
 class StopRequested(Exception):
-    """The trainer was asked to let go of the run: a signal, a pause, or another assignment. Not an error."""
+    """The trainer was asked to release the run: a signal, a pause, or another assignment. Not an error."""

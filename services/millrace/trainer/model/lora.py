@@ -41,7 +41,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = _linear(torch.zeros(base.out_features, config.rank))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` [..., in] → [..., out] in the base's dtype; the adapter computes in its own, or autocast's."""
+        """`input` [..., in] → [..., out] in the base's dtype; the adapter computes in its own."""
         result = functional.linear(input, self.weight, self.bias)
         low = functional.dropout(input.to(self.lora_A.weight.dtype), self.lora_dropout, self.is_learning)
         return result + (self.lora_B(self.lora_A(low)) * self.scaling).to(result.dtype)
@@ -87,7 +87,8 @@ def set_learning(model: nn.Module, is_learning: bool) -> None:
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What is trained, as live tensors under the model's names: adapters, and the layers in `modules_to_save`."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state = model.state_dict(keep_vars=True)  # FSDP shards what it still holds whole, in the format it computes in
+    return {name: tensor.detach() for name, tensor in state.items() if tensor.requires_grad}
 
 
 def published_tensors(model: nn.Module, *, version: int) -> dict[str, torch.Tensor]:
@@ -113,7 +114,7 @@ def round_base(model: nn.Module, config: LoraConfig, *, publish_dtype: torch.dty
 
     They never change, so the engine's rounded copy is the policy, and the trainer has to compute with that one. Where
     it computes in the published format as well, they are held in it, which halves their memory; not where layers are
-    trained whole, whose float32 would meet the others outside of autocast.
+    trained whole, which are of the same weights and have float32 masters.
     """
     held = publish_dtype if publish_dtype == compute_dtype and not config.modules_to_save else torch.float32
     for parameter in model.parameters():

@@ -7,6 +7,7 @@ Every rank runs it on a thread beside the training, at the same versions in the 
 compared with is always what was committed: the copy is replaced behind the manifest, never before.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ from millrace.policies.publishing.upload import upload_delta, upload_full
 from millrace.policies.verify import damage_of
 from millrace.runlog.records.epochs import latest_epoch
 from millrace.storage.commit_points import find_newest, next_revision
-from millrace.telemetry import faults, logging
+from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.log.hold import ROLE, require_newest
 from millrace.trainer.publish.target import PublishTarget

@@ -6,11 +6,11 @@
 The newest version is what replicas are asked for; the trainer of the next batch has its weights.
 """
 
+import logging
 from collections.abc import Callable
 
 from millrace.decoding import decode_message
 from millrace.internal.v1.policy_pb2 import PolicyEntry
-from millrace.telemetry import logging
 from millrace.v1 import event_pb2
 
 logger = logging.getLogger(__name__)

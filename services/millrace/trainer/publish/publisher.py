@@ -7,23 +7,21 @@ At most one version is under way. The next one, a checkpoint and the end wait fo
 a checkpoint never precedes its version; what failed beside the training is raised there.
 """
 
-import concurrent.futures
-import contextvars
-import threading
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
-from millrace.errors import FencedError, LogGoneError
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.publishing.publish import PublishedPolicy
-from millrace.telemetry import faults, logging, waits
+from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer import meters
+from millrace.trainer.background import BackgroundWork
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.model.pretrained import probe
 from millrace.trainer.model.snapshot import Snapshots
@@ -35,12 +33,6 @@ from millrace.trainer.publish.target import PublishTarget
 from millrace.v1 import event_pb2
 
 logger = logging.getLogger(__name__)
-
-_QUIET_S = 1.0  # a longer wait for the version before shows itself
-_DEADLINE_S = 300.0  # when that wait counts as overdue; the store's own deadlines end it
-_ENDS_WITHIN_S = 30.0  # how long an error of the training waits for the version under way
-_GANG_ENDS_WITHIN_S = 5.0  # the same in a gang, where another rank may be dead
-_ABANDONED_S = 2.0  # and for a thread that was told to stop
 
 
 class PolicyLog(Protocol):
@@ -91,21 +83,18 @@ class Publisher:
         self._vocabulary = vocabulary
         self._plan = plan
         self._base = base
-        self._is_abandoned = threading.Event()
-        self._is_given_up = False
+        self._work = BackgroundWork(gang=gang)
         self._snapshots = Snapshots(learner.model, dtype=learner.publish_dtype, rank=gang.rank, device=gang.device)
         self._committer = Committer(
-            replace(target, gang=gang.beside()),
+            replace(target, gang=gang.beside("policies")),
             config=config if base is None else config.model_copy(update={"delta": False}),
             lineage=plan.lineage,
             files=files,
-            should_stop=self._is_abandoned.is_set,
+            should_stop=self._work.is_abandoned.is_set,
             is_strict=learner.is_strict,
             upload_files=upload_files,
         )
         self._previous: list[TensorPart] = []
-        self._under_way: concurrent.futures.Future[None] | None = None
-        self._version = 0
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +105,7 @@ class Publisher:
         if error is None:
             self.finish()
         else:
-            self._give_up(error)
+            self._work.give_up(error)
 
     @property
     def lineage(self) -> int:
@@ -166,46 +155,20 @@ class Publisher:
 
     def raise_failure(self) -> None:
         """Raise what publishing raised, if it has ended; wait for nothing."""
-        if self._under_way is not None and self._under_way.done():
-            self.finish()
+        self._work.raise_failure()
 
     def finish(self) -> None:
         """Return when nothing is under way; raise what publishing raised."""
-        future, self._under_way = self._under_way, None
-        if future is None:
-            return
-        with waits.waiting(f"policy {self._version} to be published", deadline_s=_DEADLINE_S, quiet_s=_QUIET_S):
-            future.result()  # bounded by the store's deadlines, and by what the log waits for until asked to stop
-
-    def _give_up(self, error: BaseException) -> None:
-        """The training failed. What is under way is whole and may be committed, unless another trainer has the run."""
-        self._is_given_up = True
-        if self._under_way is None:
-            return
-        if not isinstance(error, FencedError | LogGoneError):
-            concurrent.futures.wait([self._under_way], _ENDS_WITHIN_S if self._gang.is_alone else _GANG_ENDS_WITHIN_S)
-        self._is_abandoned.set()
-        concurrent.futures.wait([self._under_way], _ABANDONED_S)
+        self._work.finish()
 
     def _begin(self, version: int, parts: list[TensorPart], work: Callable[[], None]) -> None:
-        """Runs work for a version on a thread of its own, in the context of this one."""
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._under_way, self._version = future, version
+        """Run work for a version beside the training, then release its parts."""
 
         def run() -> None:
-            try:
-                work()
-                self._release(parts)
-            except BaseException as error:  # noqa: BLE001 - a thread's edge: raised by `finish`
-                if self._is_given_up:
-                    logger.warning("a policy was not published", extra={"version": version, "error": str(error)})
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+            work()
+            self._release(parts)
 
-        context = contextvars.copy_context()
-        # A daemon: where another rank died, a collective here may hang, and the process has to end all the same.
-        threading.Thread(target=context.run, args=(run,), name=f"publish-{version}", daemon=True).start()
+        self._work.begin(f"policy {version} to be published", run)
 
     def _release(self, parts: list[TensorPart]) -> None:
         """Give back the buffers that nothing is compared with any more."""
@@ -219,7 +182,7 @@ class Publisher:
         committed = self._committer.commit(made)
         if committed.published is not None and self._log_client is not None:
             faults.reach(Point.TRAINER_AFTER_MANIFEST, version=made.version)
-            if self._is_abandoned.is_set():
+            if self._work.is_abandoned.is_set():
                 return
             self._announce(self._log_client, committed, committed.published, time.monotonic() - began)
         if step is not None:

@@ -6,9 +6,11 @@ is refused if a key changed that makes it another training.
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -18,10 +20,10 @@ from millrace.decoding import decode_object
 from millrace.errors import InvalidSpecError, Violation
 from millrace.runlog import ZERO_CHAIN_HASH, Names
 from millrace.storage.local import LocalStore
-from millrace.telemetry import logging
-from millrace.trainer.checkpoint.checkpointer import Checkpointer, CheckpointStore
+from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import describe, resume
+from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import state_tensors
 from millrace.trainer.learning.optimizer import PolicyOptimizer
@@ -76,6 +78,15 @@ class SFTCheckpoints:
         self._checkpointer = Checkpointer(self._checkpoints, config.ckpt, gang=gang, author=author)
         self._resume_step = config.ckpt.resume_step
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.__exit__(kind, error, traceback)
+
     def resume(self, *, max_steps: int | None) -> tuple[int, int]:
         """Fill the state from the newest checkpoint, if there is one; return the next step and its position.
 
@@ -115,7 +126,10 @@ class SFTCheckpoints:
 
     def maybe_save(self, step: int, *, position: int, is_last: bool) -> None:
         """Save a checkpoint at the interval and at the end, if the config has checkpoints."""
-        if self._checkpointer is not None and (is_last or self._checkpointer.is_due(step)):
+        if self._checkpointer is None:
+            return
+        self._checkpointer.raise_failure()
+        if is_last or self._checkpointer.is_due(step):
             self._position.fill_(position)
             state = state_tensors(self._model, self._optimizer, gang=self._gang) | {"data.position": self._position}
             self._checkpointer.save(state, step=step, lineage=0, chain_hash=ZERO_CHAIN_HASH)

@@ -3,6 +3,7 @@
 Without a chat template, rows are text: prompt and completion are joined and end with the end-of-sequence token.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy as np
 from millrace.config.sections.sft import LossMaskConfig
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.types import TrainSample
-from millrace.telemetry import logging
 from millrace.trainer.sft.conversation import BadRowError, ConversationEncoder
 from millrace.trainer.sft.rows import Row, conversation_of
 

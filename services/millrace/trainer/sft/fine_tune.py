@@ -7,6 +7,7 @@ that is started again.
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,6 @@ from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.policies.adapter import AdapterSpec
 from millrace.rollouts.types import TrainSample
-from millrace.telemetry import logging
 from millrace.trainer.gang.determinism import seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, plan_micro_batches
@@ -108,7 +108,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     learner = _Learner(config, gang=gang, model=model, optimizer=optimizer)
     validate = _validation(config, data, learner, start=step)
     num_skipped = 0
-    with _open_metrics(output, step, gang=gang) as metrics:
+    with _open_metrics(output, step, gang=gang) as metrics, checkpoints:
         while not data.is_over(step, position, max_steps=config.max_steps):
             val_loss = validate(step)
             samples, following = data.take(position)
@@ -253,8 +253,6 @@ class _Learner:
         self._gang = gang
         self._model = model
         self._optimizer = optimizer
-        dtype = resolve_dtype(config.model.dtype, device=gang.device)
-        self._autocast_dtype = dtype if gang.is_alone and dtype.itemsize < 4 else None
 
     def step(self, step: int, samples: Sequence[TrainSample]) -> SFTStep:
         """One optimizer step on the mean cross-entropy of the trained tokens."""
@@ -265,7 +263,7 @@ class _Learner:
         set_learning(self._model, True)
         for micro_batch in micro_batches:
             loss = self._loss(micro_batch, num_loss_tokens)
-            (loss * self._gang.world_size).backward()  # FSDP averages over the ranks; this makes it a sum
+            loss.backward()
             total += float(loss.detach())
         set_learning(self._model, False)
         report = self._optimizer.step(step)
@@ -292,7 +290,7 @@ class _Learner:
 
     def _loss(self, micro_batch: MicroBatch, num_loss_tokens: int) -> torch.Tensor:
         """A micro-batch's share of the mean over `num_loss_tokens`."""
-        logprobs_BT, _ = token_logprobs(self._model, micro_batch, autocast_dtype=self._autocast_dtype)
+        logprobs_BT, _ = token_logprobs(self._model, micro_batch)
         losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), LossConfig())
         return total_loss(losses, num_rl_tokens=0, num_ce_tokens=num_loss_tokens)
 

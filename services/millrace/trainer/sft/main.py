@@ -4,6 +4,7 @@ Progress goes to stderr; the last line on stdout is the directory of the model.
 """
 
 import contextlib
+import logging
 import sys
 import time
 from collections import deque
@@ -19,11 +20,11 @@ from transformers.utils.logging import disable_progress_bar
 from millrace.config.load import validate_document
 from millrace.config.sections.sft import SFTConfig
 from millrace.errors import NotFoundError
-from millrace.telemetry.logging import getLogger, setup
+from millrace.telemetry.logging import setup
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 
-logger = getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _ETA_STEPS = 20  # steps whose mean is taken: enough to be steady, few enough to follow a change
 

@@ -28,8 +28,8 @@ import redis
 import redis.asyncio
 
 from millrace.client import Client, SyncClient
+from millrace.config import RLConfig
 from millrace.config.load import load
-from millrace.config.schema import RLConfig
 from millrace.errors import MillraceError, UnavailableError
 from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent

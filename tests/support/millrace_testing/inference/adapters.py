@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from millrace.inference.embedded import weights
 from millrace.inference.updater import DesiredPolicy
 from millrace.policies.adapter import ADAPTER_CONFIG, AdapterSpec
 from millrace.policies.manifest import AdapterEntry, PolicyPlace, Probe
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
+from millrace_testing.inference.logprobs import prompt_logprobs
 
 SPEC = AdapterSpec(rank=4, alpha=6.0, target_modules=("q_proj", "down_proj"), modules_to_save=("norm",))
 LAYERS = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")]
@@ -70,7 +70,7 @@ class Run:
             PolicyContents(
                 tensors=[(name, TensorBytes.from_numpy(tensor.numpy())) for name, tensor in tensors.items()],
                 files=self.files,
-                probe=Probe(token_ids=tokens, logprobs=tuple(weights.prompt_logprobs(twin, tokens))),
+                probe=Probe(token_ids=tokens, logprobs=tuple(prompt_logprobs(twin, tokens))),
                 adapter=entry,
             ),
             epoch=1,

@@ -14,8 +14,8 @@ from torch import nn
 from millrace.errors import MillraceError
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.checkpoint.checkpointer import CheckpointStore
 from millrace.trainer.checkpoint.manifest import Author
+from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 
 
@@ -45,7 +45,8 @@ def main(directory: Path) -> None:
     wanted = {name: weight.clone() for name, weight in state.items()}
     facts: dict[str, Any] = {}
     author = Author(run_hash="r", epoch=1, determinism="strict")
-    manifest = checkpoints.save(state, step=1, lineage=0, chain_hash=b"c" * 32, author=author)
+    written = checkpoints.write(state, step=1, lineage=0, chain_hash=b"c" * 32, author=author)
+    manifest = checkpoints.commit(written, gang=gang)
     for weight in state.values():
         weight.zero_()
     checkpoints.load(manifest, state)
@@ -68,7 +69,8 @@ def main(directory: Path) -> None:
     if not gang.is_leader:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # as a disk that is full
     try:
-        checkpoints.save(state, step=2, lineage=0, chain_hash=b"c" * 32, author=author)
+        written = checkpoints.write(state, step=2, lineage=0, chain_hash=b"c" * 32, author=author)
+        checkpoints.commit(written, gang=gang)
     except MillraceError as error:
         facts["refused"] = [type(error).__name__, error.reason, error.message]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

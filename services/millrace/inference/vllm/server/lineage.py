@@ -6,7 +6,7 @@ from millrace.processes.parent_death import die_with_parent
 
 
 def register() -> None:
-    """vLLM's general plugin, which it calls in each of its processes: engine cores and workers die with who made them.
+    """vLLM's general plugin, which it calls in each of its processes: engine cores and workers die with their parent.
 
     The process that serves HTTP belongs to its starter, and is left alone.
     """

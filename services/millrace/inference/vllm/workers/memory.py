@@ -83,7 +83,8 @@ class ChangeSlice:
     last: int = 0
 
     def num_bytes(self, width: int) -> int:
-        """Of its positions and bits, which are computed with; a copy of the whole is one of the file, in a thread."""
+        """Bytes of the positions and bits that are computed with. A whole copy has none: a thread reads the file for
+        it."""
         return (self.last - self.first) * (8 + width)
 
 

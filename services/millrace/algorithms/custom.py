@@ -1,0 +1,66 @@
+"""A function of the user's own that turns the rewards of a group into advantages."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from millrace.algorithms.base import ScalarAdvantage
+from millrace.algorithms.overlong import OverlongPenalty
+from millrace.config.sections.algo import AdvantageConfig
+from millrace.custom_code import CustomCode, bad_code
+
+FIELD = "orchestrator.algo.import_path"
+
+
+class Custom(ScalarAdvantage):
+    """`fn(rewards, lengths, **kwargs)`: float64 [G] and int64 [G] (sampled tokens) to advantages [G].
+
+    G is the number of rollouts of the group. The function is pure: what it returned stands in the log and is never
+    computed again. It is called for groups of equal rewards, too.
+    """
+
+    is_shift_invariant = False
+    compares = False
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        import_path: str,
+        kwargs: Mapping[str, Any],
+        overlong: OverlongPenalty | None = None,
+    ) -> None:
+        super().__init__(overlong=overlong)
+        self._function = function
+        self._import_path = import_path
+        self._kwargs = dict(kwargs)
+
+    @classmethod
+    def load(cls, config: AdvantageConfig, code: CustomCode) -> "Custom":
+        """Load the function and try it on a group; InvalidSpecError says what is wrong with it."""
+        path = config.import_path or ""
+        custom = cls(
+            code.load(path, field=FIELD),
+            import_path=path,
+            kwargs=config.kwargs,
+            overlong=OverlongPenalty.from_config(config),
+        )
+        custom.advantages(np.asarray([0.0, 1.0, 0.5]), np.asarray([1, 2, 4]))
+        return custom
+
+    def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return the advantages of a group, float64 [G]; InvalidSpecError if the function raises or returns others."""
+        try:
+            result = np.asarray(self._function(rewards.copy(), lengths.copy(), **self._kwargs), dtype=np.float64)
+        except Exception as error:  # a user's function may raise anything
+            raise bad_code(FIELD, self._import_path, f"it raised {type(error).__name__}: {error}") from error
+        if result.shape != rewards.shape:
+            problem = f"it returned the shape {result.shape}, not one advantage for each of {len(rewards)} rollouts"
+            raise bad_code(FIELD, self._import_path, problem)
+        if not np.isfinite(result).all():
+            rewards_text = ", ".join(f"{reward:g}" for reward in rewards[:8])
+            raise bad_code(
+                FIELD, self._import_path, f"it returned an advantage that is not finite, of rewards {rewards_text}"
+            )
+        return result

@@ -1,0 +1,55 @@
+"""Rollouts as rows of `millrace sft`: whole conversations, whichever engine sampled them.
+
+What the trained model would read otherwise than the one that played is left out: the rows hold text, and the trained
+model's own chat template and tokenizer make tokens of it.
+"""
+
+import re
+from collections import Counter
+from typing import Any
+
+from millrace.cli.offline.samples import SampleRecord, messages_of
+from millrace.rollouts.types import RolloutStatus
+
+_CUT = re.compile(r"… \(\d+ characters cut\)\Z")
+
+
+class TrainingRows:
+    """Makes rows, and counts those that were left out by reason."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.left_out = Counter[str]()
+
+    def row(self, found: SampleRecord) -> dict[str, Any] | None:
+        """The row of a sample; None if it cannot be trained on."""
+        messages = messages_of(found.rollout)
+        if reason := _unfit(found, messages):
+            self.left_out[reason] += 1
+            return None
+        self.num_rows += 1
+        return {"messages": messages}
+
+    def describe(self) -> str:
+        """How many rows there are, and why others were left out."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
+        return f"{self.num_rows} rows" + (f"; left out: {reasons}" if reasons else "")
+
+
+def _unfit(found: SampleRecord, messages: list[dict[str, Any]]) -> str:
+    """Why a sample is no row; empty if it is one."""
+    rollout = found.rollout
+    if rollout.status is not RolloutStatus.OK:
+        return "failed"
+    if rollout.is_truncated:
+        return "ended at the token limit (a row would teach to end there)"
+    roles = [message.get("role") for message in messages]
+    if "note" in roles or any(_CUT.search(str(message.get("content") or "")) for message in messages):
+        return "too long to be kept whole"
+    if "tool" in roles or any(message.get("tool_calls") for message in messages):
+        return "with tools (the log does not hold their definitions)"
+    if roles.count("assistant") != rollout.num_turns:
+        return "with assistant messages that nobody sampled"
+    if not roles or roles[-1] != "assistant" or not messages[-1].get("content"):
+        return "without an answer at the end"
+    return ""

@@ -1,0 +1,81 @@
+"""Work beside the training: one piece at a time, on a thread of its own."""
+
+import concurrent.futures
+import contextvars
+import logging
+import threading
+from collections.abc import Callable
+
+from millrace.errors import FencedError, LogGoneError
+from millrace.telemetry import waits
+from millrace.trainer.gang.distributed import Gang
+
+logger = logging.getLogger(__name__)
+
+_QUIET_S = 1.0  # a longer wait for the work before shows itself
+_DEADLINE_S = 300.0  # when that wait counts as overdue; the store's own deadlines end it
+_ENDS_WITHIN_S = 30.0  # how long an error of the training waits for what is under way
+_GANG_ENDS_WITHIN_S = 5.0  # the same in a gang, where another rank may be dead
+_ABANDONED_S = 2.0  # and for a thread that was told to stop
+
+
+class BackgroundWork:
+    """At most one piece of work is under way; what it raised is raised where the next one begins, or it is awaited."""
+
+    def __init__(self, *, gang: Gang) -> None:
+        self.is_abandoned = threading.Event()
+        """Set when the work shall stop as soon as it can: nobody wants what it makes."""
+        self._gang = gang
+        self._under_way: concurrent.futures.Future[None] | None = None
+        self._what = ""
+        self._is_given_up = False
+
+    def begin(self, what: str, work: Callable[[], None]) -> None:
+        """Run `work` in the context of the caller; `what` says what waiting for it means ("policy 3 to be published").
+
+        Nothing else may be under way: call `finish` before.
+        """
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._under_way, self._what = future, what
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - a thread's edge: raised by `finish`
+                if self._is_given_up:
+                    logger.warning("given up while waiting", extra={"awaited": what, "error": str(error)})
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        context = contextvars.copy_context()
+        # A daemon: where another rank died, a collective here may hang, and the process has to end all the same.
+        threading.Thread(target=context.run, args=(run,), name=what, daemon=True).start()
+
+    def raise_failure(self) -> None:
+        """Raise what the work raised, if it has ended; wait for nothing. Ranks of a gang may differ in that."""
+        if self._under_way is not None and self._under_way.done():
+            self.finish()
+
+    def finish_if_done(self) -> None:
+        """`finish`, if the work has ended at every rank. Collective in a gang while work is under way."""
+        if self._under_way is not None and self._gang.sum([self._under_way.done()])[0] == self._gang.world_size:
+            self.finish()
+
+    def finish(self) -> None:
+        """Return when nothing is under way; raise what the work raised."""
+        future, self._under_way = self._under_way, None
+        if future is None:
+            return
+        with waits.waiting(self._what, deadline_s=_DEADLINE_S, quiet_s=_QUIET_S):
+            future.result()  # bounded by the store's deadlines, and by what the log waits for until asked to stop
+
+    def give_up(self, error: BaseException) -> None:
+        """The training failed. What is under way is whole and may be committed, unless another trainer has the run."""
+        self._is_given_up = True
+        if self._under_way is None:
+            return
+        if not isinstance(error, FencedError | LogGoneError):
+            concurrent.futures.wait([self._under_way], _ENDS_WITHIN_S if self._gang.is_alone else _GANG_ENDS_WITHIN_S)
+        self.is_abandoned.set()
+        concurrent.futures.wait([self._under_way], _ABANDONED_S)

@@ -1,0 +1,67 @@
+"""A run whose config names a function of the user's own: refused unless the operator allows it, then in its log."""
+
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import InvalidSpecError
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import unpack_batch
+from millrace.v1 import run_pb2
+from millrace_testing.orchestrator.runs import bodies, create, watch
+
+MODULE = """
+calls = []
+def by_reward(rewards, lengths, factor=1.0):
+    return factor * rewards + 0.125
+def raises_later(rewards, lengths):
+    calls.append(1)
+    if len(calls) > 2:
+        raise ValueError("third call")
+    return rewards
+"""
+
+
+@pytest.fixture
+async def allowing(stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An orchestrator that may load `own_credit`."""
+    (tmp_path / "own_credit.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    await stack.kill_orchestrator()
+    stack.custom_code = "own_credit"
+    await stack.start_orchestrator(int(stack.address.rpartition(":")[2]))
+    return stack
+
+
+def algo(function: str, **kwargs: float) -> dict[str, object]:
+    return {"type": "custom", "import_path": f"own_credit:{function}", "kwargs": kwargs}
+
+
+async def test_who_may_submit_runs_may_not_thereby_run_code(stack) -> None:
+    with pytest.raises(InvalidSpecError, match="MILLRACE_CUSTOM_CODE is not set") as raised:
+        await create(stack, run_id="refused", algo=algo("by_reward"))
+    assert raised.value.violations[0].field == "orchestrator.algo.import_path"
+
+
+async def test_the_log_has_what_the_function_returned(allowing) -> None:
+    await allowing.env_server(), await allowing.inference()
+    trainer = await allowing.trainer()
+    run = await create(allowing, run_id="own", algo=algo("by_reward", factor=2.0))
+    events = await watch(allowing, run)
+    assert bodies(events, "state_changed")[-1].new_state == run_pb2.RUN_STATE_SUCCEEDED
+    samples = []
+    for header in trainer.headers:
+        if header.kind == batch_pb2.BATCH_KIND_TRAIN:
+            chunks = [allowing.deps["store"].get(chunk.key) for chunk in header.chunks]
+            samples += unpack_batch(header, dict(enumerate(chunks)))
+    assert len(samples) == 24
+    for sample in samples:
+        assert set(sample.advantages[sample.loss_mask == 1].tolist()) == {2.0 * sample.reward + 0.125}
+
+
+async def test_a_function_that_raises_during_the_run_ends_it_with_its_error(allowing) -> None:
+    await allowing.env_server(), await allowing.inference(), await allowing.trainer()
+    run = await create(allowing, run_id="late", algo=algo("raises_later"))
+    last = bodies(await watch(allowing, run), "state_changed")[-1]
+    assert last.new_state == run_pb2.RUN_STATE_FAILED
+    assert "own_credit:raises_later" in last.reason and "ValueError: third call" in last.reason

@@ -1,0 +1,82 @@
+"""One process computes what a gang of two computes, bit for bit: log-probs, loss, gradients, and the step."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from millrace.config.sections.rl import RLConfig
+from millrace.local.ports import free_port
+from millrace.runlog import Names
+from millrace.trainer.replay.steps import replay
+
+Recorder = Any  # conftest.Recorder; tests are not importable from one another
+
+LORA = {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "dropout": 0.0}}
+SAVED = {"lora": {**LORA["lora"], "modules_to_save": ["norm"]}}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "lora": {"dtype": "bfloat16", **LORA},
+    "lora and norms": {"dtype": "bfloat16", **SAVED},
+}
+
+
+def _compute(configs: Path, facts: Path, *, world_size: int) -> None:
+    """Have a gang of so many compute what the configs say."""
+    facts.mkdir()
+    command = ["-m", "millrace_testing.trainer.numerics_rank", str(configs), str(facts)]
+    if world_size > 1:
+        gang = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--master-addr=127.0.0.1"]
+        command = [*gang, f"--master-port={free_port()}", *command]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_one_process_equals_two(make_config: Callable[..., RLConfig], tmp_path: Path) -> None:
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    for name, model in MODELS.items():
+        config = make_config(model={"seq_len": 32, **model}, optim={"lr": 1e-3, "max_norm": 1e6})
+        (configs / f"{name}.json").write_text(config.resolved_json())
+    _compute(configs, tmp_path / "one", world_size=1)
+    _compute(configs, tmp_path / "two", world_size=2)
+    for name in MODELS:
+        one = load_file(tmp_path / "one" / f"{name}-0.safetensors")
+        ranks = [load_file(tmp_path / "two" / f"{name}-{rank}.safetensors") for rank in range(2)]
+        assert ranks[0].keys() | ranks[1].keys() == one.keys()
+        for rank in ranks:
+            for key, tensor in rank.items():
+                if key == "grad_norm":  # the squares are summed shard by shard
+                    assert float(tensor) == pytest.approx(float(one[key]), rel=1e-6), name
+                else:
+                    assert torch.equal(tensor, one[key]), f"{key} of {name}"
+
+
+@pytest.mark.parametrize("model", [MODELS["bfloat16"], MODELS["lora and norms"]], ids=["whole", "lora"])
+def test_a_run_in_bfloat16_is_published_resumed_and_replayed(
+    model: dict[str, Any], new_recorder: Callable[[], Recorder], make_config: Callable[..., RLConfig]
+) -> None:
+    config = make_config(model={"seq_len": 32, **model}, ckpt={"interval": 2}, determinism="strict", optim={"lr": 1e-3})
+    unbroken, broken = new_recorder(), new_recorder()
+    for recorder in (unbroken, broken):
+        recorder.record(config, steps=4)
+    unbroken.train()
+    assert broken.train(stop_at=3) == 3
+    broken.train()
+    assert len(set(unbroken.digests().values())) == 5
+    assert broken.digests() == unbroken.digests()
+    for step in (0, 3):  # from the start model, and from a checkpoint
+        report = replay(unbroken.store, Names(unbroken.prefix, unbroken.uid), step=step)
+        assert report.computed_digest == report.published_digest == unbroken.digests()[step + 1]
