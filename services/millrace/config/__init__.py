@@ -9,7 +9,7 @@ from millrace.config.load import Loaded, load, validate_document
 from millrace.config.section import run_hash
 from millrace.config.sections.client import ClientConfig
 from millrace.config.sections.eval import EvalRunConfig
-from millrace.config.sections.orchestrator import OrchestratorConfig
+from millrace.config.sections.orchestrator import OrchestratorConfig, ZeroAdvantageFilter
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.sft import SFTConfig
 
@@ -20,6 +20,7 @@ __all__ = [
     "OrchestratorConfig",
     "RLConfig",
     "SFTConfig",
+    "ZeroAdvantageFilter",
     "load",
     "run_hash",
     "validate_document",

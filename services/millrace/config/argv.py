@@ -151,7 +151,7 @@ class _Reader:
             return None
         if node.kind is Kind.SECTION and (following is None or not (following.startswith("{") or is_none(following))):
             return {}
-        return True if node.annotation is bool and (following is None or not is_boolean(following)) else None
+        return True if node.is_switch and (following is None or not node.is_value_of_switch(following)) else None
 
     def _switched_off(self, name: str) -> Key | None:
         """The key that `--no-a.b` or `--a.no-b` switches off; None if the name is neither."""
@@ -164,7 +164,7 @@ class _Reader:
         return None
 
     def _switch_off(self, name: str, key: Key) -> None:
-        is_boolean_key = key.node is not None and key.node.annotation is bool
+        is_boolean_key = key.node is not None and key.node.is_switch
         if is_boolean_key or (key.node is not None and key.node.is_optional):
             self._put(name, key, False if is_boolean_key else None)
         else:

@@ -66,7 +66,7 @@ class Key:
         if get_origin(annotation) is list:
             return _json(text, 'a JSON list such as ["a", "b"]; lists are replaced as a whole')
         try:
-            return _BOOLEANS[text.lower()] if annotation is bool else annotation(text)
+            return _BOOLEANS[text.lower()] if self.node.is_switch else annotation(text)
         except (KeyError, TypeError, ValueError):  # TypeError: one of several texts, which is no type to call
             return text
 

@@ -104,6 +104,16 @@ class SchemaKey:
         return self.facts.aliases
 
     @property
+    def is_switch(self) -> bool:
+        """Whether true and false are values of the key, alone or among others."""
+        return self.annotation is bool or (get_origin(self.annotation) is Literal and True in get_args(self.annotation))
+
+    def is_value_of_switch(self, text: str) -> bool:
+        """Whether the text is a value of a key that is a switch."""
+        choices = get_args(self.annotation) if get_origin(self.annotation) is Literal else (True, False)
+        return text.lower() in (str(choice).lower() for choice in choices)
+
+    @property
     def is_variant(self) -> bool:
         """Whether a `type` key decides what the other keys of the section mean."""
         return self.kind is Kind.SECTION and "type" in self.children
@@ -211,7 +221,8 @@ def type_text(node: SchemaKey) -> str:
     if node.kind is not Kind.LEAF:
         return {Kind.SECTION: "table", Kind.SECTION_LIST: "list of tables", Kind.FREE_TABLE: "free table"}[node.kind]
     if get_origin(node.annotation) is Literal:
-        return " or ".join(f'"{choice}"' for choice in get_args(node.annotation))
+        choices = get_args(node.annotation)
+        return " or ".join(str(choice).lower() if isinstance(choice, bool) else f'"{choice}"' for choice in choices)
     if get_origin(node.annotation) is list:
         return {str: "list of strings", int: "list of integers", float: "list of numbers"}[get_args(node.annotation)[0]]
     return {str: "string", int: "integer", float: "number", bool: "true or false"}[node.annotation]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
 from millrace.rpc.channel import call, stream
 from millrace.runlog import load_headers
@@ -184,6 +185,39 @@ async def test_equal_rewards_are_told_at_the_first_batch(stack) -> None:
     events = await watch(stack, run, timeout_s=WITHIN_S)
     warned = [body.message for body in bodies(events, "warning") if body.reason == "ZERO_ADVANTAGE"]
     assert len(warned) == 4 and "all rewards are equal" in warned[0], "at the batches 1, 2, 4 and 8"
+    assert events[-1].state_changed.error.reason == "NO_ADVANTAGE"
+
+
+async def _has_header(stack, run) -> bool:
+    headers, _ = await load_headers(await log_of(stack, run))
+    return bool(headers)
+
+
+async def test_groups_of_equal_rewards_are_replaced_also_by_a_successor(stack) -> None:
+    def shape(rollout: Rollout) -> Rollout:
+        return replace(rollout, reward=0.0) if rollout.ordinal % 3 else rollout
+
+    await workers(stack, shape=shape)
+    run = await create(stack, filter_zero_advantages="refill")
+    await until(lambda: _has_header(stack, run))
+    await restart_orchestrator(stack)
+    events = await watch(stack, run)
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    headers, _ = await load_headers(await log_of(stack, run))
+    trained = [header for header in headers if header.kind == batch_pb2.BATCH_KIND_TRAIN]
+    assert len(trained) == 3 and {header.num_rollouts for header in trained} == {8}, "every batch is full"
+    for header in trained:
+        for item in header.resolutions:
+            is_dropped = item.outcome == batch_pb2.ORDINAL_OUTCOME_DROPPED
+            assert is_dropped == bool(item.ordinal % 3) and (not is_dropped or item.reason == "zero_advantage")
+
+
+async def test_refilling_that_never_finds_a_group_ends_the_run(stack) -> None:
+    await workers(stack, shape=lambda rollout: replace(rollout, reward=0.0))
+    run = await create(stack, filter_zero_advantages="refill")
+    events = await watch(stack, run, timeout_s=WITHIN_S)
+    warned = [body.message for body in bodies(events, "warning") if body.reason == "ZERO_ADVANTAGE"]
+    assert len(warned) == 4 and "all rewards are equal" in warned[0], "at the batches' worths 1, 2, 4 and 8"
     assert events[-1].state_changed.error.reason == "NO_ADVANTAGE"
 
 

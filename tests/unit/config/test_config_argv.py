@@ -28,6 +28,20 @@ def test_text_becomes_the_type_of_its_key(load_rl):
     assert config.orchestrator.sampling.extra_body == {"top_k": 5, "stop": "now"}
 
 
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        (["--orchestrator.filter-zero-advantages"], True),
+        (["--orchestrator.filter-zero-advantages", "--max-steps", "3"], True),
+        (["--orchestrator.filter-zero-advantages", "refill"], "refill"),
+        (["--orchestrator.filter-zero-advantages=shrink"], "shrink"),
+        (["--no-orchestrator.filter-zero-advantages"], False),
+    ],
+)
+def test_a_switch_may_have_words_beside_true_and_false(load_rl, argv, value):
+    assert load_rl(*argv).config.orchestrator.filter_zero_advantages == value
+
+
 def test_sections_are_switched_on_and_off(load_rl, tmp_path):
     (tmp_path / "a.toml").write_text("[ckpt]\ninterval = 3\n[wandb]\n")
     assert load_rl("--ckpt").config.trainer.ckpt is not None

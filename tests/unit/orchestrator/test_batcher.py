@@ -5,7 +5,7 @@ import pytest
 
 from millrace.algorithms import Grpo, ReinforcePlusPlus
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.drive.batcher import count_dropped, cut, resolutions, score_samples
+from millrace.orchestrator.drive.batcher import count_dropped, cut, resolutions, score_samples, teaches
 from millrace.orchestrator.play.play import Play
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 
@@ -37,6 +37,26 @@ def test_a_group_without_advantage_is_dropped_and_still_counts_in_the_mean() -> 
     assert [item.ordinal for item in wire] == [0, 1]
     assert wire[0].outcome == batch_pb2.ORDINAL_OUTCOME_DROPPED
     assert wire[1].outcome == batch_pb2.ORDINAL_OUTCOME_TRAINED
+
+
+def test_shrink_means_what_true_means() -> None:
+    groups = [make_group(0, [1.0, 1.0]), make_group(1, [0.0, 0.5, 1.0])]
+    batch = cut(groups, GRPO, step=0, filter_zero_advantages="shrink", seq_len=64)
+    assert [(sample.ordinal, sample.member) for sample in batch.samples] == [(1, 0), (1, 2)]
+    assert count_dropped(batch.resolved) == {"zero_advantage": 1}
+
+
+def test_a_batch_that_is_refilled_keeps_its_groups_whole() -> None:
+    group = make_group(1, [0.0, 0.5, 1.0])
+    batch = cut([group], GRPO, step=0, filter_zero_advantages="refill", seq_len=64)
+    assert [(sample.ordinal, sample.member) for sample in batch.samples] == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_a_group_teaches_if_one_of_its_samples_has_an_advantage_within_the_sequence_length() -> None:
+    algorithm = Grpo()
+    assert teaches(make_group(0, [0.0, 1.0]), algorithm, seq_len=64)
+    assert not teaches(make_group(0, [1.0, 1.0]), algorithm, seq_len=64)
+    assert not teaches(make_group(0, [0.0, 1.0]), algorithm, seq_len=2), "only the prompt is left"
 
 
 def test_without_the_filter_every_sample_is_trained() -> None:

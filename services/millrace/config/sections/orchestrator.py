@@ -1,7 +1,7 @@
 """`[orchestrator]`: environments, sampling, batches, staleness, evaluation."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -28,6 +28,8 @@ def _as_in_training(name: str, **facts: Any) -> Facts:
     return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
 
 
+ZeroAdvantageFilter = Literal[True, False, "refill", "shrink"]
+"""What happens to samples without an advantage; true means shrink."""
 MAX_FAILURE_WINDOW = 4096
 """Most groups of a failure window: every batch header carries it, a few bytes a group."""
 
@@ -230,8 +232,11 @@ class OrchestratorConfig(ConfigSection):
         ge=2,
     )
     seed: int = option(0, "Seed of the task order.", facts=Facts(shared="seed"), ge=0)
-    filter_zero_advantages: bool = option(
-        True, "Leave out samples whose advantages are all zero; the batch gets smaller, it is not refilled."
+    filter_zero_advantages: ZeroAdvantageFilter = option(
+        True,
+        "What happens to samples whose advantages are all zero. `shrink`, or true: they are left out, and the batch "
+        "gets smaller. `refill`: a group of which all are zero is replaced by another task's before the batch is cut, "
+        "so that batches stay full. False: they are trained on.",
     )
     max_failed_share: float = option(
         0.9,

@@ -74,7 +74,8 @@ class BatchWriter:
         """What the committed headers name."""
         self.num_reopened = 0
         """How often the run had failed and went on."""
-        self._num_empty = 0
+        self.num_empty = 0
+        """Batches in a row without any advantage."""
 
     def restore(self, committed: Committed, *, origin: RunOrigin) -> None:
         """Continue behind the last committed header, or at the log's origin.
@@ -105,9 +106,9 @@ class BatchWriter:
         await self._hold_lease()
         self._book.settle(batch.resolved)
         if not batch.samples:
-            await self._count_empty()
+            await self.count_empty()
             return
-        self._num_empty = 0
+        self.num_empty = 0
         header = self._header(batch_pb2.BATCH_KIND_TRAIN)
         header.num_rollouts = len(batch.rewards)
         header.reward_mean = sum(batch.rewards) / len(batch.rewards)
@@ -146,17 +147,20 @@ class BatchWriter:
         await self._write(header, score_samples(evaluation, seq_len=self._seq_len))
         self.closing = header
 
-    async def _count_empty(self) -> None:
-        self._num_empty += 1
+    async def count_empty(self) -> None:
+        """Tell of one more batch, or a batch's worth of groups, without any advantage; InternalError if it is one too
+        many.
+        """
+        self.num_empty += 1
         step = self._book.step
-        if is_told(self._num_empty):
+        if is_told(self.num_empty):
             await self._context.events.warning(
                 "ZERO_ADVANTAGE",
-                f"{self._num_empty} batches in a row at step {step} had no advantage: in every group all rewards are "
+                f"{self.num_empty} batches in a row at step {step} had no advantage: in every group all rewards are "
                 f"equal, so there is nothing to learn from; the run fails after {MAX_EMPTY_BATCHES}. Check the reward "
                 "function, or raise orchestrator.rollouts_per_example or the temperature",
             )
-        if self._num_empty >= MAX_EMPTY_BATCHES:
+        if self.num_empty >= MAX_EMPTY_BATCHES:
             raise InternalError(
                 f"{MAX_EMPTY_BATCHES} batches in a row at step {step} had no advantage: in every group all "
                 "rewards are equal, so there is nothing to learn from",

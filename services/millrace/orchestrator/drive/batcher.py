@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.algorithms import Algorithm, Credit, Credited
+from millrace.config import ZeroAdvantageFilter
 from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
@@ -66,25 +67,31 @@ def cut(
     algorithms: Mapping[str, Algorithm],
     *,
     step: int,
-    filter_zero_advantages: bool,
+    filter_zero_advantages: ZeroAdvantageFilter,
     seq_len: int,
 ) -> CutBatch:
     """Make a batch of whole groups, with the algorithm of each one's environment.
 
     An algorithm that several environments share finishes all of their samples together. Only then are samples without
-    an advantage left out, if the config filters them. A group of which nothing is left is resolved as dropped, and not
-    replaced.
+    an advantage left out, if the config lets the batch shrink. A group of which nothing is left is resolved as dropped.
+    Where batches are refilled, such groups were replaced before the cut, and the others stay whole.
     """
+    is_shrinking = filter_zero_advantages in (True, "shrink")
     batch = CutBatch(step=step, samples=[], rewards=[])
     credited = [credit_group(group, algorithms[group.task.env], seq_len=seq_len) for group in groups]
     credits = iter(finish([item for items in credited for item in items], algorithms))
     for group, items in zip(groups, credited, strict=True):
         final = [(item, next(credits)) for item in items]
-        kept = [(item, credit) for item, credit in final if not filter_zero_advantages or has_advantage(item)]
+        kept = [(item, credit) for item, credit in final if not is_shrinking or has_advantage(item)]
         batch.samples += [train_sample(item.rollout, item.sample, credit, seq_len=seq_len) for item, credit in kept]
         batch.rewards += [rollout.reward for rollout in group.rollouts()]
         batch.resolved.append(Resolved.of(group, "" if kept else "zero_advantage"))
     return batch
+
+
+def teaches(group: Play, algorithm: Algorithm, *, seq_len: int) -> bool:
+    """Whether any sample of a whole group has an advantage; says the same of the group in every process."""
+    return any(has_advantage(item) for item in credit_group(group, algorithm, seq_len=seq_len))
 
 
 def has_advantage(item: Credited) -> bool:

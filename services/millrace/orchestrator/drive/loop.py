@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from millrace.algorithms import Algorithm
 from millrace.config import OrchestratorConfig
 from millrace.orchestrator.drive.batch_writer import BatchWriter
-from millrace.orchestrator.drive.batcher import cut
+from millrace.orchestrator.drive.batcher import cut, teaches
 from millrace.orchestrator.events import RunEvents, is_told
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
@@ -73,6 +73,9 @@ class RolloutLoop:
     """Whether the run was asked to pause or to end."""
     wait: LastingWait = field(default_factory=LastingWait)
     num_stale_in_a_row: int = 0
+    num_equal_in_a_row: int = 0
+    teaching: set[int] = field(default_factory=set)
+    """Ordinals of whole groups that have an advantage; filled only where batches are refilled."""
     num_truncated_in_a_row: int = 0
 
     async def run(self) -> None:
@@ -82,6 +85,7 @@ class RolloutLoop:
                 self.book.changed.clear()
                 await self.report_failures()
                 await self.drop_stale()
+                await self.drop_equal()
                 await self.player.place_open(self.book.plays.values())
                 await self.admit()
                 if groups := self.take():
@@ -144,6 +148,24 @@ class RolloutLoop:
                 "inference is slower than the trainer; add replicas, or raise orchestrator.max_off_policy_steps",
             )
 
+    async def drop_equal(self) -> None:
+        """Where batches are refilled, drop every whole group without an advantage: admission draws another instead.
+
+        What a group is worth follows from its rollouts alone, so a successor drops and counts the same groups.
+        """
+        if self.settings.filter_zero_advantages != "refill":
+            return
+        self.teaching &= self.book.plays.keys()
+        for group in [group for group in self.book.whole if group.ordinal not in self.teaching]:
+            if teaches(group, self.algorithms[group.task.env], seq_len=self.settings.seq_len):
+                self.teaching.add(group.ordinal)
+                self.num_equal_in_a_row = self.writer.num_empty = 0
+                continue
+            await self.drop([group], reason="zero_advantage")
+            self.num_equal_in_a_row += 1
+            if self.num_equal_in_a_row % self.rule.groups_per_step == 0:
+                await self.writer.count_empty()
+
     async def drop(self, groups: Sequence[Play], *, reason: str) -> None:
         """Drop groups and stop those that are still being played."""
         playing = [group for group in groups if group.is_open]
@@ -161,6 +183,8 @@ class RolloutLoop:
         if served is None or not self.rule.may_cut(step=self.book.step, served_version=served):
             return []
         ready = [group for group in self.book.whole if self.is_eligible(group)]
+        if self.settings.filter_zero_advantages == "refill":  # a group may have become whole since they were looked at
+            ready = [group for group in ready if group.ordinal in self.teaching]
         return ready[:need] if len(ready) >= need else []
 
     async def commit(self, groups: list[Play]) -> None:
