@@ -13,6 +13,10 @@ from safetensors.torch import load_file
 
 from millrace.config.sections.rl import RLConfig
 from millrace.local.ports import free_port
+from millrace.runlog import Names
+from millrace.trainer.replay.steps import replay
+
+Recorder = Any  # conftest.Recorder; tests are not importable from one another
 
 LORA = {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "dropout": 0.0}}
 SAVED = {"lora": {**LORA["lora"], "modules_to_save": ["norm"]}}
@@ -58,3 +62,21 @@ def test_one_process_equals_two(make_config: Callable[..., RLConfig], tmp_path: 
                     assert float(tensor) == pytest.approx(float(one[key]), rel=1e-6), name
                 else:
                     assert torch.equal(tensor, one[key]), f"{key} of {name}"
+
+
+@pytest.mark.parametrize("model", [MODELS["bfloat16"], MODELS["lora and norms"]], ids=["whole", "lora"])
+def test_a_run_in_bfloat16_is_published_resumed_and_replayed(
+    model: dict[str, Any], new_recorder: Callable[[], Recorder], make_config: Callable[..., RLConfig]
+) -> None:
+    config = make_config(model={"seq_len": 32, **model}, ckpt={"interval": 2}, determinism="strict", optim={"lr": 1e-3})
+    unbroken, broken = new_recorder(), new_recorder()
+    for recorder in (unbroken, broken):
+        recorder.record(config, steps=4)
+    unbroken.train()
+    assert broken.train(stop_at=3) == 3
+    broken.train()
+    assert len(set(unbroken.digests().values())) == 5
+    assert broken.digests() == unbroken.digests()
+    for step in (0, 3):  # from the start model, and from a checkpoint
+        report = replay(unbroken.store, Names(unbroken.prefix, unbroken.uid), step=step)
+        assert report.computed_digest == report.published_digest == unbroken.digests()[step + 1]

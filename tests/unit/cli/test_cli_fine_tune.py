@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.cli.main import main
 from millrace.cli.session import fine_tune
 from millrace.processes import table
 
@@ -53,10 +54,18 @@ def start(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.parametrize("flag", [("--server", "h:1"), ("--resume",), ("--follow",), ("--name", "Not A Name")])
+def test_flags_that_it_would_not_heed_are_refused(flag, capsys):
+    assert main(["sft", "--model.name", "gpt2", *flag, "--dry-run"]) == 2
+    assert flag[0] in capsys.readouterr().err
+
+
 def test_output_and_exit_code_are_the_trainers(tmp_path):
     process = start(tmp_path, "--model.name", "gpt2", "--max-steps", "3", "--run.name", "warm")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "training 3 outputs/warm/config.json\n", "")
+    process = start(tmp_path, "--model.name", "gpt2", "--max-steps", "3", "--name", "other")
+    assert process.communicate(timeout=60) == ("training 3 outputs/other/config.json\n", "")
     process = start(tmp_path, "--model.name", "gpt2", "--max-steps", "7")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 7 and out.startswith("training 7 outputs/sft-gpt2-")

@@ -440,8 +440,10 @@ INFERENCE = [
     effect("R", "inference --headless", "inference.vllm.headless", True),
     shown(
         "A",
-        "other engines, for evaluations",
+        "other engines, for evaluations and for rows of SFT; in RL they are refused",
         f"{E2E}/test_eval_command.py::test_the_server_of_transformers_is_evaluated",
+        f"{E2E}/test_eval_command.py::test_a_model_is_trained_on_rollouts_of_the_server_of_transformers",
+        f"{UNIT}/config/test_prime_rl.py::test_a_refusal_says_what_to_write",
         now="works in part",
     ),
 ]
@@ -557,7 +559,7 @@ CHECKPOINTS = [
         f"{UNIT}/cli/test_cli_existing.py::test_another_config_is_refused_naming_the_keys_and_forks_where_a_step_is_named",
     ),
     key("R", "ckpt.keep", "2", 2, "ckpt.keep_last"),
-    effect("R", f"{RL} --ckpt.save-async"),
+    key("R", "ckpt.save-async", "false", False),
     later("R", f"{RL} --wandb.id x", "wandb.id"),
 ]
 WATCHING = [

@@ -134,12 +134,13 @@ def test_the_loss_mask_chooses_the_roles(base: Path, loss_mask: dict[str, bool],
     assert trained_text(base, {"messages": messages}, **loss_mask)[1] == trained
 
 
+@pytest.mark.parametrize("column", ["tools", "tool_defs"])
 @pytest.mark.parametrize("as_text", [False, True], ids=["list", "JSON text"])
-def test_tools_and_template_arguments_reach_the_template(base: Path, as_text: bool) -> None:
+def test_tools_and_template_arguments_reach_the_template(base: Path, as_text: bool, column: str) -> None:
     tools, arguments = [{"type": "function", "function": {"name": "f"}}], {"mood": "glad"}
     row = {
         "messages": turns("a", "(glad)b"),
-        "tools": json.dumps(tools) if as_text else tools,
+        column: json.dumps(tools) if as_text else tools,
         "chat_template_kwargs": json.dumps(arguments) if as_text else arguments,
     }
     text, trained = trained_text(base, row)

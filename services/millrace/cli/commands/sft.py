@@ -9,10 +9,20 @@ Options:
   --KEY VALUE     Any key of the config, such as --optim.lr 1e-3.
   --nproc-per-node N
                   Train with N processes on this machine, one per GPU where there are GPUs; 1 if left out.
+  --name NAME     Name of the run, as `run.name`; made up if left out.
   --dry-run       Print the resolved config and do nothing.
   --debug         Show tracebacks."""
 
 _NUM_RANKS = "nproc-per-node"
+_FLAGS = {
+    "name": True,
+    _NUM_RANKS: True,
+    "dry-run": False,
+    "check-environments": False,  # is refused, and told where it belongs
+    "plain": False,
+    "debug": False,
+    "help": False,
+}
 
 
 @click.command(cls=RawCommand, epilog=_HELP)
@@ -21,29 +31,33 @@ def sft(arguments: tuple[str, ...]) -> int:
     from millrace.cli.session.config_file import explained, refuse_check, require_file_or_model
     from millrace.cli.session.dry_run import print_config
     from millrace.cli.session.model_path import check_models
+    from millrace.cli.session.new_name import check_new_name
     from millrace.cli.session.notes import refuse_blocked, say_notes
     from millrace.config import SFTConfig
-    from millrace.config.argv import RESERVED_FLAGS
     from millrace.config.load import load
 
     example = "millrace sft @ examples/reverse_text/sft.toml"
     with explained(arguments, command="sft", example=example):
-        loaded = load(SFTConfig, arguments, reserved={**RESERVED_FLAGS, _NUM_RANKS: True})
+        loaded = load(SFTConfig, arguments, reserved=_FLAGS)
     num_ranks = _num_ranks(loaded.flags.get(_NUM_RANKS, "1"))
     refuse_check(loaded)
+    config = loaded.config
+    if name := loaded.flags.get("name"):
+        check_new_name(str(name), option="--name")
+        config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     say_notes(loaded.notes)
     if loaded.flags.get("dry-run"):
-        print_config(loaded.config)
+        print_config(config)
         return 0
     refuse_blocked(loaded.notes)
     require_file_or_model(loaded, example=example)
-    names = {"model.name": loaded.config.model.name}
-    check_models(names, sources=loaded.sources, output_dir=loaded.config.output_dir, sft_hint=False)
+    names = {"model.name": config.model.name}
+    check_models(names, sources=loaded.sources, output_dir=config.output_dir, sft_hint=False)
 
     from millrace.cli import interrupts
     from millrace.cli.session.fine_tune import fine_tune
 
-    return interrupts.run(lambda signals: fine_tune(loaded.config, signals, num_ranks=num_ranks))
+    return interrupts.run(lambda signals: fine_tune(config, signals, num_ranks=num_ranks))
 
 
 def _num_ranks(text: str | bool) -> int:

@@ -35,7 +35,7 @@ class DataSourceConfig(ConfigSection):
     """Where rows come from.
 
     A row has `messages`, or `prompt` and `completion`, both text or both lists of messages; beside them it may have
-    `tools` and `chat_template_kwargs`, each as it is or as JSON text.
+    `tools` (or `tool_defs`) and `chat_template_kwargs`, each as it is or as JSON text.
     """
 
     name: str = option(

@@ -76,8 +76,8 @@ class TrainerModelConfig(ConfigSection):
     )
     dtype: Dtype = option(
         "auto",
-        "Number format of forward and backward; master weights and optimizer state are float32 always. "
-        "auto: float32 on a CPU, bfloat16 on a GPU.",
+        "Number format of forward and backward, for one process as for a gang; master weights, sums of gradients and "
+        "optimizer state are float32 always. auto: float32 on a CPU, bfloat16 on a GPU.",
     )
     publish_dtype: Dtype = option(
         "auto", "Number format of published policies. auto: the format that the trainer computes in."

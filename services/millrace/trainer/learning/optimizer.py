@@ -53,7 +53,7 @@ class PolicyOptimizer:
         """
         lr = learning_rate(step, lr=self._optim.lr, config=self._scheduler, max_steps=self._max_steps)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._optim.max_norm, error_if_nonfinite=False)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = whole_norm(norm)
         was_skipped = skips or not math.isfinite(grad_norm)
         if lr != 0 and not was_skipped:
             for group in self._adamw.param_groups:
@@ -65,3 +65,8 @@ class PolicyOptimizer:
     def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The state as live tensors, by parameter name; filling them in place restores it."""
         return {name: dict(self._adamw.state[parameter]) for name, parameter in self._named}
+
+
+def whole_norm(norm: torch.Tensor) -> float:
+    """A norm over all ranks, of which each may have computed its part. Collective in a gang."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

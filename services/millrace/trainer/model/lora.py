@@ -87,7 +87,8 @@ def set_learning(model: nn.Module, is_learning: bool) -> None:
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What is trained, as live tensors under the model's names: adapters, and the layers in `modules_to_save`."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state = model.state_dict(keep_vars=True)  # FSDP shards what it still holds whole, in the format it computes in
+    return {name: tensor.detach() for name, tensor in state.items() if tensor.requires_grad}
 
 
 def published_tensors(model: nn.Module, *, version: int) -> dict[str, torch.Tensor]:

@@ -32,6 +32,7 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import parse_config
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.loss import LossFunction
+from millrace.trainer.learning.optimizer import whole_norm
 from millrace.trainer.log.batches import Batch, Batches
 from millrace.trainer.log.store_log import StoreLog
 from millrace.trainer.loop import forward_backward, learn
@@ -118,7 +119,7 @@ class Replayer:
         random_state = torch.get_rng_state()
         metrics, _ = forward_backward(self._learner, batch, loss_of=loss_of)
         gradients = [p.grad for p in self._learner.model.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = whole_norm(torch.nn.utils.get_total_norm(gradients))
         self._learner.model.zero_grad(set_to_none=True)
         torch.set_rng_state(random_state)  # the run's own loss sees the same dropout
         return metrics | {"optim/grad_norm": norm}

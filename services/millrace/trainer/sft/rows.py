@@ -1,7 +1,7 @@
 """The rows of a fine-tuning: reading and checking them, and which conversation each one is.
 
-A row has `messages`, or `prompt` and `completion`, both text or both lists of messages. `tools` and
-`chat_template_kwargs` may stand beside them, as they are or as JSON text.
+A row has `messages`, or `prompt` and `completion`, both text or both lists of messages. `tools`
+(or `tool_defs`) and `chat_template_kwargs` may stand beside them, as they are or as JSON text.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from millrace.errors import InvalidSpecError, NotFoundError, Violation
 from millrace.trainer.sft.conversation import Conversation, Message
 
 Row = Mapping[str, Any]
+_TOOLS = ("tools", "tool_defs")
+"""Columns of tools, of which the first one that has any counts."""
 _REMEDY = 'write lines like {"prompt": …, "completion": …} or {"messages": […]}'
 
 
@@ -66,7 +68,7 @@ def conversation_of(row: Row) -> Conversation:
         messages = [*_turn(row["prompt"], role="user"), *_turn(row["completion"], role="assistant")]
     return Conversation(
         messages=[_message(message) for message in messages],
-        tools=_decoded(row.get("tools")) or None,
+        tools=next((tools for name in _TOOLS if (tools := _decoded(row.get(name)))), None),
         template_arguments=_without_none(_decoded(row.get("chat_template_kwargs")) or {}),
     )
 
@@ -190,7 +192,10 @@ def _check_row(row: Any) -> None:
             for index, message in enumerate(row[name]):
                 if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                     raise ValueError(f"`{name}[{index}]` is no message: it needs a `role`")
-    for name, kind, words in (("tools", list, "a list of tools"), ("chat_template_kwargs", dict, "an object")):
+    for name, kind, words in (
+        *((name, list, "a list of tools") for name in _TOOLS),
+        ("chat_template_kwargs", dict, "an object"),
+    ):
         try:
             value = _decoded(row.get(name))
         except ValueError as error:
