@@ -165,7 +165,7 @@ WARNINGS: Texts = {
     "WORKER_REPLACED": ("a worker ended and another took its place", "see the log of the one that ended"),
     "WORKER_SILENT": ("a worker does not answer", "it is frozen, overloaded or cut off: look at its machine"),
     "ZERO_ADVANTAGE": (
-        "in every group of a batch all rewards are equal, so nothing is learned",
+        "in every group of a batch, or of as many groups in a row where batches are refilled, all rewards are equal",
         "look at the rewards (`millrace run samples RUN`); raise `rollouts_per_example` or the temperature",
     ),
 }
@@ -226,7 +226,7 @@ FAILURES: Texts = {
         "mend it; private models need HF_TOKEN",
     ),
     "NO_ADVANTAGE": (
-        "ten batches in a row had no group with different rewards",
+        "ten batches in a row, or as many groups where batches are refilled, had no group with different rewards",
         "as for ZERO_ADVANTAGE",
     ),
     "POLICY_ABANDONED": (
