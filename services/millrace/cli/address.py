@@ -15,6 +15,7 @@ from millrace.telemetry.settings import Settings, parse_address
 CONNECT_TIMEOUT_S = 1.0
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 """Names of this machine in an address."""
+_EVERYWHERE = ("0.0.0.0", "[::]")
 START_REMEDY = "start a stack with `millrace up`, or name another server with --server or MILLRACE_SERVER"
 WAIT_REMEDY = "; or wait: a stack restarts what died"
 SILENT_REMEDY = "it listens but does not answer; a stack kills and restarts what is silent for 30 s; try again"
@@ -83,4 +84,4 @@ def _place(address: str) -> tuple[str, int] | None:
         host, port = parse_address(address)
     except ValueError:
         return None
-    return ("127.0.0.1" if host in LOOPBACK else host), port
+    return ("127.0.0.1" if host in (*LOOPBACK, *_EVERYWHERE) else host), port

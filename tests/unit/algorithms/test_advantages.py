@@ -203,10 +203,13 @@ def test_a_punishment_needs_a_limit_that_it_fits_below() -> None:
         validate_document(with_algo({"type": "max_rl", "overlong": {"buffer_tokens": 16, "max_tokens": 64}}))
 
 
-def test_algorithms_that_are_not_there_yet_are_refused_for_that() -> None:
-    document = with_algo({"type": "sft"})
+@pytest.mark.parametrize(
+    ("name", "says"), [("rae", "rae is not there yet"), ("sft", "rollouts of another model are no part of a run")]
+)
+def test_algorithms_that_are_not_there_are_refused_for_that(name: str, says: str) -> None:
+    document = with_algo({"type": name})
     document["orchestrator"]["rollouts_per_example"] = 1
-    with pytest.raises(InvalidSpecError, match="sft is not there yet") as raised:
+    with pytest.raises(InvalidSpecError, match=says) as raised:
         validate_document(document)
     assert "must be at least 2" not in str(raised.value)
 
