@@ -127,6 +127,7 @@ def test_a_config_is_checked_with_its_environments(tmp_path: Path) -> None:
     assert "loaded in" in loaded.stderr and json.loads(loaded.stdout)["orchestrator"]["env"][0]["id"] == "faulty-v0"
     assert refused.returncode == 2 and refused.stdout == ""
     assert "environment 'faulty-v0' could not be loaded: KeyError: 'no such thing while loading'" in refused.stderr
+    assert refused.stderr.count("no such thing while loading") == 1, "said once"
 
 
 @pytest.mark.parametrize("command", ["sft", "inference"])

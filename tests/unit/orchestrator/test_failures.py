@@ -74,9 +74,12 @@ def test_it_is_told_again_when_the_number_has_doubled_and_at_the_end() -> None:
     told = []
     for ordinal in range(40):
         played(counted, ordinal)
-        told += [count.num_failed for count in counted.report()]
-    assert told == [4, 8, 16, 32, 64, 128]
-    assert [count.num_failed for count in counted.report(is_final=True)] == [160]
+        told += list(counted.report())
+    assert [count.num_failed for count in told] == [4, 8, 16, 32, 64, 128]
+    assert "ValueError: boom" in told[0].explain()
+    assert told[1].explain() == "8 of 8 rollouts of environment 'math' failed by now (8 env_error)", "the rest was told"
+    (last,) = counted.report(is_final=True)
+    assert last.num_failed == 160 and "ValueError: boom" in last.explain()
     assert not list(counted.report(is_final=True))
     played(counted, 50, OK, OK, OK, OK)
     assert [count.num_rollouts for count in counted.report(is_final=True)] == [164], "what is shown is what is said"

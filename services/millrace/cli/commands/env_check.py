@@ -1,7 +1,6 @@
 """`millrace env`: try an environment before a run needs it."""
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -42,9 +41,10 @@ def check(env_id: str, args_json: str, pairs: tuple[str, ...], *, load_only: boo
     inherits variables, as the env-server's workers are and do. Exits 0 if the rollout ended well, else 1.
     """
     from millrace.cli import interrupts
+    from millrace.cli.session.environment_check import keep_logs_off_the_terminal
     from millrace.env_server.requests import EnvSpec
 
-    os.environ.setdefault("MILLRACE_LOG_LEVEL", "WARNING")  # of the worker, whose output is this terminal
+    keep_logs_off_the_terminal()
     spec = EnvSpec(name=env_id, id=env_id, args_json=json.dumps({**_object(args_json), **dict(map(_pair, pairs))}))
     what = None if load_only else _task_and_model(choices)
     result = interrupts.run(lambda signals: _run(spec, what, signals))

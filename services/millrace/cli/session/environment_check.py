@@ -1,6 +1,7 @@
 """`--check-environments`: load the environments of a config before anything is submitted, where they will be played."""
 
 import json
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ async def _check_here(prepared: Prepared, steps: "Steps") -> None:
     from millrace.env_server.requests import EnvSpec
     from millrace.env_server.trial import opened
 
-    os.environ.setdefault("MILLRACE_LOG_LEVEL", "WARNING")  # of the workers, whose output is this terminal
+    keep_logs_off_the_terminal()
     settings = prepared.config.orchestrator
     variable = (settings.algo.teacher and settings.algo.teacher.api_key_var) or ""
     if problem := teacher_key_problem(variable):
@@ -51,6 +52,12 @@ async def _check_here(prepared: Prepared, steps: "Steps") -> None:
         spec = EnvSpec(name=env.name, id=env.id, args_json=json.dumps(env.args, sort_keys=True))
         async with opened(spec, lambda name=env.name: steps.begin(f"loading environment {name}")) as trial:
             steps.done(loaded_line(trial))
+
+
+def keep_logs_off_the_terminal() -> None:
+    """Let the error that ends the command say what went wrong, and not the logs of pool and worker as well."""
+    os.environ.setdefault("MILLRACE_LOG_LEVEL", "WARNING")  # of the workers, whose output is this terminal
+    logging.getLogger("millrace").addHandler(logging.NullHandler())
 
 
 def loaded_line(trial: "LoadedTrial") -> str:

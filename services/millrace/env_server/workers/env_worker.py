@@ -81,7 +81,7 @@ def run(files: Sequence[int], directory: str, confinement: Confinement) -> None:
     except BaseException as error:  # environment code: whatever it raises is the answer
         kind, message = describe_error(error)
         fields = {"env": command.load.env.id, "error": f"{kind}: {message}", "frames": frames_of(error)}
-        logger.error("environment could not be loaded", extra=fields)
+        logger.info("environment could not be loaded", extra=fields)  # the process that asked says it as an error
         logger.debug("its whole traceback", exc_info=error)
         report = env_worker_pb2.EnvFailed(error_type=kind, error_message=message)
         channel.sendall(encode_frame(env_worker_pb2.WorkerReport(failed=report)))

@@ -68,6 +68,8 @@ class EnvCount(GroupCount):
     frames: str = ""
     num_recent: int = 0
     num_recent_failed: int = 0
+    is_told_before: bool = False
+    """Whether an event has told of the first failure already."""
 
     @property
     def recent_share(self) -> float:
@@ -80,8 +82,9 @@ class EnvCount(GroupCount):
         self.failed += group.failed
 
     def explain(self) -> str:
-        """How many of how many failed, with what error first, and what to do."""
-        return f"{self.num_failed} of {self.num_rollouts} rollouts of environment {self.env!r} failed {self.cause}"
+        """How many of how many failed, and, unless it was told before, with what error first and what to do."""
+        said = f"{self.num_failed} of {self.num_rollouts} rollouts of environment {self.env!r} failed"
+        return f"{said} by now ({by_status(self.failed)})" if self.is_told_before else f"{said} {self.cause}"
 
     @property
     def cause(self) -> str:
@@ -210,6 +213,7 @@ class Failures:
             is_due = count.num_failed >= 2 * told[0] if told else count.env in failing
             if is_due or (is_final and told != now):
                 self._told[count.env] = now
+                count.is_told_before = told is not None and not is_final
                 yield count
 
     @property
