@@ -11,8 +11,8 @@ import click
 
 import millrace
 from millrace.cli.connection import HELP, take_options
-from millrace.cli.errors import EXIT_USAGE, report
-from millrace.cli.interrupts import listen_early
+from millrace.cli.errors import EXIT_USAGE, Interrupted, report
+from millrace.cli.interrupts import listen_early, remembered
 from millrace.cli.lazy import LazyGroup
 
 _COMMANDS = {
@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Error: {error.format_message()}", file=sys.stderr)
         return error.exit_code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the process edge: everything becomes a message
-        return report(error, is_debug=is_debug)
+        # A library whose import a Ctrl-C broke off may say so with an error of its own.
+        caused_by = Interrupted(remembered[0]) if remembered else error
+        return report(caused_by, is_debug=is_debug)
     return code if isinstance(code, int) else 0
 
 
