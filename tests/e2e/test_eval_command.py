@@ -305,12 +305,15 @@ def interrupt(process: subprocess.Popen) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(500)  # three stacks, one after the other
+@pytest.mark.timeout(600)  # four stacks, one after the other
 def test_the_policies_of_a_run_are_compared_and_an_interrupted_comparison_goes_on(warm: Workplace) -> None:
     warm.train(*SMALL, "--name", "trained")
     compare = ["eval", "--run", "trained", "--steps", "2", "--environment-ids", "reverse-text", "--name", "compared"]
     compare += ["--sampling.max-tokens", "12", "--num-examples", "6", "--rollouts-per-example", "2"]
     with warm.following(*compare) as process:
+        warm.read_until(process, "base: runs/compared-base")
+        assert "--name compared --resume" in interrupt(process)
+    with warm.following(*compare, "--resume") as process:
         warm.read_until(process, "step-2: runs/compared-step-2")
         said = interrupt(process)
     (advice,) = [line for line in said.splitlines() if "--resume" in line]
