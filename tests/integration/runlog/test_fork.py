@@ -9,7 +9,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.runlog import RunLog, Stream, chain_hash, commit_batch, load_headers, new_uid, reappend_committed
 from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
-from millrace.runlog.index import create_run, find_request, list_runs
+from millrace.runlog.index import create_run, find_request, read_index
 from millrace.runlog.records.frontier import genesis_hash
 from millrace.runlog.records.revisions import find_closing, load_reopenings, reopen
 from millrace.runlog.recovery.rebuild import open_reopened
@@ -194,11 +194,11 @@ async def test_a_copy_that_is_killed_anywhere_is_invisible_and_completed_by_the_
             await fork(parent, 2, store=_DyingStore(parent.store, deaths), request_id=request_id, name=name)
         except _Killed:
             assert await find_request(parent.store, prefix, request_id) is None
-            assert name not in await list_runs(parent.redis, parent.store, prefix)
+            assert name not in (await read_index(parent.redis, parent.store, prefix)).runs
         else:
             break
         log = await fork(parent, 2, request_id=request_id, name=name)
-        assert (await list_runs(parent.redis, parent.store, prefix))[name] == log.uid
+        assert (await read_index(parent.redis, parent.store, prefix)).runs[name] == log.uid
         assert await violations(log) == []
         deaths += 1
     assert deaths == len(parent.header(1).chunks) + 4, "a header, its chunks and archive, a shard, a manifest"
@@ -249,7 +249,7 @@ async def test_a_store_that_is_away_leaves_nothing_visible(parent):
 
     with pytest.raises(UnavailableError):
         await fork(parent, 2, copy=away)
-    assert "child" not in await list_runs(parent.redis, parent.store, parent.names.prefix)
+    assert "child" not in (await read_index(parent.redis, parent.store, parent.names.prefix)).runs
 
 
 async def test_sources_are_verified_while_they_are_copied(parent):

@@ -7,7 +7,7 @@ import pytest
 
 from millrace.errors import AlreadyExistsError, InvalidSpecError, UnavailableError
 from millrace.runlog import RunLog, new_uid
-from millrace.runlog.index import create_run, find_request, list_runs
+from millrace.runlog.index import create_run, find_request, read_index
 from millrace.runlog.names import Deployment, Names
 
 
@@ -25,7 +25,7 @@ def create(redis, local_store, prefix, run_json):
 
 async def test_created_runs_are_found_and_open(create, redis, local_store, prefix):
     first, second = await create("one"), await create("two", request_id="r2")
-    assert await list_runs(redis, local_store, prefix) == {"one": first, "two": second}
+    assert (await read_index(redis, local_store, prefix)).runs == {"one": first, "two": second}
     assert (await RunLog.open(redis, local_store, prefix=prefix, uid=first)).generation == 1
 
 
@@ -42,13 +42,13 @@ async def test_a_taken_name_is_refused(create, redis, local_store, prefix):
     for request_id in ("", "r2"):
         with pytest.raises(AlreadyExistsError, match="called 'one' exists"):
             await create("one", request_id=request_id)
-    assert await list_runs(redis, local_store, prefix) == {"one": uid}
+    assert (await read_index(redis, local_store, prefix)).runs == {"one": uid}
 
 
 async def test_sixteen_equal_requests_make_one_run(create, redis, local_store, prefix):
     uids = await asyncio.gather(*(create(f"auto-{n}", request_id="r") for n in range(16)))
     assert len(set(uids)) == 1
-    runs = await list_runs(redis, local_store, prefix)
+    runs = (await read_index(redis, local_store, prefix)).runs
     assert list(runs.values()) == [uids[0]]
     assert json.loads(local_store.get(Names(prefix, uids[0]).run_json))["name"] == next(iter(runs))
 
@@ -57,7 +57,7 @@ async def test_sixteen_requests_for_one_name_make_one_run(create, redis, local_s
     found = await asyncio.gather(*(create("one", request_id=f"r{n}") for n in range(16)), return_exceptions=True)
     won = [uid for uid in found if isinstance(uid, str)]
     assert len(won) == 1 and sum(isinstance(error, AlreadyExistsError) for error in found) == 15
-    assert await list_runs(redis, local_store, prefix) == {"one": won[0]}
+    assert (await read_index(redis, local_store, prefix)).runs == {"one": won[0]}
     keys = [key async for key in redis.scan_iter(f"{prefix}:*meta")]
     assert keys == [f"{prefix}:{{{won[0]}}}:meta".encode()], "the losers' logs must be gone"
 
@@ -83,31 +83,31 @@ async def test_a_repetition_completes_what_a_crash_left(create, redis, local_sto
     with pytest.raises(UnavailableError, match="crash"):
         await create("one", request_id="r", store=_DiesAt(local_store, at))
     assert await find_request(local_store, prefix, "r") is None
-    assert await list_runs(redis, local_store, prefix) == {}
+    assert (await read_index(redis, local_store, prefix)).runs == {}
     uid = await create("one", request_id="r")
     assert await find_request(local_store, prefix, "r") == uid
-    assert await list_runs(redis, local_store, prefix) == {"one": uid}
+    assert (await read_index(redis, local_store, prefix)).runs == {"one": uid}
     await RunLog.open(redis, local_store, prefix=prefix, uid=uid)
 
 
 async def test_a_crash_between_name_and_index_is_found_by_listing(create, redis, local_store, prefix):
-    await list_runs(redis, local_store, prefix)  # the hash counts as complete
+    await read_index(redis, local_store, prefix)  # the hash counts as complete
     uid = await create("one")
     key = Deployment(prefix).runs_key
     await redis.hdel(key, "one")
     await redis.hset(key, f"?{uid}", "one")
-    assert await list_runs(redis, local_store, prefix) == {"one": uid}
+    assert (await read_index(redis, local_store, prefix)).runs == {"one": uid}
     assert await redis.hgetall(key) == {b"one": uid.encode(), b"*": b"1"}
 
 
 async def test_the_index_is_rebuilt_from_the_store(create, redis, local_store, prefix):
     uids = {name: await create(name) for name in ("a", "b", "c")}
     await redis.delete(Deployment(prefix).runs_key)
-    assert await list_runs(redis, local_store, prefix) == uids
+    assert (await read_index(redis, local_store, prefix)).runs == uids
     uids["d"] = await create("d")
     await redis.delete(Deployment(prefix).runs_key)
     uids["e"] = await create("e")
-    assert await list_runs(redis, local_store, prefix) == uids
+    assert (await read_index(redis, local_store, prefix)).runs == uids
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a/b", "?a", "*", "a" * 64, "ä"])
