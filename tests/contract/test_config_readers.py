@@ -21,7 +21,6 @@ UNREAD = {
     "data.loss_mask.system": "read by the name of the message's role",
     "data.loss_mask.tool": "as data.loss_mask.system",
     "seq_len": "only fills the services' keys",
-    "trainer.loss.type": "there is one loss",
     "trainer.optim.type": "there is one optimizer",
     "optim.type": "there is one optimizer",
 }

@@ -21,12 +21,12 @@ from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.learning.alarms import NotFinite, describe_not_finite, find_not_finite
 from millrace.trainer.learning.learner import Learner
-from millrace.trainer.learning.loss import LossFunction, LossInputs, token_losses, total_loss
 from millrace.trainer.learning.metrics import StepMetrics
 from millrace.trainer.learning.optimizer import OptimizerReport
 from millrace.trainer.learning.score import Score
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.log.stop import StopRequested
+from millrace.trainer.losses import LossFunction, divisor, token_losses, total_loss
 from millrace.trainer.reporter import Phases
 from millrace.trainer.training import Position, Training
 from millrace.v1 import event_pb2
@@ -109,17 +109,19 @@ def forward_backward(
 
     Both are over all ranks.
     """
-    counts = [0.0, 0.0]
+    counts = [0.0, 0.0, 0.0]
     for micro_batch in batch.micro_batches:
         counts[0] += micro_batch.num_rl_tokens
-        counts[1] += micro_batch.num_ce_tokens
-    num_rl_tokens, num_ce_tokens = (int(count) for count in run.gang.sum(counts))
+        counts[1] += micro_batch.num_rl_samples
+        counts[2] += micro_batch.num_ce_tokens
+    num_rl_tokens, num_rl_samples, num_ce_tokens = (int(count) for count in run.gang.sum(counts))
+    rl_divisor = divisor(run.config.loss, num_tokens=num_rl_tokens, num_samples=num_rl_samples)
     metrics, not_finite = StepMetrics(batch.header.envs), list[NotFinite]()
     with run.learning():
         for micro_batch, rows in zip(batch.micro_batches, batch.rows, strict=True):
             logprobs_BT, entropy_BT = run.logprobs(micro_batch)
-            losses = loss_of(LossInputs.of(micro_batch, logprobs_BT), run.config.loss)
-            loss = total_loss(losses, num_rl_tokens=num_rl_tokens, num_ce_tokens=num_ce_tokens)
+            losses = loss_of(micro_batch.loss_inputs(logprobs_BT), run.config.loss)
+            loss = total_loss(losses, rl_divisor=rl_divisor, num_ce_tokens=num_ce_tokens)
             loss.backward()
             faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)
             if not metrics.add(

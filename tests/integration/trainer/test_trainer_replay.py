@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_left_aside_and_noted(trained: Recorder, capsys:
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
         (f"{LOSSES}:missing", "has no 'missing'"),
         (f"{LOSSES}:NOT_A_FUNCTION", "has a int, not a function, as 'NOT_A_FUNCTION'"),
-        (f"{LOSSES}:a_number", "it returned a float, not a millrace.trainer.learning.loss.TokenLosses"),
+        (f"{LOSSES}:a_number", "it returned a float, not a millrace.trainer.losses.TokenLosses"),
         (f"{LOSSES}:per_sequence", "its rl must be a tensor of shape"),
         (f"{LOSSES}:constant", "so it trains nothing"),
         (f"{LOSSES}:broken", "it raised ZeroDivisionError: by design"),
@@ -135,7 +135,7 @@ def test_a_bad_loss_is_told_in_words(
     assert _replay(trained, 4, "--loss", loss) == 2
     err = capsys.readouterr().err
     assert f"--loss: {words}" in err or (words in err and "--loss: " in err)
-    assert "remedy: write it like millrace.trainer.learning.loss.token_losses" in err and "Traceback" not in err
+    assert "remedy: write it like millrace.trainer.losses.token_losses" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("step", [5, 6, 400])

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.config.sections.trainer import LossConfig
+from millrace.config.sections.loss import LossConfig
 from millrace.rollouts.types import TrainSample, Truncation
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch, plan_micro_batches
 from millrace.trainer.learning.forward import select_logprobs, token_logprobs
-from millrace.trainer.learning.loss import LossInputs, token_losses, total_loss
 from millrace.trainer.learning.metrics import StepMetrics
 from millrace.trainer.learning.score import Score
+from millrace.trainer.losses import token_losses, total_loss
 
 CPU = torch.device("cpu")
 
@@ -167,12 +167,12 @@ def test_a_sampled_token_that_is_cut_away_is_counted_and_masked() -> None:
     logprobs_BT, entropy_BT = token_logprobs(model, micro_batch)
     assert logprobs_BT[0, -1] == -math.inf and torch.isfinite(entropy_BT).all()
     assert torch.isfinite(logprobs_BT[0, 1:3]).all(), "what nobody sampled was not cut"
-    losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), LossConfig())
+    losses = token_losses(micro_batch.loss_inputs(logprobs_BT), LossConfig())
     assert losses.rl[0, -1] == 0 and not losses.rl_members[0, -1]
     weighted = replace(micro_batch, ce_weights_BT=torch.ones_like(micro_batch.ce_weights_BT))
-    with_ce = token_losses(LossInputs.of(weighted, logprobs_BT.detach()), LossConfig())
+    with_ce = token_losses(weighted.loss_inputs(logprobs_BT.detach()), LossConfig())
     assert with_ce.ce[0, -1] == 0 and not with_ce.ce_members[0, -1] and with_ce.ce_members[0, 1:3].all()
-    total_loss(losses, num_rl_tokens=11, num_ce_tokens=0).backward()
+    total_loss(losses, rl_divisor=11, num_ce_tokens=0).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     metrics = StepMetrics(["e"])
     metrics.add(
@@ -194,7 +194,7 @@ def test_masked_advantages_are_shares_of_the_masked_tokens() -> None:
     micro_batch.inference_logprobs_BT[0, 2:] = math.log(0.5)
     logprobs_BT = torch.full((1, 6), math.log(0.5))
     logprobs_BT[0, 2], logprobs_BT[0, 3], logprobs_BT[0, 4] = math.log(0.9), math.log(0.95), math.log(0.1)
-    losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), LossConfig())
+    losses = token_losses(micro_batch.loss_inputs(logprobs_BT), LossConfig())
     metrics = StepMetrics(["e"])
     metrics.add(
         micro_batch, losses=losses, loss=losses.rl.sum(), trainer_logprobs_BT=logprobs_BT, entropy_BT=logprobs_BT * 0
@@ -210,7 +210,7 @@ def test_a_log_ratio_to_a_reference_is_that_of_the_trainers_policy() -> None:
     distilled = replace(plain, reference_kl=0.5)
     micro_batch = build_micro_batch([plain, distilled], seq_len=5, device=CPU)
     logprobs_BT = torch.full((2, 5), -1.0, requires_grad=True)
-    advantages = LossInputs.of(micro_batch, logprobs_BT).advantages
+    advantages = micro_batch.loss_inputs(logprobs_BT).advantages
     assert advantages[0].tolist() == [0, 0, 0.5, 0.5, 0.5]
     # 0.5 * (teacher - behaviour) = 0.5 was recorded, the trainer is at -1 and the behaviour policy was at -1.5.
     assert advantages[1].tolist() == pytest.approx([0, 0, 0.25, 0.25, 0.25])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.config.sections.trainer import LossConfig
-from millrace.trainer.learning.loss import LossInputs, token_losses, total_loss
+from millrace.config.sections.loss import LossConfig
+from millrace.trainer.losses import LossInputs, token_losses, total_loss
 
 
 def _inputs(
@@ -60,7 +60,7 @@ def test_each_branch_of_the_default_loss() -> None:
 
 def test_the_gradient_flows_through_ratio_and_log_ratio() -> None:
     inputs = _inputs(_log(0.6, 0.9), _log(0.5, 0.5), [2.0, 2.0], [1, 1])
-    total_loss(token_losses(inputs, LossConfig()), num_rl_tokens=4, num_ce_tokens=0).backward()
+    total_loss(token_losses(inputs, LossConfig()), rl_divisor=4, num_ce_tokens=0).backward()
     # d/dt of (-A * exp(t - i) + tau * (t - i)^2) / N; a dropped token keeps only the second term.
     expected = [(-2 * 1.2 + 2e-3 * math.log(1.2)) / 4, 2e-3 * math.log(1.8) / 4]
     gradient = inputs.trainer_logprobs.grad
@@ -96,9 +96,9 @@ def test_cross_entropy_does_not_depend_on_the_loss_mask() -> None:
 def test_components_are_divided_by_their_own_global_counts() -> None:
     inputs = _inputs(_log(0.5, 0.25), _log(0.5, 1.0), [3.0, 0.0], [1, 0], ce_weights=[0.0, 1.0])
     losses = token_losses(inputs, LossConfig())
-    total = total_loss(losses, num_rl_tokens=10, num_ce_tokens=5)
+    total = total_loss(losses, rl_divisor=10, num_ce_tokens=5)
     assert float(total.detach()) == pytest.approx(-3.0 / 10 + math.log(4) / 5, abs=1e-9)
-    empty = total_loss(token_losses(_inputs([-1.0], [0.0], [0.0], [0]), LossConfig()), num_rl_tokens=0, num_ce_tokens=0)
+    empty = total_loss(token_losses(_inputs([-1.0], [0.0], [0.0], [0]), LossConfig()), rl_divisor=0, num_ce_tokens=0)
     assert float(empty.detach()) == 0.0
 
 

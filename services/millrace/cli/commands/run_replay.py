@@ -24,7 +24,7 @@ OnStep = Callable[[int, int], None]
     "--loss",
     metavar="MODULE:FUNCTION",
     default=None,
-    help="Also show the metrics of the step under this loss, written like millrace.trainer.learning.loss.token_losses: "
+    help="Also show the metrics of the step under this loss, written like millrace.trainer.losses.token_losses: "
     "(LossInputs, LossConfig) -> TokenLosses.",
 )
 @click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store.")

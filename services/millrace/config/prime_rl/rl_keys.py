@@ -25,6 +25,10 @@ ENGINES = (
     "policies, so RL cannot train on its rollouts: play them with `millrace eval --tasks train --client.base-url URL`, "
     "and train on them with `millrace sft` (docs/evaluations.md)"
 )
+LOSS = (
+    "prime-rl's {value} is not here: take default, or importance_sampling with `trainer.loss.correction` = "
+    '[{{type = "token_mask", low = 0.125, high = 8.0}}]'
+)
 ADVANTAGE = "only `orchestrator.algo.type` chooses how advantages are made: this is not there yet"
 BUFFER = "there is no rollout buffer yet; groups without any advantage are left out (`filter_zero_advantages`)"
 VISION = "models with images are not trained yet"
@@ -195,7 +199,7 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.eval.env[].skip_verification": nothing("nothing is verified beforehand"),
     "teacher_inference": blocks("start the teacher yourself, and name it in `orchestrator.algo.teacher`"),
     "teacher_gpu_ids": nothing("start the teacher yourself"),
-    "trainer.loss.type": only("the loss {value} is not there yet; default is", "default"),
+    "trainer.loss.type": only(LOSS, "default", "ppo", "gspo", "cispo", "importance_sampling"),
     **same(
         blocks("belongs to a loss that is not there yet"),
         "trainer.loss.",

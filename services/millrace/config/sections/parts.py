@@ -15,7 +15,7 @@ class TrainerPart(SharedKeys):
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")
-        return [*schedule, *super().broken_rules()]
+        return [*schedule, *self.trainer.loss.broken_rules("trainer.loss"), *super().broken_rules()]
 
 
 class OrchestratorPart(SharedKeys):

@@ -31,7 +31,12 @@ class RLConfig(SharedKeys):
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")
-        return [*self.orchestrator.broken_rules(), *schedule, *super().broken_rules()]
+        return [
+            *self.orchestrator.broken_rules(),
+            *schedule,
+            *self.trainer.loss.broken_rules("trainer.loss"),
+            *super().broken_rules(),
+        ]
 
     def with_model(self, name: str) -> "RLConfig":
         """The same run with another model, such as the absolute path of a relative one; all services' names change."""

@@ -8,6 +8,7 @@ from pydantic import field_validator
 
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import ConfigSection, option, table
+from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL, CheckpointConfig
 from millrace.config.tree import Facts, Limit, OnlyFor
 
@@ -212,20 +213,6 @@ class SchedulerConfig(ConfigSection):
         if self.type != "constant" and self.min_lr > optim.lr:
             message = f"must be at most the peak `{prefix}optim.lr`, which is {optim.lr}"
             yield broken(message, f"{key}.min_lr", f"{prefix}optim.lr")
-
-
-class LossConfig(ConfigSection):
-    """The policy loss. `default` masks tokens whose probability moved too far and adds a squared log-ratio penalty."""
-
-    type: Literal["default"] = option("default", "Which loss.")
-    dppo_mask_low: float = option(
-        0.2, "A token with advantage <= 0 is dropped when its probability fell by more than this.", ge=0, le=1
-    )
-    dppo_mask_high: float = option(
-        0.2, "A token with advantage > 0 is dropped when its probability rose by more than this.", ge=0, le=1
-    )
-    adv_tau: float = option(1.0, "Factor of the policy-gradient term.", ge=0)
-    kl_tau: float = option(1e-3, "Factor of the squared log-ratio term.", ge=0)
 
 
 def micro_batch_tokens(key: str, section: str) -> Any:

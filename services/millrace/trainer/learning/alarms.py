@@ -13,7 +13,7 @@ import torch
 
 from millrace.internal.v1 import batch_pb2
 from millrace.trainer.learning.batch import MicroBatch
-from millrace.trainer.learning.loss import TokenLosses
+from millrace.trainer.losses.base import TokenLosses
 
 _RECENT_STEPS = 5
 _EARLIER_STEPS = 20

@@ -15,6 +15,7 @@ import torch
 
 from millrace.rollouts.truncation import kept_tokens
 from millrace.rollouts.types import FULL, TrainSample
+from millrace.trainer.losses.base import LossInputs, outside_support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,29 @@ class MicroBatch:
     def num_rl_tokens(self) -> int:
         """Tokens of the rl component."""
         return int((self.loss_mask_BT & (self.rl_weights_BT != 0)).sum())
+
+    @property
+    def num_rl_samples(self) -> int:
+        """Rows with a token of the rl component."""
+        return int((self.loss_mask_BT & (self.rl_weights_BT != 0)).any(dim=-1).sum())
+
+    def loss_inputs(self, trainer_logprobs_BT: torch.Tensor) -> LossInputs:
+        """What the loss is computed from.
+
+        Tokens outside of what the truncation leaves under the trainer's policy are masked: they have no log-prob there.
+        Advantages that are log-ratios of a reference to the behaviour policy become those to the trainer's.
+        """
+        is_outside_BT = outside_support(trainer_logprobs_BT)
+        logprobs_BT = torch.where(is_outside_BT, self.inference_logprobs_BT, trainer_logprobs_BT)
+        moved_BT = (logprobs_BT.detach() - self.inference_logprobs_BT) * self.loss_mask_BT
+        return LossInputs(
+            trainer_logprobs=logprobs_BT,
+            inference_logprobs=self.inference_logprobs_BT,
+            advantages=self.advantages_BT - self.reference_kl_B[:, None] * moved_BT,
+            loss_mask=self.loss_mask_BT & ~is_outside_BT,
+            rl_weights=self.rl_weights_BT,
+            ce_weights=self.ce_weights_BT * ~is_outside_BT,
+        )
 
     @property
     def num_ce_tokens(self) -> int:

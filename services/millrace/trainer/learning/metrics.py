@@ -7,7 +7,7 @@ import torch
 
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
-from millrace.trainer.learning.loss import TokenLosses, outside_support
+from millrace.trainer.losses.base import TokenLosses, outside_support
 
 _MEANS = (
     "loss",

@@ -7,7 +7,7 @@ import torch
 
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
-from millrace.trainer.learning.loss import k3, outside_support
+from millrace.trainer.losses.base import k3, outside_support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

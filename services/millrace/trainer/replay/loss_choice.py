@@ -6,9 +6,9 @@ import sys
 
 import torch
 
-from millrace.config.sections.trainer import LossConfig
+from millrace.config.sections.loss import LossConfig
 from millrace.errors import InvalidSpecError, Violation
-from millrace.trainer.learning.loss import LossFunction, LossInputs, TokenLosses
+from millrace.trainer.losses import LossFunction, LossInputs, TokenLosses
 
 _FLOATS = ("rl", "ce", "mismatch_kl")
 _BOOLEANS = ("rl_members", "ce_members", "is_masked_low", "is_masked_high")
@@ -17,7 +17,7 @@ _BOOLEANS = ("rl_members", "ce_members", "is_masked_low", "is_masked_high")
 def load_loss(text: str) -> LossFunction:
     """The function `fn` of `my.module:fn`, found as `python -m` would find it; InvalidSpecError says what is wrong.
 
-    It must have the shape of `millrace.trainer.learning.loss.token_losses`:
+    It must have the shape of `millrace.trainer.losses.token_losses`:
 
         def fn(inputs: LossInputs, config: LossConfig) -> TokenLosses
 
@@ -50,7 +50,7 @@ def load_loss(text: str) -> LossFunction:
 
 def _check(text: str, losses: object, *, shape: torch.Size) -> TokenLosses:
     if not isinstance(losses, TokenLosses):
-        raise _bad(text, f"it returned a {type(losses).__name__}, not a millrace.trainer.learning.loss.TokenLosses")
+        raise _bad(text, f"it returned a {type(losses).__name__}, not a millrace.trainer.losses.TokenLosses")
     for name in (*_FLOATS, *_BOOLEANS):
         value = getattr(losses, name)
         if not isinstance(value, torch.Tensor) or value.shape != shape:
@@ -68,5 +68,5 @@ def _bad(text: str, problem: str) -> InvalidSpecError:
     return InvalidSpecError(
         [violation],
         reason="LOSS_INVALID",
-        remedy="write it like millrace.trainer.learning.loss.token_losses: (LossInputs, LossConfig) -> TokenLosses",
+        remedy="write it like millrace.trainer.losses.token_losses: (LossInputs, LossConfig) -> TokenLosses",
     )

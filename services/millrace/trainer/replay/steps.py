@@ -31,11 +31,11 @@ from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import parse_config
 from millrace.trainer.learning.learner import Learner
-from millrace.trainer.learning.loss import LossFunction
 from millrace.trainer.learning.optimizer import whole_norm
 from millrace.trainer.log.batches import Batch, Batches
 from millrace.trainer.log.store_log import StoreLog
 from millrace.trainer.loop import forward_backward, learn
+from millrace.trainer.losses import LossFunction
 from millrace.trainer.model.pretrained import policy_tensors, resolve_model_directory
 from millrace.trainer.replay.loss_choice import load_loss
 from millrace.trainer.replay.report import ReplayReport, TensorDifference

@@ -19,8 +19,8 @@ from typing import IO, Any
 import torch
 from torch import nn
 
+from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.sft import SFTConfig
-from millrace.config.sections.trainer import LossConfig
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.policies.adapter import AdapterSpec
@@ -30,8 +30,8 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, plan_micro_batches
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import digest_of
-from millrace.trainer.learning.loss import LossInputs, token_losses, total_loss
 from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.losses import token_losses, total_loss
 from millrace.trainer.model.lora import add_adapters, round_base, set_learning
 from millrace.trainer.model.pretrained import (
     load_model,
@@ -291,8 +291,8 @@ class _Learner:
     def _loss(self, micro_batch: MicroBatch, num_loss_tokens: int) -> torch.Tensor:
         """A micro-batch's share of the mean over `num_loss_tokens`."""
         logprobs_BT, _ = token_logprobs(self._model, micro_batch)
-        losses = token_losses(LossInputs.of(micro_batch, logprobs_BT), LossConfig())
-        return total_loss(losses, num_rl_tokens=0, num_ce_tokens=num_loss_tokens)
+        losses = token_losses(micro_batch.loss_inputs(logprobs_BT), LossConfig())
+        return total_loss(losses, rl_divisor=0, num_ce_tokens=num_loss_tokens)
 
     def _counts(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Tokens, and trained tokens, over all ranks."""

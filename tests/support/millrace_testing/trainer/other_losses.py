@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
-from millrace.config.sections.trainer import LossConfig
-from millrace.trainer.learning.loss import LossInputs, TokenLosses, token_losses
+from millrace.config.sections.loss import LossConfig
+from millrace.trainer.losses import LossInputs, TokenLosses, token_losses
 
 NOT_A_FUNCTION = 3
 

@@ -1,0 +1,150 @@
+"""`[trainer.loss]`: the policy loss, corrections for off-policy data, and how tokens are weighted."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import ConfigSection, option, required, table
+from millrace.config.tree import Facts, OnlyFor, Path
+
+_CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+_MASKS = {"token_mask": (0.5, 2.0), "sequence_mask": (0.5, 2.0), "geometric_mask": (0.99, 1.01)}
+_WEIGHTS = {"token_tis": (0.0, 2.0), "sequence_tis": (0.0, 5.0), "icepop": (0.5, 5.0)}
+_BOUNDS = _MASKS | _WEIGHTS
+_BY_TOKEN = ("token_tis", "icepop", "token_mask")
+
+
+def _for(*types: str, **facts: Any) -> Facts:
+    return Facts(only_for=OnlyFor(".type", types), **facts)
+
+
+def _by_type(values: Mapping[str, Any], otherwise: Any = None) -> Any:
+    """Make a default from the `type` of the table."""
+    return lambda table: values.get(str(table.get("type")), otherwise)
+
+
+class CorrectionConfig(ConfigSection):
+    """One correction for tokens that another policy sampled than the one that is trained. r is the ratio of both."""
+
+    type: Literal["token_tis", "sequence_tis", "icepop", "token_mask", "sequence_mask", "geometric_mask"] = required(
+        "token_tis: weight min(r, high) per token. sequence_tis: the same with the product of r over the sample. "
+        "icepop: weight r, 0 outside of low to high. token_mask, sequence_mask, geometric_mask: weight 0 where r, its "
+        "product or its geometric mean over the sample is outside of low to high, else 1."
+    )
+    low: float = option(
+        0.0,
+        "Least ratio that is kept.",
+        facts=Facts(
+            default_from=_by_type({name: low for name, (low, _) in _BOUNDS.items()}, 0.0),
+            default_text="0.5; 0.99 for geometric_mask; 0 for the truncated ones",
+        ),
+        ge=0,
+    )
+    high: float = option(
+        2.0,
+        "Largest ratio that is kept, or counts.",
+        facts=Facts(
+            default_from=_by_type({name: high for name, (_, high) in _BOUNDS.items()}, 2.0),
+            default_text="2; 5 for icepop and sequence_tis; 1.01 for geometric_mask",
+        ),
+        gt=0,
+    )
+
+
+class LossConfig(ConfigSection):
+    """The policy loss. Its gradient is -w f A grad log p for every token: `type` says what f is, A is the advantage."""
+
+    type: Literal["default", "ppo", "gspo", "cispo", "importance_sampling"] = option(
+        "default",
+        "With r the ratio of the trained policy to the one that sampled: default: r, but 0 where the probability moved "
+        "too far (DPPO), and a squared log-ratio penalty. ppo: r, but 0 where it is clipped. gspo: the ratio of the "
+        "whole sample, clipped. cispo: r clipped, no token is dropped. importance_sampling: r.",
+    )
+    dppo_mask_low: float = option(
+        0.2,
+        "A token with advantage <= 0 is dropped when its probability fell by more than this.",
+        facts=_for("default"),
+        ge=0,
+        le=1,
+    )
+    dppo_mask_high: float = option(
+        0.2,
+        "A token with advantage > 0 is dropped when its probability rose by more than this.",
+        facts=_for("default"),
+        ge=0,
+        le=1,
+    )
+    adv_tau: float = option(1.0, "Factor of the policy-gradient term.", facts=_for("default"), ge=0)
+    kl_tau: float = option(1e-3, "Factor of the squared log-ratio term.", facts=_for("default"), ge=0)
+    clip_low: float | None = option(
+        None,
+        "The ratio is clipped at 1 minus this.",
+        facts=_for(
+            *_CLIPS,
+            default_from=_by_type({name: low for name, (low, _) in _CLIPS.items()}),
+            default_text="0.2 for ppo, 3e-4 for gspo, 1 for cispo",
+        ),
+        ge=0,
+        le=1,
+    )
+    clip_high: float | None = option(
+        None,
+        "The ratio is clipped at 1 plus this.",
+        facts=_for(
+            *_CLIPS,
+            default_from=_by_type({name: high for name, (_, high) in _CLIPS.items()}),
+            default_text="0.2 for ppo, 4e-4 for gspo, 4 for cispo",
+        ),
+        ge=0,
+    )
+    dual_clip: float | None = option(
+        None,
+        "ppo: a token with advantage < 0 is dropped when its ratio is above this; off if left out.",
+        facts=_for("ppo"),
+        gt=1,
+    )
+    correction: list[CorrectionConfig] = table(
+        list, "Corrections for off-policy data, applied in this order; none if left out."
+    )
+    aggregation: Literal["token", "sequence", "constant"] = option(
+        "token",
+        "token: every token of the batch weighs the same. sequence: every sample does, its tokens share its weight. "
+        "constant: the sum over a sample's tokens divided by `constant_tokens` (Dr. GRPO).",
+        facts=Facts(default_from=_by_type({"gspo": "sequence"}, "token"), default_text="token; sequence for gspo"),
+    )
+    constant_tokens: int | None = option(
+        None,
+        "constant only, required there: what every sample's sum is divided by, such as its longest length.",
+        facts=Facts(only_for=OnlyFor(".aggregation", ("constant",))),
+        ge=1,
+    )
+
+    def broken_rules(self, where: str) -> Iterator[BrokenRule]:
+        """Rules over several keys that do not hold; `where` is the path of this table."""
+        if self.aggregation == "constant" and self.constant_tokens is None:
+            message = "is required for constant: set it to the longest sample, for instance `seq_len`"
+            yield broken(message, f"{where}.constant_tokens", f"{where}.aggregation")
+        if self.type == "gspo" and self.aggregation == "token":
+            message = "must be sequence or constant for gspo: its ratio is that of a whole sample"
+            yield broken(message, f"{where}.aggregation", f"{where}.type")
+        weights = [each.type for each in self.correction if each.type in _WEIGHTS]
+        for index, each in enumerate(self.correction):
+            path: Path = (*where.split("."), "correction", index)
+            if each.low > each.high:
+                message = f"must be at most `high`, which is {each.high:g}; lower it"
+                yield BrokenRule(paths=((*path, "low"),), message=message)
+            if message := self._misplaced(each.type, weights):
+                yield BrokenRule(paths=((*path, "type"), (*where.split("."), "type")), message=message)
+
+    def _misplaced(self, correction: str, weights: list[str]) -> str:
+        """Why a correction does not go with the loss; empty if it does."""
+        if self.type == "gspo" and correction in _BY_TOKEN:
+            return "corrects single tokens, and gspo has one ratio for a whole sample; use one of its sequence variants"
+        if correction in _WEIGHTS and self.type not in ("ppo", "importance_sampling"):
+            return (
+                f"corrects twice: {self.type} weighs by the ratio to the policy that sampled already; use a mask, or "
+                "ppo or importance_sampling"
+            )
+        if correction in _WEIGHTS and len(weights) > 1:
+            return f"weighs by the same ratio again ({', '.join(weights)}); leave one"
+        return ""

@@ -1,0 +1,73 @@
+"""Policy losses, one small file each, corrections for off-policy data, and how tokens are weighted."""
+
+import torch
+
+from millrace.config.sections.loss import LossConfig
+from millrace.trainer.losses.aggregation import divisor, token_weights
+from millrace.trainer.losses.base import LossFunction, LossInputs, PolicyLoss, TokenLosses, k3, outside_support
+from millrace.trainer.losses.cispo import cispo
+from millrace.trainer.losses.corrections import correction
+from millrace.trainer.losses.dppo import dppo
+from millrace.trainer.losses.gspo import gspo
+from millrace.trainer.losses.importance_sampling import importance_sampling
+from millrace.trainer.losses.ppo import ppo
+
+LOSSES: dict[str, PolicyLoss] = {
+    "default": dppo,
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "importance_sampling": importance_sampling,
+}
+"""From `[trainer.loss] type` to the function. A new loss is one file, one line here, one row in its test's table."""
+
+
+def token_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
+    """Loss and diagnostics of every token, as `[trainer.loss]` says."""
+    rl_members, ce_members = inputs.rl_members, inputs.ce_weights != 0
+    log_ratio = inputs.log_ratio
+    with torch.no_grad():
+        made = LOSSES[config.type](inputs, config)
+        factor = made.factor
+        for each in config.correction:
+            weight = correction(inputs, each)
+            factor = torch.where(weight == 0, 0.0, factor * weight)  # a dropped token's ratio may be infinite
+        factor = -config.adv_tau * inputs.advantages * factor
+        weights = token_weights(rl_members, config, dtype=inputs.advantages.dtype)
+        if weights is not None:
+            factor = factor * weights
+        mismatch_kl = k3(log_ratio)
+    # 1 in value, with the gradient of t; what is no member must not reach exp.
+    unit = torch.exp(torch.where(rl_members, inputs.trainer_logprobs - inputs.trainer_logprobs.detach(), 0.0))
+    policy_term = torch.where(rl_members, factor * unit, 0.0)
+    if config.type == "default":
+        penalty = config.kl_tau * log_ratio**2
+        policy_term = policy_term + (penalty if weights is None else penalty * weights)
+    return TokenLosses(
+        rl=torch.where(rl_members, inputs.rl_weights * policy_term, 0.0),
+        ce=torch.where(ce_members, -inputs.trainer_logprobs * inputs.ce_weights, 0.0),
+        rl_members=rl_members,
+        ce_members=ce_members,
+        mismatch_kl=mismatch_kl,
+        is_masked_low=made.low,
+        is_masked_high=made.high,
+        advantages=inputs.advantages,
+    )
+
+
+def total_loss(losses: TokenLosses, *, rl_divisor: int, num_ce_tokens: int) -> torch.Tensor:
+    """This micro-batch's share of the batch's loss; both numbers are those of the whole batch over all ranks."""
+    return losses.rl.sum() / max(rl_divisor, 1) + losses.ce.sum() / max(num_ce_tokens, 1)
+
+
+__all__ = [
+    "LOSSES",
+    "LossFunction",
+    "LossInputs",
+    "TokenLosses",
+    "divisor",
+    "k3",
+    "outside_support",
+    "token_losses",
+    "total_loss",
+]

@@ -1,0 +1,98 @@
+"""What a policy loss is: a detached multiplier per token, and what is made of it.
+
+With t = trainer log-prob, i = inference log-prob, l = t - i (0 outside of the mask), r = exp(l), A = advantage and
+w = weight of the token (`aggregation.py`), the loss of a token of the rl component is
+
+    -w A f exp(t - sg(t)),   so that its value is -w A f and its gradient -w A f * grad t,
+
+with f the multiplier, detached, of the loss (one file each) times those of the corrections. Cross-entropy of a token is
+-t. Each component is summed over its member tokens and divided by a number of the *whole* batch, so that the gradient
+does not depend on how the batch is cut into micro-batches and ranks.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from millrace.config.sections.loss import LossConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """Per-token tensors of one shape, [B, T]: a row is a sample. `loss_mask` is bool: 1 where the policy sampled."""
+
+    trainer_logprobs: torch.Tensor
+    inference_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    rl_weights: torch.Tensor
+    ce_weights: torch.Tensor
+
+    @property
+    def rl_members(self) -> torch.Tensor:
+        """The tokens of the rl component, bool."""
+        return self.loss_mask & (self.rl_weights != 0)
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """l, with its gradient; 0 outside of the mask, where the inference log-prob is none."""
+        return torch.where(self.loss_mask, self.trainer_logprobs - self.inference_logprobs, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multiplier:
+    """f of every token, 0 where it is dropped or no member. `low` and `high`: dropped or clipped, and on which side."""
+
+    factor: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+PolicyLoss = Callable[[LossInputs, LossConfig], Multiplier]
+"""A policy loss; called without gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """Weighted loss per token of both components (0 outside their members), and what the metrics need.
+
+    `rl_members` and `ce_members` select each component's tokens. `mismatch_kl` is k3 of the log-ratio. `is_masked_low`
+    and `is_masked_high` say which rl tokens the trust region dropped or clipped, and on which side. `advantages` are
+    those that the loss used.
+    """
+
+    rl: torch.Tensor
+    ce: torch.Tensor
+    rl_members: torch.Tensor
+    ce_members: torch.Tensor
+    mismatch_kl: torch.Tensor
+    is_masked_low: torch.Tensor
+    is_masked_high: torch.Tensor
+    advantages: torch.Tensor
+
+
+LossFunction = Callable[[LossInputs, LossConfig], TokenLosses]
+"""What `millrace run replay --loss my.module:fn` takes: `token_losses` is one."""
+
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(l) - l - 1 in float64, never negative: in float32 it would be the rounding error of its terms."""
+    exact = log_ratio.double()
+    return (torch.expm1(exact) - exact).clamp_min(0)
+
+
+def outside_support(trainer_logprobs: torch.Tensor) -> torch.Tensor:
+    """Sampled tokens that the truncation leaves out under the trainer's policy (`forward.token_logprobs`)."""
+    return trainer_logprobs == -math.inf
+
+
+def sample_means(values: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
+    """The mean of a row's members, [B, 1]; 0 for a row without any."""
+    return (values * members).sum(-1, keepdim=True) / members.sum(-1, keepdim=True).clamp_min(1)
+
+
+def between(low: float, values: torch.Tensor, high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which values are below `low`, and which are above `high`."""
+    return values < low, values > high
