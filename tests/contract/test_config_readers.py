@@ -21,6 +21,7 @@ UNREAD = {
     "data.loss_mask.system": "read by the name of the message's role",
     "data.loss_mask.tool": "as data.loss_mask.system",
     "seq_len": "only fills the services' keys",
+    "algo.preset": "only fills the keys of both sides",
     "trainer.optim.type": "there is one optimizer",
     "optim.type": "there is one optimizer",
 }

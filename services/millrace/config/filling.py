@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from millrace.config import presets
 from millrace.config.layers import ABSENT, Tree, as_tree, put
 from millrace.config.notes import Effect
 from millrace.config.suggest import shown
@@ -84,6 +85,8 @@ def fill(tree: Tree) -> list[Conflict]:
     """Fill what fields declare, in place; where a document contradicts itself, the first value stays."""
     model = tree.schema.annotation
     conflicts = [conflict for shared in shared_keys(model) for conflict in _share(tree, shared)]
+    if tree.schema.find(presets.KEY) is not None:
+        presets.apply_preset(tree)
     for node in _declaring(model, "follows"):
         _follow(tree, node)
     for node in _declaring(model, "limit"):

@@ -215,3 +215,28 @@ def test_a_log_ratio_to_a_reference_is_that_of_the_trainers_policy() -> None:
     # 0.5 * (teacher - behaviour) = 0.5 was recorded, the trainer is at -1 and the behaviour policy was at -1.5.
     assert advantages[1].tolist() == pytest.approx([0, 0, 0.25, 0.25, 0.25])
     assert not advantages.requires_grad
+
+
+def test_ratios_and_their_effective_sample_size() -> None:
+    """Ratios 1, 2 and 1/2 (and one of e^800, which counts as e^20)."""
+    micro_batch = build_micro_batch([_sample(5)], seq_len=5, device=CPU)
+    micro_batch.inference_logprobs_BT[0, 2:] = -1.0
+    logprobs_BT = torch.tensor([[0.0, 0.0, -1.0, -1.0 + math.log(2), -1.0 - math.log(2)]])
+
+    def measured(logprobs_BT: torch.Tensor) -> dict[str, float]:
+        losses = token_losses(micro_batch.loss_inputs(logprobs_BT), LossConfig())
+        metrics = StepMetrics(["e"])
+        metrics.add(
+            micro_batch,
+            losses=losses,
+            loss=losses.rl.sum(),
+            trainer_logprobs_BT=logprobs_BT,
+            entropy_BT=logprobs_BT * 0,
+        )
+        return metrics.reduce(Gang())
+
+    found = measured(logprobs_BT)
+    assert (found["ratio/min"], found["ratio/max"]) == (pytest.approx(0.5), pytest.approx(2.0))
+    assert found["ratio/mean"] == pytest.approx(3.5 / 3)
+    assert found["ess/mean"] == pytest.approx(3.5**2 / (3 * 5.25)) and "ratio_squared/mean" not in found
+    assert measured(logprobs_BT + 800)["ratio/max"] == pytest.approx(math.exp(20))

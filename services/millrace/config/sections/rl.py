@@ -6,7 +6,7 @@ from millrace.config.rules import BrokenRule
 from millrace.config.section import option, required, table
 from millrace.config.sections.inference import InferenceConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
-from millrace.config.sections.shared import RunConfig, SharedKeys
+from millrace.config.sections.shared import PresetConfig, RunConfig, SharedKeys
 from millrace.config.sections.trainer import TrainerConfig
 
 
@@ -23,6 +23,7 @@ class RLConfig(SharedKeys):
     trainer_gpu_ids: list[int] | None = option(
         None, "GPUs that the trainer sees in the stack of `millrace rl`; all if left out. Its process uses the first."
     )
+    algo: PresetConfig = table(PresetConfig, "An algorithm by one word.")
     run: RunConfig = table(RunConfig, "What the run is called.")
     trainer: TrainerConfig = table(TrainerConfig, "The trainer.")
     orchestrator: OrchestratorConfig = required("The loop.")

@@ -74,6 +74,19 @@ class CheckpointConfig(ConfigSection):
     )
 
 
+Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "opo", "reinforce_pp", "max_rl", "opd"]
+
+
+class PresetConfig(ConfigSection):
+    """An algorithm by one word."""
+
+    preset: Preset | None = option(
+        None,
+        "Fills what is left out of `orchestrator.algo` and `trainer.loss` as the algorithm of that name has it; "
+        "docs/algorithms.md has the table, and `--dry-run` shows what the config became.",
+    )
+
+
 class SharedKeys(Document):
     """What a run and one service's part of it have in common: keys that fill those of the services."""
 

@@ -22,7 +22,10 @@ _MEANS = (
     "is_outside_support",
     "entropy",
     "nll",
+    "ratio",
+    "ratio_squared",
 )
+_MAX_LOG_RATIO = 20.0
 _BY_ENV = ("mismatch_kl", "entropy")
 
 
@@ -34,7 +37,7 @@ class StepMetrics:
         names = [*_MEANS, *(f"{name}/{env}" for name in _BY_ENV for env in self._envs)]
         self._sums = dict.fromkeys(names, 0.0)
         self._counts = dict.fromkeys(names, 0.0)
-        self._maxima = {"loss": -float("inf"), "mismatch_kl": 0.0}
+        self._maxima = {"loss": -float("inf"), "mismatch_kl": 0.0, "ratio": 0.0, "-ratio": -float("inf")}
         self._loss_squares = 0.0
         self._total_loss = 0.0
 
@@ -64,6 +67,7 @@ class StepMetrics:
         self._add("is_masked_high", losses.is_masked_high, members)
         self._add("masked_advantage_positive", losses.is_masked_high, is_masked)
         self._add("masked_advantage_negative", losses.is_masked_low & (losses.advantages != 0), is_masked)
+        self._add_ratio(trainer_logprobs_BT - micro_batch.inference_logprobs_BT, members)
         if micro_batch.truncation_B is not None:
             self._add("is_outside_support", is_outside, micro_batch.loss_mask_BT)
         own_entropy = self._add("entropy", entropy_BT, sampled)
@@ -93,9 +97,21 @@ class StepMetrics:
                 metrics[f"{name}/all/mean"] = metrics[f"{name}/mean"]
         if counts["mismatch_kl"]:
             metrics["mismatch_kl/max"] = maxima["mismatch_kl"]
+        if counts["ratio"]:
+            metrics["ratio/max"], metrics["ratio/min"] = maxima["ratio"], -maxima["-ratio"]
+            squared = metrics.pop("ratio_squared/mean")
+            metrics["ess/mean"] = means["ratio"] ** 2 / squared if squared else 0.0
         if means.get("entropy"):
             metrics["kl_ent_ratio/mean"] = means["mismatch_kl"] / means["entropy"]
         return metrics
+
+    def _add_ratio(self, log_ratio_BT: torch.Tensor, members: torch.Tensor) -> None:
+        """Add the ratio of both policies at the tokens that are trained on; bounded, so that one token is not all."""
+        ratio_BT = log_ratio_BT.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+        self._add("ratio", ratio_BT, members)
+        self._add("ratio_squared", ratio_BT**2, members)
+        if (selected := ratio_BT[members]).numel():
+            self._maxima["-ratio"] = max(self._maxima["-ratio"], -float(selected.min()))
 
     def _add(self, name: str, values: torch.Tensor, members: torch.Tensor) -> float:
         """Add what is measured at some tokens; its sum."""
