@@ -170,7 +170,7 @@ ONE_FILE: dict[str, Meaning] = {
         "a rollout is one sample while its prompt only grows, and several where it is rewritten", "interleaved"
     ),
     "orchestrator.buffer": later(BUFFER, {}),
-    "orchestrator.val": later("there is no validation on training tasks yet: use `[orchestrator.eval]`"),
+    "orchestrator.val": converted(conversions.validation),
     "orchestrator.env_ratios": converted(conversions.ratios),
     "orchestrator.buffer.env_ratios": converted(conversions.ratios),
     "orchestrator.advantage": blocks(ADVANTAGE, {}),
