@@ -197,14 +197,14 @@ def finish(target: Target) -> None:
 
 
 def _validation(target: Target, path: Path, value: dict[str, Any], training: list[dict[str, Any]]) -> None:
-    evaluation = _at(target.layer.tree, "orchestrator", "eval")
+    evaluation = _at(target.layer.tree, "orchestrator", "eval") or {}
     evaluated = _list(target.layer.tree, *_EVAL_ENVS)
     settings = {**_VALIDATION, **value}
-    if not isinstance(evaluation, dict):  # which then plays the training environments
-        for key, each in settings.items():
-            target.put(("orchestrator", "eval", key), each, source=(*path, key))
+    if not evaluated:  # the training environments are evaluated
+        for key in settings.keys() - evaluation.keys():
+            target.put(("orchestrator", "eval", key), settings[key], source=(*path, key))
         target.note(path, Effect.MEANS, "is `[orchestrator.eval]` here, which plays held-out tasks")
-    elif evaluated and not any(env.get("id") == other.get("id") for env in training for other in evaluated):
+    elif not any(env.get("id") == other.get("id") for env in training for other in evaluated):
         evaluation["env"] += [
             {**{key: env[key] for key in ("id", "name", "args") if key in env}, **settings} for env in training
         ]
