@@ -176,7 +176,7 @@ class RolloutSink:
         await self.spool.close()
 
     def _first_look(self, run_uid: str) -> asyncio.Task[None]:
-        """Look whether the run of a predecessor has ended; what is kept of it is appended if not, or if that takes long."""
+        """Look whether a predecessor's run has ended; if not, or if that takes long, what is kept is appended."""
         look = asyncio.create_task(self._end_if_over(run_uid), name=f"look for the end of {run_uid}")
         self._appender(run_uid, first_look=look)
         return look
