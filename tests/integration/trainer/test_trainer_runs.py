@@ -99,8 +99,19 @@ def test_two_trainings_of_equal_logs_are_bit_equal(
     assert len(set(digests[0].values())) == 5
 
 
-def test_stop_and_resume_equals_an_unbroken_run(new_recorder: Callable[[], Recorder], make_config: MakeConfig) -> None:
-    config = make_config(ckpt={"interval": 2})
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01}},
+        {"loss": {"kl": {"coef": 0.1, "place": "reward"}}, "model": {"seq_len": 32, "lora": {"rank": 2}}},
+    ],
+    ids=["default", "near the start model", "near the base of adapters"],
+)
+def test_stop_and_resume_equals_an_unbroken_run(
+    new_recorder: Callable[[], Recorder], make_config: MakeConfig, keys: dict[str, Any]
+) -> None:
+    config = make_config(ckpt={"interval": 2}, **keys)
     unbroken = new_recorder()
     unbroken.record(config, steps=5)
     unbroken.train()
@@ -114,6 +125,11 @@ def test_stop_and_resume_equals_an_unbroken_run(new_recorder: Callable[[], Recor
     assert broken.digests() == unbroken.digests()
     assert before.items() <= broken.digests().items()
     assert broken.checkpoints() == [2, 3, 4, 5]
+    kls = [event.step_completed.metrics for event in unbroken.events() if event.HasField("step_completed")]
+    if keys:
+        assert kls[0]["reference_kl/mean"] == 0 and all(step["reference_kl/mean"] > 0 for step in kls[1:])
+    else:
+        assert not any("reference_kl/mean" in step for step in kls)
 
 
 def test_replay_from_an_older_checkpoint_proves_every_version_again(

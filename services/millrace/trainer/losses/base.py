@@ -21,7 +21,11 @@ from millrace.config.sections.loss import LossConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Per-token tensors of one shape, [B, T]: a row is a sample. `loss_mask` is bool: 1 where the policy sampled."""
+    """Per-token tensors of one shape, [B, T]: a row is a sample. `loss_mask` is bool: 1 where the policy sampled.
+
+    `entropy` of the policy is there, with its gradient, where it has a part in the loss; `reference_logprobs` are those
+    of the start model where the run compares with it.
+    """
 
     trainer_logprobs: torch.Tensor
     inference_logprobs: torch.Tensor
@@ -29,6 +33,8 @@ class LossInputs:
     loss_mask: torch.Tensor
     rl_weights: torch.Tensor
     ce_weights: torch.Tensor
+    entropy: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
 
     @property
     def rl_members(self) -> torch.Tensor:
