@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,11 +75,8 @@ class Learner:
         model, reference = gang.shard(model, compute_dtype=compute_dtype), None
         if trainer.loss.kl is not None:
             is_base = trainer.model.lora is not None and not trainer.model.lora.modules_to_save
-            reference = (
-                UnadaptedModel(model)
-                if is_base
-                else StartModel(start_directory, gang=gang, compute_dtype=compute_dtype)
-            )
+            start = partial(StartModel, start_directory, gang=gang, compute_dtype=compute_dtype)
+            reference = UnadaptedModel(model) if is_base else start()
         seed_rank(config.seed, rank=gang.rank)
         return cls(
             config=trainer,
