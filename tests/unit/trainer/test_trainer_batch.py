@@ -182,7 +182,7 @@ def test_a_sampled_token_that_is_cut_away_is_counted_and_masked() -> None:
         trainer_logprobs_BT=logprobs_BT.detach(),
         entropy_BT=entropy_BT,
     )
-    found = metrics.reduce(Gang())
+    found = metrics.reduce(Gang()).values()
     outside = int((logprobs_BT[0, 3:] == -math.inf).sum())
     assert found["is_outside_support/mean"] == pytest.approx(outside / 11)
     assert math.isfinite(found["mismatch_kl/mean"]) and math.isfinite(found["mismatch_kl/max"])
@@ -199,7 +199,7 @@ def test_masked_advantages_are_shares_of_the_masked_tokens() -> None:
     metrics.add(
         micro_batch, losses=losses, loss=losses.rl.sum(), trainer_logprobs_BT=logprobs_BT, entropy_BT=logprobs_BT * 0
     )
-    found = metrics.reduce(Gang())
+    found = metrics.reduce(Gang()).values()
     assert found["is_masked/mean"] == pytest.approx(3 / 4)
     assert found["masked_advantage_positive/mean"] == pytest.approx(2 / 3)
     assert found["masked_advantage_negative/mean"] == pytest.approx(1 / 3)
@@ -233,7 +233,7 @@ def test_ratios_and_their_effective_sample_size() -> None:
             trainer_logprobs_BT=logprobs_BT,
             entropy_BT=logprobs_BT * 0,
         )
-        return metrics.reduce(Gang())
+        return metrics.reduce(Gang()).values()
 
     found = measured(logprobs_BT)
     assert (found["ratio/min"], found["ratio/max"]) == (pytest.approx(0.5), pytest.approx(2.0))

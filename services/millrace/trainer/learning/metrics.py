@@ -40,6 +40,7 @@ class StepMetrics:
         self._maxima = {"loss": -float("inf"), "mismatch_kl": 0.0, "ratio": 0.0, "-ratio": -float("inf")}
         self._loss_squares = 0.0
         self._total_loss = 0.0
+        self._num_steps = 1
 
     @torch.no_grad()
     def add(
@@ -78,20 +79,44 @@ class StepMetrics:
             self._add(f"entropy/{env}", entropy_BT, sampled & rows)
         return math.isfinite(own_loss) and math.isfinite(own_entropy)
 
-    def reduce(self, gang: Gang) -> dict[str, float]:
-        """The metrics of the whole batch; a mean over no tokens is left out. Collective in a gang."""
-        names = list(self._sums)
+    def reduce(self, gang: Gang) -> "StepMetrics":
+        """What all ranks measured together. Collective in a gang."""
+        whole, names = StepMetrics(self._envs), list(self._sums)
         reduced = gang.sum([*self._sums.values(), *self._counts.values(), self._loss_squares, self._total_loss])
-        sums = dict(zip(names, reduced[: len(names)], strict=True))
-        counts = dict(zip(names, reduced[len(names) : 2 * len(names)], strict=True))
-        maxima = dict(zip(self._maxima, gang.max(list(self._maxima.values())), strict=True))
-        means = {name: sums[name] / counts[name] for name in names if counts[name]}
+        whole._sums = dict(zip(names, reduced[: len(names)], strict=True))
+        whole._counts = dict(zip(names, reduced[len(names) : 2 * len(names)], strict=True))
+        whole._loss_squares, whole._total_loss = reduced[-2:]
+        whole._maxima = dict(zip(self._maxima, gang.max(list(self._maxima.values())), strict=True))
+        return whole
+
+    @classmethod
+    def merged(cls, steps: Sequence["StepMetrics"]) -> "StepMetrics":
+        """What several optimizer steps measured, as one; its loss is their mean."""
+        first, *others = steps
+        whole = cls(first._envs)
+        whole._num_steps = len(steps)
+        whole._sums = {name: sum((s._sums[name] for s in others), value) for name, value in first._sums.items()}
+        whole._counts = {name: sum((s._counts[name] for s in others), value) for name, value in first._counts.items()}
+        whole._maxima = {name: max(s._maxima[name] for s in steps) for name in first._maxima}
+        whole._loss_squares = sum(s._loss_squares for s in steps)
+        whole._total_loss = sum(s._total_loss for s in steps)
+        return whole
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss is a finite number, and so are the entropies."""
+        return math.isfinite(self._total_loss) and math.isfinite(self._sums["entropy"])
+
+    def values(self) -> dict[str, float]:
+        """The metrics by name; a mean over no tokens is left out."""
+        sums, counts, maxima = self._sums, self._counts, self._maxima
+        means = {name: sums[name] / counts[name] for name in sums if counts[name]}
         metrics = {f"{name}/mean": value for name, value in means.items()}
         if counts["loss"]:
-            variance = reduced[-2] / counts["loss"] - means["loss"] ** 2
+            variance = self._loss_squares / counts["loss"] - means["loss"] ** 2
             metrics["loss/std"] = max(variance, 0.0) ** 0.5
             metrics["loss/max"] = maxima["loss"]
-        metrics["loss/mean"] = reduced[-1]
+        metrics["loss/mean"] = self._total_loss / self._num_steps
         for name in _BY_ENV:  # prime-rl's dashboards read `<name>/all/mean`
             if f"{name}/mean" in metrics:
                 metrics[f"{name}/all/mean"] = metrics[f"{name}/mean"]

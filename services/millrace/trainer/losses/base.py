@@ -21,7 +21,11 @@ from millrace.config.sections.loss import LossConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Per-token tensors of one shape, [B, T]: a row is a sample. `loss_mask` is bool: 1 where the policy sampled."""
+    """Per-token tensors of one shape, [B, T]: a row is a sample. `loss_mask` is bool: 1 where the policy sampled.
+
+    `proximal_logprobs` are those of the policy before the batch where it is another one than the trainer's and the loss
+    asks for it: from the second optimizer step of a batch on.
+    """
 
     trainer_logprobs: torch.Tensor
     inference_logprobs: torch.Tensor
@@ -29,6 +33,7 @@ class LossInputs:
     loss_mask: torch.Tensor
     rl_weights: torch.Tensor
     ce_weights: torch.Tensor
+    proximal_logprobs: torch.Tensor | None = None
 
     @property
     def rl_members(self) -> torch.Tensor:
@@ -39,6 +44,12 @@ class LossInputs:
     def log_ratio(self) -> torch.Tensor:
         """l, with its gradient; 0 outside of the mask, where the inference log-prob is none."""
         return torch.where(self.loss_mask, self.trainer_logprobs - self.inference_logprobs, 0.0)
+
+    @property
+    def proximal_log_ratio(self) -> torch.Tensor:
+        """p - i, with p the log-prob under the policy before the batch; 0 outside of the mask. It has no gradient."""
+        proximal = self.trainer_logprobs if self.proximal_logprobs is None else self.proximal_logprobs
+        return torch.where(self.loss_mask, proximal - self.inference_logprobs, 0.0).detach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
