@@ -36,14 +36,15 @@ class CustomCode:
         """Whether a module may be loaded."""
         return any(each == ANY or f"{module}.".startswith(f"{each}.") for each in self.modules)
 
-    def load(self, import_path: str, *, field: str) -> Callable[..., Any]:
+    def load(self, import_path: str, *, field: str, remedy: str = "") -> Callable[..., Any]:
         """Return the function `fn` of `my.module:fn`; InvalidSpecError names `field` and says what is wrong.
 
-        The module is found as `python -m` would find it, and loaded anew if its file has changed since it was loaded.
+        `remedy` takes the place of the usual one. The module is found as `python -m` would find it, and loaded anew if
+        its file has changed since it was loaded.
         """
         module_name, _, name = import_path.partition(":")
         if not module_name or not name.isidentifier():
-            raise bad_code(field, import_path, "must be module:function, such as my.module:fn")
+            raise bad_code(field, import_path, "must be module:function, such as my.module:fn", remedy=remedy)
         if not self.allows(module_name):
             allowed = f"allows {', '.join(self.modules)}" if self.modules else "is not set, which allows none"
             raise bad_code(
@@ -57,11 +58,12 @@ class CustomCode:
             module = _imported(module_name)
         except Exception as error:  # a user's module may raise anything while it is imported
             problem = f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
-            raise bad_code(field, import_path, problem) from error
+            raise bad_code(field, import_path, problem, remedy=remedy) from error
         function = getattr(module, name, None)
         if not callable(function):
             found = "has no" if function is None else f"has a {type(function).__name__}, not a function, as"
-            raise bad_code(field, import_path, f"module {module_name!r} ({module.__file__}) {found} {name!r}")
+            problem = f"module {module_name!r} ({module.__file__}) {found} {name!r}"
+            raise bad_code(field, import_path, problem, remedy=remedy)
         return function
 
 

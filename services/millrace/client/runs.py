@@ -262,7 +262,8 @@ class RunsClient:
             # The events may only have been replayed up to where it was queued: the server knows what it is now.
             if (await self.get(name)).state != run_pb2.RUN_STATE_QUEUED:
                 return ""
-            return (await self.explain(name)).summary.removeprefix("queued: ")
+            summary = (await self.explain(name)).summary
+            return summary.removeprefix("queued: ") if summary.startswith("queued: ") else ""  # it has just begun
         except MillraceError:
             return ""
 

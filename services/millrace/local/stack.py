@@ -374,7 +374,7 @@ class LocalStack:
         match name:
             case "inference":
                 return {**self.options.engine_environ, "MILLRACE_ENGINE": self.options.engine}
-            case "orchestrator":  # the user's own process: their code may run in it
+            case "orchestrator" | "trainer":  # the user's own process: their code may run in it
                 return {} if "MILLRACE_CUSTOM_CODE" in self._environ else {"MILLRACE_CUSTOM_CODE": "*"}
             case "env-server":
                 return {"MILLRACE_SPOOL_DIR": str(self.directory / "spool")}

@@ -1,13 +1,13 @@
 """One run's training, put together: log, model or checkpoint, gang, parts, loop."""
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from millrace.config.sections.rl import RLConfig
+from millrace.custom_code import CustomCode
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.policies.adapter import ADAPTER_CONFIG
@@ -40,8 +40,6 @@ from millrace.trainer.reporter import Reporter
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.training import Position, Training
 
-logger = logging.getLogger(__name__)
-
 _PEER_OPENS_WITHIN_S = 120.0
 
 
@@ -61,6 +59,7 @@ class JobContext:
     on_progress: Callable[[int], None]
     damage: Callable[[], DamageReport | None] = lambda: None
     silence: SilenceTeller = field(default_factory=SilenceTeller)
+    custom_code: CustomCode = field(default_factory=CustomCode)
 
 
 def run_job(context: JobContext, uid: str) -> None:
@@ -113,7 +112,9 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     """
     gang, config = context.gang, parse_config(record, uid=names.uid)
     directory = resolve_model_directory(config.trainer.model.name)
-    learner = Learner.of_start_model(config, gang=gang, directory=directory)
+    learner = Learner.of_start_model(
+        config, gang=gang, directory=directory, start_directory=directory, code=context.custom_code
+    )
     hold_run(context, client)
     checkpoints = CheckpointStore(context.store, names, gang=gang)
     found = resume(
@@ -138,6 +139,8 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         model=learner.model,
         optimizer=learner.optimizer,
         is_strict=learner.is_strict,
+        loss_of=learner.loss_of,
+        reference=learner.reference,
         adapter=learner.adapter,
         base_digest=learner.base_digest,
         batches=Batches(

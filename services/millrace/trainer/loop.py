@@ -26,7 +26,7 @@ from millrace.trainer.learning.optimizer import OptimizerReport
 from millrace.trainer.learning.score import Score
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.log.stop import StopRequested
-from millrace.trainer.losses import LossFunction, divisor, token_losses, total_loss
+from millrace.trainer.losses import LossFunction, divisor, total_loss
 from millrace.trainer.reporter import Phases
 from millrace.trainer.training import Position, Training
 from millrace.v1 import event_pb2
@@ -117,11 +117,11 @@ def _learn(run: Learner, batch: Batch, minibatch: Minibatch) -> Learned:
 
 
 def forward_backward(
-    run: Learner, batch: Batch, minibatch: Minibatch, *, loss_of: LossFunction = token_losses
+    run: Learner, batch: Batch, minibatch: Minibatch, *, loss_of: LossFunction | None = None
 ) -> tuple[StepMetrics, list[NotFinite]]:
     """Accumulate the gradient of a minibatch's loss; its metrics and the samples that are not finite.
 
-    Both are over all ranks.
+    Both are over all ranks. `loss_of` takes the place of the run's own loss.
     """
     counts = [0.0, 0.0, 0.0]
     for micro_batch in minibatch.micro_batches:
@@ -133,11 +133,12 @@ def forward_backward(
     metrics, not_finite = StepMetrics(batch.header.envs), list[NotFinite]()
     with run.learning():
         for micro_batch, rows in zip(minibatch.micro_batches, minibatch.rows, strict=True):
-            logprobs_BT, entropy_BT = run.logprobs(micro_batch)
-            losses = loss_of(micro_batch.loss_inputs(logprobs_BT), run.config.loss)
+            inputs, logprobs_BT, entropy_BT = run.loss_inputs(micro_batch)
+            losses = (loss_of or run.loss_of)(inputs, run.config.loss)
             loss = total_loss(losses, rl_divisor=rl_divisor, num_ce_tokens=num_ce_tokens)
             loss.backward()
             faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)
+            metrics.add_reference(inputs)
             if not metrics.add(
                 micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT
             ):

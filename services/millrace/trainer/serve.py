@@ -11,6 +11,7 @@ import threading
 import uuid
 from types import FrameType
 
+from millrace.custom_code import CustomCode
 from millrace.errors import MillraceError
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_TRAINER, Worker
 from millrace.rpc.health import HealthBoard
@@ -99,6 +100,7 @@ def _work(
             on_epoch=worker.on_epoch,
             on_progress=worker.on_progress,
             damage=worker.damage,
+            custom_code=CustomCode.parse(settings.custom_code),
         )
         worker.run(lambda uid: run_job(context, uid), gang=gang)
     finally:

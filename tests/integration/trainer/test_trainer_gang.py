@@ -39,8 +39,19 @@ def _steps(recorder: Recorder) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-def test_two_ranks_equal_one_and_resume_bit_for_bit(new_recorder: Callable[[], Recorder], make_config: Any) -> None:
-    config = make_config(ckpt={"interval": 2}, optim={"lr": 1e-3}, micro_batch_tokens=48)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01}},
+        {"loss": {"kl": {"coef": 0.1, "place": "reward"}}, "model": {"seq_len": 32, "lora": {"rank": 2}}},
+    ],
+    ids=["default", "near the start model", "near the base of adapters"],
+)
+def test_two_ranks_equal_one_and_resume_bit_for_bit(
+    new_recorder: Callable[[], Recorder], make_config: Any, keys: dict[str, Any]
+) -> None:
+    config = make_config(ckpt={"interval": 2}, optim={"lr": 1e-3}, micro_batch_tokens=48, **keys)
     alone, gang, broken = new_recorder(), new_recorder(), new_recorder()
     for recorder in (alone, gang, broken):
         recorder.record(config, steps=4)

@@ -1,6 +1,7 @@
 """The trainer over recorded logs: consumes, publishes, reports, checkpoints, resumes bit for bit."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from millrace.internal.v1 import policy_pb2
 from millrace.policies.pull import download_hf, read_manifest
 from millrace.runlog import Lease, Stream
 from millrace.storage.commit_points import with_checksum
+from millrace.storage.local import LocalStore
 from millrace.trainer import job
 
 MakeConfig = Callable[..., RLConfig]
@@ -97,8 +99,19 @@ def test_two_trainings_of_equal_logs_are_bit_equal(
     assert len(set(digests[0].values())) == 5
 
 
-def test_stop_and_resume_equals_an_unbroken_run(new_recorder: Callable[[], Recorder], make_config: MakeConfig) -> None:
-    config = make_config(ckpt={"interval": 2})
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01}},
+        {"loss": {"kl": {"coef": 0.1, "place": "reward"}}, "model": {"seq_len": 32, "lora": {"rank": 2}}},
+    ],
+    ids=["default", "near the start model", "near the base of adapters"],
+)
+def test_stop_and_resume_equals_an_unbroken_run(
+    new_recorder: Callable[[], Recorder], make_config: MakeConfig, keys: dict[str, Any]
+) -> None:
+    config = make_config(ckpt={"interval": 2}, **keys)
     unbroken = new_recorder()
     unbroken.record(config, steps=5)
     unbroken.train()
@@ -112,6 +125,11 @@ def test_stop_and_resume_equals_an_unbroken_run(new_recorder: Callable[[], Recor
     assert broken.digests() == unbroken.digests()
     assert before.items() <= broken.digests().items()
     assert broken.checkpoints() == [2, 3, 4, 5]
+    kls = [event.step_completed.metrics for event in unbroken.events() if event.HasField("step_completed")]
+    if keys:
+        assert kls[0]["reference_kl/mean"] == 0 and all(step["reference_kl/mean"] > 0 for step in kls[1:])
+    else:
+        assert not any("reference_kl/mean" in step for step in kls)
 
 
 def test_replay_from_an_older_checkpoint_proves_every_version_again(
@@ -275,6 +293,36 @@ def test_a_checkpoint_is_saved_and_reported_once(recorder: Recorder, make_config
     recorder.train()  # both at the interval and at the closing header
     assert recorder.checkpoints() == [2, 4]
     assert [e.checkpoint_saved.step for e in recorder.events() if e.HasField("checkpoint_saved")] == [2, 4]
+
+
+class CheckpointsLast(LocalStore):
+    """Takes no file of a checkpoint before policy 4 is there, or half a minute is over."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.waited_in_vain: list[bool] = []
+        self._is_there = threading.Event()
+
+    def put_file(self, key: str, path: Path) -> None:
+        if "/checkpoints/00000002/" in key:
+            self.waited_in_vain.append(not self._is_there.wait(30))
+        super().put_file(key, path)
+
+    def create(self, key: str, data: bytes) -> bool:
+        is_new = super().create(key, data)
+        if key.endswith("policies/0000-00000004/manifest.json"):
+            self._is_there.set()
+        return is_new
+
+
+def test_a_slow_store_of_checkpoints_delays_no_step(
+    recorder: Recorder, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    store = recorder.store = CheckpointsLast(tmp_path / "store")
+    recorder.record(make_config(ckpt={"interval": 2, "keep_last": 2}), steps=4)
+    assert recorder.train() == 4
+    assert store.waited_in_vain and not any(store.waited_in_vain)
+    assert recorder.checkpoints() == [2, 4]
 
 
 def test_a_defect_of_the_renewal_ends_the_job_with_its_cause(

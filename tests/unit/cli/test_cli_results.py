@@ -111,7 +111,7 @@ def test_summary_of_a_run_without_evaluation_has_nulls(tmp_path):
         progress_of([]), Artifacts(policy_path=None, checkpoint_path=None, plot_path=None), seconds=1, phases={}
     )
     assert data["reward_before"] is None and data["reward_after"] is None and data["mismatch_kl"] is None
-    assert "held-out reward  – → –" in summary_lines(data)
+    assert not any(word in line for line in summary_lines(data) for word in ("held-out", "mismatch", "checkpoint"))
 
 
 def test_metrics_file_has_one_line_per_step_eval_and_score(tmp_path):

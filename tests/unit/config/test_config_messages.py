@@ -77,7 +77,7 @@ def test_malformed_toml_names_file_and_line(violations, tmp_path, content, line,
 
 
 def test_malformed_json_names_file_and_line(violations, tmp_path):
-    (tmp_path / "bad.json").write_text('{"a": 1,\n}')
+    (tmp_path / "bad.json").write_text('{"a": 1\n"b": 2}')
     (found,) = violations("@", "bad.json")
     assert found.source == "bad.json:2" and "malformed JSON" in found.message
     (tmp_path / "list.json").write_text("[]")

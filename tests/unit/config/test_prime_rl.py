@@ -101,6 +101,7 @@ WORKS = {
     "orchestrator.sampling.top_p": ("0.9", ("orchestrator.sampling.top_p", 0.9)),
     "orchestrator.sampling.top_k": ("20", ("orchestrator.sampling.top_k", 20)),
     "orchestrator.sampling.min_p": ("0.1", ("orchestrator.sampling.min_p", 0.1)),
+    "orchestrator.val.interval": ("5", ("orchestrator.eval.interval", 5)),
     "orchestrator.eval.interval": ("5", ("orchestrator.eval.interval", 5)),
     "orchestrator.eval.num_examples": ("5", ("orchestrator.eval.num_examples", 5)),
     "orchestrator.eval.eval_base_model": ("false", ("orchestrator.eval.skip_first_step", True)),
@@ -134,7 +135,6 @@ EXCEPTIONS = {
     "trainer.model.ep": "8",
     "trainer.data.fake.batch_size": "2",
     "orchestrator.buffer.online_difficulty_filtering": "true",
-    "orchestrator.val.interval": "5",
     "orchestrator.mask_truncated_completions": "true",
     "orchestrator.algo.length_penalty.type": "linear",
     "orchestrator.advantage.type": "x",
@@ -336,6 +336,27 @@ def test_the_split_files_of_2025_are_read_together_and_alone(tmp_path, monkeypat
     for name, part in (("orch.toml", "orchestrator"), ("train.toml", "trainer"), ("infer.toml", "inference")):
         _, _, how = import_config([name], kind=None, out=None)
         assert how == f"millrace {part} @ FILE"
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "ids", "intervals"),
+    [
+        ("", [], []),
+        ('[[orchestrator.eval.env]]\nid = "other"', ["other", "a"], [None, 5]),
+        ('[[orchestrator.eval.env]]\nid = "a"', ["a"], [None]),
+    ],
+    ids=["alone", "beside other evaluations", "of what is evaluated anyway"],
+)
+def test_validation_is_an_evaluation_of_the_training_environments(tmp_path, evaluation, ids, intervals):
+    written = (
+        '[[orchestrator.env]]\nid = "a"\n[orchestrator]\nrollouts_per_example = 4\n[orchestrator.val]\ninterval = 5\n'
+        + evaluation
+    )
+    (tmp_path / "rl.toml").write_text(written)
+    evaluated = load(RLConfig, ["@", str(tmp_path / "rl.toml")]).config.orchestrator.eval
+    assert [env.id for env in evaluated.env] == (ids or ["a"])
+    assert [env.interval for env in evaluated.env] == (intervals or [None])
+    assert (evaluated.interval, evaluated.num_examples) == ((5, 16) if not ids else (100, -1))
 
 
 def test_an_imported_file_means_the_same(tmp_path, monkeypatch):

@@ -167,26 +167,27 @@ def _moved_line(weights: dict[str, Any]) -> str:
         for what in ("published", "fetched")
         if weights[what]["versions"]
     ]
-    return ", ".join(parts) or "–"
+    return ", ".join(parts)
 
 
 def summary_lines(data: dict[str, Any]) -> list[str]:
-    """The summary for people."""
+    """The summary for people; what was not measured or written has no line."""
 
     def number(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
+        return "" if value is None else format(value, form)
 
     before, after = data["reward_before"], data["reward_after"]
+    rewards = [number(before, ".3f"), number(after, ".3f")] if before is not None or after is not None else []
     gain = f"  ({after - before:+.3f})" if before is not None and after is not None else ""
     rows = [
         ("run", f"{data['name'].removeprefix('runs/')}  {data['state']}"),
-        ("held-out reward", f"{number(before, '.3f')} → {number(after, '.3f')}{gain}"),
+        ("held-out reward", " → ".join(reward or "–" for reward in rewards) + gain),
         ("steps", f"{data['steps']} in {duration(data['seconds'])}"),
         ("trainer waited", number(data["trainer_wait_ratio"], ".0%")),
         ("mismatch kl", number(data["mismatch_kl"], ".1e")),
         ("weights moved", _moved_line(data["weights"])),
-        ("policy", data["policy_path"] or "–"),
-        ("checkpoint", data["checkpoint_path"] or "–"),
+        ("policy", data["policy_path"] or ""),
+        ("checkpoint", data["checkpoint_path"] or ""),
         ("plot", data["plot_path"] or "– (needs matplotlib: install millrace[local])"),
     ]
-    return [f"{label:<16} {value}" for label, value in rows]
+    return [f"{label:<16} {value}" for label, value in rows if value]

@@ -12,6 +12,8 @@ MAX_GPUS = 1024
 """Most GPUs of one machine."""
 _TRAIN_ENVS: Path = ("orchestrator", "env")
 _EVAL_ENVS: Path = ("orchestrator", "eval", "env")
+_VALIDATION = {"num_examples": 16, "rollouts_per_example": 1, "interval": 10}
+"""prime-rl's defaults of `orchestrator.val`."""
 _HARNESS, _RUNTIME = {"id": "null"}, {"type": "subprocess"}
 _SOURCE_KEYS = {
     "curriculum": (Effect.LATER, "there is no curriculum yet; groups without any advantage are left out all the same"),
@@ -105,6 +107,14 @@ def renderer(target: Target, path: Path, value: Any) -> None:
     target.deferred["renderer"] = (path, value)
 
 
+def validation(target: Target, path: Path, value: Any) -> None:
+    """Validation plays held-out tasks of the training environments, as `[orchestrator.eval]` does (see `finish`)."""
+    if isinstance(value, dict):
+        target.deferred["val"] = (path, value)
+    else:
+        target.refuse(path, value, "must be a table, as `[orchestrator.eval]`")
+
+
 def eval_base_model(target: Target, path: Path, value: Any) -> None:
     """`eval_base_model = false` leaves out the evaluation before the first step."""
     target.put(("orchestrator", "eval", "skip_first_step"), value is False, source=path)
@@ -170,6 +180,8 @@ def finish(target: Target) -> None:
     if "env_ratios" in deferred and isinstance(deferred["env_ratios"][1], list):
         for env, each in zip(training, deferred["env_ratios"][1], strict=False):
             env.setdefault("weight", each)
+    if "val" in deferred:
+        _validation(target, *deferred["val"], training)
     if "renderer" in deferred:
         path, name = deferred["renderer"]
         text = "the engine's own chat template counts here"
@@ -182,6 +194,23 @@ def finish(target: Target) -> None:
     if "micro_batch_size" in deferred:
         _micro_batch(target, *deferred["micro_batch_size"])
     _gpu_ids(target)
+
+
+def _validation(target: Target, path: Path, value: dict[str, Any], training: list[dict[str, Any]]) -> None:
+    evaluation = _at(target.layer.tree, "orchestrator", "eval") or {}
+    evaluated = _list(target.layer.tree, *_EVAL_ENVS)
+    settings = {**_VALIDATION, **value}
+    if not evaluated:  # the training environments are evaluated
+        for key in settings.keys() - evaluation.keys():
+            target.put(("orchestrator", "eval", key), settings[key], source=(*path, key))
+        target.note(path, Effect.MEANS, "is `[orchestrator.eval]` here, which plays held-out tasks")
+    elif not any(env.get("id") == other.get("id") for env in training for other in evaluated):
+        evaluation["env"] += [
+            {**{key: env[key] for key in ("id", "name", "args") if key in env}, **settings} for env in training
+        ]
+        target.note(path, Effect.MEANS, "is an `[[orchestrator.eval.env]]` for each training environment here")
+    else:
+        target.note(path, Effect.NOTHING, "`[orchestrator.eval]` plays held-out tasks of the training environments")
 
 
 def _micro_batch(target: Target, path: Path, value: Any) -> None:

@@ -170,7 +170,7 @@ ONE_FILE: dict[str, Meaning] = {
         "a rollout is one sample while its prompt only grows, and several where it is rewritten", "interleaved"
     ),
     "orchestrator.buffer": later(BUFFER, {}),
-    "orchestrator.val": later("there is no validation on training tasks yet: use `[orchestrator.eval]`"),
+    "orchestrator.val": converted(conversions.validation),
     "orchestrator.env_ratios": converted(conversions.ratios),
     "orchestrator.buffer.env_ratios": converted(conversions.ratios),
     "orchestrator.advantage": blocks(ADVANTAGE, {}),
@@ -199,11 +199,11 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.eval.env[].skip_verification": nothing("nothing is verified beforehand"),
     "teacher_inference": blocks("start the teacher yourself, and name it in `orchestrator.algo.teacher`"),
     "teacher_gpu_ids": nothing("start the teacher yourself"),
-    "trainer.loss.type": only(LOSS, "default", "ppo", "gspo", "cispo", "importance_sampling"),
+    "trainer.loss.type": only(LOSS, "default", "ppo", "gspo", "cispo", "importance_sampling", "custom"),
     **same(
         blocks("belongs to a loss that is not there yet"),
         "trainer.loss.",
-        "import_path kwargs ipo_threshold ratio_type ratio_length_norm mask_ratio_high mask_ratio_low clip_ratio "
+        "ipo_threshold ratio_type ratio_length_norm mask_ratio_high mask_ratio_low clip_ratio "
         "kl_mask_high kl_mask_low token_mask_high token_mask_low geo_mask_high geo_mask_low sequence_mask_low "
         "sequence_mask_high sequence_clip_high teacher_tau kl_coef",
     ),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import ConfigSection, option, required, table
+from millrace.config.section import IMPORT_PATH_PATTERN, ConfigSection, FreeTable, option, required, table
 from millrace.config.tree import Facts, OnlyFor, Path
 
 _CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
@@ -51,15 +51,44 @@ class CorrectionConfig(ConfigSection):
     )
 
 
+class KlConfig(ConfigSection):
+    """Keep the policy near its start model: a KL divergence, added to the loss or taken from the reward."""
+
+    coef: float = required("Factor of the divergence.", gt=0)
+    place: Literal["loss", "reward"] = option(
+        "loss",
+        "loss: a term of the loss. reward: each token's advantage is lowered by the log-ratio of the policy to the "
+        "start model.",
+    )
+    estimator: Literal["k1", "k2", "k3"] = option(
+        "k3",
+        "With l the log-ratio at a token: k1: l, in the reward only. k2: l^2 / 2. k3: exp(-l) - 1 + l. In the loss, k2 "
+        "and k3 are weighed by the ratio to the policy that sampled, and have the same gradient.",
+        facts=Facts(
+            default_from=lambda table: "k1" if table.get("place") == "reward" else "k3",
+            default_text="k3; k1 in the reward",
+        ),
+    )
+
+
 class LossConfig(ConfigSection):
     """The policy loss. Its gradient is -w f A grad log p for every token: `type` says what f is, A is the advantage."""
 
-    type: Literal["default", "ppo", "gspo", "cispo", "importance_sampling"] = option(
+    type: Literal["default", "ppo", "gspo", "cispo", "importance_sampling", "custom"] = option(
         "default",
         "With r the ratio of the trained policy to the one that sampled: default: r, but 0 where the probability moved "
         "too far (DPPO), and a squared log-ratio penalty. ppo: r, but 0 where it is clipped. gspo: the ratio of the "
-        "whole sample, clipped. cispo: r clipped, no token is dropped. importance_sampling: r.",
+        "whole sample, clipped. cispo: r clipped, no token is dropped. importance_sampling: r. custom: what "
+        "`import_path` returns.",
     )
+    import_path: str | None = option(
+        None,
+        "custom only: the function `my.module:fn`, of the shape of `millrace.trainer.losses.token_losses`. The trainer "
+        "loads it, and only if its `MILLRACE_CUSTOM_CODE` allows the module.",
+        facts=_for("custom"),
+        pattern=IMPORT_PATH_PATTERN,
+    )
+    kwargs: FreeTable = table(dict, "custom only: for the function, as `config.kwargs`.", facts=_for("custom"))
     dppo_mask_low: float = option(
         0.2,
         "A token with advantage <= 0 is dropped when its probability fell by more than this.",
@@ -106,6 +135,8 @@ class LossConfig(ConfigSection):
     correction: list[CorrectionConfig] = table(
         list, "Corrections for off-policy data, applied in this order; none if left out."
     )
+    kl: KlConfig | None = option(None, "Keep the policy near its start model; off if left out.")
+    entropy_coef: float = option(0.0, "Factor of an entropy bonus.", ge=0)
     aggregation: Literal["token", "sequence", "constant"] = option(
         "token",
         "token: every token of the batch weighs the same. sequence: every sample does, its tokens share its weight. "
@@ -124,6 +155,17 @@ class LossConfig(ConfigSection):
         if self.aggregation == "constant" and self.constant_tokens is None:
             message = "is required for constant: set it to the longest sample, for instance `seq_len`"
             yield broken(message, f"{where}.constant_tokens", f"{where}.aggregation")
+        if self.type == "custom" and self.import_path is None:
+            message = "is required for custom: name the function, as my.module:fn"
+            yield broken(message, f"{where}.import_path", f"{where}.type")
+        if self.kl is not None and (self.kl.place == "reward") != (self.kl.estimator == "k1"):
+            message = (
+                "must be k2 or k3 in the loss: the gradient of k1 there has a mean of 0; or take it from the reward "
+                'with `place = "reward"`'
+                if self.kl.estimator == "k1"
+                else "must be k1 in the reward: the others are losses; leave it out, or set `place` to loss"
+            )
+            yield broken(message, f"{where}.kl.estimator", f"{where}.kl.place")
         if self.type == "gspo" and self.aggregation == "token":
             message = "must be sequence or constant for gspo: its ratio is that of a whole sample"
             yield broken(message, f"{where}.aggregation", f"{where}.type")
@@ -138,6 +180,8 @@ class LossConfig(ConfigSection):
 
     def _misplaced(self, correction: str, weights: list[str]) -> str:
         """Why a correction does not go with the loss; empty if it does."""
+        if self.type == "custom":
+            return "is no part of a custom loss: correct in the function, or leave it out"
         if self.type == "gspo" and correction in _BY_TOKEN:
             return "corrects single tokens, and gspo has one ratio for a whole sample; use one of its sequence variants"
         if correction in _WEIGHTS and self.type not in ("ppo", "importance_sampling"):

@@ -47,8 +47,8 @@ class RLConfig(SharedKeys):
         if minibatches > max(groups, 1):
             size, group = "orchestrator.batch_size", "orchestrator.rollouts_per_example"
             yield broken(
-                f"must be at most the groups of a batch, which are {groups} (`{size}` / `{group}`): every optimizer step "
-                "learns from whole groups; lower it, or raise the batch size",
+                f"must be at most the groups of a batch, which are {groups} (`{size}` / `{group}`): every optimizer "
+                "step learns from whole groups; lower it, or raise the batch size",
                 "trainer.minibatches",
                 size,
                 group,

@@ -257,8 +257,8 @@ class TrainerConfig(ConfigSection):
     )
     minibatches: int = option(
         1,
-        "Optimizer steps per batch. The groups of a batch are dealt to so many parts, and each part is learned from once; "
-        "the learning rate is that of the batch, which makes one version.",
+        "Optimizer steps per batch: its groups are dealt to so many parts, and each part is learned from once, at the "
+        "learning rate of the batch, which makes one version.",
         ge=1,
     )
     determinism: Literal["auto", "strict", "best_effort"] = option(

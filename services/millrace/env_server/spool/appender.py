@@ -29,6 +29,7 @@ _FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 5.0
 # RunLog retries a lost connection for 30 s; one append is one such round.
 _CALL_TIMEOUT_S = 60.0
+_FIRST_LOOK_S = 2.0  # a store that answers does so sooner; one that does not is no reason to keep rollouts back
 _PARALLEL_APPENDS = 16
 
 
@@ -43,12 +44,17 @@ class RunAppender:
         *,
         on_closed_log: Callable[[], object],
         max_delay_s: float = MAX_DELAY_S,
+        first_look: asyncio.Task[None] | None = None,
     ) -> None:
-        """`on_closed_log` is called whenever the log could not be opened: perhaps the run is over."""
+        """`on_closed_log` is called whenever the log could not be opened: perhaps the run is over.
+
+        `first_look` sees whether the run has ended, which closes the appender; nothing is appended before, for a while.
+        """
         self._uid = run_uid
         self._spool = spool
         self._open_log = open_log
         self._on_closed_log = on_closed_log
+        self._first_look = first_look
         self._backoff = Backoff(_FIRST_DELAY_S, max_delay_s, spread=(0.5, 1.0))
         self._log: RunLog | None = None
         self._is_gone = False
@@ -134,6 +140,8 @@ class RunAppender:
         num_failed = 0
         wait = waits.LastingWait()
         with waits.of_run(self._uid):
+            if self._first_look is not None:
+                await asyncio.wait([self._first_look], timeout=_FIRST_LOOK_S)
             try:
                 while True:
                     if not self._pending and not self._has_to_compare():

@@ -67,8 +67,7 @@ class RolloutSink:
         self._runs: dict[str, _KnownRun] = {}
         self._dropping: set[asyncio.Task[None]] = set()
         self._tidying = asyncio.create_task(self._tidy(), name="spool tidy")
-        for run_uid in spool.run_uids:
-            self._appender(run_uid)
+        self._first_looks = [self._first_look(run_uid) for run_uid in spool.run_uids]
 
     @property
     def num_orphans(self) -> int:
@@ -160,7 +159,7 @@ class RolloutSink:
         """Append what a predecessor left of runs that go on, as far as that is possible in `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(self._end_if_over(run_uid) for run_uid in self.spool.run_uids))
+                await asyncio.gather(*map(asyncio.shield, self._first_looks))
                 for appender in list(self._appenders.values()):
                     await appender.caught_up("")
         except TimeoutError:
@@ -168,14 +167,21 @@ class RolloutSink:
 
     async def close(self) -> None:
         """Stop; what is not appended stays in the spool."""
-        self._tidying.cancel()
+        for task in (looks := [self._tidying, *self._first_looks]):
+            task.cancel()
         closing = (appender.close() for appender in self._appenders.values())
-        await asyncio.gather(self._tidying, *closing, *self._dropping, return_exceptions=True)
+        await asyncio.gather(*looks, *closing, *self._dropping, return_exceptions=True)
         if pending := self.num_pending:
             logger.warning("stopping with unappended rollouts in the spool", extra={"rollouts": pending})
         await self.spool.close()
 
-    def _appender(self, run_uid: str) -> RunAppender:
+    def _first_look(self, run_uid: str) -> asyncio.Task[None]:
+        """Look whether a predecessor's run has ended; if not, or if that takes long, what is kept is appended."""
+        look = asyncio.create_task(self._end_if_over(run_uid), name=f"look for the end of {run_uid}")
+        self._appender(run_uid, first_look=look)
+        return look
+
+    def _appender(self, run_uid: str, *, first_look: asyncio.Task[None] | None = None) -> RunAppender:
         if run_uid not in self._appenders:
             self._appenders[run_uid] = appender = RunAppender(
                 run_uid,
@@ -183,6 +189,7 @@ class RolloutSink:
                 self._open_log,
                 on_closed_log=lambda: self.look_for_end(run_uid),
                 max_delay_s=self._max_delay_s,
+                first_look=first_look,
             )
             appender.note_instance(self._run(run_uid).log_instance)
         return self._appenders[run_uid]

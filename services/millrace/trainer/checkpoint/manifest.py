@@ -47,8 +47,8 @@ class Author:
 class CheckpointManifest:
     """What a checkpoint is: version `step` of lineage `lineage`, after the batches that `chain_hash` (hex) proves.
 
-    `base_digest` is that of the base model where the state is that of adapters on it, else empty. `num_skipped` are the
-    steps in a row, up to this one, that changed nothing because they were not finite.
+    `base_digest` is that of the start model where the state is that of adapters on it, or the loss compares with it.
+    `num_skipped` are the steps in a row, up to this one, that changed nothing because they were not finite.
     """
 
     format: int
@@ -156,7 +156,8 @@ def require_same_base(manifest: CheckpointManifest, *, base_digest: str) -> None
     if manifest.base_digest == base_digest:
         return
     then, now = (
-        f"adapters on a base of digest {d}" if d else "all weights" for d in (manifest.base_digest, base_digest)
+        f"weights that need a start model of digest {d}" if d else "all weights"
+        for d in (manifest.base_digest, base_digest)
     )
     raise InvalidStateError(
         f"checkpoint {manifest.step} of run {manifest.run_uid} holds {then}, and this trainer trains {now}",

@@ -92,8 +92,14 @@ class MicroBatch:
         """Rows with a token of the rl component."""
         return int((self.loss_mask_BT & (self.rl_weights_BT != 0)).any(dim=-1).sum())
 
-    def loss_inputs(self, trainer_logprobs_BT: torch.Tensor) -> LossInputs:
-        """What the loss is computed from.
+    def loss_inputs(
+        self,
+        trainer_logprobs_BT: torch.Tensor,
+        *,
+        entropy_BT: torch.Tensor | None = None,
+        reference_logprobs_BT: torch.Tensor | None = None,
+    ) -> LossInputs:
+        """What the loss is computed from; entropy and reference where they have a part in it.
 
         Tokens outside of what the truncation leaves under the trainer's policy are masked: they have no log-prob there.
         Advantages that are log-ratios of a reference to the behaviour policy become those to the trainer's.
@@ -112,6 +118,8 @@ class MicroBatch:
             rl_weights=self.rl_weights_BT,
             ce_weights=self.ce_weights_BT * ~is_outside_BT,
             proximal_logprobs=proximal_BT,
+            entropy=entropy_BT,
+            reference_logprobs=reference_logprobs_BT,
         )
 
     @property

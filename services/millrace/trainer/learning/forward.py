@@ -15,12 +15,15 @@ _POSITIONS = 64
 """Positions whose vocabularies are sorted at once: some 300 MB for 150,000 tokens."""
 
 
-def token_logprobs(model: torch.nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(
+    model: torch.nn.Module, micro_batch: MicroBatch, *, is_entropy_learned: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of every token given those before it, and the entropy of the distribution it was drawn from, [B, T].
 
     Both are float32 under the sample's temperature and truncation: a sampled token that the truncation leaves out under
     this model has the log-prob -inf. Columns before the first token that any row needs are not computed:
-    they hold log(1/V) and log V, as column 0 does, which no token precedes. The entropy carries no gradient.
+    they hold log(1/V) and log V, as column 0 does, which no token precedes. The entropy carries a gradient only where
+    it is learned, which costs the memory of the logits once more.
     """
     first = micro_batch.first_scored
     length = micro_batch.token_ids_BT.shape[1]
@@ -37,7 +40,9 @@ def token_logprobs(model: torch.nn.Module, micro_batch: MicroBatch) -> tuple[tor
     labels_BK = micro_batch.token_ids_BT[:, first:]
     if micro_batch.truncation_B is not None:
         logits_BKV = logits_BKV.masked_fill(~_kept(logits_BKV, micro_batch, micro_batch.truncation_B), -math.inf)
-    logprobs_BK, entropy_BK = select_logprobs(logits_BKV, labels_BK, temperature_B=micro_batch.temperature_B)
+    logprobs_BK, entropy_BK = select_logprobs(
+        logits_BKV, labels_BK, temperature_B=micro_batch.temperature_B, is_entropy_learned=is_entropy_learned
+    )
     log_vocabulary = math.log(logits_BKV.shape[-1])
     shape = (labels_BK.shape[0], first)
     return (
@@ -61,15 +66,22 @@ def _kept(logits_BKV: torch.Tensor, micro_batch: MicroBatch, truncation_B: Trunc
 
 
 def select_logprobs(
-    logits_BKV: torch.Tensor, labels_BK: torch.Tensor, *, temperature_B: torch.Tensor
+    logits_BKV: torch.Tensor,
+    labels_BK: torch.Tensor,
+    *,
+    temperature_B: torch.Tensor,
+    is_entropy_learned: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-softmax of the logits at the labels, and the entropy (without gradient), both [B, K] in the logits' dtype.
+    """Log-softmax of the logits at the labels, and the entropy, both [B, K] in the logits' dtype.
 
     A logit of -inf is a token that cannot be sampled; it adds nothing to the entropy.
     """
     logits_BKV = logits_BKV / temperature_B.to(logits_BKV.dtype)[:, None, None]
     normaliser_BK = torch.logsumexp(logits_BKV, dim=-1)
     logprobs_BK = logits_BKV.gather(-1, labels_BK[..., None]).squeeze(-1) - normaliser_BK
+    if is_entropy_learned:
+        finite_BKV = logits_BKV.masked_fill(logits_BKV == -math.inf, 0.0)  # whose gradient is then 0 instead of nan
+        return logprobs_BK, normaliser_BK - (torch.softmax(logits_BKV, dim=-1) * finite_BKV).sum(-1)
     with torch.no_grad():
         probabilities_BKV = torch.exp(logits_BKV - normaliser_BK[..., None])
         weighted_BKV = probabilities_BKV.mul_(logits_BKV)

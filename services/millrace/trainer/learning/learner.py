@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.trainer import TrainerConfig
+from millrace.custom_code import CustomCode
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.tensors import TensorBytes
@@ -18,6 +20,8 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, Minibatch
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.learning.reference import Reference, StartModel, UnadaptedModel
+from millrace.trainer.losses import LossFunction, LossInputs, loss_function, token_losses
 from millrace.trainer.model.lora import (
     add_adapters,
     is_adapted,
@@ -34,7 +38,7 @@ class Learner:
     """What a step computes with.
 
     `is_strict` says whether equal steps give equal bits. `adapter` and `base_digest` (of version 0, hex) are set where
-    adapters are trained on a base that stays what it is.
+    adapters are trained on a base that stays what it is, or where the start model is the `reference` of the loss.
     """
 
     config: TrainerConfig
@@ -42,22 +46,37 @@ class Learner:
     model: nn.Module
     optimizer: PolicyOptimizer
     is_strict: bool
+    loss_of: LossFunction = token_losses
+    reference: Reference | None = None
     adapter: AdapterSpec | None = None
     base_digest: str = ""
 
     @classmethod
-    def of_start_model(cls, config: RLConfig, *, gang: Gang, directory: Path) -> "Learner":
-        """The learner of a run at version 0, with the model in `directory`. Collective in a gang."""
+    def of_start_model(
+        cls, config: RLConfig, *, gang: Gang, directory: Path, start_directory: Path, code: CustomCode
+    ) -> "Learner":
+        """The learner of a run with the model in `directory`; the start model is in `start_directory`.
+
+        InvalidSpecError if the loss is the user's own and cannot be used, before anything is loaded. Collective in a
+        gang.
+        """
         trainer = config.trainer
+        loss_of = loss_function(trainer.loss, code)
         is_strict = set_determinism(trainer.determinism, seed=config.seed, device=gang.device)
         compute_dtype = resolve_dtype(trainer.model.dtype, device=gang.device)
         model, adapter, base_digest = load_model(directory), None, ""
+        publish_dtype = resolve_publish_dtype(trainer.model, device=gang.device)
         if trainer.model.lora is not None:
-            publish_dtype = resolve_publish_dtype(trainer.model, device=gang.device)
             round_base(model, trainer.model.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
+        if trainer.model.lora is not None or trainer.loss.kl is not None:
             base_digest = digest_of(policy_tensors(model, dtype=publish_dtype))
+        if trainer.model.lora is not None:
             adapter = add_adapters(model, trainer.model.lora, seed=config.seed)
-        model = gang.shard(model, compute_dtype=compute_dtype)
+        model, reference = gang.shard(model, compute_dtype=compute_dtype), None
+        if trainer.loss.kl is not None:
+            is_base = trainer.model.lora is not None and not trainer.model.lora.modules_to_save
+            start = partial(StartModel, start_directory, gang=gang, compute_dtype=compute_dtype)
+            reference = UnadaptedModel(model) if is_base else start()
         seed_rank(config.seed, rank=gang.rank)
         return cls(
             config=trainer,
@@ -67,6 +86,8 @@ class Learner:
                 model, optim=trainer.optim, scheduler=trainer.scheduler, max_steps=trainer.max_steps
             ),
             is_strict=is_strict,
+            loss_of=loss_of,
+            reference=reference,
             adapter=adapter,
             base_digest=base_digest,
         )
@@ -83,7 +104,7 @@ class Learner:
     @torch.no_grad()
     def with_proximal(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """The same with the log-probs of the live policy as those before the batch, if the loss asks for them."""
-        if not self.config.loss.correction:
+        if not self.config.loss.correction and self.config.loss.type != "custom":
             return list(minibatches)
         return [
             replace(
@@ -91,6 +112,16 @@ class Learner:
             )
             for each in minibatches
         ]
+
+    def loss_inputs(self, micro_batch: MicroBatch) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
+        """What the loss of a micro-batch is computed from, and its log-probs and entropies, [B, T]."""
+        reference_BT = None if self.reference is None else self.reference.logprobs(micro_batch)
+        is_learned = self.config.loss.entropy_coef > 0
+        logprobs_BT, entropy_BT = token_logprobs(self.model, micro_batch, is_entropy_learned=is_learned)
+        inputs = micro_batch.loss_inputs(
+            logprobs_BT, entropy_BT=entropy_BT if is_learned else None, reference_logprobs_BT=reference_BT
+        )
+        return inputs, logprobs_BT, entropy_BT
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:

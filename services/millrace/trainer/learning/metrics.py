@@ -7,7 +7,8 @@ import torch
 
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
-from millrace.trainer.losses.base import TokenLosses, outside_support
+from millrace.trainer.losses import LossInputs, log_ratio_to_reference
+from millrace.trainer.losses.base import TokenLosses, k3, outside_support
 
 _MEANS = (
     "loss",
@@ -24,6 +25,7 @@ _MEANS = (
     "nll",
     "ratio",
     "ratio_squared",
+    "reference_kl",
 )
 _MAX_LOG_RATIO = 20.0
 _BY_ENV = ("mismatch_kl", "entropy")
@@ -78,6 +80,12 @@ class StepMetrics:
             self._add(f"mismatch_kl/{env}", losses.mismatch_kl, sampled & rows)
             self._add(f"entropy/{env}", entropy_BT, sampled & rows)
         return math.isfinite(own_loss) and math.isfinite(own_entropy)
+
+    @torch.no_grad()
+    def add_reference(self, inputs: LossInputs) -> None:
+        """Add how far the policy is from its start model, where the run compares with it: k3 of the log-ratio."""
+        if (log_ratio_BT := log_ratio_to_reference(inputs)) is not None:
+            self._add("reference_kl", k3(-log_ratio_BT), inputs.rl_members)
 
     def reduce(self, gang: Gang) -> "StepMetrics":
         """What all ranks measured together. Collective in a gang."""

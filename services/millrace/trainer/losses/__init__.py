@@ -1,16 +1,21 @@
 """Policy losses, one small file each, corrections for off-policy data, and how tokens are weighted."""
 
+from functools import partial
+
 import torch
 
 from millrace.config.sections.loss import LossConfig
+from millrace.custom_code import CustomCode
 from millrace.trainer.losses.aggregation import divisor, token_weights
 from millrace.trainer.losses.base import LossFunction, LossInputs, PolicyLoss, TokenLosses, k3, outside_support
 from millrace.trainer.losses.cispo import cispo
 from millrace.trainer.losses.corrections import correction
+from millrace.trainer.losses.custom import load_custom_loss, try_loss
 from millrace.trainer.losses.dppo import dppo
 from millrace.trainer.losses.gspo import gspo
 from millrace.trainer.losses.importance_sampling import importance_sampling
 from millrace.trainer.losses.ppo import ppo
+from millrace.trainer.losses.regularizers import log_ratio_to_reference, regularized
 
 LOSSES: dict[str, PolicyLoss] = {
     "default": dppo,
@@ -23,7 +28,21 @@ LOSSES: dict[str, PolicyLoss] = {
 
 
 def token_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    """Loss and diagnostics of every token, as `[trainer.loss]` says."""
+    """Loss and diagnostics of every token, as `[trainer.loss]` says; see `loss_function` for custom ones."""
+    return regularized(policy_losses, inputs, config)
+
+
+def loss_function(config: LossConfig, code: CustomCode) -> LossFunction:
+    """The loss of a run; InvalidSpecError says what is wrong with a function of the user's own."""
+    if config.type != "custom":
+        return token_losses
+    loss_of = partial(regularized, load_custom_loss(config.import_path or "", code))
+    try_loss(loss_of, config)
+    return loss_of
+
+
+def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
+    """Those of the policy loss and of cross-entropy, with corrections and weights."""
     rl_members, ce_members = inputs.rl_members, inputs.ce_weights != 0
     log_ratio = inputs.log_ratio
     with torch.no_grad():
@@ -67,6 +86,8 @@ __all__ = [
     "TokenLosses",
     "divisor",
     "k3",
+    "log_ratio_to_reference",
+    "loss_function",
     "outside_support",
     "token_losses",
     "total_loss",

@@ -24,7 +24,8 @@ class LossInputs:
     """Per-token tensors of one shape, [B, T]: a row is a sample. `loss_mask` is bool: 1 where the policy sampled.
 
     `proximal_logprobs` are those of the policy before the batch where it is another one than the trainer's and the loss
-    asks for it: from the second optimizer step of a batch on.
+    asks for it: from the second optimizer step of a batch on. `entropy` of the policy is there, with its gradient,
+    where it has a part in the loss; `reference_logprobs` are those of the start model where the run compares with it.
     """
 
     trainer_logprobs: torch.Tensor
@@ -34,6 +35,8 @@ class LossInputs:
     rl_weights: torch.Tensor
     ce_weights: torch.Tensor
     proximal_logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
 
     @property
     def rl_members(self) -> torch.Tensor:

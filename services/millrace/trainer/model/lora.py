@@ -8,10 +8,11 @@ wraps: version 0, its digest, the checkpoints and the replay would all have to k
 each adapter draws its start from the run's seed and its own name, whatever else is adapted.
 """
 
+import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ class LoraLinear(nn.Linear):
         self.weight, self.bias = base.weight, base.bias
         self.scaling = config.alpha / config.rank
         self.lora_dropout = config.dropout
+        self.is_active = True
         self.is_learning = False  # apart from `training`, which is the base's dropout and off in most runs
         digest = hashlib.sha256(f"lora/{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -43,6 +45,8 @@ class LoraLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input` [..., in] → [..., out] in the base's dtype; the adapter computes in its own."""
         result = functional.linear(input, self.weight, self.bias)
+        if not self.is_active:
+            return result
         low = functional.dropout(input.to(self.lora_A.weight.dtype), self.lora_dropout, self.is_learning)
         return result + (self.lora_B(self.lora_A(low)) * self.scaling).to(result.dtype)
 
@@ -83,6 +87,19 @@ def set_learning(model: nn.Module, is_learning: bool) -> None:
     """Switch the adapters' dropout."""
     for layer in adapted_layers(model).values():
         layer.is_learning = is_learning
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """In this block the model is its base."""
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        layer.is_active = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_active = True
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

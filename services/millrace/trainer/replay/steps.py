@@ -14,6 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.config.sections.rl import RLConfig
+from millrace.custom_code import EVERYTHING
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
@@ -39,8 +40,8 @@ from millrace.trainer.log.batches import Batch, Batches
 from millrace.trainer.log.store_log import StoreLog
 from millrace.trainer.loop import forward_backward, learn
 from millrace.trainer.losses import LossFunction
+from millrace.trainer.losses.custom import load_custom_loss
 from millrace.trainer.model.pretrained import policy_tensors, resolve_model_directory
-from millrace.trainer.replay.loss_choice import load_loss
 from millrace.trainer.replay.report import ReplayReport, TensorDifference
 
 OnStep = Callable[[int, int], None]
@@ -144,7 +145,7 @@ def replay(
     InvalidStateError if the step is not kept, or if its version is not published and no loss is asked for.
     """
     disable_progress_bar()  # the bar of loading the model would stand between the lines of the steps
-    loss_of = load_loss(loss) if loss else None
+    loss_of = load_custom_loss(loss, EVERYTHING, field="--loss") if loss else None
     with Replayer.open(store, names, step=step) as replayer:
         published = _published(store, names, version=step + 1)
         if published is None and loss_of is None:
@@ -220,8 +221,15 @@ def _learner_at(
 def _new_learner(store: ObjectStore, names: Names, config: RLConfig, checkpoint: CheckpointManifest | None) -> Learner:
     """A learner of the model of a checkpoint, or of the run's start, where it was trained as far as that is here."""
     gang, version = Gang(device=_device_of(checkpoint)), 0 if checkpoint is None else checkpoint.step
-    with _model_directory(store, names, config, version, is_start=checkpoint is None) as directory:
-        return Learner.of_start_model(config, gang=gang, directory=directory)
+    with contextlib.ExitStack() as stack:
+        is_start = checkpoint is None
+        directory = stack.enter_context(_model_directory(store, names, config, version, is_start=is_start))
+        start_directory = directory
+        if config.trainer.loss.kl is not None and not is_start:
+            start_directory = stack.enter_context(_model_directory(store, names, config, 0, is_start=True))
+        return Learner.of_start_model(
+            config, gang=gang, directory=directory, start_directory=start_directory, code=EVERYTHING
+        )
 
 
 @contextlib.contextmanager
