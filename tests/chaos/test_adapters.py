@@ -11,6 +11,8 @@ from millrace.telemetry.faults import Point
 from millrace_testing.chaos.run import ChaosRun
 from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
+pytestmark = pytest.mark.long
+
 LORA: dict[str, Any] = {"trainer.model.lora.rank": 4, "trainer.model.lora.alpha": 8.0, "trainer.optim.lr": 3e-3}
 STEPS = 6
 

@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import read_manifest
 from millrace.policies.verify import damage_of, prove_policies
@@ -9,6 +11,8 @@ from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 from millrace_testing.chaos.run import WAITS_S, ChaosRun
 from millrace_testing.chaos.stack import PREFIX, ChaosStack
+
+pytestmark = pytest.mark.long
 
 
 def newest_policy(store: ObjectStore, run: ChaosRun) -> PolicyManifest:

@@ -27,7 +27,7 @@ from millrace_testing.workplaces import Workplace
 
 ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
 NOBODY = "nobody"
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def environ(*names: str) -> dict[str, str]:

@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
+
 from millrace.runlog.names import Names
 from millrace_testing.chaos.run import ChaosRun
 from millrace_testing.chaos.stack import PREFIX, ChaosStack
+
+pytestmark = pytest.mark.long
 
 
 def digest(chaos: ChaosStack, run: ChaosRun, version: int) -> str:

@@ -14,6 +14,8 @@ from millrace.v1 import run_pb2
 from millrace_testing.chaos.run import ChaosRun
 from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
+pytestmark = pytest.mark.long
+
 POINTS = [Point.ORCHESTRATOR_REOPEN_INTENT, Point.ORCHESTRATOR_REOPENED, Point.ORCHESTRATOR_REOPEN_TOLD]
 
 

@@ -121,6 +121,7 @@ def test_load_environment_raises(warm, server, env: dict, text: str) -> None:
     assert end.count("environment's args") <= 1 and "; submit again once that is mended" in end, "one remedy"
 
 
+@pytest.mark.long
 def test_load_environment_raises_on_a_stack_of_its_own(warm) -> None:
     """The same without a server: the stack is torn down, and the remedy is the directory of its logs."""
     code, output = rl(warm, *environments({"id": "reverse-text", "args": {"num_train": -1}}), "--run.name", "raises")

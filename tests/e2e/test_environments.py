@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import decode_archive
@@ -77,6 +78,7 @@ def test_two_turns_and_a_tool_give_exact_tokens(warm) -> None:
         assert roles == ["user", "assistant", "user", "assistant"]
 
 
+@pytest.mark.long
 def test_a_v1_taskset_trains(warm) -> None:
     fixture = REPOSITORY / "tests" / "fixtures" / "environments" / "rev_text_v1"
     summary, rollouts = train(

@@ -88,7 +88,7 @@ async def seen_by(starter: WorkerStarter, **asked: Any) -> dict[str, Any]:
         assert not worker.started.directory.exists()
 
 
-@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_it_sees_no_file_no_process_and_no_network_of_ours(
     confinement: Confinement, contained: WorkerStarter, ours: Path, forks: bool
 ) -> None:

@@ -43,7 +43,7 @@ async def seen_by(confinement: Confinement, directory: Path, *, forks: bool = Tr
         await starter.close()
 
 
-@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.long)])
 @needs_landlock
 async def test_process_keeps_it_from_the_processes_around_it(tmp_path: Path, forks: bool) -> None:
     """Even root of the same machine: neither environment nor memory of the env-server, nor signals to it."""
@@ -62,6 +62,7 @@ async def test_none_keeps_it_from_nothing_but_our_variables(tmp_path: Path, monk
     assert "AWS_SECRET_ACCESS_KEY" not in seen["environ"] and seen["core"] == [0, 0]
 
 
+@pytest.mark.long
 @needs_landlock
 async def test_only_the_named_ports_can_be_connected_to(tmp_path: Path) -> None:
     with (

@@ -24,7 +24,7 @@ from millrace.storage.local import LocalStore
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 START_S = 90.0
 
 

@@ -43,9 +43,9 @@ async def explained(stack, run) -> str:
     ("status", "remedy"),
     [
         (RolloutStatus.ENV_ERROR, "millrace env check"),
-        (RolloutStatus.MODEL_ERROR, "orchestrator.sampling"),
-        (RolloutStatus.TIMEOUT, "orchestrator.rollout_timeout_s"),
-        (RolloutStatus.PROMPT_TOO_LONG, "orchestrator.seq_len"),
+        pytest.param(RolloutStatus.MODEL_ERROR, "orchestrator.sampling", marks=pytest.mark.long),
+        pytest.param(RolloutStatus.TIMEOUT, "orchestrator.rollout_timeout_s", marks=pytest.mark.long),
+        pytest.param(RolloutStatus.PROMPT_TOO_LONG, "orchestrator.seq_len", marks=pytest.mark.long),
         (RolloutStatus.WORKER_DIED, "ended its own worker process"),
     ],
 )

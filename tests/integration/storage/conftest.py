@@ -17,13 +17,22 @@ MakeStore = Callable[[RetryPolicy | None], S3Store]
 BUCKET = "millrace-faults"
 
 
+@pytest.fixture(scope="package")
+def endpoint_with_bucket(s3_endpoint: str) -> str:
+    """moto's S3 server with an empty bucket."""
+    with pytest.MonkeyPatch.context() as environ:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            environ.setenv(name, "test")
+        S3Store(bucket=BUCKET, endpoint=s3_endpoint, region="us-east-1").ensure_bucket()
+    return s3_endpoint
+
+
 @pytest.fixture
-def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+def proxy(endpoint_with_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """A proxy in front of moto's S3 server, without faults yet; its bucket exists."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
-    S3Store(bucket=BUCKET, endpoint=s3_endpoint, region="us-east-1").ensure_bucket()
-    with FaultProxy(s3_endpoint) as running:
+    with FaultProxy(endpoint_with_bucket) as running:
         yield running
 
 

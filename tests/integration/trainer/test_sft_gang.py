@@ -63,6 +63,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=
 TRAINER = ("-m", "millrace.trainer.main", "sft", "--config")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_ranks_equal_one_also_after_a_kill(example: Path, tmp_path: Path) -> None:
     run_sft(make_config(example, tmp_path / "one"), gang=Gang(), on_step=lambda _: None)

@@ -41,6 +41,7 @@ def _manifest(recorder: Recorder, lineage: int, version: int) -> dict[str, Any]:
     return json.loads(recorder.store.get(f"{recorder.root}policies/{lineage:04d}-{version:08d}/manifest.json"))
 
 
+@pytest.mark.long
 async def test_under_strict_the_run_fails_with_both_digests(
     orchestrator: FakeOrchestrator,
     trainers: TrainerProcesses,
@@ -72,6 +73,7 @@ async def test_under_strict_the_run_fails_with_both_digests(
     assert published.items() <= recorder.digests().items() and sorted(recorder.digests()) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.long
 async def test_under_best_effort_the_run_goes_on_in_a_new_lineage(
     orchestrator: FakeOrchestrator,
     trainers: TrainerProcesses,
