@@ -217,6 +217,36 @@ def test_a_log_ratio_to_a_reference_is_that_of_the_trainers_policy() -> None:
     assert not advantages.requires_grad
 
 
+def test_a_token_that_only_the_policy_before_the_batch_left_out_counts_as_unmoved() -> None:
+    micro_batch = build_micro_batch([_sample(5)], seq_len=5, device=CPU)
+    proximal_BT = torch.tensor([[0.0, 0.0, -math.inf, -2.0, -2.0]])
+    inputs = replace(micro_batch, proximal_logprobs_BT=proximal_BT).loss_inputs(torch.full((1, 5), -1.0))
+    assert inputs.proximal_logprobs is not None
+    assert inputs.proximal_logprobs[0, 2:].tolist() == [-1.0, -2.0, -2.0]
+    assert inputs.proximal_log_ratio[0].tolist() == [0.0, 0.0, 0.5, -0.5, -0.5]
+
+
+def test_what_several_steps_measured_is_what_one_of_all_rows_would_have() -> None:
+    """Apart from the loss, of which each step has its own mean: its metric is the mean of these."""
+
+    def measured(*lengths: int) -> StepMetrics:
+        micro_batch = build_micro_batch([_sample(n, seed=n) for n in lengths], seq_len=9, device=CPU)
+        logprobs_BT = -0.1 * micro_batch.token_ids_BT.float()
+        losses = token_losses(micro_batch.loss_inputs(logprobs_BT), LossConfig())
+        metrics = StepMetrics(["e"])
+        loss = losses.rl.sum() / micro_batch.num_rl_tokens
+        entropy_BT = logprobs_BT.exp()
+        metrics.add(micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
+        return metrics.reduce(Gang())
+
+    whole, parts = measured(4, 7, 9), [measured(4, 9), measured(7)]
+    merged, wanted = StepMetrics.merged(parts).values(), whole.values()
+    assert merged.pop("loss/mean") == pytest.approx(sum(part.values()["loss/mean"] for part in parts) / 2)
+    wanted.pop("loss/mean")
+    assert merged == pytest.approx(wanted)
+    assert StepMetrics.merged([whole]).values() == whole.values()
+
+
 def test_ratios_and_their_effective_sample_size() -> None:
     """Ratios 1, 2 and 1/2 (and one of e^800, which counts as e^20)."""
     micro_batch = build_micro_batch([_sample(5)], seq_len=5, device=CPU)

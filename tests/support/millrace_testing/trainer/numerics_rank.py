@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from millrace.config.sections.rl import RLConfig
+from millrace.custom_code import CustomCode
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang
@@ -30,7 +31,10 @@ def main(configs: Path, facts: Path) -> None:
 
 def compute(config: RLConfig, gang: Gang) -> dict[str, torch.Tensor]:
     """Log-probs and entropies by sample, of this rank's; gradients and the state after a step, whole, and the loss."""
-    learner = Learner.of_start_model(config, gang=gang, directory=Path(config.trainer.model.name))
+    directory = Path(config.trainer.model.name)
+    learner = Learner.of_start_model(
+        config, gang=gang, directory=directory, start_directory=directory, code=CustomCode()
+    )
     mine = range(gang.rank, len(_LENGTHS), gang.world_size)
     micro_batches = [build_micro_batch([_sample(index)], seq_len=32, device=gang.device) for index in mine]
     facts: dict[str, torch.Tensor] = {}
