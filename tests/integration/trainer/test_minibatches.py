@@ -76,6 +76,7 @@ def test_decoupled_ppo_needs_the_policy_before_the_batch(
     assert found[2][0] != found[3][0] and found[2][1] == 0 < found[3][1]
 
 
+@pytest.mark.long  # resuming from every checkpoint, below, is the same in one process
 async def test_killed_between_two_optimizer_steps_it_makes_the_same_policies(
     orchestrator: Any, trainers: Any, recorder: Recorder, config: RLConfig, tmp_path: Path
 ) -> None:

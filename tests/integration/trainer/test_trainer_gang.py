@@ -45,7 +45,7 @@ def _steps(recorder: Recorder) -> list[Any]:
         {},
         {"loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01}},
         {"loss": {"kl": {"coef": 0.1, "place": "reward"}}, "model": {"seq_len": 32, "lora": {"rank": 2}}},
-        {"minibatches": 3, "loss": {"type": "ppo", "correction": [{"type": "token_tis"}]}},
+        {"minibatches": 2, "loss": {"type": "ppo", "correction": [{"type": "token_tis"}]}},
     ],
     ids=["default", "near the start model", "near the base of adapters", "minibatches"],
 )
