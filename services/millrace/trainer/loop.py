@@ -138,7 +138,7 @@ def forward_backward(
             loss = total_loss(losses, rl_divisor=rl_divisor, num_ce_tokens=num_ce_tokens)
             loss.backward()
             faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)
-            metrics.add_reference(inputs)
+            metrics.add_reference(micro_batch, inputs)
             if not metrics.add(
                 micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT
             ):

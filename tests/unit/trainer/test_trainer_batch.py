@@ -247,6 +247,30 @@ def test_what_several_steps_measured_is_what_one_of_all_rows_would_have() -> Non
     assert StepMetrics.merged([whole]).values() == whole.values()
 
 
+def test_metrics_by_environment_and_the_spread_of_the_advantages() -> None:
+    """Environment a: two tokens, one of them clipped. b: three, none."""
+    samples = [replace(_sample(4), env="a"), replace(_sample(5), env="b")]
+    micro_batch = build_micro_batch(samples, seq_len=5, device=CPU)
+    micro_batch.inference_logprobs_BT[:, 2:] = -1.0
+    micro_batch.advantages_BT[0], micro_batch.advantages_BT[1] = 1.0, -0.5
+    logprobs_BT = torch.full((2, 5), -1.0)
+    logprobs_BT[0, 3] = 0.0
+    inputs = replace(micro_batch.loss_inputs(logprobs_BT), reference_logprobs=torch.full((2, 5), -1.0))
+    losses = token_losses(inputs, LossConfig.model_validate({"type": "ppo"}))
+    metrics = StepMetrics(["a", "b"])
+    metrics.add_reference(micro_batch, inputs)
+    metrics.add(
+        micro_batch, losses=losses, loss=losses.rl.sum(), trainer_logprobs_BT=logprobs_BT, entropy_BT=logprobs_BT * 0
+    )
+    found = metrics.reduce(Gang()).values()
+    assert [found[f"is_masked/{env}/mean"] for env in ("a", "b", "all")] == pytest.approx([1 / 2, 0, 1 / 5])
+    k3 = math.exp(-1) - 1 + 1
+    assert [found[f"reference_kl/{env}/mean"] for env in ("a", "b", "all")] == pytest.approx([k3 / 2, 0, k3 / 5])
+    assert found["advantage/mean"] == pytest.approx(0.1)
+    assert found["advantage/std"] == pytest.approx((2 / 5 * 0.9**2 + 3 / 5 * 0.6**2) ** 0.5)
+    assert "advantage_squared/mean" not in found and "ratio_squared/mean" not in found
+
+
 def test_ratios_and_their_effective_sample_size() -> None:
     """Ratios 1, 2 and 1/2 (and one of e^800, which counts as e^20)."""
     micro_batch = build_micro_batch([_sample(5)], seq_len=5, device=CPU)

@@ -26,9 +26,11 @@ _MEANS = (
     "ratio",
     "ratio_squared",
     "reference_kl",
+    "advantage",
+    "advantage_squared",
 )
 _MAX_LOG_RATIO = 20.0
-_BY_ENV = ("mismatch_kl", "entropy")
+_BY_ENV = ("mismatch_kl", "entropy", "is_masked", "reference_kl")
 
 
 class StepMetrics:
@@ -62,30 +64,28 @@ class StepMetrics:
         own_loss = float(loss)
         self._total_loss += own_loss
         self._add("loss", losses.rl + losses.ce, members | losses.ce_members)
-        self._add("mismatch_kl", losses.mismatch_kl, sampled)
+        self._add_by_env("mismatch_kl", losses.mismatch_kl, sampled, micro_batch)
         self._add("masked_mismatch_kl", losses.mismatch_kl, is_masked)
         self._add("unmasked_mismatch_kl", losses.mismatch_kl, members & ~is_masked)
-        self._add("is_masked", is_masked, members)
+        self._add_by_env("is_masked", is_masked, members, micro_batch)
         self._add("is_masked_low", losses.is_masked_low, members)
         self._add("is_masked_high", losses.is_masked_high, members)
         self._add("masked_advantage_positive", losses.is_masked_high, is_masked)
         self._add("masked_advantage_negative", losses.is_masked_low & (losses.advantages != 0), is_masked)
+        self._add("advantage", losses.advantages, members)
+        self._add("advantage_squared", losses.advantages.double() ** 2, members)
         self._add_ratio(trainer_logprobs_BT - micro_batch.inference_logprobs_BT, members)
         if micro_batch.truncation_B is not None:
             self._add("is_outside_support", is_outside, micro_batch.loss_mask_BT)
-        own_entropy = self._add("entropy", entropy_BT, sampled)
+        own_entropy = self._add_by_env("entropy", entropy_BT, sampled, micro_batch)
         self._add("nll", -trainer_logprobs_BT, losses.ce_members)
-        for env in self._envs:
-            rows = torch.tensor([name == env for name in micro_batch.env_B], device=sampled.device)[:, None]
-            self._add(f"mismatch_kl/{env}", losses.mismatch_kl, sampled & rows)
-            self._add(f"entropy/{env}", entropy_BT, sampled & rows)
         return math.isfinite(own_loss) and math.isfinite(own_entropy)
 
     @torch.no_grad()
-    def add_reference(self, inputs: LossInputs) -> None:
+    def add_reference(self, micro_batch: MicroBatch, inputs: LossInputs) -> None:
         """Add how far the policy is from its start model, where the run compares with it: k3 of the log-ratio."""
         if (log_ratio_BT := log_ratio_to_reference(inputs)) is not None:
-            self._add("reference_kl", k3(-log_ratio_BT), inputs.rl_members)
+            self._add_by_env("reference_kl", k3(-log_ratio_BT), inputs.rl_members, micro_batch)
 
     def reduce(self, gang: Gang) -> "StepMetrics":
         """What all ranks measured together. Collective in a gang."""
@@ -134,6 +134,9 @@ class StepMetrics:
             metrics["ratio/max"], metrics["ratio/min"] = maxima["ratio"], -maxima["-ratio"]
             squared = metrics.pop("ratio_squared/mean")
             metrics["ess/mean"] = means["ratio"] ** 2 / squared if squared else 0.0
+        if counts["advantage"]:
+            variance = metrics.pop("advantage_squared/mean") - means["advantage"] ** 2
+            metrics["advantage/std"] = max(variance, 0.0) ** 0.5
         if means.get("entropy"):
             metrics["kl_ent_ratio/mean"] = means["mismatch_kl"] / means["entropy"]
         return metrics
@@ -145,6 +148,13 @@ class StepMetrics:
         self._add("ratio_squared", ratio_BT**2, members)
         if (selected := ratio_BT[members]).numel():
             self._maxima["-ratio"] = max(self._maxima["-ratio"], -float(selected.min()))
+
+    def _add_by_env(self, name: str, values: torch.Tensor, members: torch.Tensor, micro_batch: MicroBatch) -> float:
+        """Add what is measured at some tokens, and once more for each environment; its sum."""
+        for env in self._envs:
+            rows = torch.tensor([each == env for each in micro_batch.env_B], device=members.device)[:, None]
+            self._add(f"{name}/{env}", values, members & rows)
+        return self._add(name, values, members)
 
     def _add(self, name: str, values: torch.Tensor, members: torch.Tensor) -> float:
         """Add what is measured at some tokens; its sum."""
