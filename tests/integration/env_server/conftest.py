@@ -48,7 +48,8 @@ LOAD_S = 240.0
 def environments_on_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Workers are children of this process: they inherit its PYTHONPATH."""
     before = os.environ.get("PYTHONPATH")
-    paths = [str(FIXTURES / name) for name in ("faulty_v0", "faulty_v1", "rev_text_v1", "spying_env", "hungry_env")]
+    names = ("faulty_v0", "faulty_v1", "rev_text_v1", "duel_v1", "spying_env", "hungry_env")
+    paths = [str(FIXTURES / name) for name in names]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([before] if before else [])])
     os.environ["FAULTY_MARKER"] = str(tmp_path_factory.mktemp("faulty") / "marker")
     os.environ["OMP_NUM_THREADS"] = "1"
