@@ -34,12 +34,24 @@ class RunEvents:
         await self._writer.write(event_pb2.Event(state_changed=body))
 
     async def batch_committed(
-        self, *, step: int, num_trained: int, dropped: Mapping[str, int], num_tokens: int, chain_hash: str
+        self,
+        *,
+        step: int,
+        num_trained: int,
+        dropped: Mapping[str, int],
+        filtered: Mapping[str, int],
+        num_tokens: int,
+        chain_hash: str,
     ) -> None:
         """Record a committed batch; `chain_hash` (hex) is that behind it."""
-        self.meters.batch_committed(num_trained=num_trained, dropped=dropped, num_tokens=num_tokens)
+        self.meters.batch_committed(num_trained=num_trained, dropped=dropped, filtered=filtered, num_tokens=num_tokens)
         body = event_pb2.BatchCommitted(
-            step=step, num_trained=num_trained, dropped=dropped, num_tokens=num_tokens, chain_hash=chain_hash
+            step=step,
+            num_trained=num_trained,
+            dropped=dropped,
+            filtered=filtered,
+            num_tokens=num_tokens,
+            chain_hash=chain_hash,
         )
         await self._writer.write(event_pb2.Event(batch_committed=body))
 

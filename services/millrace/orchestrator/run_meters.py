@@ -27,6 +27,12 @@ GROUPS = Counter(
     ["run", "outcome"],
     registry=None,
 )
+FILTERED = Counter(
+    "millrace_orchestrator_rollouts_filtered_total",
+    "Rollouts of committed batches' groups that a filter found, by its type.",
+    ["run", "filter"],
+    registry=None,
+)
 BATCHES = Counter(
     "millrace_orchestrator_batches_committed_total", "Batches committed to the log.", ["run"], registry=None
 )
@@ -62,7 +68,7 @@ DAMAGED = Counter(
     ["run", "stream"],
     registry=None,
 )
-_OF_RUN = (ROLLOUTS, GROUPS, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP, DAMAGED)
+_OF_RUN = (ROLLOUTS, GROUPS, FILTERED, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP, DAMAGED)
 COUNTED = (*_OF_RUN, RUNS_FAILED)
 
 _COMPONENTS = ("orchestrator", "env-server", "trainer")
@@ -102,8 +108,12 @@ class RunMeters:
         """A rollout found its group."""
         ROLLOUTS.labels(self.run, _env_label(rollout.env), rollout.status.value).inc()
 
-    def batch_committed(self, *, num_trained: int, dropped: Mapping[str, int], num_tokens: int) -> None:
+    def batch_committed(
+        self, *, num_trained: int, dropped: Mapping[str, int], filtered: Mapping[str, int], num_tokens: int
+    ) -> None:
         """A batch is in the log."""
+        for name, count in filtered.items():
+            FILTERED.labels(self.run, name).inc(count)
         self._batches.committed(time.monotonic())
         BATCHES.labels(self.run).inc()
         TOKENS.labels(self.run).inc(num_tokens)

@@ -301,7 +301,12 @@ KEYS = [
     later("R", f"{RL} --trainer.model.reduce-dtype bfloat16", "trainer.model.reduce_dtype"),
     later("R", f"{RL} --trainer.model.fsdp-cpu-offload", "trainer.model.fsdp_cpu_offload"),
     effect("R", f"{RL} --orchestrator.trajectory-strategy interleaved"),
-    later("R", f"{RL} --orchestrator.buffer.online-difficulty-filtering", "orchestrator.buffer"),
+    effect(
+        "R",
+        f"{RL} --orchestrator.buffer.online-difficulty-filtering",
+        "orchestrator.filter_zero_advantages",
+        "refill",
+    ),
     key("R", "inference.model.enable-auto-tool-choice", "true", True, "inference.vllm.enable_auto_tool_choice"),
     shown(
         "R",
@@ -346,7 +351,12 @@ ALGORITHMS = [
         "constant rewards end the run",
         f"{WITH}/orchestrator/test_failing_runs.py::test_equal_rewards_are_told_at_the_first_batch",
     ),
-    later("P", f"{RL} --orchestrator.buffer.online-difficulty-filtering", "orchestrator.buffer"),
+    effect(
+        "P",
+        f"{RL} --orchestrator.buffer.online-difficulty-filtering",
+        "orchestrator.filter_zero_advantages",
+        "refill",
+    ),
     shown(
         "P",
         "on-policy distillation",
@@ -364,8 +374,8 @@ ALGORITHMS = [
     refused("R", f"{RL} --orchestrator.algo.type cispo --dry-run", 'must be "grpo" or'),
     key("R", "orchestrator.algo.type", "max_rl", "max_rl"),
     later("R", f"{RL} --trainer.optim.type muon", "trainer.optim.type"),
-    later("R", f"{RL} --orchestrator.mask-truncated-completions", "orchestrator.mask_truncated_completions"),
-    later("A", f"{RL} --orchestrator.buffer.easy-threshold 0.8", "orchestrator.buffer"),
+    effect("R", f"{RL} --orchestrator.mask-truncated-completions", "orchestrator.filters.0.action", "mask"),
+    later("A", f"{RL} --orchestrator.buffer.easy-threshold 0.8", "orchestrator.buffer.easy_threshold"),
     later("A", f"{RL} --orchestrator.algo.type sft", "orchestrator.algo.type"),
 ]
 SCALE = [

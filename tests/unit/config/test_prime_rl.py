@@ -102,6 +102,12 @@ WORKS = {
     "orchestrator.sampling.top_k": ("20", ("orchestrator.sampling.top_k", 20)),
     "orchestrator.sampling.min_p": ("0.1", ("orchestrator.sampling.min_p", 0.1)),
     "orchestrator.val.interval": ("5", ("orchestrator.eval.interval", 5)),
+    "orchestrator.buffer.online_difficulty_filtering": ("true", ("orchestrator.filter_zero_advantages", "refill")),
+    "orchestrator.mask_truncated_completions": ("true", ("orchestrator.filters.0.type", "truncated")),
+    "orchestrator.filters": (
+        '[{"type": "gibberish", "enforce": false, "logprob_offset": 2}]',
+        ("orchestrator.filters.0.logprob_threshold", -13.931),
+    ),
     "orchestrator.eval.interval": ("5", ("orchestrator.eval.interval", 5)),
     "orchestrator.eval.num_examples": ("5", ("orchestrator.eval.num_examples", 5)),
     "orchestrator.eval.eval_base_model": ("false", ("orchestrator.eval.skip_first_step", True)),
@@ -134,8 +140,7 @@ EXCEPTIONS = {
     "trainer.model.cp": "2",
     "trainer.model.ep": "8",
     "trainer.data.fake.batch_size": "2",
-    "orchestrator.buffer.online_difficulty_filtering": "true",
-    "orchestrator.mask_truncated_completions": "true",
+    "orchestrator.buffer.easy_threshold": "0.9",
     "orchestrator.algo.length_penalty.type": "linear",
     "orchestrator.advantage.type": "x",
     "trainer.loss.ratio_type": "sequence",
@@ -226,7 +231,7 @@ def test_the_training_guides_file_works(tmp_path):
     assert config.inference.needs_vllm and config.inference.engine == "auto"
     assert [env.name for env in config.orchestrator.eval.env] == ["my-env-eval"]
     unbuilt = [note for note in loaded.notes if note.effect in (Effect.LATER, Effect.BLOCKS)]
-    assert [".".join(note.path) for note in unbuilt] == ["trainer.model.ac", "orchestrator.buffer"]
+    assert [".".join(note.path) for note in unbuilt] == ["trainer.model.ac"]
     assert all("guide.toml:" in note.source for note in loaded.notes)
 
 

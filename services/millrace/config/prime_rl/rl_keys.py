@@ -30,7 +30,7 @@ LOSS = (
     '[{{type = "token_mask", low = 0.125, high = 8.0}}]'
 )
 ADVANTAGE = "only `orchestrator.algo.type` chooses how advantages are made: this is not there yet"
-BUFFER = "there is no rollout buffer yet; groups without any advantage are left out (`filter_zero_advantages`)"
+BUFFER = "tasks are drawn evenly: there are no pools by difficulty yet"
 VISION = "models with images are not trained yet"
 
 
@@ -154,7 +154,7 @@ SPLIT_2025: dict[str, Meaning] = {
     "orchestrator.eval.max_concurrent": nothing(FLIGHT),
     "orchestrator.eval.eval_base_model": converted(conversions.eval_base_model),
     "orchestrator.micro_batch_size": converted(conversions.micro_batch_size),
-    "orchestrator.mask_truncated_completions": later("truncated rollouts are trained on: no effect yet", False),
+    "orchestrator.mask_truncated_completions": converted(conversions.truncated_mask),
     "orchestrator.mask_env_responses": nothing("only sampled tokens are trained on", True),
     "orchestrator.rollouts_per_prompt": moved("orchestrator.rollouts_per_example"),
     "orchestrator.ckpt": moved("ckpt", "is part of every checkpoint: `[ckpt]`"),
@@ -169,12 +169,21 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.trajectory_strategy": nothing(
         "a rollout is one sample while its prompt only grows, and several where it is rewritten", "interleaved"
     ),
-    "orchestrator.buffer": later(BUFFER, {}),
+    "orchestrator.buffer.online_difficulty_filtering": converted(conversions.difficulty_filter),
+    **same(
+        later(BUFFER, 0),
+        "orchestrator.buffer.",
+        "type seed easy_threshold hard_threshold easy_fraction hard_fraction easy_border hard_border min_reward "
+        "max_reward oversampling_factor from_scratch",
+    ),
+    **same(nothing("tasks are known by environment and number", []), "orchestrator.buffer.", "hash_keys"),
+    **same(nothing("every task that is played is scored", False), "orchestrator.buffer.", "skip_verification"),
     "orchestrator.val": converted(conversions.validation),
     "orchestrator.env_ratios": converted(conversions.ratios),
     "orchestrator.buffer.env_ratios": converted(conversions.ratios),
     "orchestrator.advantage": blocks(ADVANTAGE, {}),
-    "orchestrator.filters": later(BUFFER),
+    "orchestrator.filters[].enforce": converted(conversions.enforced),
+    "orchestrator.filters[].logprob_offset": converted(conversions.logprob_offset),
     "orchestrator.model.lora": nothing("an adapter is named by its policy"),
     "orchestrator.teacher_model": blocks('name the teacher in `orchestrator.algo.teacher`, with `type = "opd"`'),
     "orchestrator.eval.retry": nothing("what is lost is played again"),

@@ -8,6 +8,7 @@ from pydantic import model_validator
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import IDENTIFIER_PATTERN, ConfigSection, FreeTable, option, required, table
 from millrace.config.sections.algo import COMPARING, AlgoConfig, EnvAlgoConfig
+from millrace.config.sections.filters import FilterConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
 from millrace.config.tree import Facts, Limit, Path, dotted
@@ -238,6 +239,9 @@ class OrchestratorConfig(ConfigSection):
         "gets smaller. `refill`: a group of which all are zero is replaced by another task's before the batch is cut, "
         "so that batches stay full. False: they are trained on.",
     )
+    filters: list[FilterConfig] = table(
+        list, "Rollouts that are not trained on as they are (`[[orchestrator.filters]]`); none if left out."
+    )
     max_failed_share: float = option(
         0.9,
         "Share of failed rollouts, over the last `orchestrator.failure_window` groups, from which the run fails: it "
@@ -303,6 +307,14 @@ class OrchestratorConfig(ConfigSection):
                 _ALGO,
             )
         yield from self.algo.broken_rules("orchestrator.algo")
+        for index, each in enumerate(self.filters):
+            for key, other, message in each.misplaced():
+                paths = tuple(("orchestrator", "filters", index, name) for name in (key, other))
+                yield BrokenRule(paths=paths, message=message)
+            if each.action == "penalise" and self.algo.type == "opd":
+                path: Path = ("orchestrator", "filters", index, "action")
+                message = "lowers rewards, and opd has none; use mask or drop"
+                yield BrokenRule(paths=(path, ("orchestrator", "algo", "type")), message=message)
         for index, env in enumerate(self.env):
             if env.algo is None:
                 continue

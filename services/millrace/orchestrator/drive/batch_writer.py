@@ -4,7 +4,7 @@ Nothing counts before its header object exists in the store.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from millrace.errors import FencedError, InternalError
@@ -106,7 +106,7 @@ class BatchWriter:
         await self._hold_lease()
         self._book.settle(batch.resolved)
         if not batch.samples:
-            await self.count_empty()
+            await self.count_empty(filtered=batch.filtered, num_rollouts=len(batch.rewards))
             return
         self.num_empty = 0
         header = self._header(batch_pb2.BATCH_KIND_TRAIN)
@@ -119,6 +119,7 @@ class BatchWriter:
             step=batch.step,
             num_trained=num_trained,
             dropped=dropped,
+            filtered=batch.filtered,
             num_tokens=header.num_tokens,
             chain_hash=self.chain.hex(),
         )
@@ -147,23 +148,27 @@ class BatchWriter:
         await self._write(header, score_samples(evaluation, seq_len=self._seq_len))
         self.closing = header
 
-    async def count_empty(self) -> None:
+    async def count_empty(self, *, filtered: Mapping[str, int] | None = None, num_rollouts: int = 0) -> None:
         """Tell of one more batch, or a batch's worth of groups, without any advantage; InternalError if it is one too
-        many.
+        many. `filtered` are the batch's rollouts that filters found, by type, of `num_rollouts`.
         """
+        why = "in every group all rewards are equal"
+        if filtered:
+            found = ", ".join(f"{count} of {num_rollouts} ({name})" for name, count in sorted(filtered.items()))
+            why = f"all rewards are equal, or orchestrator.filters leave nothing of a group: they found {found}"
         self.num_empty += 1
         step = self._book.step
         if is_told(self.num_empty):
             await self._context.events.warning(
                 "ZERO_ADVANTAGE",
-                f"{self.num_empty} batches in a row at step {step} had no advantage: in every group all rewards are "
-                f"equal, so there is nothing to learn from; the run fails after {MAX_EMPTY_BATCHES}. Check the reward "
+                f"{self.num_empty} batches in a row at step {step} had no advantage: {why}, "
+                f"so there is nothing to learn from; the run fails after {MAX_EMPTY_BATCHES}. Check the reward "
                 "function, or raise orchestrator.rollouts_per_example or the temperature",
             )
         if self.num_empty >= MAX_EMPTY_BATCHES:
             raise InternalError(
-                f"{MAX_EMPTY_BATCHES} batches in a row at step {step} had no advantage: in every group all "
-                "rewards are equal, so there is nothing to learn from",
+                f"{MAX_EMPTY_BATCHES} batches in a row at step {step} had no advantage: {why}, so "
+                "there is nothing to learn from",
                 reason="NO_ADVANTAGE",
                 remedy="check the reward function, or raise orchestrator.rollouts_per_example or the temperature",
             )

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.algorithms import Algorithm
+from millrace.algorithms import Algorithm, count_found
 from millrace.config import OrchestratorConfig
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.batcher import cut, teaches
@@ -164,7 +164,9 @@ class RolloutLoop:
             await self.drop([group], reason="zero_advantage")
             self.num_equal_in_a_row += 1
             if self.num_equal_in_a_row % self.rule.groups_per_step == 0:
-                await self.writer.count_empty()
+                rollouts = group.rollouts()
+                found = count_found(rollouts, self.settings.filters)
+                await self.writer.count_empty(filtered=found, num_rollouts=len(rollouts))
 
     async def drop(self, groups: Sequence[Play], *, reason: str) -> None:
         """Drop groups and stop those that are still being played."""
@@ -195,6 +197,7 @@ class RolloutLoop:
             step=self.book.step,
             filter_zero_advantages=self.settings.filter_zero_advantages,
             seq_len=self.settings.seq_len,
+            filters=self.settings.filters,
         )
         if self.rule.async_level == 0:
             surplus = [group for group in (*self.book.open, *self.book.whole) if group not in groups]
