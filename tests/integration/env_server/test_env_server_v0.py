@@ -110,6 +110,24 @@ async def test_turns_that_were_retokenized_are_split(server: Any) -> None:
     assert len(rollout.samples) == 2
 
 
+async def test_a_template_that_strips_thoughts_begins_a_sample_per_turn(server: Any) -> None:
+    """The second turn's prompt has lost the first one's thought, so it is no continuation of what was sampled."""
+    await server.open("code-lookup")
+    kept = await server.play_one("code-lookup", 0, mode="keeps")
+    assert kept.status is RolloutStatus.OK and len(kept.samples) == 1 and kept.rewritten_turn is None
+    split = await server.play_one("code-lookup", 0, mode="strips")
+    assert split.status is RolloutStatus.OK and split.rewritten_turn == 2
+    texts = [bytes(sample.token_ids.tolist()).decode() for sample in split.samples]
+    trained = [
+        bytes(sample.token_ids[sample.loss_mask == 1].tolist()).decode() for sample in (*split.samples, *kept.samples)
+    ]
+    first, second = "<think>1</think>", "<think>3</think>"
+    assert [text.count("<think>") for text in texts] == [1, 1] and first in texts[0] and second in texts[1]
+    assert trained[0].startswith(first) and trained[1].startswith(second), "each turn is trained once"
+    assert trained[0].count("</s>") == trained[1].count("</s>") == 1
+    assert trained[2] == trained[0] + trained[1] and split.num_loss_tokens == kept.num_loss_tokens
+
+
 async def test_empty_text_with_tokens_is_trained_on(server: Any) -> None:
     """Ending at once is a choice of the policy: dropping it would hide it from the reward."""
     await server.open("reverse-text")

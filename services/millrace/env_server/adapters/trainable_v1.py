@@ -1,7 +1,7 @@
 """Whether the episodes of a v1 environment end with the one trainable trace that a rollout is made of.
 
-An environment of several trained roles, or of several attempts at a task in one episode, has more than one. That is said
-when the environment is loaded: else every rollout of it would fail, one by one.
+An environment of several trained roles, or of several attempts at a task in one episode, has more than one. That is
+said when the environment is loaded: else every rollout of it would fail, one by one.
 """
 
 import asyncio
