@@ -322,6 +322,15 @@ async def test_group_reward_that_raises_fails_every_member(server: Any) -> None:
         assert_failed(rollout, RolloutStatus.ENV_ERROR, "RewardError", "group reward bug")
 
 
+async def test_group_reward_that_is_no_number_fails_every_member(server: Any) -> None:
+    args = {"kind": "group"}
+    await server.open("faulty-v0", args)
+    first, *others = await server.play(server.request("faulty-v0", MODES.index("reward_nan"), args=args, size=3))
+    assert_failed(first, RolloutStatus.ENV_ERROR, "NonFiniteReward", "(compared = nan)")
+    for rollout in others:
+        assert_failed(rollout, RolloutStatus.ENV_ERROR, "GroupMemberFailed", "NonFiniteReward: the reward is nan")
+
+
 async def test_member_that_raises_fails_a_group_with_group_rewards(server: Any) -> None:
     args = {"kind": "group"}
     await server.open("faulty-v0", args)

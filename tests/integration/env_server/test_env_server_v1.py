@@ -23,6 +23,9 @@ MODES = [
     "block_forever",
     "sleep",
     "exit",
+    "reward_nan",
+    "reward_inf",
+    "metric_nan",
 ]
 
 
@@ -118,6 +121,18 @@ async def test_ok_is_ok(server: Any) -> None:
 )
 async def test_task_code_that_raises(server: Any, mode: str, error_type: str, text: str) -> None:
     assert_failed(await faulty(server, mode), RolloutStatus.ENV_ERROR, error_type, text)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+async def test_rewards_that_are_no_finite_numbers_are_failures(server: Any, value: str) -> None:
+    text = f"the reward is {value} (reward/one = {value}), not a finite number"
+    assert_failed(await faulty(server, f"reward_{value}"), RolloutStatus.ENV_ERROR, "NonFiniteReward", text)
+
+
+async def test_metrics_that_are_no_finite_numbers_are_left_out(server: Any) -> None:
+    rollout = await faulty(server, "metric_nan")
+    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0
+    assert "two" not in rollout.metrics and rollout.metrics["reward/one"] == 1.0
 
 
 @pytest.mark.parametrize(("mode", "stage"), [("setup_slow", "setup"), ("reward_slow", "scoring")])
