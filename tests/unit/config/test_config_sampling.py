@@ -1,5 +1,6 @@
 """Sampling: what `extra_body` may say, and what it is refused for."""
 
+import json
 from typing import Any
 
 import pytest
@@ -55,6 +56,30 @@ def test_evaluations_may_have_penalties_and_seeds() -> None:
     assert found.orchestrator.eval is not None
     sent = settings._sampling(found.orchestrator.eval.sampling)
     assert (sent.repetition_penalty, sent.extra_body_json) == (1.1, '{"seed": 3}')
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("repetition_penalty", 1.1), ("presence_penalty", 0.5), ("frequency_penalty", -0.5), ("min_tokens", 4)],
+)
+def test_what_biases_training_has_to_be_allowed(key: str, value: float) -> None:
+    with pytest.raises(InvalidSpecError, match="allow_biased_sampling = true") as caught:
+        validate_document(document({key: value}))
+    assert [each.field for each in caught.value.violations] == [f"orchestrator.sampling.{key}"]
+    allowed = validate_document(document({key: value, "allow_biased_sampling": True}, {})).orchestrator
+    assert allowed.eval is not None
+    sent, evaluated = settings._sampling(allowed.sampling), settings._sampling(allowed.eval.sampling)
+    if key == "repetition_penalty":
+        assert sent.repetition_penalty == value and evaluated.repetition_penalty == 1
+    else:
+        assert sent.extra_body_json == json.dumps({key: value}) and not evaluated.extra_body_json
+
+
+def test_stop_texts_need_no_leave_and_are_those_of_evaluations_too() -> None:
+    found = validate_document(document({"stop": ["</a>"]}, {})).orchestrator
+    assert found.eval is not None
+    for sampling in (found.sampling, found.eval.sampling):
+        assert settings._sampling(sampling).extra_body_json == '{"stop": ["</a>"]}'
 
 
 def test_truncation_is_taken_over_from_where_other_servers_have_it() -> None:

@@ -230,9 +230,6 @@ HEAD: dict[str, Meaning] = {
     "orchestrator.train.group_size": moved("orchestrator.rollouts_per_example"),
     "orchestrator.train.num_workers": nothing("env-servers start workers as they need them"),
     "orchestrator.eval.source": converted(conversions.eval_sources),
-    "orchestrator.sampling.repetition_penalty": refused(
-        "changes what is sampled in a way that the trainer does not compute; leave it out", 1
-    ),
     "orchestrator.eval.sampling.reasoning_effort": moved("orchestrator.eval.sampling.extra_body.reasoning_effort"),
     "orchestrator.algo.type": converted(conversions.algorithm, is_native=True),
     **same(

@@ -57,6 +57,20 @@ class SamplingConfig(ConfigSection):
     min_p: float = option(
         0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
     )
+    repetition_penalty: float = option(
+        1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
+    )
+    presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
+    frequency_penalty: float = option(
+        0.0, "Taken off the logits of tokens of the reply, as often as they are in it.", ge=-2, le=2
+    )
+    min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
+    stop: list[str] = table(list, "A reply ends behind the token that completes one of these texts.")
+    allow_biased_sampling: bool = option(
+        False,
+        "Train on replies that penalties or `min_tokens` changed, although the trainer does not compute these: "
+        "its log-probabilities are then those of another distribution.",
+    )
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine, passed on as they are; none that changes what is sampled."
     )
@@ -94,7 +108,15 @@ class EvalSamplingConfig(ConfigSection):
         le=1,
     )
     repetition_penalty: float = option(
-        1.0, "Divides the logits of tokens that are there already; not on the embedded engine.", gt=0, le=100
+        1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
+    )
+    presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
+    frequency_penalty: float = option(
+        0.0, "Taken off the logits of tokens of the reply, as often as they are in it.", ge=-2, le=2
+    )
+    min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
+    stop: list[str] = table(
+        list, "A reply ends behind the token that completes one of these texts.", facts=_as_in_training("stop")
     )
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
@@ -297,10 +319,23 @@ class OrchestratorConfig(ConfigSection):
             yield broken(message, "orchestrator.batch_size", _GROUP)
         yield from self._algo_rules()
         yield from extra_body_rules(self.sampling, "orchestrator.sampling", is_training=True)
+        yield from self._bias_rules()
         yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
         if self.eval:
             yield from extra_body_rules(self.eval.sampling, "orchestrator.eval.sampling")
             yield from self._eval_rules(self.eval)
+
+    def _bias_rules(self) -> Iterator[BrokenRule]:
+        """What is sampled is what the trainer computes, unless it is allowed to differ."""
+        if self.sampling.allow_biased_sampling:
+            return
+        for name, neutral in _BIASING.items():
+            if getattr(self.sampling, name) != neutral:
+                yield broken(
+                    "changes what is sampled in a way that the trainer does not compute, which biases what is learned; "
+                    "leave it out, or set `orchestrator.sampling.allow_biased_sampling = true`",
+                    f"orchestrator.sampling.{name}",
+                )
 
     def _algo_rules(self) -> Iterator[BrokenRule]:
         """Algorithms that compare have something to compare; what they need is there."""
@@ -387,6 +422,8 @@ class OrchestratorConfig(ConfigSection):
 # Fields of a request that have a key of their own, that Millrace sets, or that change what is sampled.
 _OWN_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "repetition_penalty")
 _TAKEN_OVER = ("top_k", "min_p")
+_BIASING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
+"""Sampling keys that the trainer does not compute, and their values without effect."""
 _ONE_EACH = ("n", "best_of", "use_beam_search", "stream", "logprobs", "top_logprobs", "return_token_ids")
 _CHANGE_SAMPLING = (
     *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),

@@ -146,6 +146,11 @@ def _taken(extra: dict[str, Any], name: str) -> float:
 
 def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig) -> env_service_pb2.Sampling:
     extra = dict(config.extra_body)
+    if not isinstance(config, FixedSamplingConfig):
+        fields = {
+            name: getattr(config, name) for name in ("presence_penalty", "frequency_penalty", "min_tokens", "stop")
+        }
+        extra |= {name: value for name, value in fields.items() if value}
     top_k, min_p = _taken(extra, "top_k"), _taken(extra, "min_p")  # where other servers' users write them
     return env_service_pb2.Sampling(
         temperature=config.temperature,
@@ -153,6 +158,6 @@ def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig)
         top_p=config.top_p,
         top_k=max(config.top_k, int(top_k), 0),
         min_p=config.min_p or min_p,
-        repetition_penalty=0.0 if isinstance(config, SamplingConfig) else config.repetition_penalty,
+        repetition_penalty=config.repetition_penalty,
         extra_body_json=json.dumps(extra, sort_keys=True) if extra else "",
     )
