@@ -29,6 +29,7 @@ def _as_in_training(name: str, **facts: Any) -> Facts:
     return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
 
 
+TrajectoryStrategy = Literal["branching", "interleaved"]
 ZeroAdvantageFilter = Literal[True, False, "refill", "shrink"]
 """What happens to samples without an advantage; true means shrink."""
 MAX_FAILURE_WINDOW = 4096
@@ -272,6 +273,12 @@ class OrchestratorConfig(ConfigSection):
         ge=2,
     )
     seed: int = option(0, "Seed of the task order.", facts=Facts(shared="seed"), ge=0)
+    trajectory_strategy: TrajectoryStrategy = option(
+        "branching",
+        "A rollout is one sample while each turn's prompt begins with all tokens before it. Where the chat template "
+        "rewrites history (thinking models), the turn begins a sample of its own, with its exact tokens and the "
+        "rollout's credit. `interleaved`: the same, with a warning, for who expects one sample per rollout.",
+    )
     filter_zero_advantages: ZeroAdvantageFilter = option(
         True,
         "What happens to samples whose advantages are all zero. `shrink`, or true: they are left out, and the batch "
