@@ -51,6 +51,14 @@ def test_a_value_that_differs_from_its_key_is_refused() -> None:
         validate_document(document({"top_k": 3, "extra_body": {"top_k": 5}}))
 
 
+def test_a_least_length_above_the_greatest_is_refused() -> None:
+    training = {"min_tokens": 9, "max_tokens": 8, "allow_biased_sampling": True}
+    with pytest.raises(InvalidSpecError, match=r"must be at most `orchestrator.sampling.max_tokens`, which is 8"):
+        validate_document(document(training))
+    with pytest.raises(InvalidSpecError, match=r"must be at most `orchestrator.eval.sampling.max_tokens`"):
+        validate_document(document({}, {"min_tokens": 9, "max_tokens": 8}))
+
+
 def test_evaluations_may_have_penalties_and_seeds() -> None:
     found = validate_document(document({}, {"repetition_penalty": 1.1, "extra_body": {"seed": 3}}))
     assert found.orchestrator.eval is not None

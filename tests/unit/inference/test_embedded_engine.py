@@ -163,6 +163,12 @@ async def test_stop_tokens_and_stop_strings_end_a_completion(engine, model_dir):
     assert len(by_string.token_ids) <= 11
     assert (by_string.finish_reason, by_string.stop_reason) == (FinishReason.STOP, text)
 
+    sampling = replace(sampling, min_tokens=len(by_string.token_ids) + 1)
+    late = await engine.generate(replace(item, request_id="l", sampling=sampling))
+    begun, ended = (tokenizer.decode(late.token_ids[:end].tolist()) for end in (sampling.min_tokens - 1, None))
+    assert late.token_ids.tolist() == free[: len(late.token_ids)] and len(late.token_ids) >= sampling.min_tokens
+    assert late.finish_reason is FinishReason.LENGTH or ended.count(text) > begun.count(text), "passed over, not kept"
+
 
 async def test_update_in_flight_with_recompute_continues_as_if_the_new_weights_had_read_everything(
     engine, make_model, make_staged, reference

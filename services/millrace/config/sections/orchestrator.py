@@ -467,7 +467,10 @@ _CHANGE_SAMPLING = (
 
 
 def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) -> Iterator[BrokenRule]:
-    """What `extra_body` of a sampling section may not say: what other keys say, and what the trainer must know."""
+    """Lengths that contradict, and what `extra_body` may not say: what other keys say, what the trainer must know."""
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        message = f"must be at most `{where}.max_tokens`, which is {sampling.max_tokens}"
+        yield broken(message, f"{where}.min_tokens", f"{where}.max_tokens")
     for name, value in sampling.extra_body.items():
         path = f"{where}.extra_body.{name}"
         key = "max_tokens" if name == "max_completion_tokens" else name

@@ -262,10 +262,16 @@ class Scheduler:
         """The stop string that the completion's last token completes, or None."""
         if not self._rows.has_stop_strings[row] or self._decoder is None:
             return None
-        stops = self._rows.running[row].request.sampling.stop
+        sampling, completion = self._rows.running[row].request.sampling, self._rows.completion(row)
+        if len(completion) < sampling.min_tokens:
+            return None
+        stops = sampling.stop
         window = max(len(stop.encode()) for stop in stops) + _TAIL_EXTRA_TOKENS  # a token is at least one byte
-        tail = self._decoder.decode(self._rows.completion(row)[-window:].tolist(), skip_special_tokens=True)
-        return next((stop for stop in stops if stop in tail), None)
+        decode, ids = self._decoder.decode, completion[-window:].tolist()
+        tail = decode(ids, skip_special_tokens=True)
+        # One that was passed over because the reply was too short does not end it later.
+        before = decode(ids[:-1], skip_special_tokens=True) if sampling.min_tokens else ""
+        return next((stop for stop in stops if tail.count(stop) > before.count(stop)), None)
 
     def _retire(self, rows: list[int], reason: FinishReason | None = None) -> None:
         """Deliver the results of rows, and close the holes in table and cache."""
