@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from millrace.orchestrator.play.buffer import PoolSizes
 from millrace.orchestrator.play.failures import EnvCount
 from millrace.orchestrator.run_meters import RunMeters
 from millrace.runlog import EventWriter
@@ -34,13 +35,23 @@ class RunEvents:
         await self._writer.write(event_pb2.Event(state_changed=body))
 
     async def batch_committed(
-        self, *, step: int, num_trained: int, dropped: Mapping[str, int], num_tokens: int, chain_hash: str
+        self,
+        *,
+        step: int,
+        num_trained: int,
+        dropped: Mapping[str, int],
+        num_tokens: int,
+        chain_hash: str,
+        pools: PoolSizes | None = None,
     ) -> None:
-        """Record a committed batch; `chain_hash` (hex) is that behind it."""
-        self.meters.batch_committed(num_trained=num_trained, dropped=dropped, num_tokens=num_tokens)
+        """Record a committed batch; `chain_hash` (hex) is that behind it, `pools` are there where tasks move."""
+        self.meters.batch_committed(num_trained=num_trained, dropped=dropped, num_tokens=num_tokens, pools=pools)
         body = event_pb2.BatchCommitted(
             step=step, num_trained=num_trained, dropped=dropped, num_tokens=num_tokens, chain_hash=chain_hash
         )
+        if pools is not None:
+            body.num_easy_tasks, body.num_normal_tasks = pools.easy, pools.normal
+            body.num_hard_tasks = pools.hard
         await self._writer.write(event_pb2.Event(batch_committed=body))
 
     async def rollouts_failed(self, count: EnvCount) -> None:

@@ -7,8 +7,9 @@ scrape still finds them.
 import time
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
+from millrace.orchestrator.play.buffer import PoolSizes
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout
 from millrace.runlog.events.run_status import BatchAge
@@ -62,7 +63,14 @@ DAMAGED = Counter(
     ["run", "stream"],
     registry=None,
 )
-_OF_RUN = (ROLLOUTS, GROUPS, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP, DAMAGED)
+TASKS = Gauge(
+    "millrace_orchestrator_tasks",
+    "Training tasks by pool (easy, normal, hard) behind the newest batch; only where `orchestrator.buffer` has a "
+    "threshold.",
+    ["run", "pool"],
+    registry=None,
+)
+_OF_RUN = (ROLLOUTS, GROUPS, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP, DAMAGED, TASKS)
 COUNTED = (*_OF_RUN, RUNS_FAILED)
 
 _COMPONENTS = ("orchestrator", "env-server", "trainer")
@@ -102,8 +110,13 @@ class RunMeters:
         """A rollout found its group."""
         ROLLOUTS.labels(self.run, _env_label(rollout.env), rollout.status.value).inc()
 
-    def batch_committed(self, *, num_trained: int, dropped: Mapping[str, int], num_tokens: int) -> None:
+    def batch_committed(
+        self, *, num_trained: int, dropped: Mapping[str, int], num_tokens: int, pools: PoolSizes | None = None
+    ) -> None:
         """A batch is in the log."""
+        if pools is not None:
+            for pool, count in (("easy", pools.easy), ("normal", pools.normal), ("hard", pools.hard)):
+                TASKS.labels(self.run, pool).set(count)
         self._batches.committed(time.monotonic())
         BATCHES.labels(self.run).inc()
         TOKENS.labels(self.run).inc(num_tokens)

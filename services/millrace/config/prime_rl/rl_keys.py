@@ -30,7 +30,11 @@ LOSS = (
     '[{{type = "token_mask", low = 0.125, high = 8.0}}]'
 )
 ADVANTAGE = "only `orchestrator.algo.type` chooses how advantages are made: this is not there yet"
-BUFFER = "there is no rollout buffer yet; groups without any advantage are left out (`filter_zero_advantages`)"
+FILTERS = "groups without any advantage are left out (`filter_zero_advantages`); there are no other filters yet"
+BUFFER_TYPE = (
+    "prime-rl's {value} buffer is not here: for difficulty-pool leave the type out and write easy_threshold and "
+    "hard_threshold, for online-difficulty write online_difficulty_filtering = true"
+)
 VISION = "models with images are not trained yet"
 
 
@@ -169,12 +173,24 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.trajectory_strategy": nothing(
         "a rollout is one sample while its prompt only grows, and several where it is rewritten", "interleaved"
     ),
-    "orchestrator.buffer": later(BUFFER, {}),
+    "orchestrator.buffer.seed": moved("orchestrator.seed"),
+    "orchestrator.buffer.oversampling_factor": moved("orchestrator.oversampling_factor"),
+    "orchestrator.buffer.type": only(BUFFER_TYPE, "simple"),
+    "orchestrator.buffer.hash_keys": nothing("tasks are known by their index and their task set's digest"),
+    "orchestrator.buffer.from_scratch": nothing("the pools follow from the run's own log", True),
+    "orchestrator.buffer.skip_verification": refused(
+        "rewards are always computed; leave it out, and the thresholds too if no task shall be moved", False
+    ),
+    **same(
+        refused("groups are filtered at a mean of exactly 0 or 1: write online_difficulty_filtering = true instead"),
+        "orchestrator.buffer.",
+        "min_reward max_reward",
+    ),
     "orchestrator.val": converted(conversions.validation),
     "orchestrator.env_ratios": converted(conversions.ratios),
     "orchestrator.buffer.env_ratios": converted(conversions.ratios),
     "orchestrator.advantage": blocks(ADVANTAGE, {}),
-    "orchestrator.filters": later(BUFFER),
+    "orchestrator.filters": later(FILTERS),
     "orchestrator.model.lora": nothing("an adapter is named by its policy"),
     "orchestrator.teacher_model": blocks('name the teacher in `orchestrator.algo.teacher`, with `type = "opd"`'),
     "orchestrator.eval.retry": nothing("what is lost is played again"),

@@ -8,6 +8,7 @@ from pydantic import model_validator
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import IDENTIFIER_PATTERN, ConfigSection, FreeTable, option, required, table
 from millrace.config.sections.algo import COMPARING, AlgoConfig, EnvAlgoConfig
+from millrace.config.sections.buffer import BufferConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
 from millrace.config.tree import Facts, Limit, Path, dotted
@@ -238,6 +239,7 @@ class OrchestratorConfig(ConfigSection):
         "gets smaller. `refill`: a group of which all are zero is replaced by another task's before the batch is cut, "
         "so that batches stay full. False: they are trained on.",
     )
+    buffer: BufferConfig = table(BufferConfig, "Which tasks are drawn, by what their groups were worth.")
     max_failed_share: float = option(
         0.9,
         "Share of failed rollouts, over the last `orchestrator.failure_window` groups, from which the run fails: it "
@@ -285,6 +287,11 @@ class OrchestratorConfig(ConfigSection):
             message = f"must be a multiple of `{_GROUP}`, which is {group}; use {near}"
             yield broken(message, "orchestrator.batch_size", _GROUP)
         yield from self._algo_rules()
+        yield from self.buffer.broken_rules(num_envs=len(self.env))
+        if self.algo.type == "opd" and (self.buffer.online_difficulty_filtering or self.buffer.has_pools):
+            key = "online_difficulty_filtering" if self.buffer.online_difficulty_filtering else "easy_threshold"
+            message = "has no meaning for opd: it learns from every task, whatever its reward; leave it out"
+            yield broken(message, f"orchestrator.buffer.{key}", _ALGO)
         yield from extra_body_rules(self.sampling, "orchestrator.sampling", is_training=True)
         yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
         if self.eval:
