@@ -299,7 +299,7 @@ def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int
 
 
 def _drawing_state(state: bytes) -> str:
-    """What of an orchestrator's state says which tasks come next; empty if nothing does. Its counts are the parent's."""
+    """What of an orchestrator's state says which tasks come next; empty if nothing does. Counts stay the parent's."""
     kept = decode_object(state or b"{}", what="the orchestrator's state in a header", reason="HEADER_CORRUPT")
     if "pools" not in kept:
         return ""

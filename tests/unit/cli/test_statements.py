@@ -301,7 +301,7 @@ KEYS = [
     later("R", f"{RL} --trainer.model.reduce-dtype bfloat16", "trainer.model.reduce_dtype"),
     later("R", f"{RL} --trainer.model.fsdp-cpu-offload", "trainer.model.fsdp_cpu_offload"),
     effect("R", f"{RL} --orchestrator.trajectory-strategy interleaved"),
-    later("R", f"{RL} --orchestrator.buffer.online-difficulty-filtering", "orchestrator.buffer"),
+    key("R", "orchestrator.buffer.online-difficulty-filtering", "true", True),
     key("R", "inference.model.enable-auto-tool-choice", "true", True, "inference.vllm.enable_auto_tool_choice"),
     shown(
         "R",
@@ -346,7 +346,7 @@ ALGORITHMS = [
         "constant rewards end the run",
         f"{WITH}/orchestrator/test_failing_runs.py::test_equal_rewards_are_told_at_the_first_batch",
     ),
-    later("P", f"{RL} --orchestrator.buffer.online-difficulty-filtering", "orchestrator.buffer"),
+    key("P", "orchestrator.buffer.online-difficulty-filtering", "true", True),
     shown(
         "P",
         "on-policy distillation",
@@ -365,7 +365,7 @@ ALGORITHMS = [
     key("R", "orchestrator.algo.type", "max_rl", "max_rl"),
     later("R", f"{RL} --trainer.optim.type muon", "trainer.optim.type"),
     later("R", f"{RL} --orchestrator.mask-truncated-completions", "orchestrator.mask_truncated_completions"),
-    later("A", f"{RL} --orchestrator.buffer.easy-threshold 0.8", "orchestrator.buffer"),
+    key("A", "orchestrator.buffer.easy-threshold", "0.8", 0.8),
     later("A", f"{RL} --orchestrator.algo.type sft", "orchestrator.algo.type"),
 ]
 SCALE = [

@@ -95,6 +95,15 @@ WORKS = {
     "orchestrator.group_size": ("2", ("orchestrator.rollouts_per_example", 2)),
     "orchestrator.micro_batch_size": ("8", ("trainer.micro_batch_tokens", 8 * 2048)),
     "orchestrator.env_ratios": ("[0.25, 0.75]", ("orchestrator.env.1.weight", 0.75)),
+    "orchestrator.buffer.env_ratios": ("[0.25, 0.75]", ("orchestrator.env.1.weight", 0.75)),
+    "orchestrator.buffer.oversampling_factor": ("2.0", ("orchestrator.oversampling_factor", 2.0)),
+    "orchestrator.buffer.seed": ("7", ("orchestrator.seed", 7)),
+    "orchestrator.buffer.easy_border": ("0.8", ("orchestrator.buffer.easy_threshold", 0.8)),
+    "orchestrator.buffer.hard_threshold": ("0.2", ("orchestrator.buffer.hard_threshold", 0.2)),
+    "orchestrator.buffer.online_difficulty_filtering": (
+        "true",
+        ("orchestrator.buffer.online_difficulty_filtering", True),
+    ),
     "orchestrator.oversampling_factor": ("2.0", ("orchestrator.oversampling_factor", 2.0)),
     "orchestrator.sampling.max_tokens": ("9", ("orchestrator.sampling.max_tokens", 9)),
     "orchestrator.sampling.temperature": ("0.5", ("orchestrator.sampling.temperature", 0.5)),
@@ -134,7 +143,6 @@ EXCEPTIONS = {
     "trainer.model.cp": "2",
     "trainer.model.ep": "8",
     "trainer.data.fake.batch_size": "2",
-    "orchestrator.buffer.online_difficulty_filtering": "true",
     "orchestrator.mask_truncated_completions": "true",
     "orchestrator.algo.length_penalty.type": "linear",
     "orchestrator.advantage.type": "x",
@@ -164,6 +172,8 @@ REFUSED = {
     "orchestrator.client.api_key_var": ("API_KEY", "engines register with the orchestrator"),
     "orchestrator.sampling.repetition_penalty": ("1.1", "the trainer does not compute"),
     "orchestrator.token_batch_size": ("1000", "use `orchestrator.batch_size`"),
+    "orchestrator.buffer.min_reward": ("0.01", "online_difficulty_filtering = true"),
+    "orchestrator.buffer.skip_verification": ("true", "rewards are always computed"),
     "inference.api_key": ("x", "keys are never in a config"),
     "trainer.model.ac": ("full", "a table"),
     "trainer.args.learning_rate": ("1", "unknown key"),
@@ -226,7 +236,7 @@ def test_the_training_guides_file_works(tmp_path):
     assert config.inference.needs_vllm and config.inference.engine == "auto"
     assert [env.name for env in config.orchestrator.eval.env] == ["my-env-eval"]
     unbuilt = [note for note in loaded.notes if note.effect in (Effect.LATER, Effect.BLOCKS)]
-    assert [".".join(note.path) for note in unbuilt] == ["trainer.model.ac", "orchestrator.buffer"]
+    assert [".".join(note.path) for note in unbuilt] == ["trainer.model.ac"]
     assert all("guide.toml:" in note.source for note in loaded.notes)
 
 

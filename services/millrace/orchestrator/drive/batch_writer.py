@@ -214,9 +214,7 @@ class BatchWriter:
     def _header(self, kind: batch_pb2.BatchKind) -> batch_pb2.BatchHeader:
         book, context = self._book, self._context
         frontier = book.frontier.resolve(item.ordinal for item in book.pending)
-        self._next_pools = self._pools_behind(
-            book.step + (kind == batch_pb2.BATCH_KIND_TRAIN), frontier
-        )
+        self._next_pools = self._pools_behind(book.step + (kind == batch_pb2.BATCH_KIND_TRAIN), frontier)
         header = batch_pb2.BatchHeader(
             run_uid=self._log.uid,
             kind=kind,

@@ -1,7 +1,7 @@
 """Which task an ordinal draws where the run has pools of tasks, or ratios of environments that follow a schedule.
 
-A function of the run's record, the ordinal, and the pools that the log has for the ordinal (`pools.py`): the task of the
-task order where it is normal, else a random normal one of the same environment, else of another.
+A function of the run's record, the ordinal, and the pools that the log has for the ordinal (`pools.py`): the task of
+the task order where it is normal, else a random normal one of the same environment, else of another.
 """
 
 from collections.abc import Callable, Mapping, Sequence

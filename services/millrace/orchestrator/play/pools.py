@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,7 @@ class Pools:
             Moves(drawn_below=item.integer("drawn_below"), step=item.integer("step"), placed=_decode(item, "placed"))
             for item in fields.objects("recent", most=_MAX_PARTS)
         )
-        if any(later.drawn_below < earlier.drawn_below for earlier, later in zip(recent, recent[1:], strict=False)):
+        if any(later.drawn_below < earlier.drawn_below for earlier, later in pairwise(recent)):
             raise ValueError("recent moves are not in order")
         return cls(
             placed=_decode(fields, "placed"),
