@@ -170,6 +170,7 @@ def test_a_group_counts_when_all_of_its_members_came() -> None:
 
 def test_a_rollout_of_another_task_is_discarded() -> None:
     play = make_play(5)
+    play.is_drawn_by_pools = True
     assert play.add(replace(make_rollout(5, 0, group_size=2), task_index=6)) is Arrival.DUPLICATE
 
 

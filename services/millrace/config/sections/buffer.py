@@ -48,7 +48,7 @@ class BufferConfig(ConfigSection):
     schedule: list[RatioConfig] = table(
         list,
         "Ratios of the environments that change on the way (`[[orchestrator.buffer.schedule]]`); before its first step "
-        "`weight` of each `[[orchestrator.env]]` counts. Tasks are drawn at random there, with replacement.",
+        "`weight` of each `[[orchestrator.env]]` counts.",
     )
 
     @property

@@ -155,6 +155,7 @@ def make_loop(
             planned_step=planned_step,
             min_version=rule.min_version(planned_step=planned_step),
             is_scored_whole=opened[task.env].requires_group,
+            is_drawn_by_pools=settings.buffer.changes_draws,
         )
 
     return RolloutLoop(

@@ -76,6 +76,9 @@ class Play:
     """Oldest policy version that a replica may serve to get it."""
     is_scored_whole: bool = False
     """Its environment compares the members, so all must come from one attempt."""
+    is_drawn_by_pools: bool = False
+    """A predecessor may have drawn another task for the ordinal, of which no header knew, and its env-server may play
+    on: what comes of that is discarded."""
     state: PlayState = PlayState.UNPLACED
     reason: str = ""
     """Why it was resolved without becoming whole, in the words of a resolution."""
@@ -190,16 +193,14 @@ class Play:
         return attempt == self.attempt or not (self.is_scored_whole or math.isinf(self.settings.timeout_s))
 
     def _wants(self, rollout: Rollout) -> bool:
-        """Whether the rollout fills a place: its member is missing, and it fits the task and those that are there.
-
-        A predecessor whose last draws no header knows may have drawn another task, and its env-server may play on.
+        """Whether the rollout fills a place: its member is missing, and it fits those that are there.
 
         Rollouts that are scored one by one combine over attempts; those of a task that is scored whole come from one
         play, and two orchestrators may have given the same number to two plays.
         """
         if not self.is_open or rollout.group_size != self.group_size or rollout.member in self.members:
             return False
-        if (rollout.env, rollout.task_index) != (self.task.env, self.task.task_index):
+        if self.is_drawn_by_pools and (rollout.env, rollout.task_index) != (self.task.env, self.task.task_index):
             return False
         if not self.is_scored_whole:
             return True
