@@ -1,4 +1,4 @@
-"""Which tasks a run draws follows from its log: after an orchestrator's end, and in a fork, the next one is the same."""
+"""Which tasks a run draws follows from its log: behind an orchestrator's end, and in a fork, they are the same."""
 
 from dataclasses import replace
 
